@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def test_dynamic_programming_equals_every_choice(reuses: bool) -> None:
         errors = []
         for more in itertools.combinations(free, len(budget.computed) - len(forced)):
             errors.append(fit.measure_error(sorted({*forced, *more})))
-        assert budget.error == pytest.approx(min(errors), rel=1e-9)
+        assert fit.measure_error(budget.computed) == pytest.approx(min(errors), rel=1e-9)
+        assert budget.predicted_db == pytest.approx(-10 * math.log10(min(errors)), abs=0.01)
         assert forced <= set(budget.computed)
 
 

@@ -114,7 +114,7 @@ def test_what_cannot_be_kept_says_what_could(bounds: dict[str, float], schedule:
 
 def test_a_promise_travels_as_json() -> None:
     promise = choose(Bounds(min_psnr=40.0))
-    assert Promise.from_json_dict(promise.to_json_dict(), None) == promise
+    assert Promise.from_json_dict(promise.to_json_dict(), "a-model", None) == promise
 
 
 def test_a_schedule_of_other_steps_is_refused(tmp_path: Path) -> None:

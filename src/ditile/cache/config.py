@@ -7,6 +7,7 @@ call of the transformer with its branches of guidance, counted from 0.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import types
@@ -92,14 +93,24 @@ class Fields:
         return _rebuild_config(type(self), self.values() | changes, self._given | set(changes))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig(Fields):
-    """The settings of a method that leaves out work."""
+    """What the settings of all methods that leave out work have in common.
 
-    __slots__ = ()
-    WORDS: ClassVar[Mapping[str, str]] = {}
+    Attributes:
+        num_inference_steps: steps of a generation where there is no pipeline to say so.
+        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
+            with one it is seen from the calls.
+    """
+
+    # Annotated, these would be fields.
+    WORDS = dict[str, str]()
     """Word of a cache in one line -> field; the first word is the method's own."""
-    HAS_FORECAST: ClassVar[bool] = False
+    HAS_FORECAST = False
     """Whether the method forecasts in a way of its own, and takes no calibrator."""
+
+    num_inference_steps: Positive | None = None
+    enable_separate_cfg: bool | None = None
 
     def __str__(self) -> str:
         return format_cache_config(self)
@@ -131,8 +142,8 @@ class FittedScheduleConfig(CallCacheConfig):
         schedule: a `Schedule`, or a file that `ditile fit` wrote; None takes the one that comes with the package for
             this model. Where there is none, the steps are spread over the generation, and forecasts are lines that end
             after half a gap.
-        num_inference_steps: steps of a generation where there is no pipeline to say so.
-        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline.
+
+    The others are as in `CacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -142,8 +153,6 @@ class FittedScheduleConfig(CallCacheConfig):
 
     steps: Positive | None = field(default=None, metadata={"example": 10})
     schedule: Any = None
-    num_inference_steps: Positive | None = None
-    enable_separate_cfg: bool | None = None
 
     def count_computed(self, num_steps: int) -> int:
         """How many of the steps of a generation compute."""
@@ -153,29 +162,26 @@ class FittedScheduleConfig(CallCacheConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockCacheConfig(CacheConfig):
+class BlockCacheConfig(CacheConfig, abc.ABC):
     """What the settings of methods that leave out blocks have in common.
 
     Attributes:
-        num_inference_steps: steps of a generation where there is no pipeline to say so.
-        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
-            with one it is seen from the calls.
         couple: what is decided on together: each row of the batch alone, each image with all its rows of guidance, or
             the whole batch.
         store_dtype: the type in which values of computed steps are kept; None is their own.
+
+    The others are as in `CacheConfig`.
     """
 
     HINT = "let mask and limits leave some out"
     """What lets a method leave steps out where all are computed."""
 
-    num_inference_steps: Positive | None = None
-    enable_separate_cfg: bool | None = None
     couple: Literal["row", "image", "batch"] = "image"
     store_dtype: StoreType | None = None
 
+    @abc.abstractmethod
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
         """The rules and the forecast of a generation of `steps` steps; `calibrator` is the one that was given."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,8 @@ import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
@@ -70,16 +71,72 @@ CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "foca": FoCaCalibratorConfig,
     "dmd": DMDCalibratorConfig,
 }
-METHOD_CONFIGS: dict[str, type[CacheConfig]] = {
-    "steps": FittedScheduleConfig,
-    "schedule": FittedScheduleConfig,
-    "easy": EasyCacheConfig,
-    "gate": GuidanceGateConfig,
-    "mag": MagCacheConfig,
-    "sea": SeaCacheConfig,
-    "spectrum": SpectrumConfig,
-}
-"""A word by which a line names a method -> its config; without one of them the method is DBCache."""
+
+
+class CacheMethod(NamedTuple):
+    """A method that leaves out work.
+
+    Attributes:
+        name: its `cache_type` in a config file.
+        config: its settings.
+        words: each names it in a line. Without one of them the method of a line is DBCache.
+        flag_help: what `--help` says of the flag with the name of the first word; "" where there is no flag.
+        compared: what a comparison of methods calls it -> the settings there, each a cache in one line.
+    """
+
+    name: str
+    config: type[CacheConfig]
+    words: tuple[str, ...] = ()
+    flag_help: str = ""
+    compared: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
+CACHE_METHODS = (
+    CacheMethod("schedule", FittedScheduleConfig, ("steps", "schedule")),
+    CacheMethod(
+        "dbcache",
+        DBCacheConfig,
+        compared={
+            "step mask": ("F=0 W=3 R=1 MC=1 taylor=1 reach=0.5", "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5"),
+            "DBCache": ("F=1 W=4 R=0.12 taylor=1", "F=1 W=4 R=0.25 taylor=1"),
+        },
+    ),
+    CacheMethod("dbprune", DBPruneConfig),
+    CacheMethod("magcache", MagCacheConfig, ("mag",), "leave out steps by a table of ratios (MagCache), to this error"),
+    CacheMethod(
+        "seacache",
+        SeaCacheConfig,
+        ("sea",),
+        "leave out steps while the filtered latents change less than this (SeaCache)",
+        {"SeaCache": ("sea=0.2", "sea=0.3", "sea=0.5")},
+    ),
+    CacheMethod(
+        "spectrum",
+        SpectrumConfig,
+        ("spectrum",),
+        "forecast steps in windows that grow by this at each computed one (Spectrum)",
+        {"Spectrum": ("spectrum=0.75", "spectrum=3")},
+    ),
+    CacheMethod(
+        "easycache",
+        EasyCacheConfig,
+        ("easy",),
+        "leave out calls of the model while they should change less than this (EasyCache)",
+        {"EasyCache": ("easy=0.02", "easy=0.05", "easy=0.1")},
+    ),
+    CacheMethod(
+        "gate",
+        GuidanceGateConfig,
+        ("gate",),
+        "after this share of the steps run only the guidance branch with the prompt",
+        {"gating": ("gate=0.8", "gate=0.6", "gate=0.5")},
+    ),
+)
+"""All methods; a new one is a row here."""
+METHOD_CONFIGS: dict[str, type[CacheConfig]] = {}
+for _method in CACHE_METHODS:
+    METHOD_CONFIGS |= dict.fromkeys(_method.words, _method.config)
+"""A word by which a line names a method -> its config."""
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 """The values and levels of a file of settings, with what its aliases stand for: far more than settings need."""
@@ -87,16 +144,7 @@ NO_CACHE = "none"
 """The line that stands for no cache."""
 
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-_CACHE_CONFIGS: dict[str, type[CacheConfig]] = {
-    "dbcache": DBCacheConfig,
-    "dbprune": DBPruneConfig,
-    "schedule": FittedScheduleConfig,
-    "easycache": EasyCacheConfig,
-    "gate": GuidanceGateConfig,
-    "magcache": MagCacheConfig,
-    "seacache": SeaCacheConfig,
-    "spectrum": SpectrumConfig,
-}
+_CACHE_CONFIGS = {method.name: method.config for method in CACHE_METHODS}
 _UNUSED = ("force_reduce_calibrator_vram",)
 """Entries of cache_config that cache-dit has, and that change nothing here."""
 _PRUNE_FIELDS = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ditile.cache.calls.scheduled import FEWEST_FORECAST_STEPS, FORCED_STEPS
 from ditile.cache.config import FittedScheduleConfig
-from ditile.cache.fitted.fit import FittedSteps, Matrix, StepFit, compute_gram_matrix, list_forced_steps
+from ditile.cache.fitted.fit import EXACT_DB, Matrix, compute_gram_matrix, fit_budgets
 from ditile.cache.fitted.identity import (
     Identity,
     describe_call,
@@ -28,7 +28,7 @@ from ditile.cache.fitted.identity import (
     describe_models,
     describe_scheduler,
 )
-from ditile.cache.fitted.schedule import Schedule, StepBudget
+from ditile.cache.fitted.schedule import Schedule, StepBudget, choose_measured_sizes
 from ditile.measure.evaluate.captions import BUNDLED_SOURCE, load_captions
 from ditile.measure.sessions import use_cache_within
 from ditile.model.hooks.overrides import WatchedMethod, find_latents_parameter, list_parameter_names, override_attribute
@@ -49,40 +49,13 @@ from ditile.runner.requests.results import list_drawn
 if TYPE_CHECKING:
     from rich.table import Table
 
-MEASURED_SHARES = (0.3, 0.4, 0.5, 0.6, 0.75)
-"""The shares of computed steps whose images are generated: below them images change, and above them little is saved."""
-
 MEASURED_GAINS = 7
 """Steps in which the effect of an error is measured; between them it is interpolated."""
 
 CAPTIONS_OF_GAINS = 3
 """Captions for which it is measured: it hardly depends on the caption."""
 
-EXACT_DB = 100.0
-"""The PSNR of equal images."""
-
 Frames = NDArray[np.uint8]
-
-
-@dataclass(slots=True)
-class FullRun:
-    """One caption, generated with all steps.
-
-    Attributes:
-        frames: the image, or the frames of the video.
-        latents: the final ones.
-        predictions: what the scheduler took in each step; kept of the first captions only.
-        gram: their products.
-        models: which model was called in each step.
-        shape: of the latents as the model takes them.
-    """
-
-    frames: Frames
-    latents: Tensor
-    predictions: list[Tensor]
-    gram: Matrix
-    models: list[int]
-    shape: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -90,17 +63,28 @@ class StepRecord:
     """What one call of a pipeline gives to its scheduler.
 
     Attributes:
-        predictions: of each step.
-        latents: after the last step.
+        predictions: of each step, in the memory of the host.
+        latents: after the last step, there too.
         models: the number of the model that was called before each step.
         shape: of one image's latents, as the first model takes them.
     """
 
     predictions: list[Tensor] = field(default_factory=list)
-    latents: Tensor | None = None
+    latents: Tensor = field(default_factory=lambda: torch.empty(0))
     models: list[int] = field(default_factory=list)
     shape: tuple[int, ...] = ()
     called: int = 0
+
+
+class FullRun(NamedTuple):
+    """One caption, generated with all steps: the frames `[frames, H, W, 3]`, what was recorded, and its products.
+
+    The predictions of the first captions alone are kept.
+    """
+
+    frames: Frames
+    steps: StepRecord
+    gram: Matrix
 
 
 @contextmanager
@@ -110,11 +94,11 @@ def record_steps(pipe: Any) -> Iterator[StepRecord]:
     signature = StepSignature(pipe.scheduler)
 
     def note_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # A clone, as the pipeline may write into it.
-        record.predictions.append(signature.bind(args, kwargs).prediction.detach().clone())
+        # A copy, as the pipeline may write into it.
+        record.predictions.append(signature.bind(args, kwargs).prediction.detach().to("cpu", copy=True))
         record.models.append(record.called)
         result = stock(*args, **kwargs)
-        record.latents = extract_sample(result).detach().clone()
+        record.latents = extract_sample(result).detach().to("cpu", copy=True)
         return result
 
     def note_call(number: int, name: str, place: int, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -168,31 +152,27 @@ class ScheduleFitting:
             for number, caption in enumerate(self._captions):
                 runs.append(self._generate_in_full(number, caption))
                 advance(1)
-        draft = self._make_draft(runs)
-        num_steps = draft.num_steps
-        switches = [step for step in range(1, num_steps) if runs[0].models[step] != runs[0].models[step - 1]]
-        gains = self._find_gains(runs, draft, switches)
+        models = runs[0].steps.models
+        switches = [step for step in range(1, len(models)) if models[step] != models[step - 1]]
+        self._identity = self._describe_identity(runs[0].steps)
+        gains = self._find_gains(runs, switches)
         gram = np.mean([run.gram for run in runs], axis=0)
-        mean_square = float(np.mean([float(run.latents.double().square().mean()) for run in runs]))
-        budgets: list[StepBudget] = []
-        for steps in fit_budgets(gram, gains, switches, corrects_drift=self._is_first_order):
-            budgets.append(_make_budget(steps, mean_square))
-        draft = draft.model_copy(update={"budgets": tuple(budgets)})
-        return self._measure_budgets(draft, runs)
+        mean_square = float(np.mean([_measure_square(run.steps.latents) for run in runs]))
+        budgets = fit_budgets(gram, gains, switches, mean_square, corrects_drift=self._is_first_order)
+        return self._measure_budgets(self._make_schedule(*budgets), runs)
 
     def _generate_in_full(self, number: int, caption: str) -> FullRun:
         with record_steps(self._pipe) as record:
             frames = self._generate(number, caption)
-        if record.latents is None or len(record.predictions) < 2:
+        if len(record.predictions) < 2:
             raise ModelError(
                 f"model {self._options.model!r} made {len(record.predictions)} step(s) with its scheduler, and of one "
                 "alone none can be left out; give more steps"
             )
-        kept: list[Tensor] = []
-        if number < CAPTIONS_OF_GAINS:
-            kept = [prediction.cpu() for prediction in record.predictions]
         gram = compute_gram_matrix(record.predictions)
-        return FullRun(frames, record.latents.cpu(), kept, gram, record.models, record.shape)
+        if number >= CAPTIONS_OF_GAINS:
+            record.predictions.clear()
+        return FullRun(frames, record, gram)
 
     def _generate(self, number: int, caption: str) -> Frames:
         """The image of a caption in 8 bits `[frames, H, W, 3]`."""
@@ -206,18 +186,15 @@ class ScheduleFitting:
             frames += drawn if isinstance(drawn, list | tuple) else [drawn]
         return np.stack([np.asarray(frame)[..., :3] for frame in frames]).astype(np.uint8)
 
-    def _make_draft(self, runs: Sequence[FullRun]) -> Schedule:
-        """The schedule without its budgets: what it belongs to."""
-        num_steps = len(runs[0].models)
+    def _describe_identity(self, steps: StepRecord) -> Identity:
         models = find_loop_models(self._pipe)
         fields = describe_models(models) | describe_call(self._pipe, models[0], self._base)
-        fields |= describe_scheduler(self._pipe.scheduler, num_steps)
-        placeholder = StepBudget(computed=tuple(range(num_steps)), weights={}, predicted_db=EXACT_DB)
+        fields |= describe_scheduler(self._pipe.scheduler, len(steps.models))
+        return Identity(**fields, latents=steps.shape)
+
+    def _make_schedule(self, *budgets: StepBudget) -> Schedule:
         return Schedule(
-            model=self._options.model,
-            identity=Identity(**fields, latents=runs[0].shape),
-            captions=len(runs),
-            budgets=(placeholder,),
+            model=self._options.model, identity=self._identity, captions=len(self._captions), budgets=budgets
         )
 
     @property
@@ -225,44 +202,45 @@ class ScheduleFitting:
         """Whether a step adds its prediction to the latents, by a factor that the sigmas say."""
         return type(self._pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
 
-    def _find_gains(self, runs: Sequence[FullRun], draft: Schedule, switches: Sequence[int]) -> list[float]:
+    def _find_gains(self, runs: Sequence[FullRun], switches: Sequence[int]) -> list[float]:
         """How much an error of the prediction of each step moves the final latents."""
+        num_steps = len(runs[0].gram)
         if self._is_first_order:
-            sigmas = [*draft.identity.sigmas, 0.0]
+            sigmas = [*self._identity.sigmas, 0.0]
             return [abs(after - before) for before, after in zip(sigmas, sigmas[1:], strict=False)]
         # Others use a prediction in later steps too, or scale it, so its effect is measured.
-        steps = sorted({round(step) for step in np.linspace(1, draft.num_steps - 1, MEASURED_GAINS)} - {*switches})
+        steps = sorted({round(step) for step in np.linspace(1, num_steps - 1, MEASURED_GAINS)} - {*switches})
         measured: list[float] = []
         with show_progress_bar("measuring the effect of errors", len(steps)) as advance:
             for step in steps:
-                measured.append(self._measure_gain(step, runs[:CAPTIONS_OF_GAINS], draft))
+                measured.append(self._measure_gain(step, runs[:CAPTIONS_OF_GAINS]))
                 advance(1)
-        logs = np.interp(np.arange(draft.num_steps), steps, np.log(np.maximum(measured, 1e-12)))
+        logs = np.interp(np.arange(num_steps), steps, np.log(np.maximum(measured, 1e-12)))
         return [math.exp(log) for log in logs]
 
-    def _measure_gain(self, step: int, runs: Sequence[FullRun], draft: Schedule) -> float:
+    def _measure_gain(self, step: int, runs: Sequence[FullRun]) -> float:
         """The change of the final latents over the error of one step that takes the last prediction again."""
-        others = tuple(number for number in range(draft.num_steps) if number != step)
+        others = tuple(number for number in range(len(runs[0].gram)) if number != step)
         budget = StepBudget(computed=others, weights={step: (1.0, 0.0)}, predicted_db=0.0)
         moved = 0.0
         missed = 0.0
         for number, run in enumerate(runs):
             with record_steps(self._pipe) as record:
-                self._generate_with(draft.model_copy(update={"budgets": (budget,)}), number)
-            assert record.latents is not None
-            moved += float((record.latents.cpu() - run.latents).double().square().mean())
-            missed += float((run.predictions[step - 1] - run.predictions[step]).double().square().mean())
+                self._generate_with(self._make_schedule(budget), len(others), number)
+            predictions = run.steps.predictions
+            moved += _measure_square(record.latents - run.steps.latents)
+            missed += _measure_square(predictions[step - 1] - predictions[step])
         return math.sqrt(moved / max(missed, 1e-30))
 
-    def _generate_with(self, schedule: Schedule, number: int, size: int | None = None) -> Frames:
-        """The image of a caption with a budget of a schedule."""
-        config = FittedScheduleConfig(steps=size or schedule.budgets[0].size, schedule=schedule)
+    def _generate_with(self, schedule: Schedule, size: int, number: int) -> Frames:
+        """The image of a caption with so many computed steps."""
+        config = FittedScheduleConfig(steps=size, schedule=schedule)
         with use_cache_within(self._runner, {"cache_config": config}):
             return self._generate(number, self._captions[number])
 
     def _measure_budgets(self, schedule: Schedule, runs: Sequence[FullRun]) -> Schedule:
         """The schedule with the PSNR of the budgets that matter."""
-        sizes = choose_measured_sizes([budget.size for budget in schedule.budgets], schedule.num_steps)
+        sizes = {budget.size for budget in schedule.budgets} & {*choose_measured_sizes(schedule.num_steps)}
         budgets: list[StepBudget] = []
         with show_progress_bar("generating with fewer steps", len(sizes) * len(runs)) as advance:
             for budget in schedule.budgets:
@@ -271,27 +249,11 @@ class ScheduleFitting:
                     continue
                 decibels: list[float] = []
                 for number, run in enumerate(runs):
-                    decibels.append(compute_decibels(self._generate_with(schedule, number, budget.size), run.frames))
+                    decibels.append(compute_decibels(self._generate_with(schedule, budget.size, number), run.frames))
                     advance(1)
                 measured = {"mean_db": round(float(np.mean(decibels)), 2), "worst_db": round(min(decibels), 2)}
                 budgets.append(budget.model_copy(update=measured))
         return schedule.model_copy(update={"budgets": tuple(budgets)})
-
-
-def fit_budgets(
-    gram: Matrix, gains: Sequence[float], switches: Sequence[int], *, corrects_drift: bool = False
-) -> list[FittedSteps]:
-    """The best steps for each number of computed steps."""
-    num_steps = len(gram)
-    reuses = num_steps < FEWEST_FORECAST_STEPS
-    forced = list_forced_steps(num_steps, switches, FORCED_STEPS)
-    corrects_drift = corrects_drift and not reuses
-    budgets = StepFit(gram, gains, forced, reuses=reuses, corrects_drift=corrects_drift).fit_all_budgets()
-    if reuses and not switches:
-        # Of a few steps, two may be all that there is time for.
-        free = StepFit(gram, gains, {0}, reuses=True).fit_all_budgets()
-        budgets = [steps for steps in free if len(steps.computed) < len(budgets[0].computed)] + budgets
-    return budgets
 
 
 def choose_captions(options: FitOptions) -> list[str]:
@@ -311,14 +273,6 @@ def choose_captions(options: FitOptions) -> list[str]:
     return captions[: options.num_captions]
 
 
-def choose_measured_sizes(sizes: Sequence[int], num_steps: int) -> set[int]:
-    """The budgets whose images are generated; all of a few."""
-    if num_steps < FEWEST_FORECAST_STEPS:
-        return set(sizes)
-    wanted = {round(share * num_steps) for share in MEASURED_SHARES}
-    return wanted & set(sizes)
-
-
 def compute_decibels(frames: Frames, others: Frames) -> float:
     """The PSNR of an image, or of all frames of a video."""
     error = float(np.square(frames.astype(np.float64) - others).mean()) / 255**2
@@ -327,14 +281,8 @@ def compute_decibels(frames: Frames, others: Frames) -> float:
     return min(EXACT_DB, -10 * math.log10(error))
 
 
-def _make_budget(steps: FittedSteps, mean_square: float) -> StepBudget:
-    predicted = EXACT_DB
-    if steps.error > 0.0:
-        predicted = min(EXACT_DB, 10 * math.log10(mean_square / steps.error))
-    weights: dict[int, tuple[float, float]] = {}
-    for step, (first, second) in steps.weights.items():
-        weights[step] = (round(first, 5), round(second, 5))
-    return StepBudget(computed=steps.computed, weights=weights, predicted_db=round(predicted, 2))
+def _measure_square(values: Tensor) -> float:
+    return float(values.double().square().mean())
 
 
 def fit_schedule(options: FitOptions) -> tuple[Schedule, Path]:

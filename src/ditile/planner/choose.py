@@ -245,13 +245,13 @@ def _choose_promise_of_question(
     all_devices: bool = False,
 ) -> Promise:
     """The promise for a question; its plan is the one to be priced, or the best of a search."""
-    plan = question.priced_plan
-    if plan is not None:
-        _check_exact_plan(bounds, plan)
     search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
     num_steps = count_loop_steps(search.shape.steps, strength)
     schedule, path = find_schedule(question.model, num_steps, schedule_path)
-    plans = [plan] if plan is not None else [price.plan for price in search.find_fastest_plans().prices]
+    if question.priced_plan is not None:
+        plans = [question.priced_plan]
+    else:
+        plans = [price.plan for price in search.find_fastest_plans().prices]
     return choose_promise(
         bounds,
         question.model,
@@ -327,16 +327,10 @@ def choose_within_bounds(
         make_console(stderr=run.json == "-").print(f"promised: {promise}", soft_wrap=True)
         return promise.to_json_dict()
 
-    promise = read_promise(_decide_on_first_rank(choose, run), options.model, schedule_path)
+    promise = Promise.from_json_dict(_decide_on_first_rank(choose, run), options.model, schedule_path)
     if promise.skips_steps:
         others |= {"cache_line": f"steps={promise.num_computed}", "schedule": promise.schedule}
     return promise, CacheOptions(**others)
-
-
-def read_promise(values: JsonObject, model: str, schedule_path: str | None) -> Promise:
-    """The promise of another rank, whose host may have the package elsewhere."""
-    _, path = find_schedule(model, values["steps"], schedule_path)
-    return Promise.from_json_dict(values, path)
 
 
 def choose_promise_of_request(
@@ -371,20 +365,9 @@ def choose_promise_of_request(
             question, bounds, schedule_path, strength=options.strength, all_devices=place is not None
         )
     # Nothing is predicted here, so the plan is the given one, or one rank.
-    plan = plan or Plan()
-    _check_exact_plan(bounds, plan)
     num_steps = count_loop_steps(question.fill_call_arguments()["num_inference_steps"], options.strength)
     schedule, path = find_schedule(question.model, num_steps, schedule_path)
-    return choose_promise(bounds, question.model, num_steps, [plan], schedule=schedule, path=path)
-
-
-def _check_exact_plan(bounds: Bounds, plan: Plan) -> None:
-    """Raises `PlanError` if a bound on PSNR is given for a plan that loses more than its skipped steps."""
-    if bounds.min_psnr is not None and plan.attends_to_stale_keys:
-        raise PlanError(
-            f"min_psnr={bounds.min_psnr:g}: a schedule knows what skipped steps lose, and not what stale keys of "
-            f"'{plan}' lose; use a plan of ulysses, ring, tensor or cfg"
-        )
+    return choose_promise(bounds, question.model, num_steps, [plan or Plan()], schedule=schedule, path=path)
 
 
 def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:

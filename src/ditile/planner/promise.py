@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ditile.cache.config import FittedScheduleConfig
-from ditile.cache.fitted.schedule import FOLDER, Schedule, make_fit_command
+from ditile.cache.fitted.schedule import Schedule, make_fit_command, read_shipped_schedules
 from ditile.plan.errors import PlanError
 from ditile.plan.numbers import format_number
 from ditile.plan.option_classes import JsonObject, Seconds, define_option, options
@@ -110,8 +110,9 @@ class Promise:
         }
 
     @classmethod
-    def from_json_dict(cls, values: JsonObject, schedule: str | None) -> Promise:
-        """The promise of `to_json_dict`."""
+    def from_json_dict(cls, values: JsonObject, model: str, schedule: str | None) -> Promise:
+        """The promise that another rank made for a model; that rank's host may have the package elsewhere."""
+        _, path = find_schedule(model, values["steps"], schedule)
         return cls(
             plan=Plan.parse(values["plan"]),
             num_computed=values["computed_steps"],
@@ -119,7 +120,7 @@ class Promise:
             seconds=values["seconds"],
             mean_db=values["mean_psnr"],
             worst_db=values["worst_psnr"],
-            schedule=schedule,
+            schedule=path,
         )
 
 
@@ -131,11 +132,10 @@ def find_schedule(model: str, num_steps: int, path: str | None) -> tuple[Schedul
         PlanError: if it is of another number of steps.
     """
     if path is None:
-        for shipped in sorted(FOLDER.glob("*.json")):
-            schedule = Schedule.read(shipped)
+        for shipped, schedule in read_shipped_schedules().items():
             if (schedule.model, schedule.num_steps) == (model, num_steps):
                 # By its file: a model of that name with other weights is refused then, and not given other steps.
-                return schedule, str(shipped)
+                return schedule, shipped
         return None, None
     schedule = Schedule.read(path)
     if schedule.num_steps != num_steps:
@@ -174,8 +174,14 @@ def choose_promise(
         predict: predicts seconds; None where this machine was not measured.
 
     Raises:
-        PlanError: if nothing keeps the bounds, with what comes closest.
+        PlanError: if nothing keeps the bounds, with what comes closest, or a plan loses more than its skipped steps.
     """
+    for plan in plans:
+        if bounds.min_psnr is not None and plan.attends_to_stale_keys:
+            raise PlanError(
+                f"min_psnr={bounds.min_psnr:g}: a schedule knows what skipped steps lose, and not what stale keys of "
+                f"'{plan}' lose; use a plan of ulysses, ring, tensor or cfg"
+            )
     candidates = _list_candidates(bounds, num_steps, schedule)
     if schedule is None and (bounds.seconds is None or predict is None):
         raise PlanError(f"{_name_bounds(bounds)} needs a fitted schedule: {_explain_fit(model, num_steps)}")

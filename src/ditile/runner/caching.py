@@ -41,6 +41,7 @@ from ditile.cache.config import (
     CallCacheConfig,
     DBCacheConfig,
     ParamsModifier,
+    check_one_forecast,
 )
 from ditile.cache.config import format_cache_config as config_text
 from ditile.cache.config_text import load_configs
@@ -289,7 +290,7 @@ def refresh_context(
     calibrator = configs["calibrator_config"]
     steps = num_inference_steps
     if not steps and config is not None:
-        steps = getattr(config, "num_inference_steps", None)
+        steps = config.num_inference_steps
     if isinstance(cache_config, Mapping) and config is not None:
         # A dict changes fields, and does not say which class it is.
         changes = {name: getattr(config, name) for name in config.given} | changes
@@ -431,7 +432,12 @@ def _build_caches(
     """A cache for each model, of its blocks or of its calls."""
     caches: list[ModelCache] = []
     if isinstance(config, CallCacheConfig):
-        _check_no_block_settings(config, calibrator, modifiers)
+        check_one_forecast(config, calibrator)
+        if modifiers is not None:
+            raise ModelError(
+                f"params_modifiers is for caches that leave out blocks, and {config} leaves out whole calls; leave it "
+                "out"
+            )
         models = _list_called_models(pipe, config)
         prepare = functools.partial(prepare_policy, pipe, models, _list_later_shares)
         caches += [CallCache(model, config, prepare) for model in models]
@@ -447,15 +453,6 @@ def _list_later_shares(model: nn.Module) -> Collection[str]:
     if share is None or share.cuts.index == 0:
         return ()
     return share.cuts.styles.keys()
-
-
-def _check_no_block_settings(config: CallCacheConfig, calibrator: Any, modifiers: Any) -> None:
-    """Raises `ModelError` if there are settings of blocks beside a cache that leaves out whole calls."""
-    for name, value in (("calibrator_config", calibrator), ("params_modifiers", modifiers)):
-        if value is not None:
-            raise ModelError(
-                f"{name} is for caches that leave out blocks, and {config} leaves out whole calls; leave it out"
-            )
 
 
 def _warn_of_idle_caches(caches: Sequence[ModelCache]) -> None:
@@ -498,8 +495,8 @@ def _install_caches(
         separate_cfg = any(model.has_separate_cfg for model in adapted)
         steps = None
         if config is not None:
-            separate_cfg = separate_cfg or bool(getattr(config, "enable_separate_cfg", None))
-            steps = getattr(config, "num_inference_steps", None)
+            separate_cfg = separate_cfg or bool(config.enable_separate_cfg)
+            steps = config.num_inference_steps
         own_pipe = None if isinstance(pipe, nn.Module) else pipe
         clock = CallClock(begin_caches, end_caches, check_call, steps, separate_cfg=separate_cfg, pipe=own_pipe)
     else:

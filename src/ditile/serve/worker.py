@@ -50,7 +50,7 @@ from ditile.runner.runner import Runner
 from ditile.serve.jobs import POSTER, SPRITESHEET, TRACE, Files, JobResult, Request, shorten_line
 from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
 from ditile.serve.previews import CallPreviews, PreviewDecoder
-from ditile.serve.step_bounds import StepBounds
+from ditile.serve.request_cache import RequestCache
 
 LOG = logging.getLogger("ditile")
 # The most calls of the warm-up: what comes once in an image is met in the first, recorded in the next, and then played.
@@ -74,7 +74,7 @@ class RankWorker:
         self._link = link
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
-        self._step_bounds = StepBounds(self._runner, setup)
+        self._request_cache = RequestCache(self._runner, setup)
         # Of the pipeline that was loaded; requests with conditions switch to other classes of its family.
         self._class = find_call_owner(self._pipe)
         self._config = dict(getattr(self._pipe, "config", {}))
@@ -153,7 +153,7 @@ class RankWorker:
         if isinstance(pipeline_class, type):
             self._pipe = self._runner.switch_pipeline(pipeline_class)
         self._loras.use_loras(first.loras)
-        promise = self._step_bounds.use_bounds(jobs[0])
+        promise = self._request_cache.install_for_job(jobs[0])
         own_values = defaults(self._setup.model)
         calls = []
         for job in jobs:
@@ -161,7 +161,7 @@ class RankWorker:
             calls.append(build_call_arguments(self._pipe, options, own_values))
             if self._facts.is_video:
                 check_encoder(Path(f"video.{job.request.output_format}"), options.fps)
-        if not self._step_bounds.is_replaced:
+        if not self._request_cache.is_replaced:
             check_cache_steps(self._setup.cache, calls[0])
         is_traced = bool(first.client.get("trace"))
         self._runner.trace = is_traced
@@ -238,7 +238,7 @@ class RankWorker:
     def _warm_up(self) -> None:
         """Generates a first image, which triggers loading, allocation and compilation, and fits the preview decoder."""
         preparing = self._runner.num_preparing_steps
-        is_cached = self._step_bounds.has_cache
+        is_cached = self._request_cache.has_cache
         steps = choose_warm_steps(self._setup.plan, is_cached=is_cached, num_preparing_steps=preparing)
         prompt = self._facts.example or "a photo of a mountain lake in the morning"
         options = GenerateOptions(model=self._setup.model, prompt=prompt, steps=steps, seed=0)
@@ -273,7 +273,7 @@ class RankWorker:
         return build_batch_call(self._pipe, rows, options, seeds)
 
     def _summarize_cache(self) -> list[JsonObject]:
-        if not self._step_bounds.has_cache:
+        if not self._request_cache.has_cache:
             return []
         report = summary(self._runner, logging=False)
         return summarize_cache_reports([report])

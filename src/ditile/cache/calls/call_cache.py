@@ -20,12 +20,13 @@ from ditile.cache.config import (
     Calibration,
     CallCacheConfig,
     FittedScheduleConfig,
+    check_one_forecast,
     format_cache_config,
     merge_configs,
 )
 from ditile.cache.fitted.fitted_pipeline import FittedPolicies
 from ditile.cache.fitted.identity import ListShares
-from ditile.cache.methods.easycache import EasyCacheConfig, make_easy_policy
+from ditile.cache.methods.easycache import EasyCacheConfig, EasyCachePolicy
 from ditile.cache.methods.gating import GatedGuidance, GuidanceGateConfig, GuidedModel
 from ditile.cache.report import ContextReport, Decisions
 from ditile.model.hooks.batch_rows import BatchDimFinder
@@ -114,8 +115,7 @@ class CallCache(ModelCache):
         self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
     ) -> None:
         """Prepares for a new image, see `ModelCache`."""
-        if calibrator is not None:
-            raise ModelError(f"a {type(self._config).__name__} forecasts by itself; leave calibrator_config out")
+        check_one_forecast(self._config, calibrator)
         if config is not None and type(config) is type(self._config):
             config = merge_configs(self._config, config)
         config = (config or self._config).reset(**changes)
@@ -125,7 +125,7 @@ class CallCache(ModelCache):
         if not _have_same_source(config, self._config):
             self._make_policy = self._prepare(config)
         self._config = config
-        self._own_clock.restart_clock(steps, separate_cfg=getattr(config, "enable_separate_cfg", None))
+        self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
 
     def check_pipeline_call(self, call: Mapping[str, Any]) -> None:
         """Lets what makes the policies refuse the arguments of a call, if it has an opinion of them."""
@@ -203,7 +203,7 @@ def prepare_policy(
     if isinstance(config, FittedScheduleConfig):
         return cast(MakePolicy, FittedPolicies(pipe, models, config, list_later_shares))
     if isinstance(config, EasyCacheConfig):
-        return make_easy_policy
+        return cast(MakePolicy, EasyCachePolicy)
     if isinstance(config, GuidanceGateConfig):
         model = models[0]
         finder = BatchDimFinder(model, None)

@@ -1,6 +1,6 @@
-"""What a method that leaves out whole calls of a model has to say, and how its forecasts are summed.
+"""What a method that leaves out whole calls of a model has to say.
 
-A new method is one class with the members of `CallPolicy`, its config (a `CallCacheConfig`), and one line in
+A new method is a `CallPolicy`, its config (a `CallCacheConfig`), a row of `CACHE_METHODS`, and a line in
 `prepare_policy`, which makes the policy of a config for each generation. It gets a clock, branches, batches,
 two transformers in turns, every plan, reports and errors from `CallForecasts`. It must decide alike on every rank that
 has the same latents, and it computes the last step if it does not say its steps beforehand.
@@ -9,10 +9,11 @@ has the same latents, and it computes the last step if it does not say its steps
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+# The settings of methods are read where there is no torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CallAgreement(Protocol):
@@ -76,16 +77,18 @@ class CallPolicy(Protocol):
     """
 
     num_kept: int
-    keeps_latents: bool
+    keeps_latents: bool = False
 
     def list_computed_steps(self) -> Collection[int] | None:
         """The steps that compute; None if each is decided when its first call comes.
 
         Only with these may PipeFusion and DistriFusion know which messages follow.
         """
+        return None
 
     def check_first_call(self, call: ModelCall) -> None:
         """Is told of the first call of a generation before it is made. Raises `ModelError` if it cannot be forecast."""
+        return
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Whether a call is made. It is asked before each call that is like an earlier one; any other call is made
@@ -101,22 +104,7 @@ class CallPolicy(Protocol):
 
         On a rank that steps no scheduler the values may be any.
         """
+        return
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
         """What a call that is left out returns: new tensors in place of those of the newest output."""
-
-
-def combine_outputs(kept: Sequence[ComputedOutput], weights: Sequence[float]) -> list[Tensor]:
-    """The weighted sums of the newest outputs, tensor by tensor; the weight 1 of one output is a copy of it."""
-    sums: list[Tensor] = []
-    for tensors in zip(*[output.tensors for output in kept[: len(weights)]], strict=True):
-        newest = tensors[0]
-        if tuple(weights) == (1.0,):
-            sums.append(newest.clone())
-            continue
-        # Weights have both signs, so half precision would lose digits.
-        total = newest.to(torch.promote_types(newest.dtype, torch.float32)) * weights[0]
-        for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-            total.add_(tensor, alpha=weight)
-        sums.append(total.to(newest.dtype))
-    return sums

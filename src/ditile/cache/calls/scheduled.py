@@ -5,22 +5,21 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from ditile.cache.calls.policy import ComputedOutput, ModelCall, combine_outputs
+from ditile.cache.calls.policy import CallPolicy, ComputedOutput, ModelCall
+from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS
 from ditile.plan.errors import ModelError
 
 FORCED_STEPS = 3
 """The first steps always compute: they decide what the image shows. Without the third one, some captions tip over."""
 
-FEWEST_FORECAST_STEPS = 8
-"""With fewer steps an output differs so much from the last one that a line is worse than the last output itself."""
-
 REACH = 0.5
 """A line through the newest two outputs ends so many gaps after the newest: it is right for the first skipped step."""
 
 
-class ScheduledSteps:
+class ScheduledSteps(CallPolicy):
     """A policy whose steps and weights are known before the first step.
 
     Args:
@@ -30,7 +29,6 @@ class ScheduledSteps:
     """
 
     num_kept = 2
-    keeps_latents = False
 
     def __init__(
         self,
@@ -56,9 +54,6 @@ class ScheduledSteps:
         """Whether the step is one of these."""
         return call.step in self._computed
 
-    def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
-        """Does nothing: no output changes what follows."""
-
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
         """The weighted sum of the newest outputs; the newest one where there is no second."""
         weights = self._weights.get(call.step, (1.0,))
@@ -71,6 +66,22 @@ class ScheduledSteps:
         if weights[1] and [before, newest] != self._order[max(end - 2, 0) : end]:
             weights = weigh_line(before, newest, call.step)
         return combine_outputs(kept, weights)
+
+
+def combine_outputs(kept: Sequence[ComputedOutput], weights: Sequence[float]) -> list[Tensor]:
+    """The weighted sums of the newest outputs, tensor by tensor; the weight 1 of one output is a copy of it."""
+    sums: list[Tensor] = []
+    for tensors in zip(*[output.tensors for output in kept[: len(weights)]], strict=True):
+        newest = tensors[0]
+        if tuple(weights) == (1.0,):
+            sums.append(newest.clone())
+            continue
+        # Weights have both signs, so half precision would lose digits.
+        total = newest.to(torch.promote_types(newest.dtype, torch.float32)) * weights[0]
+        for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+            total.add_(tensor, alpha=weight)
+        sums.append(total.to(newest.dtype))
+    return sums
 
 
 def spread_steps(num_steps: int, num_computed: int) -> ScheduledSteps:

@@ -8,18 +8,24 @@ Errors within one gap between computed steps point the same way, and are added b
 different gaps are added as squares. So the cost of a gap depends only on its ends and the computed step before it, and
 dynamic programming finds the best steps. Compare DPCache (arXiv 2602.22654), which adds errors of features instead.
 
-Once the steps are chosen, a forecast may also take back what those of earlier gaps have moved the latents. The error
-that is expected of a budget is that without it.
+Once the steps are chosen, a forecast may also take back what those of earlier gaps have moved the latents. What is left
+at the end, as a vector, is then the error to expect.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ditile.cache.calls.scheduled import FORCED_STEPS
+from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS, StepBudget
+
+EXACT_DB = 100.0
+"""What stands for no error."""
 
 RIDGE = 1e-6
 """Added to the diagonal of least squares, relative to its mean: two outputs may be nearly equal."""
@@ -34,12 +40,31 @@ Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 
 
-class FittedSteps(NamedTuple):
-    """Steps that compute, the weights of the others, and the mean square error of the final latents to expect."""
+def fit_budgets(
+    gram: Matrix,
+    gains: Sequence[float],
+    switches: Collection[int] = (),
+    mean_square: float = 1.0,
+    *,
+    corrects_drift: bool = False,
+) -> list[StepBudget]:
+    """The best steps for each number of computed steps; see `StepFit`.
 
-    computed: tuple[int, ...]
-    weights: Mapping[int, tuple[float, float]]
-    error: float
+    Args:
+        gram, gains, mean_square: as of `StepFit`.
+        switches: the steps in which another model is called than before.
+        corrects_drift: as of `StepFit`, where there are steps enough for it.
+    """
+    num_steps = len(gram)
+    forced = list_forced_steps(num_steps, switches, FORCED_STEPS)
+    if num_steps >= FEWEST_FORECAST_STEPS:
+        return StepFit(gram, gains, forced, mean_square, corrects_drift=corrects_drift).fit_all_budgets()
+    budgets = StepFit(gram, gains, forced, mean_square, reuses=True).fit_all_budgets()
+    if not switches:
+        # Of a few steps, two may be all that there is time for.
+        free = StepFit(gram, gains, {0}, mean_square, reuses=True).fit_all_budgets()
+        budgets = [budget for budget in free if budget.size < budgets[0].size] + budgets
+    return budgets
 
 
 def compute_gram_matrix(predictions: Sequence[Tensor]) -> Matrix:
@@ -60,6 +85,7 @@ class StepFit:
         gram: mean products of predictions `[N, N]`.
         gains: how much an error of the prediction of each step, of mean square 1, moves the final latents.
         forced: steps that must compute, the first among them.
+        mean_square: of the final latents; errors are in dB below it.
         reuses: whether the newest output is used again as it is, as suits a few steps.
         corrects_drift: whether a forecast takes back what earlier ones have moved the latents. Only where `gains` are
             exact: measured ones of UniPC made images worse with it.
@@ -70,6 +96,7 @@ class StepFit:
         gram: Matrix,
         gains: Sequence[float],
         forced: Collection[int],
+        mean_square: float = 1.0,
         *,
         reuses: bool = False,
         corrects_drift: bool = False,
@@ -78,6 +105,7 @@ class StepFit:
         self._gains = gains
         self._num_steps = len(gram)
         self._forced = frozenset(forced) | {0}
+        self._mean_square = mean_square
         self._reuses = reuses
         self._drift_left = DRIFT_LEFT if corrects_drift else 0.0
         self._gap_errors: dict[tuple[int, int, int], float] = {}
@@ -99,9 +127,9 @@ class StepFit:
         first, second = np.linalg.solve(products + ridge, wanted)
         return float(first), float(second)
 
-    def fit_all_budgets(self) -> list[FittedSteps]:
+    def fit_all_budgets(self) -> list[StepBudget]:
         """The best steps for each number of computed steps, from the fewest that may be to all but one."""
-        best: list[FittedSteps] = []
+        best: list[StepBudget] = []
         # The newest two computed steps -> the least error so far, and the steps.
         paths: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(-1, 0): (0.0, (0,))}
         for size in range(1, self._num_steps):
@@ -111,7 +139,7 @@ class StepFit:
                     endings.append((error + self._measure_gap(before, newest, self._num_steps), steps))
             if endings and size > 1:
                 error, steps = min(endings)
-                best.append(FittedSteps(steps, self._fit_all_weights(steps), error))
+                best.append(self._make_budget(steps, error))
             paths = self._extend_paths(paths)
         return best
 
@@ -153,7 +181,7 @@ class StepFit:
             self._gap_errors[key] = max(float(coefficients @ self._gram @ coefficients), 0.0)
         return self._gap_errors[key]
 
-    def _fit_all_weights(self, computed: Sequence[int]) -> dict[int, tuple[float, float]]:
+    def _make_budget(self, computed: tuple[int, ...], error: float) -> StepBudget:
         """The weights of all other steps; a forecast may take back what those of earlier gaps have moved."""
         weights: dict[int, tuple[float, float]] = {}
         # The coefficients of the error of the final latents so far.
@@ -165,9 +193,15 @@ class StepFit:
             earlier = [-1, *[number for number in computed if number < step]]
             before, newest = earlier[-2:]
             moved = drift if self._drift_left > 0 else None
-            weights[step] = self.fit_weights(before, newest, step, moved)
+            first, second = self.fit_weights(before, newest, step, moved)
+            weights[step] = (round(first, 5), round(second, 5))
             drift += self._measure_miss(before, newest, step, weights[step])
-        return weights
+        if self._drift_left > 0:
+            error = float(drift @ self._gram @ drift)
+        predicted = EXACT_DB
+        if error > 0.0:
+            predicted = min(EXACT_DB, 10 * math.log10(self._mean_square / error))
+        return StepBudget(computed=computed, weights=weights, predicted_db=round(predicted, 2))
 
     def _measure_miss(self, before: int, newest: int, step: int, weights: tuple[float, float]) -> Vector:
         """The coefficients of the error of the final latents by one forecast."""

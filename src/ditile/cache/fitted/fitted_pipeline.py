@@ -21,7 +21,7 @@ from ditile.cache.fitted.identity import (
     describe_scheduler,
     find_difference,
 )
-from ditile.cache.fitted.schedule import Schedule, find_shipped_schedules, make_fit_command
+from ditile.cache.fitted.schedule import Schedule, make_fit_command, read_shipped_schedules
 from ditile.plan.errors import ModelError
 
 LOG = logging.getLogger("ditile")
@@ -52,7 +52,9 @@ class FittedPolicies:
         # Those that may belong to the models, and those of them that belong to their weights.
         self._candidates: list[Schedule] = []
         if config.schedule is None:
-            self._candidates += find_shipped_schedules(type(models[0]).__name__)
+            for schedule in read_shipped_schedules().values():
+                if schedule.identity.model_class == type(models[0]).__name__:
+                    self._candidates.append(schedule)
         elif isinstance(config.schedule, Schedule):
             self._candidates.append(config.schedule)
         else:

@@ -103,14 +103,23 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
         present: some fields of the generation's, by name: as far as they are known by now.
         models: that the pipeline calls; needed where the weights are among the fields.
     """
-    if "weights" in present:
-        # Blocks of other ranks are not here, and are compared there.
-        present = {**present, "weights": list(zip(models, present["weights"], strict=True))}
-    for field, compare in _COMPARISONS.items():
-        if field in present:
-            difference = compare(getattr(identity, field), present[field])
-            if difference:
-                return difference
+    for field, (name, advice) in _ADVICE.items():
+        if field not in present:
+            continue
+        fitted = getattr(identity, field)
+        now = present[field]
+        difference = ""
+        if field == "weights":
+            # Blocks of other ranks are not here, and are compared there.
+            difference = _compare_weights(fitted, now, models)
+        elif isinstance(fitted, Mapping):
+            difference = _compare_items(fitted, now)
+        elif field == "sigmas":
+            difference = _compare_sigmas(fitted, now)
+        elif fitted != now:
+            difference = _describe_difference(name, fitted, now)
+        if difference:
+            return f"{difference}; {advice}"
     return ""
 
 
@@ -249,41 +258,24 @@ def _read_size(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[str
     return size
 
 
-def _compare_classes(fitted: str, present: str) -> str:
-    if fitted == present:
-        return ""
-    return f"is for a {fitted}, and the pipeline calls a {present}; use a schedule of this model"
-
-
-def _compare_loras(fitted: Sequence[str], present: Sequence[str]) -> str:
-    if tuple(fitted) == tuple(present):
-        return ""
-    has = ", ".join(present) or "no LoRA"
-    was = ", ".join(fitted) or "none"
-    return (
-        f"was fitted with {was} of the LoRAs, and the model has {has}; disable the LoRA, or fuse it, save the "
-        "pipeline and fit a schedule to that"
-    )
-
-
 def _compare_weights(
     fitted: Sequence[Mapping[str, Sequence[float]]],
-    present: Sequence[tuple[nn.Module, Mapping[str, Sequence[float] | None]]],
+    present: Sequence[Mapping[str, Sequence[float] | None]],
+    models: Sequence[nn.Module],
 ) -> str:
-    advice = "load the weights that it was fitted to"
     if len(fitted) != len(present):
-        return f"is for {len(fitted)} models, and the pipeline calls {len(present)}; {advice}"
-    for samples, (model, present_samples) in zip(fitted, present, strict=True):
+        return f"is for {len(fitted)} models, and the pipeline calls {len(present)}"
+    for samples, present_samples, model in zip(fitted, present, models, strict=True):
         for name, numbers in present_samples.items():
             if numbers is None:
                 continue
             if not numbers:
-                return f"cannot be compared with {name}, which is quantized or offloaded; {advice}, and quantize none"
+                return f"cannot be compared with {name}, which is quantized or offloaded"
             if name not in samples or not _are_equal_weights(samples[name], numbers):
-                return f"was fitted to other weights than {name} has; {advice}"
+                return f"was fitted to other weights than {name} has"
         for name in samples.keys() - present_samples.keys():
             if not _is_elsewhere(model, name):
-                return f"was fitted to a model with {name}, which this one has not; {advice}"
+                return f"was fitted to a model with {name}, which this one has not"
     return ""
 
 
@@ -317,55 +309,43 @@ def _compare_items(fitted: Mapping[str, Any], present: Mapping[str, Any]) -> str
     for name, value in fitted.items():
         # What is not known now was not known to matter.
         if name in present and present[name] != value:
-            return f"is for {name}={_format(value)}, and the call has {_format(present[name])}; set it as it was fitted"
+            return _describe_difference(f"{name}=", value, present[name])
     for name, value in present.items():
         if name not in fitted:
-            return f"does not say {name}, and the call has {_format(value)}; use a schedule that says it"
+            return f"does not say {name}, and the call has {_format(value)}"
     return ""
+
+
+def _describe_difference(name: str, fitted: Any, present: Any) -> str:
+    return f"is for {name}{_format(fitted)}, and the call has {_format(present)}"
 
 
 def _format(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
     return str(value)
 
 
-def _compare_schedulers(fitted: str, present: str) -> str:
-    if fitted == present:
-        return ""
-    return f"is for the {fitted}, and the pipeline has a {present}; set the other"
-
-
 def _compare_sigmas(fitted: Sequence[float], present: Sequence[float]) -> str:
-    largest = max(map(abs, fitted))
     if len(fitted) == len(present):
         differences = [abs(sigma - other) for sigma, other in zip(fitted, present, strict=True)]
-        if max(differences) <= SIGMA_TOLERANCE * largest:
+        if max(differences) <= SIGMA_TOLERANCE * max(map(abs, fitted)):
             return ""
-    return (
-        f"is for other sigmas than the {len(present)} steps of this call have, as of another size or shift; call it as "
-        "it was fitted"
-    )
+    return f"is for other sigmas than the {len(present)} steps of this call have, as of another size or shift"
 
 
-def _compare_latents(fitted: Sequence[int], present: Sequence[int]) -> str:
-    if tuple(fitted) == tuple(present):
-        return ""
-    return (
-        f"is for latents of shape {list(fitted)}, and these have {list(present)}; generate in the size of the schedule"
-    )
-
-
-_COMPARISONS: Mapping[str, Callable[[Any, Any], str]] = {
-    "model_class": _compare_classes,
+_ADVICE = {
+    "model_class": ("the model ", "use a schedule of this model"),
     # Before the weights, among which fused LoRAs are.
-    "loras": _compare_loras,
-    "weights": _compare_weights,
-    "guidance": _compare_items,
-    "size": _compare_items,
-    "scheduler": _compare_schedulers,
-    "solver": _compare_items,
-    "sigmas": _compare_sigmas,
-    "latents": _compare_latents,
+    "loras": ("the LoRAs ", "disable the LoRA, or fuse it, save the pipeline and fit a schedule to that"),
+    "weights": ("", "load the weights that it was fitted to, and quantize none"),
+    "guidance": ("", "set it as it was fitted"),
+    "size": ("", "set it as it was fitted"),
+    "scheduler": ("the scheduler ", "set the other"),
+    "solver": ("", "set it as it was fitted"),
+    "sigmas": ("", "call it as it was fitted"),
+    "latents": ("latents of shape ", "generate in the size of the schedule"),
 }
-"""The fields in the order in which they are compared -> what compares two."""
+"""The fields in the order in which they are compared -> what an error calls them, and what would work."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,6 +24,12 @@ from ditile.plan.errors import LoadError, ModelError
 FOLDER = ASSETS / "schedules"
 """The schedules that come with the package."""
 
+FEWEST_FORECAST_STEPS = 8
+"""With fewer steps an output differs so much from the last one that a line is worse than the last output itself."""
+
+MEASURED_SHARES = (0.75, 0.6, 0.5, 0.4, 0.3)
+"""The shares of computed steps that are measured: above them little is saved, and below them images change."""
+
 Step = Annotated[int, Field(ge=0, lt=MAX_STEPS)]
 
 
@@ -33,7 +39,7 @@ class StepBudget(BaseModel):
     Attributes:
         computed: the steps that compute, in order.
         weights: for each other step those of the newest and the second newest computed output.
-        predicted_db: the error of the final latents that the fit expects, in dB below their mean square.
+        predicted_db: the error of the final latents to expect, in dB below their mean square.
         mean_db, worst_db: PSNR of the images of the calibration captions against those of all steps, as measured; None
             where it was not.
     """
@@ -133,22 +139,19 @@ class Schedule(BaseModel):
         )
 
 
+def choose_measured_sizes(num_steps: int) -> list[int]:
+    """The numbers of computed steps whose images are compared with those of all steps, the most first."""
+    if num_steps < FEWEST_FORECAST_STEPS:
+        return list(range(num_steps - 1, 1, -1))
+    return [round(share * num_steps) for share in MEASURED_SHARES]
+
+
 @functools.lru_cache
-def read_shipped_schedules() -> tuple[Schedule, ...]:
-    """The schedules that come with the package."""
-    return tuple(Schedule.read(path) for path in sorted(FOLDER.glob("*.json")))
+def read_shipped_schedules() -> Mapping[str, Schedule]:
+    """The schedules that come with the package, by their files."""
+    return {str(path): Schedule.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
-def find_shipped_schedules(model_class: str) -> Iterator[Schedule]:
-    """Those of models of a class."""
-    for schedule in read_shipped_schedules():
-        if schedule.identity.model_class == model_class:
-            yield schedule
-
-
-def make_fit_command(model: str, num_steps: int, **call: Any) -> str:
+def make_fit_command(model: str, num_steps: int) -> str:
     """The command that fits a schedule for other steps."""
-    words = [f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"]
-    for name, value in call.items():
-        words.append(f"--{name} {value}")
-    return " ".join(words)
+    return f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"

@@ -12,18 +12,19 @@ know beforehand which steps compute, so pipefusion with several ranks or patches
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ditile.cache.config import Amount, CallCacheConfig, Count, Positive
+from ditile.cache.calls.policy import CallPolicy
+from ditile.cache.config import Amount, CallCacheConfig, Count
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan, suggest_whole_images
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ditile.cache.calls.policy import CallPolicy, ComputedOutput, ModelCall
+    from ditile.cache.calls.policy import ComputedOutput, ModelCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +35,8 @@ class EasyCacheConfig(CallCacheConfig):
         threshold: a step computes where the sum of expected changes since the last computed step reaches this; 0 leaves
             nothing out. The authors take 0.05 for a small loss, and 0.1 and 0.2 for two and three times the speed.
         retention_steps: the first steps, which compute; the last one does too.
-        num_inference_steps: steps of a generation where there is no pipeline to say so.
-        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline.
+
+    The others are as in `CacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -46,8 +47,6 @@ class EasyCacheConfig(CallCacheConfig):
 
     threshold: Amount = 0.05
     retention_steps: Count = 10
-    num_inference_steps: Positive | None = None
-    enable_separate_cfg: bool | None = None
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
         """Why a plan cannot use it, or None."""
@@ -59,7 +58,7 @@ class EasyCacheConfig(CallCacheConfig):
         )
 
 
-class EasyCachePolicy:
+class EasyCachePolicy(CallPolicy):
     """Decides in one generation.
 
     Args:
@@ -76,13 +75,6 @@ class EasyCachePolicy:
         self._last_input: Any = None
         self._error = 0.0
         self._decision = (-1, True)
-
-    def list_computed_steps(self) -> Collection[int] | None:
-        """None: each step is decided when its first call comes."""
-        return None
-
-    def check_first_call(self, call: ModelCall) -> None:
-        """Does nothing: what the model returns says whether it can be forecast."""
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Whether the sum of expected changes has reached the threshold; later branches do as the first."""
@@ -133,12 +125,6 @@ class EasyCachePolicy:
             return False
         self._error = 0.0
         return True
-
-
-def make_easy_policy(config: CallCacheConfig, num_steps: int) -> CallPolicy:
-    """The policy of a generation of so many steps."""
-    assert isinstance(config, EasyCacheConfig)
-    return EasyCachePolicy(config, num_steps)
 
 
 def _list_inputs(latents: Any) -> list[Tensor]:

@@ -12,14 +12,15 @@ has, so these refuse it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ditile.cache.config import CallCacheConfig, Positive
+from ditile.cache.calls.policy import CallPolicy
+from ditile.cache.config import CallCacheConfig
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 
@@ -39,8 +40,8 @@ class GuidanceGateConfig(CallCacheConfig):
 
     Attributes:
         gate: the share of the steps, from the first, that compute both branches; 1 is all of them.
-        num_inference_steps: steps of a generation where there is no pipeline to say so.
-        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline.
+
+    The others are as in `CacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -49,8 +50,6 @@ class GuidanceGateConfig(CallCacheConfig):
     WORDS = {"gate": "gate"}
 
     gate: Annotated[float, Field(ge=0, le=1)] = 0.8
-    num_inference_steps: Positive | None = None
-    enable_separate_cfg: bool | None = None
 
     def count_full_steps(self, steps: int) -> int:
         """How many of the steps of a generation, from the first, compute both branches."""
@@ -78,7 +77,7 @@ class GuidanceGateConfig(CallCacheConfig):
         return None
 
 
-class GatedGuidance:
+class GatedGuidance(CallPolicy):
     """Gates the guidance of one model in one generation.
 
     Args:
@@ -88,17 +87,12 @@ class GatedGuidance:
     """
 
     num_kept = 1
-    keeps_latents = False
 
     def __init__(self, config: GuidanceGateConfig, num_steps: int, model: GuidedModel) -> None:
         self._first_gated = config.count_full_steps(num_steps)
         self._model = model
         self._with_caption: Sequence[Tensor] = []
         self._differences: dict[int, list[Tensor]] = {}
-
-    def list_computed_steps(self) -> Collection[int] | None:
-        """None: some calls of a step are made, and others are not."""
-        return None
 
     def check_first_call(self, call: ModelCall) -> None:
         """Raises `ModelError` if the batch may have other halves than the branches of guidance."""

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ditile.cache.fitted.schedule import FOLDER
+from ditile.cache.config_text import CACHE_METHODS
+from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS, choose_measured_sizes
+from ditile.cache.methods.gating import GuidanceGateConfig
 from ditile.measure.palette import MARKERS
 from ditile.measure.rows import Row
 from ditile.plan.extras import require_extra
@@ -22,17 +24,6 @@ if TYPE_CHECKING:
 
 METHODS_FILE = "methods.png"
 SCHEDULE = "fitted schedule"
-SCHEDULE_SHARES = (0.7, 0.6, 0.5, 0.4, 0.3)
-"""The shares of steps that a schedule computes here."""
-THRESHOLD_METHODS = {
-    "step mask": ("F=0 W=3 R=1 MC=1 taylor=1 reach=0.5", "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5"),
-    "DBCache": ("F=1 W=4 R=0.12 taylor=1", "F=1 W=4 R=0.25 taylor=1"),
-    "SeaCache": ("sea=0.2", "sea=0.3", "sea=0.5"),
-    "Spectrum": ("spectrum=0.75", "spectrum=3"),
-    "EasyCache": ("easy=0.02", "easy=0.05", "easy=0.1"),
-    "gating": ("gate=0.8", "gate=0.6", "gate=0.5"),
-}
-"""Method -> its settings, each a cache in one line."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 
 
@@ -41,28 +32,16 @@ def list_method_lines(num_steps: int, *, is_guided: bool) -> dict[str, str]:
 
     Few steps are skipped by a schedule alone: thresholds and lines were made for many.
     """
-    # The options of the command import this, and must not import torch.
-    from ditile.cache.calls.scheduled import FEWEST_FORECAST_STEPS
-
-    lines: dict[str, str] = {}
-    counts = [num_steps - 1, num_steps - 2]
-    if num_steps >= FEWEST_FORECAST_STEPS:
-        counts = [round(share * num_steps) for share in SCHEDULE_SHARES]
-    for count in counts:
-        if count >= 2:
-            lines[f"steps={count}"] = SCHEDULE
-    for method, settings in THRESHOLD_METHODS.items():
+    lines = {f"steps={count}": SCHEDULE for count in choose_measured_sizes(num_steps)}
+    for method in CACHE_METHODS:
         fits = num_steps >= FEWEST_FORECAST_STEPS
-        if method == "gating":
+        if method.config is GuidanceGateConfig:
             fits = is_guided
-        if fits:
-            lines |= dict.fromkeys(settings, method)
+        if not fits:
+            continue
+        for title, settings in method.compared.items():
+            lines |= dict.fromkeys(settings, title)
     return lines
-
-
-def has_shipped_schedule(model: str) -> bool:
-    """Whether schedules of a model come with ditile."""
-    return any(path.name.startswith(f"{model}-") for path in FOLDER.glob("*.json"))
 
 
 def build_methods_table(evaluation: Row, methods: Mapping[str, str]) -> list[Table | str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
-from ditile.measure.evaluate.methods import SCHEDULE, has_shipped_schedule, list_method_lines
+from ditile.cache.fitted.schedule import read_shipped_schedules
+from ditile.measure.evaluate.methods import SCHEDULE, list_method_lines
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.option_classes import CallArguments, Count, Ranks, Scale, define_option, options
 from ditile.plan.plan import Plan
@@ -122,7 +123,8 @@ class EvaluateOptions(ModelOptions):
         is_guided = max(scales, default=0.0) > 1
         lines = list_method_lines(call["num_inference_steps"], is_guided=is_guided)
         own_call = build_dry_run_call(GenerateOptions(model=self.model, prompt="a caption"), defaults(self.model))
-        if has_shipped_schedule(self.model) and call != own_call | {"prompt": call["prompt"]}:
+        is_shipped = any(schedule.model == self.model for schedule in read_shipped_schedules().values())
+        if is_shipped and call != own_call | {"prompt": call["prompt"]}:
             # The schedules that come with a bundled model are for its own call, and refused for another.
             return {line: method for line, method in lines.items() if method != SCHEDULE}
         return lines

@@ -20,7 +20,7 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
     merge_configs,
 )
-from ditile.cache.config_text import CALIBRATOR_CONFIGS, METHOD_CONFIGS, load_configs, parse_cache_line
+from ditile.cache.config_text import CACHE_METHODS, CALIBRATOR_CONFIGS, load_configs, parse_cache_line
 from ditile.cache.fitted.schedule import Schedule
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import env
@@ -52,6 +52,9 @@ QuantizeType = Literal[
 CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
 """The fields of `CacheOptions` that are fields of a config."""
 
+METHOD_FLAGS = {method.words[0]: method.flag_help for method in CACHE_METHODS if method.flag_help}
+"""The fields of `CacheOptions` that are a cache in one line of one word -> what `--help` says of them."""
+
 DEGREE_BY_PARALLEL_TYPE = {"tp": "tensor", "ulysses": "ulysses", "ring": "ring"}
 """Value of --parallel-type -> the degree of `Plan`."""
 
@@ -64,6 +67,11 @@ def define_cache_flag(name: str, metavar: str | None = "N") -> Any:
     row = CACHE_FLAGS[name]
     default = row.config.__dataclass_fields__[str(row.field)].default
     return define_option(default, row.help, aliases=row.aliases, metavar=metavar)
+
+
+def define_method_flag(word: str) -> Any:
+    """An option that stands for a cache in one line, of this word."""
+    return define_option(None, METHOD_FLAGS[word], metavar="X")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,24 +103,14 @@ class CacheOptions(Fields):
         "the cache in one line, such as steps=10 or 'F=1 W=4 R=0.12 taylor=1', or none; see docs/caching.md",
         metavar="LINE",
     )
-    mag: float | None = define_option(
-        None, "leave out steps by a table of ratios (MagCache), to this error", metavar="X"
-    )
+    mag: float | None = define_method_flag("mag")
     mag_ratios: str | None = define_option(
         None, "the table: flux, or numbers such as 1.0,1.2,1.1 from --cache-line 'mag calibrate'", metavar="R"
     )
-    easy: float | None = define_option(
-        None, "leave out calls of the model while they should change less than this (EasyCache)", metavar="X"
-    )
-    gate: float | None = define_option(
-        None, "after this share of the steps run only the guidance branch with the prompt", metavar="G"
-    )
-    sea: float | None = define_option(
-        None, "leave out steps while the filtered latents change less than this (SeaCache)", metavar="X"
-    )
-    spectrum: float | None = define_option(
-        None, "forecast steps in windows that grow by this at each computed one (Spectrum)", metavar="X"
-    )
+    easy: float | None = define_method_flag("easy")
+    gate: float | None = define_method_flag("gate")
+    sea: float | None = define_method_flag("sea")
+    spectrum: float | None = define_method_flag("spectrum")
     schedule: str | None = define_option(
         None,
         "a file of ditile fit: steps that call the model; half of them, or as many as --cache-line steps=N says",
@@ -197,8 +195,7 @@ class CacheOptions(Fields):
     def _list_cache_lines(self) -> list[str]:
         """The cache in one line, as a list of at most one. Raises `ModelError` if there are several."""
         # A flag of a method is a line of its word; --schedule goes with a line that says how many steps compute.
-        names = self.given & METHOD_CONFIGS.keys() - {"schedule"}
-        flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_CONFIGS if name in names}
+        flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_FLAGS if name in self.given}
         if self.mag_ratios is not None and self.mag is not None:
             flags["mag"] += f" ratios={self.mag_ratios}"
         lines = list(flags.values())

@@ -1,4 +1,4 @@
-"""How many steps each request computes, where it says so itself: by their number, or by bounds on time or loss."""
+"""The cache of each request: the server's own, or the steps that it says itself, by number or by bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ditile.cache.config import FittedScheduleConfig
 from ditile.distributed.transport import gather_json
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.option_classes import JsonObject
-from ditile.planner.choose import choose_promise_of_request, read_promise
+from ditile.planner.choose import choose_promise_of_request
 from ditile.planner.promise import Promise
 from ditile.runner.caching import disable_cache, enable_cache
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ditile.serve.link import BatchJob, WorkerSetup
 
 
-class StepBounds:
-    """The computed steps of requests; a request that says nothing has the server's own cache.
+class RequestCache:
+    """The cache of the request under way; a request that says nothing has the server's own.
 
     Args:
         runner: whose cache is replaced for a request.
@@ -43,7 +43,7 @@ class StepBounds:
         """Whether steps or blocks are left out now."""
         return self.is_replaced or self._own_configs["cache_config"] is not None
 
-    def use_bounds(self, job: BatchJob) -> JsonObject:
+    def install_for_job(self, job: BatchJob) -> JsonObject:
         """Installs the cache of a job's request; every rank calls it.
 
         Returns:
@@ -114,7 +114,7 @@ class StepBounds:
         answer = gather_json(answer, self._runner.mesh.everyone)[0]
         if "refusal" in answer:
             raise ModelError(answer["refusal"])
-        return read_promise(answer["promise"], self._setup.model, schedule)
+        return Promise.from_json_dict(answer["promise"], self._setup.model, schedule)
 
 
 def _read_size(content: bytes) -> str:
