@@ -6,13 +6,12 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 
 from ditile.cache.build import explain_idle_steps
-from ditile.cache.cached import IdleCacheWarning, ModelCache
+from ditile.cache.cached import CacheSettings, IdleCacheWarning, ModelCache
 from ditile.cache.calls.forecasts import CallForecasts, list_planned_steps
 from ditile.cache.calls.policy import CallAgreement, CallPolicy, ModelCall
 from ditile.cache.config import (
@@ -40,36 +39,6 @@ MakePolicy = Callable[[CallCacheConfig, int], CallPolicy]
 """(settings, steps of a generation) -> what decides in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallSettings:
-    """The settings of all calls of a model.
-
-    Attributes:
-        config: the settings.
-        fitted: what makes the policies of fitted schedules, if they are.
-    """
-
-    config: CallCacheConfig
-    fitted: FittedPolicies | None = None
-    idle: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The settings in one word, with whose schedule is used."""
-        text = format_cache_config(self.config)
-        if self.fitted is not None:
-            text += f"_{self.fitted.source}"
-        return text
-
-    @property
-    def settings(self) -> str:
-        """All settings; ranks whose texts are equal decide alike."""
-        if self.fitted is None:
-            return repr(self.config)
-        # The content first: an error quotes the beginning, and a schedule is long.
-        return f"{self.fitted.content} {self.config!r}"
-
-
 class CallCache(ModelCache):
     """The cache of the calls of one model.
 
@@ -80,7 +49,10 @@ class CallCache(ModelCache):
 
     Attributes:
         forecasts: of the generation under way, if there is one.
+        idle: None: what leaves nothing out is known when a generation begins.
     """
+
+    idle: str | None = None
 
     def __init__(
         self, transformer: nn.Module, config: CallCacheConfig, prepare: Callable[[CallCacheConfig], MakePolicy]
@@ -95,12 +67,25 @@ class CallCache(ModelCache):
         self._num_steps = 0
 
     @property
-    def contexts(self) -> Sequence[CallSettings]:
-        """The settings: all calls are decided on in one way."""
-        fitted = None
+    def contexts(self) -> Sequence[CacheSettings]:
+        """This cache: all calls are decided on in one way."""
+        return [self]
+
+    @property
+    def text(self) -> str:
+        """The settings in one word, with whose schedule is used."""
+        text = format_cache_config(self._config)
         if isinstance(self._make_policy, FittedPolicies):
-            fitted = self._make_policy
-        return [CallSettings(self._config, fitted)]
+            text += f"_{self._make_policy.source}"
+        return text
+
+    @property
+    def settings(self) -> str:
+        """All settings; ranks whose texts are equal decide alike."""
+        if not isinstance(self._make_policy, FittedPolicies):
+            return repr(self._config)
+        # The content first: an error quotes the beginning, and a schedule is long.
+        return f"{self._make_policy.content} {self._config!r}"
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
         """Why a plan cannot use it, or None."""
@@ -161,9 +146,8 @@ class CallCache(ModelCache):
         decisions: list[Decisions] = []
         for branch, skipped in forecasts.list_skipped_steps().items():
             decisions.append(Decisions(branch, 0, 0, skipped, []))
-        [context] = self.contexts
         name = type(self.transformer).__name__
-        self.reports.append(ContextReport(name, context.text, 1, 1, forecasts.num_steps, self.kept_bytes, decisions))
+        self.reports.append(ContextReport(name, self.text, 1, 1, forecasts.num_steps, self.kept_bytes, decisions))
 
     def find_latents(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The noisy input among the arguments of a call."""

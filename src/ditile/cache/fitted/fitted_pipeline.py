@@ -118,21 +118,13 @@ class FittedPolicies:
         """The schedules of these weights. One that was given is refused if it is not; of others a line says why."""
         if not self._candidates:
             return []
-        present = describe_models(self._models, self._list_later_shares)
-        if not self._is_shipped:
-            return self._select_equal(self._candidates, present)
-        matching: list[Schedule] = []
-        for schedule in self._candidates:
-            if not find_difference(schedule.identity, present, self._models):
-                matching.append(schedule)
-        if not matching:
-            known = self._candidates[0]
-            difference = find_difference(known.identity, present, self._models)
-            self._log_once(
-                f"computed steps are spread evenly: the schedule of {known.model} that comes with ditile {difference}, "
-                f"or run {make_fit_command('MODEL', known.num_steps)}"
-            )
-        return matching
+        try:
+            return self._select_equal(self._candidates, describe_models(self._models, self._list_later_shares))
+        except ModelError as error:
+            if not self._is_shipped:
+                raise
+            self._log_once(f"computed steps are spread evenly: {error}")
+            return []
 
     def _log_once(self, line: str) -> None:
         is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
@@ -152,8 +144,10 @@ class FittedPolicies:
         if equal:
             return equal
         known = schedules[0]
+        # Other weights are those of another model than it names.
+        model = "MODEL" if "weights" in present else known.model
         raise ModelError(
-            f"the schedule of {known.model} {differences[0]}, or run {make_fit_command(known.model, known.num_steps)}"
+            f"the schedule of {known.model} {differences[0]}, or run {make_fit_command(model, known.num_steps)}"
         )
 
     def _select_schedule(self, num_steps: int) -> Schedule:
