@@ -75,6 +75,7 @@ def test_forecasts_take_back_what_earlier_gaps_have_moved() -> None:
         squares.append(float((missed**2).mean()))
         budgets.append(budget)
     assert budgets[0].computed == budgets[1].computed
+    assert budgets[1].predicted_db == pytest.approx(-10 * math.log10(squares[1]), abs=0.01)
     assert squares[1] < 0.9 * squares[0]
     first_skipped = min(budgets[0].weights)
     assert budgets[0].weights[first_skipped] == budgets[1].weights[first_skipped]

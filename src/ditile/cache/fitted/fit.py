@@ -8,8 +8,8 @@ Errors within one gap between computed steps point the same way, and are added b
 different gaps are added as squares. So the cost of a gap depends only on its ends and the computed step before it, and
 dynamic programming finds the best steps. Compare DPCache (arXiv 2602.22654), which adds errors of features instead.
 
-Once the steps are chosen, a forecast may also take back what those of earlier gaps have moved the latents. What is left
-at the end, as a vector, is then the error to expect.
+Once the steps are chosen, a forecast may also take back what those of earlier gaps have moved the latents. The error to
+expect is then that of all forecasts added up, as what they take back is no error.
 """
 
 from __future__ import annotations
@@ -184,8 +184,9 @@ class StepFit:
     def _make_budget(self, computed: tuple[int, ...], error: float) -> StepBudget:
         """The weights of all other steps; a forecast may take back what those of earlier gaps have moved."""
         weights: dict[int, tuple[float, float]] = {}
-        # The coefficients of the error of the final latents so far.
+        # The coefficients of the error of the final latents so far: what computed steps leave of it, and all of it.
         drift: Vector = np.zeros(self._num_steps)
+        total: Vector = np.zeros(self._num_steps)
         for step in range(self._num_steps):
             if step in computed:
                 drift *= self._drift_left
@@ -195,9 +196,11 @@ class StepFit:
             moved = drift if self._drift_left > 0 else None
             first, second = self.fit_weights(before, newest, step, moved)
             weights[step] = (round(first, 5), round(second, 5))
-            drift += self._measure_miss(before, newest, step, weights[step])
+            miss = self._measure_miss(before, newest, step, weights[step])
+            drift += miss
+            total += miss
         if self._drift_left > 0:
-            error = float(drift @ self._gram @ drift)
+            error = float(total @ self._gram @ total)
         predicted = EXACT_DB
         if error > 0.0:
             predicted = min(EXACT_DB, 10 * math.log10(self._mean_square / error))
