@@ -238,5 +238,5 @@ def test_few_steps_are_a_warning_and_other_settings_refused() -> None:
     ditile.enable_cache(pipe, ditile.EasyCacheConfig(retention_steps=STEPS))
     with pytest.warns(ditile.IdleCacheWarning, match="lower retention_steps"):
         pipe(**call)
-    with pytest.raises(ModelError, match="calibrator_config is for caches that leave out blocks"):
+    with pytest.raises(ModelError, match="EasyCacheConfig has a forecast of its own"):
         ditile.enable_cache(MAKE["flux"](), CONFIG, ditile.TaylorSeerCalibratorConfig())
