@@ -91,9 +91,9 @@ def draw_methods(evaluation: Row, methods: Mapping[str, str], out: Path) -> None
             capsize=2,
         )
     axes.set_xlabel("work that is left, % of all blocks or calls")
-    axes.set_ylabel("PSNR to the image of all the work (dB); bars reach to the worst image")
+    axes.set_ylabel("mean PSNR to the image of all the work (dB)")
     count = evaluation["captions"]["count"]
-    axes.set_title(f"{evaluation['model']}, {count} caption(s)", fontsize=10)
+    axes.set_title(f"{evaluation['model']}, {count} caption(s); bars reach to the worst image", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
     figure.tight_layout()
