@@ -81,9 +81,10 @@ def test_links_between_hosts_are_measured_between_hosts(pool: Pool) -> None:
     results = pool.run(_calibrate_as_host, 4, 2, None)
     assert [pairs for _, pairs in results] == [{(0, 1), (0, 2)}, {(1, 0)}, {(2, 0)}, set()]
     first = results[0][0]
-    for link in first.values():
+    for link in (first["link"], first["interlink"]):
         assert 0 < link.latency_s < 1 and link.bandwidth > 1e3 and 0 < link.collective <= 1
     assert first["link"] != first["interlink"]
+    assert [device.speed > 0 for device in first["ranks"]] == [True] * 4 and first["ranks"][0].speed == 1
 
 
 def test_torchrun_measures_its_hosts(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -458,8 +458,9 @@ def test_help_names_every_flag() -> None:
                out prompts-file out-dir
                data cfg pipefusion ring distrifusion ulysses tensor patches uaa no-uaa async-ulysses split-scheme text
                text-after vae vae-block-size
-               warmup warmup-mode warmup-bound stage-blocks stage-weights use_cfg_parallel data_parallel_degree
-               ulysses_degree ring_degree pipefusion_parallel_degree num_pipeline_patch attn_layer_num_for_pp
+               warmup warmup-mode warmup-bound stage-blocks stage-weights token-weights use_cfg_parallel
+               data_parallel_degree ulysses_degree ring_degree pipefusion_parallel_degree num_pipeline_patch
+               attn_layer_num_for_pp
                tensor_parallel_degree warmup_steps use_parallel_vae dtype device threads stall-timeout trace json
                dry-run cache prune Fn Bn rdt max-warmup-steps w warmup-interval wi max-cached-steps mc
                max-continuous-cached-steps mcc taylorseer taylorseer-order foca dmd steps-mask steps-policy quantize

@@ -30,6 +30,8 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"pipefusion": 2, "warmup_mode": "sequence"}, {"pipefusion": 2, "warmup_mode": "separate", "warmup": 2},
         {"pipefusion": 2, "warmup_mode": "pipelined"}, {"distrifusion": 2, "warmup": 0},
         {"ulysses": 2, "async_ulysses": True}, {"ring": 2, "patches": 3, "warmup": 2},
+        {"ring": 2, "token_weights": (2, 1)}, {"ulysses": 2, "token_weights": (1, 3)},
+        {"distrifusion": 2, "warmup": 1, "token_weights": (3, 1)}, {"pipefusion": 2, "stage_weights": (3, 1)},
     ],
     3: [
         {"pipefusion": 3, "patches": 4, "warmup": 2}, {"ulysses": 3, "patches": 3},
@@ -37,6 +39,7 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"pipefusion": 3, "warmup": 4, "warmup_mode": "sequence"},
         {"pipefusion": 3, "warmup": 2, "warmup_mode": "separate", "warmup_ranks": 2},
         {"ring": 3}, {"distrifusion": 3, "warmup": 2},
+        {"ring": 3, "patches": 2, "token_weights": (1, 2, 4)}, {"ulysses": 3, "token_weights": (2, 1, 1)},
     ],
     4: [
         {"pipefusion": 2, "tensor": 2, "patches": 3}, {"ulysses": 2, "tensor": 2},
@@ -46,6 +49,8 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"data": 2, "pipefusion": 2, "warmup": 2, "warmup_mode": "sequence"},
         {"ulysses": 2, "ring": 2}, {"distrifusion": 2, "ulysses": 2}, {"pipefusion": 2, "patches": 1, "ring": 2},
         {"pipefusion": 2, "patches": 3, "ulysses": 2}, {"pipefusion": 2, "patches": 3, "ring": 2, "warmup": 2},
+        {"pipefusion": 2, "patches": 3, "ulysses": 2, "stage_weights": (2, 1), "token_weights": (3, 1)},
+        {"distrifusion": 2, "ulysses": 2, "token_weights": (4, 2, 2, 1)},
     ],
 }  # fmt: skip
 """By number of ranks."""

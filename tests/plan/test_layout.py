@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditile.plan.errors import PlanError
-from ditile.plan.layout import Grid, Joint, Layout, Split, TokenShard, balance_patch_rows, merge_ranges, pick_even_chunk
+from ditile.plan.layout import (
+    Grid,
+    Joint,
+    Layout,
+    Split,
+    TokenShard,
+    balance_patch_rows,
+    merge_ranges,
+    pick_even_chunk,
+    pick_weighted_chunk,
+)
 
 
 @st.composite
@@ -138,6 +148,36 @@ def test_shares_are_even_and_all(start: int, length: int, ranks: int) -> None:
     assert [item for each in shares for item in each] == list(run)
     sizes = [len(each) for each in shares]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@given(st.integers(0, 100), st.integers(0, 300), st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
+def test_weighted_shares_are_in_proportion_and_all(start: int, length: int, weights: list[float]) -> None:
+    """A failure means that a slow rank has as much to do as a fast one, or that a token is computed twice."""
+    run, given_weights = range(start, start + length), tuple(weights)
+    shares = [pick_weighted_chunk(run, given_weights, rank) for rank in range(len(weights))]
+    assert [item for each in shares for item in each] == list(run)
+    if length >= len(weights):
+        assert all(shares)
+    # Each end is rounded, and moved by one for each rank that would have no item.
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(len(share) - length * weight / sum(weights)) <= 1 + len(weights)
+
+
+@given(st.integers(0, 300), st.integers(1, 20), st.floats(0.1, 10))
+def test_equal_weights_are_even_shares(length: int, ranks: int, weight: float) -> None:
+    """A failure means that a plan with equal weights makes another image than one without."""
+    for rank in range(ranks):
+        assert pick_weighted_chunk(range(length), (weight,) * ranks, rank) == pick_even_chunk(
+            range(length), ranks, rank
+        )
+
+
+def test_weighted_splits_are_those_of_the_weights() -> None:
+    """Rows of DistriFusion, and tokens of the ranks within each of them."""
+    layout = Layout.cut_into_patches(Grid(9, 4), 1, 0, "none")
+    shards = Split(1, 2, 2, weights=(3.0, 1.0, 1.0, 1.0)).shard_tokens(layout, None)
+    assert [shard.image_tokens for shard in shards] == [18, 6, 6, 6]
+    assert [shard.image_tokens for shard in Split(2, weights=(2.0, 1.0)).shard_tokens(layout, None)] == [24, 12]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=8))

@@ -31,6 +31,8 @@ def plans(draw: Any) -> Plan:
     of_stages = {"size": stages, "kind": draw(st.sampled_from([None, "stage_blocks", "stage_weights"]))}
     values = PER_STAGE if of_stages["kind"] == "stage_blocks" else SPEED
     cut = {of_stages["kind"]: draw(st.lists(values, min_size=stages, max_size=stages))} if of_stages["kind"] else {}
+    token_ranks = degrees["ring"] * degrees["distrifusion"] * degrees["ulysses"]
+    weights = draw(st.none() | st.lists(SPEED, min_size=token_ranks, max_size=token_ranks))
     shared_out = max(degrees[name] for name in ("ring", "ulysses", "tensor")) > 1
     divides_tokens = max(degrees[name] for name in SEQUENCE) > 1
     vae = draw(st.sampled_from(VAE_PLACES))
@@ -40,7 +42,8 @@ def plans(draw: Any) -> Plan:
         patches=None if degrees["distrifusion"] > 1 else draw(st.none() | st.integers(1, 64)),
         warmup=draw(st.integers(0, 99) | st.just("auto")), warmup_bound=draw(SPEED),
         warmup_ranks=draw(st.none() | st.integers(1, stages)) if mode == "separate" else None,
-        uaa=draw(st.none() | st.booleans()), async_ulysses=degrees["ulysses"] > 1 and draw(st.booleans()),
+        token_weights=weights, uaa=draw(st.none() | st.booleans()) if weights is None else None,
+        async_ulysses=degrees["ulysses"] > 1 and draw(st.booleans()),
         split_scheme=draw(st.sampled_from(SPLIT_SCHEMES)),
         wire_dtype=draw(st.sampled_from((None, *WIRE_DTYPES))) if divides_tokens or stages > 1 else None,
         text=draw(st.sampled_from(TEXT_PLACES)),
@@ -96,6 +99,10 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"pipefusion": 2, "stage_weights": (1, NAN)}, "finite number"),
     ({"pipefusion": 2, "stage_weights": ["1", 2]}, "a valid number"),
     ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "give one of them"),
+    ({"ring": 2, "ulysses": 2, "token_weights": (1, 2)}, "ring=2 x distrifusion=1 x ulysses=2 are 4; give 4 numbers"),
+    ({"token_weights": (1, 2)}, "give 1 numbers"),
+    ({"ring": 2, "token_weights": (1, 0)}, "greater than 0"),
+    ({"ring": 2, "token_weights": (1, 2), "uaa": False}, "uaa is off; leave one of them out"),
     ({"cfg": 3}, "try cfg=2, and data"),
     ({"distrifusion": 2, "pipefusion": 2}, "spend the same staleness; set one of them to 1"),
     ({"distrifusion": 2, "ring": 2}, "use ulysses with it"),

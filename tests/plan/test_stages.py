@@ -17,7 +17,7 @@ from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.known import CONFIGS
 from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
-from ditile.plan.stages import cut_stages
+from ditile.plan.stages import cut_stages, weigh_shares
 from ditile.planner.subject import PlanSubject
 from tests import tiny
 
@@ -50,6 +50,27 @@ def test_balanced_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject)
     assert [block for stage in cut for block in stage] == list(range(len(costs)))
     assert len(cut) == stages and all(cut)
     assert worst(costs, cut) == min(worst(costs, other) for other in every_cut(len(costs), stages))
+
+
+@pytest.mark.parametrize(
+    ("plan", "speeds", "shares"),
+    [
+        ("pipefusion=2", (2, 1), "stage_weights=2,1"),
+        ("ring=3", (1, 2, 4), "token_weights=1,2,4"),
+        ("distrifusion=2", (3, 2), "token_weights=1.5,1"),
+        # Two of one kind and two of another: each stage has one of both.
+        ("pipefusion=2 ulysses=2", (2, 1, 2, 1), "token_weights=2,1"),
+        ("pipefusion=2 ulysses=2", (2, 2, 1, 1), "stage_weights=2,1"),
+        # Equal shares of tensor and guidance: the slower half decides.
+        ("pipefusion=2 tensor=2", (2, 1, 1, 1), ""),
+        ("cfg=2 pipefusion=2", (4, 2, 2, 2), ""),
+        ("pipefusion=2", (1.01, 1), ""),
+    ],
+)
+def test_shares_follow_the_speeds(plan: str, speeds: tuple[float, ...], shares: str) -> None:
+    """A failure means that a fast device waits for a slow one."""
+    weighted = weigh_shares(Plan.parse(plan), speeds)
+    assert weighted == Plan.parse(f"{plan} {shares}")
 
 
 @settings(deadline=None)

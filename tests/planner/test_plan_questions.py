@@ -20,7 +20,7 @@ from ditile.planner import choose, hardware
 from ditile.planner.answer import explain_prices
 from ditile.planner.choose import answer_question
 from ditile.planner.footprint import count_decoder_numbers
-from ditile.planner.memory import count_peak_bytes
+from ditile.planner.memory import count_peaks_of_ranks
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
@@ -151,11 +151,13 @@ def test_memory_is_counted_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch)
     """Where all fit. A failure means a search that takes a half longer than it need."""
     looked = list[Plan]()
 
-    def noted(subject: PlanSubject, job: PlannedCall, profile: Profile, words: int = 0, *, records: bool) -> int:
+    def noted(
+        subject: PlanSubject, job: PlannedCall, profile: Profile, words: int = 0, *, records: bool
+    ) -> dict[int, int]:
         looked.append(job.plan)
-        return count_peak_bytes(subject, job, profile, words, records=records)
+        return count_peaks_of_ranks(subject, job, profile, words, records=records)
 
-    monkeypatch.setattr("ditile.planner.search.count_peak_bytes", noted)
+    monkeypatch.setattr("ditile.planner.search.count_peaks_of_ranks", noted)
     result = answer_question(PlanQuestion(model="pixart-alpha", hardware="h100-nvlink", devices=16)).result
     assert not result.too_large and len(result.prices) == SHOWN
     assert len(looked) < result.legal / 2 and {price.plan for price in result.prices} <= set(looked)

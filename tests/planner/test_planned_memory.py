@@ -93,6 +93,7 @@ PLANS = [
     "pipefusion=2 patches=4", "pipefusion=2 patches=2 warmup_mode=pipelined", "pipefusion=2 patches=4 warmup=0",
     "pipefusion=2 ulysses=2 patches=2", "pipefusion=4 patches=4", "cfg=2 pipefusion=2 patches=4",
     "pipefusion=2 tensor=2 patches=2", "pipefusion=2 patches=2 offload=blocks", "tensor=2 offload=blocks",
+    "ring=2 token_weights=1,3", "distrifusion=2 token_weights=2,1", "pipefusion=2 patches=2 stage_weights=1,2",
 ]  # fmt: skip
 OF_TWO_STREAMS = (
     "ulysses=2", "tensor=2 split_scheme=sequence", "pipefusion=2 patches=4", "pipefusion=2 tensor=2 patches=2",

@@ -28,7 +28,7 @@ from ditile.plan.simulate import compute_makespan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question, plan_for
 from ditile.planner.kernel_times import Work
-from ditile.planner.memory import RankMemory, count_peak_bytes, count_rank_memory
+from ditile.planner.memory import RankMemory, count_peaks_of_ranks, count_rank_memory
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.profile import Curve, Link, Profile
 from ditile.planner.question import PlanQuestion
@@ -190,7 +190,8 @@ def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
     assert count_rank_memory(one, alone, profile).weights > 4 * count_rank_memory(one, staged, profile).weights, (
         "double blocks are larger"
     )
-    assert count_peak_bytes(one, staged, profile) < count_peak_bytes(one, alone, profile)
+    peaks = [max(count_peaks_of_ranks(one, job, profile).values()) for job in (staged, alone)]
+    assert peaks[0] < peaks[1]
     with pytest.raises(PlanError, match=r"no plan fits 2\.00 GB a device: '.*' needs least, .* GB more"):
         search_plans(one, arguments, profile, SearchRequest(devices=8, memory_bytes=2 * 10**9))
     with pytest.raises(PlanError, match=r"no plan takes at most 0\.001 s: the fastest"):

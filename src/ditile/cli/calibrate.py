@@ -25,6 +25,7 @@ from ditile.distributed.backend import pick_device
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators
 from ditile.distributed.torchrun import join_torchrun, list_ranks_by_host
+from ditile.distributed.transport import gather_json
 from ditile.measure.bench.alone.comparison import measure_plans_alone
 from ditile.measure.bench.alone.host_fit import fit_profile, read_alone_lines
 from ditile.measure.bench.alone.session import ROWS
@@ -35,7 +36,7 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import PatchSchedule
 from ditile.planner import calibrate as curves
 from ditile.planner.calibrate import Bench
-from ditile.planner.profile import Link, Profile
+from ditile.planner.profile import Link, Profile, RankDevice
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
@@ -187,13 +188,7 @@ def measure_single_rank(dtype: str) -> Profile:
     device = pick_device(None, 0)
     bench = Bench(device, getattr(torch, dtype), env.report_progress)
     is_gpu = device.type == "cuda"
-    host_memory = cpus.count_memory_bytes()
-    if is_gpu:
-        name = torch.cuda.get_device_name()
-        device_memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        name = f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores"
-        device_memory = host_memory
+    name, device_memory = _describe_device(device)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     profile = Profile(
         name=name,
@@ -209,13 +204,20 @@ def measure_single_rank(dtype: str) -> Profile:
         micro_s=0.0,
         link=NO_LINK,
         idle_bytes=0 if is_gpu else idle,
-        host_memory_bytes=host_memory,
+        host_memory_bytes=cpus.count_memory_bytes(),
     )
     return fit_bundled_calls(profile, dtype)
 
 
-def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> dict[str, Link | None]:
-    """Measures the links within a host and between hosts; every rank must call this.
+def _describe_device(device: torch.device) -> tuple[str, int]:
+    """The name of a rank's hardware, and the bytes of its memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    return f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores", cpus.count_memory_bytes()
+
+
+def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
+    """Measures the links within a host and between hosts, and the device of each rank; every rank must call this.
 
     If each host has one rank, both links are the link between hosts.
 
@@ -234,7 +236,15 @@ def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> d
     link = interlink or NO_LINK
     if len(hosts[0]) > 1:
         link = measure_link_of_ranks(dtype, device, hosts[0])
-    return {"link": link, "interlink": interlink}
+    return {"link": link, "interlink": interlink, "ranks": measure_rank_devices(dtype, device)}
+
+
+def measure_rank_devices(dtype: str, device: torch.device) -> tuple[RankDevice, ...]:
+    """Compares the devices of all ranks, which compute at once; every rank must call this."""
+    rate = curves.measure_rank_rate(Bench(device, getattr(torch, dtype), env.report_progress))
+    measured = gather_json([*_describe_device(device), rate], dist.group.WORLD)
+    _, _, first_rate = measured[0]
+    return tuple(RankDevice(name=name, memory_bytes=size, speed=each / first_rate) for name, size, each in measured)
 
 
 def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:

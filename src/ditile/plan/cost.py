@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ditile.plan.layout import DUMMY_TEXT, Layout, Split, TokenShard, pick_even_chunk
+from ditile.plan.layout import DUMMY_TEXT, Layout, Split, TokenShard, pick_even_chunk, pick_weighted_chunk
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan, compute_coordinates
 from ditile.plan.schedule import MicroStep, PatchSchedule
@@ -145,7 +145,7 @@ class PlannedCall:
     @cached_property
     def token_split(self) -> Split:
         """How the tokens are split."""
-        return Split(self.plan.ring, self.plan.distrifusion, self.plan.ulysses, self.plan.uaa is not False)
+        return make_token_split(self.plan)
 
     def select_patch(self, micro: MicroStep) -> int | None:
         """The patch that a micro-step computes: under DistriFusion the image alone where references are left out."""
@@ -185,7 +185,8 @@ class PlannedCall:
 
     def count_heads(self, place: RankCoordinates) -> int:
         """Heads that a rank attends with."""
-        return len(pick_even_chunk(range(self.shape.heads // self.plan.tensor), self.plan.ulysses, place.ulysses))
+        weights = self.plan.head_weights or (1.0,) * self.plan.ulysses
+        return len(pick_weighted_chunk(range(self.shape.heads // self.plan.tensor), weights, place.ulysses))
 
     def count_layers(self, place: RankCoordinates) -> Mapping[bool, int]:
         """How many attention layers of a rank see the text (True), and how many do not."""
@@ -205,6 +206,11 @@ class PlannedCall:
                 exchanges.update(self.weights.exchanges[block] if self.weights.exchanges else ())
             self._counts_of_stage[stage] = (layers, exchanges)
         return self._counts_of_stage[stage]
+
+
+def make_token_split(plan: Plan) -> Split:
+    """How the ranks of a plan split the tokens."""
+    return Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False, plan.token_weights)
 
 
 @lru_cache
@@ -501,8 +507,12 @@ def _count_sent_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
 
 
 def _count_key_heads(job: PlannedCall, place: RankCoordinates) -> int:
-    # With grouped queries several heads share a key.
-    return round(job.count_heads(place) * job.shape.key_heads)
+    heads = job.count_heads(place)
+    weights = job.plan.head_weights
+    # With grouped queries several heads share a key, but shares of unlike size may cut through such a group.
+    if weights is not None and len(set(weights)) > 1:
+        return heads
+    return round(heads * job.shape.key_heads)
 
 
 _CALL_FORMULAS = (

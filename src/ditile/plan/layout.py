@@ -2,8 +2,8 @@
 
 Pure; every rank computes the same. A patch is a run of whole token rows; of a video, the same rows of every frame. In
 joint attention the text belongs to patch 0, which is made smaller for it. Tokens of reference images may be patches of
-their own, before it. Ranks of the sequence axes split each patch and the text as evenly as possible, so that a rank's
-tokens of a whole step are its parts of the patches, one after the other.
+their own, before it. Ranks of the sequence axes split each patch and the text as evenly as possible, or by weights, so
+that a rank's tokens of a whole step are its parts of the patches, one after the other.
 """
 
 from __future__ import annotations
@@ -236,17 +236,19 @@ def _shift_runs(runs: Iterable[range], offset: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How ranks split the tokens of a patch: evenly; under DistriFusion each has a patch of rows, and all the text.
+    """How ranks split the tokens of a patch; under DistriFusion each has a patch of rows, and all the text.
 
     Attributes:
         ring, distrifusion, ulysses: the degrees; ranks are counted with ulysses innermost.
         uneven: whether one rank may have a token more than another.
+        weights: the share of each rank, in any unit; equal by default.
     """
 
     ring: int = 1
     distrifusion: int = 1
     ulysses: int = 1
     uneven: bool = True
+    weights: tuple[float, ...] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -273,7 +275,8 @@ class Split:
             # Alone, a rank has the tokens of the image in the order of the model, not of the patches.
             if patch is None and self.num_ranks == 1:
                 runs_of_patches = [(range(layout.image_tokens),)]
-            shards = [_pick_shard(text, runs_of_patches, self.num_ranks, rank) for rank in range(self.num_ranks)]
+            shares = self.weights or (1.0,) * self.num_ranks
+            shards = [_pick_shard(text, runs_of_patches, shares, rank) for rank in range(self.num_ranks)]
         if min(shard.image_tokens for shard in shards) == 0:
             name = "the image" if patch is None else f"patch {patch}"
             raise PlanError(
@@ -288,7 +291,12 @@ class Split:
         self, layout: Layout, text: range, runs_of_patches: Sequence[Sequence[range]]
     ) -> list[TokenShard]:
         """The parts of the ranks, each of which has all the text, and rows of the image that ulysses splits."""
-        rows_by_rank = balance_patch_rows(layout.grid.rows, self.distrifusion)
+        weights = self.weights or (1.0,) * self.num_ranks
+        inner_weights = [weights[first : first + self.ulysses] for first in range(0, self.num_ranks, self.ulysses)]
+        shares = tuple(map(sum, inner_weights))
+        rows_by_rank: Sequence[int] = balance_patch_rows(layout.grid.rows, self.distrifusion)
+        if self.weights is not None:
+            rows_by_rank = count_weighted_shares(layout.grid.rows, shares)
         shards: list[TokenShard] = []
         first_row = 0
         for rank, rows in enumerate(rows_by_rank):
@@ -296,8 +304,8 @@ class Split:
             first_row += rows
             # With references as patches of their own, a rank has a share of them and of the image.
             if layout.owners:
-                runs = [list(_pick_from_runs(patch_runs, self.distrifusion, rank)) for patch_runs in runs_of_patches]
-            shards += [_pick_shard(text, runs, self.ulysses, index) for index in range(self.ulysses)]
+                runs = [list(_pick_from_runs(patch_runs, shares, rank)) for patch_runs in runs_of_patches]
+            shards += [_pick_shard(text, runs, inner_weights[rank], index) for index in range(self.ulysses)]
         return shards
 
     def _check_even(self, shards: Sequence[TokenShard], patch: int | None) -> None:
@@ -316,17 +324,17 @@ class Split:
                     )
 
 
-def _pick_shard(text: range, image: Iterable[Sequence[range]], ranks: int, index: int) -> TokenShard:
-    """A rank's even share of the text and of each patch, which is runs of image tokens."""
+def _pick_shard(text: range, image: Iterable[Sequence[range]], weights: tuple[float, ...], index: int) -> TokenShard:
+    """A rank's share of the text and of each patch, which is runs of image tokens."""
     own_runs: list[range] = []
     for runs in image:
-        own_runs += _pick_from_runs(runs, ranks, index)
-    return TokenShard(pick_even_chunk(text, ranks, index), merge_ranges(own_runs))
+        own_runs += _pick_from_runs(runs, weights, index)
+    return TokenShard(pick_weighted_chunk(text, weights, index), merge_ranges(own_runs))
 
 
-def _pick_from_runs(runs: Sequence[range], ranks: int, index: int) -> Iterator[range]:
-    """A rank's even share of the tokens of some runs, one after the other."""
-    share = pick_even_chunk(range(sum(map(len, runs))), ranks, index)
+def _pick_from_runs(runs: Sequence[range], weights: tuple[float, ...], index: int) -> Iterator[range]:
+    """A rank's share of the tokens of some runs, one after the other."""
+    share = pick_weighted_chunk(range(sum(map(len, runs))), weights, index)
     offset = 0
     for run in runs:
         yield run[max(share.start - offset, 0) : max(share.stop - offset, 0)]
@@ -345,6 +353,34 @@ def pick_even_chunk(items: range, ranks: int, index: int) -> range:
     # Each rank before this one has `base` items, and the first `more` of them one more.
     start = items.start + index * base + min(index, more)
     return range(start, start + base + (index < more))
+
+
+def pick_weighted_chunk(items: range, weights: tuple[float, ...], index: int) -> range:
+    """A rank's share of a run, in proportion to its weight; no rank's is empty if there are enough items.
+
+    Equal weights give the chunks of `pick_even_chunk`.
+    """
+    if len(set(weights)) == 1:
+        return pick_even_chunk(items, len(weights), index)
+    shares = count_weighted_shares(len(items), weights)
+    start = sum(shares[:index])
+    return items[start : start + shares[index]]
+
+
+@lru_cache(maxsize=4096)
+def count_weighted_shares(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """The sizes of shares of a run in proportion to weights; none is empty if there are enough items."""
+    least = 1 if length >= len(weights) else 0
+    shares: list[int] = []
+    taken = 0
+    for rank in range(len(weights)):
+        stop = round(length * sum(weights[: rank + 1]) / sum(weights))
+        # The ranks before and after this one have an item too.
+        last = length - least * (len(weights) - 1 - rank)
+        stop = min(max(stop, taken + least), last)
+        shares.append(stop - taken)
+        taken = stop
+    return tuple(shares)
 
 
 def merge_ranges(runs: Iterable[range]) -> tuple[range, ...]:

@@ -112,6 +112,12 @@ class Plan:
     stage_weights: Speeds | None = define_option(
         None, "speed of each stage's device, such as 1,1,0.5; equal by default", metavar="A,B,..", example="1,0.5"
     )
+    token_weights: Speeds | None = define_option(
+        None,
+        "speed of each rank that splits the tokens, such as 2,1; equal by default",
+        metavar="A,B,..",
+        example="2,1",
+    )
     uaa: bool | None = define_option(None, "force or forbid lengths and heads that ulysses does not divide")
     async_ulysses: bool = define_option(False, "exchange each projection while the next one is computed")
     split_scheme: Literal["row", "sequence"] = define_option(
@@ -151,6 +157,10 @@ class Plan:
         yield from self._iterate_warmup_contradictions()
         if self.vae_block_size is not None and self.vae != "rows":
             yield f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out"
+        yield from self._iterate_share_contradictions()
+
+    def _iterate_share_contradictions(self) -> Iterator[str]:
+        """Yields the contradictions that concern the shares of stages and of ranks."""
         for name in ("stage_blocks", "stage_weights"):
             values = getattr(self, name)
             if values is not None and len(values) != self.pipefusion:
@@ -158,6 +168,18 @@ class Plan:
                     f"{name}={_format_plan_value(values)} names {len(values)} stages and pipefusion="
                     f"{self.pipefusion}; give {self.pipefusion} numbers"
                 )
+        ranks = self.token_ranks * self.distrifusion
+        if self.token_weights is not None and len(self.token_weights) != ranks:
+            yield (
+                f"token_weights={_format_plan_value(self.token_weights)} names {len(self.token_weights)} ranks and "
+                f"ring={self.ring} x distrifusion={self.distrifusion} x ulysses={self.ulysses} are {ranks}; give "
+                f"{ranks} numbers"
+            )
+        if self.token_weights is not None and self.uaa is False:
+            yield (
+                f"token_weights={_format_plan_value(self.token_weights)} makes shares of unlike size, and uaa is off; "
+                "leave one of them out"
+            )
         if self.stage_blocks is not None and self.stage_weights is not None:
             yield (
                 f"stage_blocks={_format_plan_value(self.stage_blocks)} says where to cut, and stage_weights="
@@ -301,6 +323,14 @@ class Plan:
     def token_ranks(self) -> int:
         """The number of ranks that split the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses
+
+    @property
+    def head_weights(self) -> tuple[float, ...] | None:
+        """Speed of each rank along ulysses, which splits the heads; None if its shares are equal."""
+        if self.token_weights is None:
+            return None
+        # All ranks with one place along ulysses have the same heads.
+        return tuple(sum(self.token_weights[place :: self.ulysses]) for place in range(self.ulysses))
 
     @property
     def rounds_otherwise(self) -> bool:

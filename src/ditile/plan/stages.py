@@ -1,9 +1,18 @@
-"""Stages: contiguous runs of blocks, one per rank, cut by hand or so that the slowest is as fast as possible."""
+"""Stages: contiguous runs of blocks, one per rank, cut by hand or so that the slowest is as fast as possible.
+
+`weigh_shares` says by which weights stages and ranks of unlike devices end together.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+
+from ditile.plan.plan import Plan, compute_coordinates
+
+ALIKE = 1.02
+"""Speeds that differ by a smaller factor make equal shares."""
 
 
 def cut_stages(
@@ -35,6 +44,39 @@ def _make_ranges(stops: Iterable[int]) -> list[range]:
         ranges.append(range(start, stop))
         start = stop
     return ranges
+
+
+def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
+    """The plan with shares by which ranks of unlike speeds end together; as it is, where none differ.
+
+    Args:
+        plan: with equal shares.
+        speeds: of each rank's device, in any unit.
+    """
+    token_speeds = [0.0] * (plan.token_ranks * plan.distrifusion)
+    places = []
+    for rank in range(plan.world):
+        place = compute_coordinates(plan, rank)
+        # A plan has only one of ring and distrifusion.
+        token_place = (place["ring"] + place["distrifusion"]) * plan.ulysses + place["ulysses"]
+        places.append((place["pipefusion"], token_place))
+        token_speeds[token_place] += speeds[rank]
+    stage_speeds = [float("inf")] * plan.pipefusion
+    for rank, (stage, token_place) in enumerate(places):
+        # A stage is done when its last rank is.
+        share = token_speeds[token_place] / sum(token_speeds)
+        stage_speeds[stage] = min(stage_speeds[stage], speeds[rank] / share)
+    return dataclasses.replace(
+        plan, stage_weights=_round_weights(stage_speeds), token_weights=_round_weights(token_speeds)
+    )
+
+
+def _round_weights(speeds: Sequence[float]) -> tuple[float, ...] | None:
+    """Speeds as multiples of the lowest one, in two decimals; None where they are alike."""
+    lowest = min(speeds)
+    if max(speeds) < ALIKE * lowest:
+        return None
+    return tuple(round(speed / lowest, 2) for speed in speeds)
 
 
 def select_local_blocks(stages: Sequence[range], stage: int, warmup_group_size: int) -> range:

@@ -7,20 +7,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from ditile.plan.cost import PlannedCall
 from ditile.plan.numbers import format_bytes, format_number
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
 from ditile.planner.memory import HostMemory, RankMemory
 from ditile.planner.price import Price
+from ditile.planner.profile import Profile
 from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult, StageGaps
 from ditile.runner.requests.console import make_numbered_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-OTHER_KINDS: tuple[OtherKind, ...] = ("too_large", "packed", "references", "serial", "fewer_steps")
+OTHER_KINDS: tuple[OtherKind, ...] = (
+    "equal_shares",
+    "too_large",
+    "packed",
+    "references",
+    "serial",
+    "fewer_steps",
+)
 """The order in which further plans are named."""
 REMARKS = {
     "packed": ("an approximation", "docs/traffic.md"),
@@ -33,6 +42,41 @@ ALIKE = 0.005
 
 LARGE_GAIN = 0.05
 """What images in flight must bring a server to be named."""
+
+
+class RankShare(NamedTuple):
+    """What a rank has of the work.
+
+    Attributes:
+        device: its hardware.
+        memory_bytes: of its device.
+        blocks: how many.
+        tokens: share of the image, 0 to 1.
+        heads: for which it attends.
+    """
+
+    device: str
+    memory_bytes: int
+    blocks: int
+    tokens: float
+    heads: int
+
+
+def list_rank_shares(job: PlannedCall, profile: Profile) -> tuple[RankShare, ...]:
+    """The share of each rank; none where devices and shares are alike."""
+    if job.plan.world == 1 or not (profile.by_rank or job.plan.token_weights):
+        return ()
+    parts = job.shard_tokens(None)
+    # Rows that DistriFusion does not divide and the text of every rank are left out.
+    tokens = sum(part.image_tokens for part in parts)
+    shares = []
+    for rank in range(job.plan.world):
+        place = job.locate_rank(rank)
+        device = profile.get_rank_profile(rank)
+        share = parts[place.rank].image_tokens / tokens
+        blocks = len(job.stages[place.stage])
+        shares.append(RankShare(device.name, device.memory_bytes, blocks, share, job.count_heads(place)))
+    return tuple(shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +93,8 @@ class PlanAnswer:
         memories: of each plan, what each of its ranks needs.
         hosts: of each plan, what the ranks of a host need of its memory.
         host_memory_bytes: bytes of a host's memory; 0 if they are not known.
+        shares: of each plan, what each of its ranks has of the work, where devices or shares are not alike.
+        is_unlike: whether `hardware` names the device of each rank.
         models: transformers that are called in turns; memory has all of them on every rank.
         gaps: of the stages under the first plan, and what could fill them in a server; None without stages.
         lacks_tape_memory: whether nothing is recorded because what recorded calls hold does not fit a device.
@@ -63,6 +109,8 @@ class PlanAnswer:
     memories: tuple[tuple[RankMemory, ...], ...] = ()
     hosts: tuple[HostMemory, ...] = ()
     host_memory_bytes: int = 0
+    shares: tuple[tuple[RankShare, ...], ...] = ()
+    is_unlike: bool = False
     models: int = 1
     gaps: StageGaps | None = None
     lacks_tape_memory: bool = False
@@ -92,7 +140,7 @@ class PlanAnswer:
         for kind, other in self.result.others.items():
             price = other.price
             facts = {"plan": str(price.plan), "latency_s": price.latency_s}
-            if kind == "too_large":
+            if kind in ("too_large", "equal_shares"):
                 facts |= {"lacks_bytes": other.lacks_bytes, "memory_bytes": price.memory_bytes}
             elif kind == "fewer_steps":
                 facts = {"steps": other.steps, "all_steps": self.call["steps"], "seconds": price.call_s}
@@ -118,6 +166,7 @@ class PlanAnswer:
             "why": why,
             "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in self.memories[number]],
             "memory_of_host": self.hosts[number]._asdict(),
+            "share_by_rank": [share._asdict() for share in self.shares[number]],
         }
 
     def describe_call(self) -> str:
@@ -162,12 +211,16 @@ class PlanAnswer:
         tables: list[Table | str] = [self.describe_call(), self._make_title(), *make_numbered_tables(labels, columns)]
         tables.append("GB of each rank under plan 1; keys are those of the step before")
         tables.append(make_memory_table(self.memories[0]))
+        if self.shares[0]:
+            tables.append("shares of each rank under plan 1")
+            tables.append(make_share_table(self.shares[0]))
         tables += ["\n".join(wrap(remark, 80)) for remark in self._iterate_remarks()]
         return tables
 
     def _make_title(self) -> str:
         plans = "1 plan" if self.result.legal == 1 else f"{self.result.legal} plans searched"
-        title = f"on {self.devices} x {self.hardware}: {plans}"
+        machine = self.hardware if self.is_unlike else f"{self.devices} x {self.hardware}"
+        title = f"on {machine}: {plans}"
         if self.result.too_large:
             title += f", {len(self.result.too_large)} of the fastest too large"
         return title
@@ -256,6 +309,9 @@ class PlanAnswer:
         seconds = format_number(price.latency_s)
         if kind == "fewer_steps":
             return describe_fewer_steps(other, self.call["steps"], best)
+        if kind == "equal_shares":
+            lacks = f", and lacks {format_bytes(other.lacks_bytes)} on a device" if other.lacks_bytes else ""
+            return f"with equal shares plan 1 would take {seconds} s: '{price.plan}'{lacks}"
         saved = 1 - price.latency_s / best.latency_s
         if kind == "too_large":
             would = f"{saved:.0%} faster" if saved >= ALIKE else "as fast as the first"
@@ -282,6 +338,19 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
     for memory, alike in ranks.items():
         cells = [f"{getattr(memory, name) / 1e9:.2f}" for name in parts.values()]
         table.add_row(format_ranks(alike), *cells)
+    return table
+
+
+def make_share_table(shares: Sequence[RankShare]) -> Table:
+    """What each rank has of the work, in 80 columns."""
+    from rich.table import Table
+
+    table = Table("rank", "device")
+    for title in ("memory", "blocks", "tokens", "heads"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for rank, share in enumerate(shares):
+        memory = format_bytes(share.memory_bytes)
+        table.add_row(str(rank), share.device, memory, str(share.blocks), f"{share.tokens:.0%}", str(share.heads))
     return table
 
 

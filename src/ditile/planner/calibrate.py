@@ -31,12 +31,16 @@ HEAD = 64
 WIDTH = 256
 HEAD_SIZES = (16, 32, 64, 128)
 PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
-LINK_PARTS = 10
-"""Parts that a progress bar shows of the curves and of a link."""
+LINK_PARTS = 11
+"""Parts that a progress bar shows of the curves, and of a link and the ranks."""
 LARGEST = 2**33
 """Operations of the largest call that is timed."""
 BUDGET = 0.03
 """Seconds for which a call is repeated."""
+RATED_SECONDS = 0.5
+"""A rank is rated over so long: what holds a CPU back, such as a quota, lets it compute for a tenth of a second."""
+RATED_SIZES = {"cpu": (256, 512), "cuda": (4096, 3072)}
+"""Kind of device -> tokens and channels of the kernels by which ranks are compared; a GPU needs more to be busy."""
 REPEATS = 5
 """The number of parts that these seconds are divided into."""
 
@@ -186,6 +190,28 @@ def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
         # The difference of two times can be near zero or below it.
         tensors_and_seconds[FUSED] = (2, min(max(added, gelu / 10), gelu))
     return {name: tensors * x.nbytes / seconds for name, (tensors, seconds) in tensors_and_seconds.items()}
+
+
+def measure_rank_rate(bench: Bench) -> float:
+    """How often a second this rank makes some kernels of a block, while all ranks of the group do."""
+    rows, width = RATED_SIZES.get(bench.device.type, RATED_SIZES["cuda"])
+    x, weight, bias = bench.make_linear(rows, width, width)
+    q = bench.make_random_tensor(1, HEADS, rows, HEAD)
+
+    def compute_kernels() -> None:
+        out = functional.linear(x, weight, bias)
+        functional.layer_norm(out, out.shape[-1:])
+        functional.scaled_dot_product_attention(q, q, q)
+
+    once = bench.measure_seconds(compute_kernels)
+    times = max(1, int(RATED_SECONDS / once))
+    rates = []
+    for _ in range(REPEATS):
+        dist.barrier(bench.group)
+        rates.append(1 / bench.time_average_call(compute_kernels, times))
+    bench.done()
+    # Other work on the machine can only take from the best of them.
+    return max(rates)
 
 
 def measure_link(bench: Bench) -> Link:
@@ -357,19 +383,4 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
     if slower < 1:
         slower = 1.0
         kernel_s = max(0.0, float((kernels * (1 - work)).sum() / kernels.square().sum()))
-    return dataclasses.replace(
-        profile,
-        kernel_s=kernel_s,
-        matmul=_slow_down_curve(profile.matmul, slower),
-        attention=_slow_down_curve(profile.attention, slower),
-        pointwise={name: _slow_down_curve(curve, slower) for name, curve in profile.pointwise.items()},
-    )
-
-
-def _slow_down_curve(curve: Curve, slower: float) -> Curve:
-    def divide_rates(row: Any) -> Any:
-        if isinstance(row, tuple):
-            return tuple(map(divide_rates, row))
-        return row / slower
-
-    return dataclasses.replace(curve, rates=divide_rates(curve.rates))
+    return dataclasses.replace(profile.slow_down(slower), kernel_s=kernel_s)

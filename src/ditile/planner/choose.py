@@ -65,7 +65,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         PlanError: if no plan fits, or the plan to be priced does not.
         ModelError, LoadError: if the model cannot be planned for.
     """
-    from ditile.planner.answer import PlanAnswer
+    from ditile.planner.answer import PlanAnswer, list_rank_shares
     from ditile.planner.memory import can_record_calls, count_host_memory, count_rank_memory
 
     search = _prepare_search(question, all_devices=all_devices)
@@ -82,6 +82,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     tokens = subject.count_text_tokens(search.call)
     memories = []
     hosts = []
+    shares = []
     for price in result.prices:
         job = subject.make_plan_job(price.plan, search.shape)
         # Without recorded steps there are no seconds to compare with.
@@ -90,6 +91,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         for rank in range(price.plan.world):
             by_rank.append(count_rank_memory(subject, job, profile, rank, tokens, records=is_recorded))
         memories.append(tuple(by_rank))
+        shares.append(list_rank_shares(job, profile))
         hosts.append(count_host_memory(subject, job, request.devices // question.hosts))
     best = result.prices[0]
     return PlanAnswer(
@@ -101,6 +103,8 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         uncounted=subject.uncounted,
         memories=tuple(memories),
         hosts=tuple(hosts),
+        shares=tuple(shares),
+        is_unlike=bool(profile.by_rank),
         host_memory_bytes=request.host_memory_bytes or profile.host_memory_bytes,
         models=subject.models,
         gaps=search.find_stage_gaps(best),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +146,11 @@ SHEETS = {
         call_s=_H200_CALL,
         host_bandwidth=50e9,
     ),
+    # NVIDIA's product page: 112 tensor cores, 1.777 GHz, 360 GB/s, 12 GB; as many operations a clock of a core as the
+    # whitepaper below says of the same architecture: 128 with 32-bit sums.
+    "rtx-3060": Datasheet(flops=25.5e12, bandwidth=360e9, memory_gb=12, link="pcie", p2p=20e9, source=_RTX),
+    # Whitepaper "NVIDIA Ampere GA102 GPU Architecture", of the RTX 3090: 71 TFLOPS, 936 GB/s, 24 GB, PCIe 4.0 x16.
+    "rtx-3090": Datasheet(flops=71e12, bandwidth=936e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
     # Whitepaper "NVIDIA Ada GPU Architecture", table of the RTX 4090: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
     "rtx-4090": Datasheet(flops=165.2e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
     # Whitepaper "NVIDIA RTX Blackwell GPU Architecture", of the RTX 5090: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
@@ -152,6 +158,17 @@ SHEETS = {
         flops=209.5e12,
         bandwidth=1792e9,
         memory_gb=32,
+        link="pcie",
+        p2p=40e9,
+        source=_RTX,
+        host_bandwidth=50e9,
+    ),
+    # Whitepaper "NVIDIA RTX Blackwell PRO GPU Architecture", of the workstation's card: 503.8 TFLOPS, as sums of 32
+    # bits are not slower there, 1792 GB/s, 96 GB, PCIe 5.0 x16.
+    "rtx-pro-6000": Datasheet(
+        flops=503.8e12,
+        bandwidth=1792e9,
+        memory_gb=96,
         link="pcie",
         p2p=40e9,
         source=_RTX,
@@ -173,21 +190,53 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
     """The profile of some hardware.
 
     Args:
-        name: one of `list_hardware()`.
+        name: one of `list_hardware()`, or the device of each rank with `,` between them.
         interlink: bits a second between hosts, such as "10Gbit".
 
     Raises:
-        PlanError: if it is not known, or the interlink is no bandwidth.
+        PlanError: if it is not known, devices have curves of unlike types, or the interlink is no bandwidth.
     """
-    if name in SHEETS:
-        machine_profile = make_datasheet_profile(name, SHEETS[name], EFFICIENCY)
-    elif os.path.exists(PROFILES / f"{name}.json"):
-        machine_profile = Profile.from_json_file(PROFILES / f"{name}.json")
-    else:
-        near = find_nearest(name, list_hardware(), cutoff=0.5)
-        hint = "" if near is None else f"did you mean {near}? "
-        raise PlanError(f"hardware={name!r} is not known; {hint}known are {', '.join(list_hardware())}")
+    profiles = [_load_device_profile(each.strip()) for each in name.split(",")]
+    machine_profile = profiles[0]
+    if len(profiles) > 1:
+        machine_profile = join_devices(profiles)
     return machine_profile if interlink is None else add_interlink(machine_profile, interlink)
+
+
+def _load_device_profile(name: str) -> Profile:
+    if name in SHEETS:
+        return make_datasheet_profile(name, SHEETS[name], EFFICIENCY)
+    if os.path.exists(PROFILES / f"{name}.json"):
+        return Profile.from_json_file(PROFILES / f"{name}.json")
+    near = find_nearest(name, list_hardware(), cutoff=0.5)
+    hint = "" if near is None else f"did you mean {near}? "
+    raise PlanError(f"hardware={name!r} is not known; {hint}known are {', '.join(list_hardware())}")
+
+
+def join_devices(profiles: Sequence[Profile]) -> Profile:
+    """The profile of one machine with these devices, in the order of the ranks.
+
+    Raises:
+        PlanError: if their curves are of numbers of unlike sizes.
+    """
+    first = profiles[0]
+    link = first.link
+    for each in profiles:
+        if each.element_size != first.element_size:
+            raise PlanError(
+                f"{first.name} was measured with numbers of {first.element_size} bytes and {each.name} with numbers of "
+                f"{each.element_size}; name devices of one kind"
+            )
+        # A message is as fast as the slower of its two ends.
+        if each.link.bandwidth < link.bandwidth:
+            link = each.link
+    by_rank = tuple(profiles)
+    if by_rank.count(first) == len(by_rank):
+        by_rank = ()
+    name = first.name
+    if by_rank:
+        name = " + ".join(each.name for each in profiles)
+    return dataclasses.replace(first, name=name, link=link, devices=len(profiles), by_rank=by_rank)
 
 
 def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:

@@ -148,6 +148,7 @@ def count_rank_memory(
     """
     place = job.locate_rank(rank)
     plan = job.plan
+    profile = profile.get_rank_profile(rank)
     size = job.shape.element_size
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
     weights = job.weights.shared + subject.replicated_numbers
@@ -196,19 +197,22 @@ def _count_largest_block(subject: PlanSubject, blocks: range, ranks: int) -> int
     return max(subject.count_parameters(range(block, block + 1), ranks) for block in blocks)
 
 
-def count_peak_bytes(
+def count_peaks_of_ranks(
     subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0, *, records: bool = False
-) -> int:
-    """Bytes of the rank that needs the most. Only the first rank of a stage is counted: it has the largest shares."""
+) -> dict[int, int]:
+    """Bytes of the ranks that may need the most. Of equal shares, the first rank of a stage has the largest."""
     plan = job.plan
     last = plan.pipefusion - 1
     ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
-    first_ranks = {stage * ranks_of_stage for stage in (0, heaviest, last)}
-    peaks = []
-    for rank in first_ranks:
-        peaks.append(count_rank_memory(subject, job, profile, rank, text_tokens, records=records).peak_bytes)
-    return max(peaks)
+    ranks = {stage * ranks_of_stage for stage in (0, heaviest, last)}
+    if profile.by_rank or plan.token_weights is not None:
+        ranks = set(range(plan.world))
+    peaks = {}
+    for rank in ranks:
+        memory = count_rank_memory(subject, job, profile, rank, text_tokens, records=records)
+        peaks[rank] = memory.peak_bytes
+    return peaks
 
 
 def _count_activation_bytes(

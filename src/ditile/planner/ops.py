@@ -136,15 +136,17 @@ class OpPricer:
         basis: the model and the machine.
         job: the plan and the call.
         skips: what a cache leaves out.
+        rank: of each stage, the rank with the place of this one is priced; the first one has the largest even share.
     """
 
-    def __init__(self, basis: MachineWork, job: PlannedCall, skips: CacheSkips) -> None:
+    def __init__(self, basis: MachineWork, job: PlannedCall, skips: CacheSkips, rank: int = 0) -> None:
         self._basis = basis
         self.job = job
         self.skips = skips
         self._profile = basis.profile
         self.schedule = job.step_schedule
-        self._places = [RankCoordinates(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
+        own = job.locate_rank(rank)._replace(data=0, cfg=0)
+        self._places = [own._replace(stage=stage) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = compute_slowdown(basis.profile, self._host)
         self._fuses = FUSED in basis.profile.pointwise
@@ -489,6 +491,37 @@ class OpPricer:
         if axis not in self._links:
             self._links[axis] = find_crossed_link(self.job.plan, self._profile, self._host, axis)
         return self._links[axis]
+
+
+class UnlikeOpPricer(OpPricer):
+    """Seconds of ops where ranks differ: an op takes as long as it does on the slowest rank of its stage.
+
+    Args:
+        works: the model on the device of each rank.
+        job, skips: as of `OpPricer`.
+    """
+
+    def __init__(self, works: Sequence[MachineWork], job: PlannedCall, skips: CacheSkips) -> None:
+        super().__init__(works[0], job, skips)
+        self._pricers_of_stages: list[list[OpPricer]] = [[] for _ in job.stages]
+        pricers: dict[tuple[Any, ...], OpPricer] = {}
+        for rank in range(job.plan.world):
+            place = job.locate_rank(rank)
+            key = id(works[rank]), place.rank, place.tensor
+            if key not in pricers:
+                pricers[key] = OpPricer(works[rank], job, skips, rank)
+            of_stage = self._pricers_of_stages[place.stage]
+            if pricers[key] not in of_stage:
+                of_stage.append(pricers[key])
+
+    @cached_property
+    def first_alike_stages(self) -> list[int]:
+        """Every stage is a kind of its own."""
+        return list(range(len(self.job.stages)))
+
+    def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
+        """Seconds for which an op occupies its stage; with `free`, messages take no time."""
+        return max(pricer.get_op_seconds(stage, op, free=free) for pricer in self._pricers_of_stages[stage])
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,9 @@ the pipeline again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ditile.plan import cost
@@ -18,7 +20,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind
 from ditile.plan.simulate import Occupancy, Span, measure_occupancy, simulate_schedule
-from ditile.planner.ops import CacheSkips, MachineWork, OpPricer
+from ditile.planner.ops import CacheSkips, MachineWork, OpPricer, UnlikeOpPricer
 
 ROUNDED = 1e-12
 """Share of a latency by which sums in another order differ."""
@@ -64,9 +66,35 @@ class Price:
 class Pricer(MachineWork):
     """Prices the calls of one model on one machine."""
 
+    def make_op_pricer(self, job: PlannedCall, skips: CacheSkips | None = None) -> OpPricer:
+        """What prices the ops of a call. Raises `PlanError` if the devices of some ranks are not known."""
+        self.profile.check_rank_count(job.plan.world)
+        skips = skips or CacheSkips()
+        works = self._work_of_ranks
+        # Ranks with alike devices and unlike shares differ too.
+        if not works and job.plan.token_weights is not None:
+            works = [self] * job.plan.world
+        if works and job.plan.world > 1:
+            return UnlikeOpPricer(works, job, skips)
+        return OpPricer(self, job, skips)
+
+    @cached_property
+    def _work_of_ranks(self) -> Sequence[MachineWork]:
+        """The model on the device of each rank; empty where all are alike."""
+        devices = self.profile.by_rank
+        works: list[MachineWork] = []
+        for rank, device in enumerate(devices):
+            first_alike = devices.index(device)
+            if first_alike < rank:
+                works.append(works[first_alike])
+                continue
+            profile = self.profile.get_rank_profile(rank)
+            works.append(MachineWork(self.transformer_work, profile, self.text_tokens, self.host, self.records))
+        return works
+
     def price_call(self, job: PlannedCall, skips: CacheSkips | None = None, memory_bytes: int = 0) -> Price:
         """The price of a call."""
-        ops = OpPricer(self, job, skips or CacheSkips())
+        ops = self.make_op_pricer(job, skips)
         latency, _ = _simulate_loop(ops, free=False)
         free, compute = _simulate_loop(ops, free=True)
         bubble = free - compute
@@ -84,18 +112,18 @@ class Pricer(MachineWork):
 
     def predict_latency(self, job: PlannedCall, skips: CacheSkips | None = None) -> float:
         """The latency of a price, without the rest of it."""
-        latency, _ = _simulate_loop(OpPricer(self, job, skips or CacheSkips()), free=False)
+        latency, _ = _simulate_loop(self.make_op_pricer(job, skips), free=False)
         return latency
 
     def predict_unrecorded_latency(self, job: PlannedCall, skips: CacheSkips | None = None) -> float:
         """The latency without recorded steps; 0 where none are recorded."""
-        if not OpPricer(self, job, skips or CacheSkips()).records:
+        if not self.make_op_pricer(job, skips).records:
             return 0.0
         return replace(self, records=False).predict_latency(job, skips)
 
     def measure_occupancy(self, job: PlannedCall, skips: CacheSkips | None = None) -> Occupancy:
         """The gaps of the stages in a loop, and what a second call in flight on the same stages would bring."""
-        ops = OpPricer(self, job, skips or CacheSkips())
+        ops = self.make_op_pricer(job, skips)
         return measure_occupancy(
             ops.schedule,
             lambda stage, op: ops.get_op_seconds(stage, op, free=False),
@@ -105,7 +133,7 @@ class Pricer(MachineWork):
 
     def bound_latency(self, job: PlannedCall, skips: CacheSkips | None = None) -> float:
         """Seconds for which the busiest stage is occupied: the loop takes at least as long, however stages wait."""
-        ops = OpPricer(self, job, skips or CacheSkips())
+        ops = self.make_op_pricer(job, skips)
         # Steps of one kind have the same work, and so have stages that are alike.
         steps_by_kind: dict[tuple[tuple[bool, ...], int], list[int]] = {}
         for step, kind in enumerate(ops.step_kinds):

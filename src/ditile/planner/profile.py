@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ditile.distributed import files
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, PlanError
 
 # Far wider than the range of any machine; products of two stay finite.
 LEAST = 1e-30
@@ -65,6 +65,16 @@ class Curve:
             low = _interpolate_row(self.y, y, low)
             high = _interpolate_row(self.y, y, high)
         return _mix_on_log_scale(low, high, part)
+
+    def slow_down(self, slower: float) -> Curve:
+        """The curve with all rates divided by one factor."""
+
+        def divide_rates(row: Any) -> Any:
+            if isinstance(row, tuple):
+                return tuple(map(divide_rates, row))
+            return row / slower
+
+        return dataclasses.replace(self, rates=divide_rates(self.rates))
 
 
 def _interpolate_row(points: tuple[float, ...], value: float, rates: Sequence[float]) -> float:
@@ -114,6 +124,26 @@ FUSED = "fused gelu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankDevice:
+    """The device of a rank, measured while all ranks compute.
+
+    Attributes:
+        name: of the hardware.
+        memory_bytes: bytes of its memory.
+        speed: how many times as fast as the device of the first rank.
+    """
+
+    name: str
+    memory_bytes: Count
+    speed: Rate
+    __pydantic_config__ = CONFIG
+
+
+UNLIKE = 1.1
+"""Devices whose speeds or memories differ by more than this factor are planned for one by one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """A machine, or several alike.
 
@@ -140,6 +170,8 @@ class Profile:
         interlink: the link between hosts; None if there was one host.
         devices: ranks that compute at once on a host.
         together: by what factor work takes longer while all of them compute; `ditile calibrate` leaves it at 1.
+        ranks: the device of each rank, over all hosts, as it was measured; empty where it was not.
+        by_rank: the profile of each rank's device, where the planner tells them apart; empty where all are as this one.
         also: further facts, which the planner does not read.
     """
 
@@ -167,12 +199,59 @@ class Profile:
     together: Rate = 1.0
     head: Curve = Curve((64.0,), (1.0,))
     also: Mapping[str, Any] = field(default_factory=dict)
+    ranks: tuple[RankDevice, ...] = ()
+    by_rank: tuple[Profile, ...] = ()
     __pydantic_config__ = CONFIG
 
     def __post_init__(self) -> None:
         missing = set(KINDS).difference(self.pointwise)
         if missing:
             raise ValueError(f"no pointwise curve of {', '.join(sorted(missing))}")
+
+    def check_rank_count(self, count: int) -> None:
+        """Raises `PlanError` if devices are not alike, and are known of fewer ranks."""
+        known = len(self.by_rank)
+        if known and count > known:
+            raise PlanError(
+                f"{count} devices are asked for, and those of {known} rank(s) are known, which are not alike: "
+                f"{self.name}; name the device of each rank (--hardware A,B,..), or calibrate with as many ranks"
+            )
+
+    @property
+    def has_unlike_ranks(self) -> bool:
+        """Whether measured ranks differ so much that their shares should."""
+        for one, other in itertools.permutations(self.ranks, 2):
+            if one.speed > UNLIKE * other.speed or one.memory_bytes > UNLIKE * other.memory_bytes:
+                return True
+        return False
+
+    def list_measured_ranks(self) -> list[Profile]:
+        """A profile of each measured rank: the curves of this one, as much faster or slower as the rank is."""
+        profiles = []
+        for device in self.ranks:
+            slower = 1 / device.speed
+            own = dataclasses.replace(self.slow_down(slower), name=device.name, memory_bytes=device.memory_bytes)
+            # A CPU that is slower also starts kernels more slowly; the host of a GPU is another device.
+            if not self.runs_ahead:
+                own = dataclasses.replace(own, kernel_s=slower * self.kernel_s, micro_s=slower * self.micro_s)
+            profiles.append(own)
+        return profiles
+
+    def get_rank_profile(self, rank: int) -> Profile:
+        """The device of a rank, with the links of the machine."""
+        if not self.by_rank:
+            return self
+        own = self.by_rank[rank]
+        return dataclasses.replace(own, link=self.link, interlink=self.interlink, devices=self.devices)
+
+    def slow_down(self, slower: float) -> Profile:
+        """The profile with all rates of a device divided by one factor."""
+        return dataclasses.replace(
+            self,
+            matmul=self.matmul.slow_down(slower),
+            attention=self.attention.slow_down(slower),
+            pointwise={name: curve.slow_down(slower) for name, curve in self.pointwise.items()},
+        )
 
     def to_json(self) -> str:
         """The profile as JSON."""

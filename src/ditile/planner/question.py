@@ -73,9 +73,17 @@ class PlanQuestion:
         repeats=True,
     )
     hardware: str | None = define_option(
-        None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME"
+        None,
+        "such as l40-pcie, or the device of each rank: rtx-5090,rtx-4090; this machine, as calibrated, by default",
+        metavar="NAME",
     )
     profile: str | None = define_option(None, "a machine that `ditile calibrate` measured", metavar="FILE", reads=True)
+    devices_of: str | None = define_option(
+        None,
+        "a machine that `ditile calibrate` measured, each rank with its own device, however little they differ",
+        metavar="FILE",
+        reads=True,
+    )
     devices: Ranks | None = define_option(None, "devices in all; those of the machine by default", metavar="N")
     hosts: Ranks = define_option(1, "hosts that they are in", metavar="N")
     interlink: str | None = define_option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
@@ -108,8 +116,13 @@ class PlanQuestion:
     json: str | None = define_option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
 
     def __post_init__(self) -> None:
-        if self.hardware is not None and self.profile is not None:
-            raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
+        named = []
+        for name in ("hardware", "profile", "devices_of"):
+            value = getattr(self, name)
+            if value is not None:
+                named.append(f"{name}={value!r}")
+        if len(named) > 1:
+            raise PlanError(f"{' and '.join(named)}: give one of them")
         if self.hosts > 1 and self.interlink is None and self.hardware is not None:
             raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
         if self.hosts == 1 and self.interlink is not None:
@@ -182,16 +195,37 @@ def _read_picture_or_size(text: str) -> Image.Image:
 
 
 def load_machine_profile(ask: PlanQuestion) -> Profile:
-    """The profile of the machine that a question names, or of this machine.
+    """The profile of the machine that a question names, or of this one, with the device of each rank if they differ.
 
     Raises:
-        PlanError: if the hardware is not known, or this machine was not measured.
+        PlanError: if the hardware is not known, this machine was not measured, or fewer ranks were than are asked for.
         ModelError: if a file is no profile.
     """
+    profile = _read_machine_profile(ask)
+    if ask.devices_of is not None and not profile.ranks:
+        raise PlanError(
+            f"devices_of={ask.devices_of!r} has no measured ranks; run `ditile calibrate --ranks N` again, or give "
+            "--hardware with the device of each rank"
+        )
+    if profile.has_unlike_ranks or ask.devices_of is not None:
+        joined = hardware.join_devices(profile.list_measured_ranks())
+        # Of several hosts, the ranks are those of all hosts, and `devices` those of one.
+        profile = dataclasses.replace(joined, devices=profile.devices)
+    plan = ask.priced_plan
+    devices = ask.devices
+    if devices is None and plan is not None:
+        devices = plan.world
+    if devices is not None:
+        profile.check_rank_count(devices)
+    return profile
+
+
+def _read_machine_profile(ask: PlanQuestion) -> Profile:
     if ask.hardware is not None:
         return hardware.load_profile(ask.hardware, ask.interlink)
-    path = Path(ask.profile) if ask.profile is not None else env.find_profile_path()
-    profile = Profile.from_json_file(path) if ask.profile is not None or path.exists() else None
+    named = ask.profile or ask.devices_of
+    path = Path(named) if named is not None else env.find_profile_path()
+    profile = Profile.from_json_file(path) if named is not None or path.exists() else None
     if ask.hosts > 1 and ask.interlink is None and (profile is None or profile.interlink is None):
         raise PlanError(
             f"hosts={ask.hosts} are joined by a link; measure it with `ditile calibrate` under torchrun on all of "
@@ -202,7 +236,7 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
             "this machine was not measured yet: run `ditile calibrate`, which takes some minutes; `ditile plan` takes "
             f"--hardware NAME instead, of which known are {', '.join(hardware.list_hardware())}"
         )
-    if ask.profile is None and not profile.host_memory_bytes:
+    if named is None and not profile.host_memory_bytes:
         # Measured before this was kept.
         profile = dataclasses.replace(profile, host_memory_bytes=cpus.count_memory_bytes())
     return profile if ask.interlink is None else hardware.add_interlink(profile, ask.interlink)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import gc
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,8 @@ from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
 from ditile.plan.shape import Shape
-from ditile.planner.memory import count_host_memory, count_peak_bytes
+from ditile.plan.stages import weigh_shares
+from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
@@ -84,13 +86,22 @@ class SearchRequest:
 
 
 class SizedJob(NamedTuple):
-    """A call under a plan, and the bytes of the rank that needs most."""
+    """A call under a plan.
+
+    Attributes:
+        job: the call.
+        memory: bytes of the rank that needs most.
+        lacks: bytes that are missing on the rank with the least room; below 0 where all fit.
+        rank: this rank.
+    """
 
     job: PlannedCall
     memory: int
+    lacks: int
+    rank: int
 
 
-OtherKind = Literal["too_large", "fewer_steps", "packed", "references", "serial"]
+OtherKind = Literal["too_large", "fewer_steps", "packed", "references", "serial", "equal_shares"]
 
 
 class OtherPlan(NamedTuple):
@@ -100,7 +111,7 @@ class OtherPlan(NamedTuple):
     call of one rank with fewer steps, as fast as a first plan with stale keys; "packed" has messages in eight bits a
     number and "references" computes references in synchronous steps alone, where such an approximation saves
     `APPROXIMATE_GAIN`; "serial" runs the synchronous steps of a plan with `warmup_mode=auto` one stage after the
-    other, where that is faster.
+    other, where that is faster; "equal_shares" is the first plan with equal shares on devices that are not alike.
 
     Attributes:
         price: its price.
@@ -203,9 +214,20 @@ class PlanSearch:
     def _facts(self) -> Facts:
         return self.shape.collect_facts(type(self.subject.transformer).__name__, len(self.subject.block_hooks.chain))
 
-    @property
-    def _device_bytes(self) -> int:
-        return self.request.memory_bytes or self.profile.memory_bytes
+    def _get_device_bytes(self, rank: int = 0) -> int:
+        """Memory of a rank's device."""
+        return self.request.memory_bytes or self.profile.get_rank_profile(rank).memory_bytes
+
+    @cached_property
+    def _device_speeds(self) -> Sequence[float]:
+        """Calls a second that the device of each rank makes alone; empty where all are alike."""
+        job = self.subject.make_plan_job(Plan(offload=self.request.offload), self.shape)
+        speeds = []
+        for rank in range(len(self.profile.by_rank)):
+            device = self.profile.get_rank_profile(rank)
+            pricer = make_pricer(self.subject, self.call, device, records=self.request.records)
+            speeds.append(1 / pricer.predict_latency(job, self.skips))
+        return speeds
 
     def find_fastest_plans(self) -> SearchResult:
         """The result of the search.
@@ -225,7 +247,7 @@ class PlanSearch:
             sized = self.fit_plan_to_memory(job.plan)
             # Weights that are offloaded need the memory of the host, those that are not need that of a device.
             lacks_on_host = self._count_missing_host_bytes(sized.job)
-            if sized.memory > self._device_bytes:
+            if sized.lacks > 0:
                 too_large.append(sized)
             elif lacks_on_host > 0:
                 too_large_for_host.append((lacks_on_host, sized.job.plan))
@@ -245,12 +267,9 @@ class PlanSearch:
         for price in prices[:num_simulated]:
             for plan in self.iterate_other_warmups(self.subject.make_plan_job(price.plan, self.shape)):
                 sized = self.fit_plan_to_memory(plan)
-                if sized.memory <= self._device_bytes:
+                if sized.lacks <= 0:
                     self._insert_price(prices, sized)
-        prices = [self._complete_price(price) for price in prices[:SHOWN]]
-        # In a short call the decode and the text encoders are a large part of the time.
-        if self.shape.steps <= FEW_STEPS:
-            prices.sort(key=lambda price: price.call_s)
+        prices = self._complete_prices(prices[:SHOWN])
         limit = self.request.max_latency_s
         allowed = [price for price in prices if limit is None or price.latency_s <= limit]
         if not allowed:
@@ -270,24 +289,29 @@ class PlanSearch:
         request = self.request
         if plan.world > request.devices:
             raise PlanError(f"'{plan}' needs {plan.world} devices, and there are devices={request.devices}")
-        job = self.subject.make_plan_job(plan, self.shape)
-        memory = self._count_peak_bytes(job)
-        if memory > self._device_bytes and request.records:
+        sized = self._size_plan(plan)
+        job = sized.job
+        if sized.lacks > 0 and request.records:
             return self._give_up_recording().price_plan(plan)
-        if memory > self._device_bytes:
+        if sized.lacks > 0:
+            there = self._get_device_bytes(sized.rank)
+            place = f"on rank {sized.rank}" if self.profile.by_rank else "a device"
             raise PlanError(
-                f"'{plan}' needs {_format_gigabytes(memory)} a device, and there are "
-                f"{_format_gigabytes(self._device_bytes)}"
+                f"'{plan}' needs {_format_gigabytes(there + sized.lacks)} {place}, and there are "
+                f"{_format_gigabytes(there)}"
             )
         lacks_on_host = self._count_missing_host_bytes(job)
         if lacks_on_host > 0:
             raise self._make_host_memory_error(lacks_on_host, plan)
-        price = self._complete_price(self.pricer.price_call(job, self.skips, memory), may_divide=False)
+        price = self._complete_price(self.pricer.price_call(job, self.skips, sized.memory), may_divide=False)
         limit = request.max_latency_s
         if limit is not None and price.latency_s > limit:
             raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
         # A plan knows no speed of links, by which `auto` would choose better.
         others: dict[OtherKind, OtherPlan] = {}
+        equal = self._find_equal_shares(price)
+        if equal is not None:
+            others["equal_shares"] = equal
         resolved = plan.resolve_warmup(streams=self.subject.streams_weights)
         if plan.warmup_mode == AUTO and resolved.warmup_mode != "serial":
             serial_job = self.subject.make_plan_job(replace(resolved, warmup_mode="serial"), self.shape)
@@ -316,7 +340,7 @@ class PlanSearch:
             plan = replace(plan, warmup_mode="pipelined")
         both = self.subject.make_plan_job(plan, replace(shape, images=2 * shape.images, batch=2 * shape.batch))
         batch_rate = None
-        if self._count_peak_bytes(both) <= self._device_bytes:
+        if self._size_job(both).lacks <= 0:
             batch_rate = both.shape.images / self.pricer.predict_latency(both, self.skips)
         return StageGaps(occupancy.idle_shares, rate, rate * occupancy.gain, batch_rate, plan.warmup_mode)
 
@@ -331,17 +355,71 @@ class PlanSearch:
         """
         unchanged = self._size_plan(plan)
         options = self.subject.memory_saving_options
-        if unchanged.memory <= self._device_bytes or plan.world == 1 or not options:
+        if unchanged.lacks <= 0 or plan.world == 1:
             return unchanged
         # Saving memory may cost time outside of the loop, so the plan itself comes first, and all options last.
         smallest = self._size_plan(replace(plan, **dict(options)))
-        if smallest.memory > self._device_bytes:
-            return min(unchanged, smallest, key=lambda sized: sized.memory)
+        if smallest.lacks > 0:
+            moved = [self._move_blocks(unchanged), self._move_blocks(smallest)]
+            fitting = [sized for sized in moved if sized.lacks <= 0]
+            return fitting[0] if fitting else min(*moved, key=lambda sized: sized.lacks)
         for name, value in options:
             sized = self._size_plan(replace(plan, **{name: value}))
-            if sized.memory <= self._device_bytes:
+            if sized.lacks <= 0:
                 return sized
         return smallest
+
+    def _move_blocks(self, sized: SizedJob) -> SizedJob:
+        """The plan with blocks moved from stages whose devices lack memory to those with the most room."""
+        if not self.profile.by_rank:
+            return sized
+        best = sized
+        # Each trial moves one block, so that more trials than blocks would move some back.
+        for _ in range(sum(map(len, sized.job.stages))):
+            blocks = [len(stage) for stage in sized.job.stages]
+            rooms = self._count_rooms(sized.job)
+            giver = rooms.index(min(rooms))
+            taker = rooms.index(max(rooms))
+            if sized.lacks <= 0 or rooms[taker] <= 0 or blocks[giver] == 1:
+                break
+            blocks[giver] -= 1
+            blocks[taker] += 1
+            moved = replace(sized.job.plan, stage_weights=None, stage_blocks=tuple(blocks))
+            sized = self._size_plan(moved)
+            best = min(best, sized, key=lambda each: each.lacks)
+        return best
+
+    def _balance_stages(self, price: Price) -> Price:
+        """The price with single blocks moved from stage to stage as long as that makes the loop shorter."""
+        better: Price | None = price
+        while better is not None:
+            price = better
+            better = self._find_shorter_loop(price)
+        return price
+
+    def _find_shorter_loop(self, price: Price) -> Price | None:
+        """The plan with one block in another stage, if its loop is shorter then."""
+        # What stages do besides their blocks is not in the weights by which they were cut.
+        blocks = [len(stage) for stage in self.subject.make_plan_job(price.plan, self.shape).stages]
+        for giver, taker in itertools.permutations(range(len(blocks)), 2):
+            if blocks[giver] == 1:
+                continue
+            moved = blocks.copy()
+            moved[giver] -= 1
+            moved[taker] += 1
+            sized = self._size_plan(replace(price.plan, stage_weights=None, stage_blocks=tuple(moved)))
+            trial = self.pricer.price_call(sized.job, self.skips, sized.memory)
+            if sized.lacks <= 0 and trial.latency_s < price.latency_s:
+                return trial
+        return None
+
+    def _count_rooms(self, job: PlannedCall) -> list[int]:
+        """Bytes that each stage has left on the rank with the least."""
+        rooms = [self._get_device_bytes()] * len(job.stages)
+        for rank, peak in self._count_peaks(job).items():
+            stage = job.locate_rank(rank).stage
+            rooms[stage] = min(rooms[stage], self._get_device_bytes(rank) - peak)
+        return rooms
 
     def iterate_other_warmups(self, job: PlannedCall) -> Iterator[Plan]:
         """The plan with the other ways to run its synchronous steps that could make them shorter.
@@ -370,18 +448,31 @@ class PlanSearch:
 
     def sort_jobs_by_bound(self) -> list[tuple[float, PlannedCall]]:
         """Every plan with the seconds for which its busiest stage is occupied, the fastest first."""
-        plans = iterate_plans(self.subject, self.shape, self.request)
-        jobs = [self.subject.make_plan_job(plan, self.shape) for plan in plans]
+        jobs = []
+        for plan in iterate_plans(self.subject, self.shape, self.request):
+            jobs.append(self.subject.make_plan_job(plan, self.shape))
+            weighted = plan
+            if self._device_speeds:
+                weighted = weigh_shares(plan, self._device_speeds)
+            if weighted != plan:
+                jobs.append(self.subject.make_plan_job(weighted, self.shape))
         bounds = [(self.pricer.bound_latency(job, self.skips), job) for job in jobs]
         return sorted(bounds, key=lambda bounded: bounded[0])
 
     def _size_plan(self, plan: Plan) -> SizedJob:
-        job = self.subject.make_plan_job(plan, self.shape)
-        return SizedJob(job, self._count_peak_bytes(job))
+        return self._size_job(self.subject.make_plan_job(plan, self.shape))
 
-    def _count_peak_bytes(self, job: PlannedCall) -> int:
+    def _size_job(self, job: PlannedCall) -> SizedJob:
+        peaks = self._count_peaks(job)
+        lacks = {}
+        for rank, peak in peaks.items():
+            lacks[rank] = peak - self._get_device_bytes(rank)
+        shortest = max(lacks, key=lacks.__getitem__)
+        return SizedJob(job, max(peaks.values()), lacks[shortest], shortest)
+
+    def _count_peaks(self, job: PlannedCall) -> dict[int, int]:
         words = self.pricer.text_tokens
-        return count_peak_bytes(self.subject, job, self.profile, words, records=self.request.records)
+        return count_peaks_of_ranks(self.subject, job, self.profile, words, records=self.request.records)
 
     def _insert_price(self, prices: list[Price], sized: SizedJob) -> None:
         price = self.pricer.price_call(sized.job, self.skips, sized.memory)
@@ -412,12 +503,26 @@ class PlanSearch:
         )
 
     def _make_memory_error(self, too_large: Sequence[SizedJob]) -> PlanError:
-        smallest = min(too_large, key=lambda sized: (sized.memory, sized.job.plan.world))
+        smallest = min(too_large, key=lambda sized: (sized.lacks, sized.job.plan.world))
+        there = self._get_device_bytes(smallest.rank)
+        place = f"on rank {smallest.rank}" if self.profile.by_rank else "a device"
         return PlanError(
-            f"no plan fits {_format_gigabytes(self._device_bytes)} a device: '{smallest.job.plan}' needs least, "
-            f"{_format_gigabytes(smallest.memory)}, {_format_gigabytes(smallest.memory - self._device_bytes)} more; "
+            f"no plan fits {_format_gigabytes(there)} {place}: '{smallest.job.plan}' needs least, "
+            f"{_format_gigabytes(there + smallest.lacks)}, {_format_gigabytes(smallest.lacks)} more; "
             "use more devices, quantize, or a smaller image"
         )
+
+    def _complete_prices(self, prices: Sequence[Price]) -> list[Price]:
+        """The prices that are shown, in their order."""
+        # Plans with unlike shares may become the same one.
+        if self.profile.by_rank:
+            balanced = {price.plan: price for price in map(self._balance_stages, prices)}
+            prices = sorted(balanced.values(), key=lambda price: price.latency_s)
+        completed = [self._complete_price(price) for price in prices]
+        # In a short call the decode and the text encoders are a large part of the time.
+        if self.shape.steps <= FEW_STEPS:
+            completed.sort(key=lambda price: price.call_s)
+        return completed
 
     def _complete_price(self, price: Price, *, may_divide: bool = True) -> Price:
         """The price with what it would be without recorded steps, and of a call of few steps with text and decode."""
@@ -446,7 +551,7 @@ class PlanSearch:
         if whole - divided < ROWS_GAIN * completed.call_s:
             return completed
         by_rows = self._size_plan(replace(plan, vae="rows"))
-        if by_rows.memory > self._device_bytes:
+        if by_rows.lacks > 0:
             return completed
         return replace(completed, plan=by_rows.job.plan, decode_s=divided, memory_bytes=by_rows.memory)
 
@@ -458,6 +563,7 @@ class PlanSearch:
             "fewer_steps": self._find_fewer_steps(prices[0]),
             "packed": self._find_approximation(prices, self._pack_messages),
             "references": self._find_approximation(prices, self._leave_out_references),
+            "equal_shares": self._find_equal_shares(prices[0]),
         }
         return {kind: other for kind, other in others.items() if other is not None}
 
@@ -469,7 +575,16 @@ class PlanSearch:
         price = self.pricer.price_call(nearest.job, self.skips, nearest.memory)
         if price.latency_s > best.latency_s:
             return None
-        return OtherPlan(price, lacks_bytes=nearest.memory - self._device_bytes)
+        return OtherPlan(price, lacks_bytes=nearest.lacks)
+
+    def _find_equal_shares(self, best: Price) -> OtherPlan | None:
+        """The best plan with equal shares; None where devices are alike, or its shares are equal."""
+        equal = replace(best.plan, stage_blocks=None, stage_weights=None, token_weights=None)
+        if not self.profile.by_rank or equal == best.plan:
+            return None
+        sized = self._size_plan(equal)
+        price = self._complete_price(self.pricer.price_call(sized.job, self.skips, sized.memory), may_divide=False)
+        return OtherPlan(price, lacks_bytes=max(sized.lacks, 0))
 
     def _find_fewer_steps(self, best: Price) -> OtherPlan | None:
         """The most steps that one rank makes in the time of a plan with stale keys; None if that is none."""
@@ -479,7 +594,7 @@ class PlanSearch:
         # The most steps come first: fewer change images more.
         for fewer in range(steps - 1, 0, -1):
             job = self.subject.make_plan_job(Plan(), replace(self.shape, steps=fewer))
-            if self._count_peak_bytes(job) > self._device_bytes:
+            if self._size_job(job).lacks > 0:
                 return None
             price = self._complete_price(self.pricer.price_call(job))
             if price.call_s <= best.call_s:
@@ -496,7 +611,7 @@ class PlanSearch:
             if plan is None or plan.illegal(self._facts) or not self.subject.can_run_plan(plan):
                 continue
             sized = self.fit_plan_to_memory(plan)
-            if sized.memory <= self._device_bytes:
+            if sized.lacks <= 0:
                 self._insert_price(fastest, sized)
         if not fastest or fastest[0].latency_s >= (1 - APPROXIMATE_GAIN) * prices[0].latency_s:
             return None

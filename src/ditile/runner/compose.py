@@ -6,6 +6,8 @@ No other module knows two strategies at once. A comment gives the reason of each
 from __future__ import annotations
 
 import functools
+import platform
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from torch import nn
 from ditile.cache.agreement import AgreementGroups, ImageAgreement, LoopClock, StageAgreement
 from ditile.cache.cached import ModelCache, TransformerCache, find_model_cache
 from ditile.cache.calls.call_cache import CallCache, LoopForecasts
+from ditile.distributed import cpus
 from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import gather_json
@@ -66,9 +69,10 @@ from ditile.parallel.tensor.sharding import ShardedTransformer, check_unsharded,
 from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.anatomy import LOCAL, Anatomy
-from ditile.plan.errors import ModelError, StateError, StoppedError
-from ditile.plan.layout import Split
+from ditile.plan.cost import make_token_split
+from ditile.plan.errors import ModelError, PlanError, StateError, StoppedError
 from ditile.plan.model_spec import ModelSpec
+from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images
 from ditile.plan.stages import select_local_blocks
@@ -445,7 +449,11 @@ class LayerAttentionBuilder:
         masks: LocalKeyMaskSource | GatheredKeyMaskSource = LocalKeyMaskSource()
         if sequence.num_ranks > 1:
             masks = GatheredKeyMaskSource(
-                sequence, self._mesh["ulysses"], self._mesh.traffic, remembers=not self._records
+                sequence,
+                self._mesh["ulysses"],
+                self._mesh.traffic,
+                self._plan.head_weights,
+                remembers=not self._records,
             )
         return AttentionCore(self._now, self._exchange, keys, masks, kind=kind, turn=self._turn)
 
@@ -453,11 +461,12 @@ class LayerAttentionBuilder:
         axis = self._mesh["ulysses"]
         traffic = self._mesh.traffic
         uneven = self._plan.uaa is not False
+        weights = self._plan.head_weights
         if axis.num_ranks == 1:
             return NoExchange()
         if self._plan.async_ulysses:
-            return OverlappedUlysses(axis, traffic, traffic.trace, self._now, uneven=uneven)
-        return UlyssesExchange(axis, traffic, uneven=uneven)
+            return OverlappedUlysses(axis, traffic, traffic.trace, self._now, uneven=uneven, weights=weights)
+        return UlyssesExchange(axis, traffic, uneven=uneven, weights=weights)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
         """The source of a layer's keys: fresh ones, the ring's, or stale ones."""
@@ -521,7 +530,7 @@ def compose_strategies(
     own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
     weights, sharded = _keep_own_weights(block_hooks, encoders, own, shards, plan, mesh, keep=keep)
     # After all that takes weights out, so that the device never gets weights that this rank does not keep.
-    offload = _move_own_weights(pipe, block_hooks, own, plan, device)
+    offload = _move_own_weights(pipe, block_hooks, own, plan, device, mesh)
     # The loop drives the stage, and attention asks the loop for the current generation.
     pipefusion = _build_pipefusion(block_hooks, stages, plan, mesh, sharded, warmup_group)
     loop = _build_loop(pipefusion, block_hooks, plan, serial_plan, mesh, options.recorder)
@@ -600,18 +609,35 @@ def _build_pipefusion(
 
 
 def _move_own_weights(
-    pipe: Any, block_hooks: TransformerHooks, own: range, plan: Plan, device: torch.device
+    pipe: Any, block_hooks: TransformerHooks, own: range, plan: Plan, device: torch.device, mesh: Mesh
 ) -> BlockOffload | None:
     """Moves the pipeline to the device, without blocks that are streamed from the host's memory."""
     if plan.offload != "blocks":
         move_pipeline(pipe, device)
         return None
     offload = BlockOffload(block_hooks.models, own, HostCopies(device))
+    _check_host_memory(offload, mesh)
     with offload.hold_blocks_back():
         move_pipeline(pipe, device)
     # Pinned memory is allocated now, as that may wait for the device.
     offload.pack_weights()
     return offload
+
+
+def _check_host_memory(offload: BlockOffload, mesh: Mesh) -> None:
+    """Raises `PlanError` on every rank if the weights of a host's ranks need more than its memory."""
+    kept = Counter[str]()
+    there = {}
+    own = [platform.node(), offload.count_host_bytes(), cpus.count_memory_bytes()]
+    for host, size, memory in gather_json(own, mesh.everyone):
+        kept[host] += size
+        there[host] = memory
+    for host, size in kept.items():
+        if size > there[host]:
+            raise PlanError(
+                f"offload=blocks: the ranks of {host} keep {format_bytes(size)} of weights in its memory, and it has "
+                f"{format_bytes(there[host])}; quantize, or divide them over the ranks by pipefusion or tensor"
+            )
 
 
 def _build_loop(
@@ -626,7 +652,7 @@ def _build_loop(
     kept_buffers = None
     if recorder is not None:
         kept_buffers = recorder.kept_buffers
-    token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
+    token_split = make_token_split(plan)
     return Loop(
         pipefusion,
         mesh,

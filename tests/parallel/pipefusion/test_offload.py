@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ditile
 from ditile import disable_cache, enable_cache
 from ditile.cache.config import DBCacheConfig
+from ditile.distributed import cpus
+from ditile.distributed.transport import gather_json
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.registry import UNKNOWN_MODEL
-from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS, HostCopies, explain_offload_refusal
+from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS, BlockOffload, HostCopies, explain_offload_refusal
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.cost import count_flat_bytes
 from ditile.plan.errors import ModelError, PlanError
@@ -224,3 +227,35 @@ def test_what_cannot_be_streamed_is_refused_in_one_line() -> None:
     assert "computes with transformer_blocks.0.norm1 outside of its block" in (explain_offload_refusal([known]) or "")
     with pytest.raises(PlanError, match="offload='disk' should be 'none' or 'blocks'"):
         Plan(offload="disk")  # type: ignore[arg-type]
+
+
+def refuse_for_memory(room: int) -> tuple[str, list[int]]:
+    """On a rank: what is said where a host has so many bytes more than its ranks keep, and what each keeps."""
+    kept: list[int] = []
+    count = BlockOffload.count_host_bytes
+
+    def note_bytes(offload: BlockOffload) -> int:
+        kept.append(count(offload))
+        return kept[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockOffload, "count_host_bytes", note_bytes)
+        plan = Plan(pipefusion=2, stage_blocks=(4, 1), offload="blocks")
+        ditile.parallelize(MAKE["flux"](), plan, keep_weights=True).restore()
+        total = sum(gather_json(kept[0], dist.group.WORLD))
+        patch.setattr(cpus, "count_memory_bytes", lambda: total + room)
+        try:
+            ditile.parallelize(MAKE["flux"](), plan, keep_weights=True).restore()
+        except PlanError as error:
+            return str(error), kept
+    return "", kept
+
+
+def test_weights_that_the_host_has_no_room_for_are_refused(pool: Pool) -> None:
+    """Of all of its ranks together, on each of them. A failure means a machine that runs out of memory instead."""
+    assert [said for said, _ in pool.run(refuse_for_memory, 2, 0)] == ["", ""]
+    results = pool.run(refuse_for_memory, 2, -1)
+    for said, kept in results:
+        assert "of weights in its memory, and it has" in said and "pipefusion or tensor" in said and "\n" not in said
+        assert kept[0] == kept[1] > 0
+    assert results[0][1][0] > 2 * results[1][1][0], "stages of four blocks and of one"

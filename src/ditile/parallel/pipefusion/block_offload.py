@@ -47,6 +47,12 @@ class HostCopies:
         """Bytes that a copy can be started from; torch rounds pinned memory up to a power of two."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
+    def count_allocated_bytes(self, size: int) -> int:
+        """What such an allocation takes of the host's memory."""
+        if self._stream is None:
+            return size
+        return 1 << max(size - 1, 0).bit_length()
+
     def start_copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
         """Starts a copy after an event of the device, or None; returns what `wait_for_copy` takes."""
         if self._stream is None:
@@ -95,19 +101,12 @@ class _HostBlock:
 
     def pack_weights(self) -> None:
         """Moves the weights into one piece of memory, unless they are there."""
-        tensors = []
-        sizes = []
-        for module in self._block.modules():
-            for container in (module._parameters, module._buffers):
-                for name, x in container.items():
-                    if x is not None:
-                        tensors.append(_HostTensor(container, name, x, _find_address(x)))
-                        sizes += [part.nbytes for part in _list_plain_tensors(x)]
+        tensors = self._list_tensors()
         # Tensors are compared by identity, and by address because `.data` may have been replaced.
         places = [(id(entry.tensor), entry.address) for entry in tensors]
         if places == [(id(entry.tensor), entry.address) for entry in self.tensors]:
             return
-        self.flat = self._copies.allocate_host_memory(count_flat_bytes(sizes))
+        self.flat = self._copies.allocate_host_memory(self.count_bytes())
         self.tensors = []
         self._on_device = {}
         for entry, packed in zip(tensors, self._place_tensors(tensors, self.flat, copied=True), strict=True):
@@ -118,6 +117,23 @@ class _HostBlock:
                 entry.tensor.data = packed
             x = entry.container[entry.name]
             self.tensors.append(entry._replace(tensor=x, address=_find_address(x)))
+
+    def count_bytes(self) -> int:
+        """Bytes of the weights in one piece of memory."""
+        parts: list[Tensor] = []
+        for entry in self._list_tensors():
+            parts += _list_plain_tensors(entry.tensor)
+        return count_flat_bytes(part.nbytes for part in parts)
+
+    def _list_tensors(self) -> list[_HostTensor]:
+        """Parameters and buffers of the block, where they are now."""
+        tensors = []
+        for module in self._block.modules():
+            for container in (module._parameters, module._buffers):
+                for name, x in container.items():
+                    if x is not None:
+                        tensors.append(_HostTensor(container, name, x, _find_address(x)))
+        return tensors
 
     @contextmanager
     def use_buffer(self, index: int, buffer: Tensor) -> Iterator[None]:
@@ -210,6 +226,10 @@ class BlockOffload:
         finally:
             for module, parts in contents.items():
                 restore_contents(module, parts)
+
+    def count_host_bytes(self) -> int:
+        """Bytes that the weights take of the host's memory."""
+        return sum(self._copies.count_allocated_bytes(block.count_bytes()) for block in self._blocks.values())
 
     def pack_weights(self) -> None:
         """Moves weights that changed since the last time to memory from which copies can be started."""

@@ -13,7 +13,7 @@ from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import KeyPaddingMask, expand_mask, make_pairs_error
 from ditile.model.hooks.token_arguments import take_runs
 from ditile.plan.errors import ModelError
-from ditile.plan.layout import pick_even_chunk
+from ditile.plan.layout import pick_weighted_chunk
 
 KIND = "masks"
 MAX_CACHED_MASKS = 1024  # guidance branches x the layers that share one core
@@ -26,12 +26,22 @@ class GatheredKeyMaskSource:
         axis: all ranks that split the tokens; those along ulysses are neighbours.
         ulysses: those that split the heads too.
         traffic: counts bytes.
+        weights: of the shares of the heads along ulysses; equal by default.
         remembers: whether a mask that comes again is not gathered again. Recorded calls must not: they would find the
             mask in the memory of another, and all ranks have to send alike.
     """
 
-    def __init__(self, axis: Axis, ulysses: Axis, traffic: Traffic, *, remembers: bool = True) -> None:
+    def __init__(
+        self,
+        axis: Axis,
+        ulysses: Axis,
+        traffic: Traffic,
+        weights: tuple[float, ...] | None = None,
+        *,
+        remembers: bool = True,
+    ) -> None:
         assert axis.group is not None
+        self._weights = weights or (1.0,) * ulysses.num_ranks
         self._axis = axis
         self._ulysses = ulysses
         self._traffic = traffic
@@ -86,7 +96,7 @@ class GatheredKeyMaskSource:
         else:
             parts = self._gather_rank_masks(mask[..., tokens.real_tokens], tokens)
         if heads is not None and mask.shape[1] > 1:
-            own = pick_even_chunk(range(heads), num_ranks, self._ulysses.index)
+            own = pick_weighted_chunk(range(heads), self._weights, self._ulysses.index)
             parts = [part[:, own.start : own.stop] for part in parts]
         ring_masks = []
         for first in range(0, len(parts), num_ranks):

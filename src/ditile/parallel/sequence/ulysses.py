@@ -6,10 +6,10 @@ If all ranks have the same number of tokens and heads, each direction is an all-
     out       BSMH -> RBPMH  -> all-to-all -> RBPMH  -> BPNH
 
 Of n ranks, each sends 4 (n - 1) / n^2 times the bytes of a layer's tokens. Any length and any number of heads works:
-ranks then differ by at most one token and one head. Every rank computes all sizes from the lengths, so nothing is
-padded and no size is exchanged. `OverlappedUlysses` sends v, k and q one by one, each as soon as it is computed: four
-all-to-alls instead of two. v goes first because it has no norm and no rotary embedding, so it travels while k and q are
-normalized and rotated.
+ranks then differ by at most one token and one head, or as the plan's `token_weights` say. Every rank computes all sizes
+from the lengths, so nothing is padded and no size is exchanged. `OverlappedUlysses` sends v, k and q one by one, each
+as soon as it is computed: four all-to-alls instead of two. v goes first because it has no norm and no rotary embedding,
+so it travels while k and q are normalized and rotated.
 
 Letters: B batch, R ranks of the axis, P tokens of this rank, S tokens of all ranks in rank order, N heads of the layer,
 M heads of this rank (summed over the tensors, if several travel together), T tensors, H head size.
@@ -30,7 +30,7 @@ from ditile.distributed.transport import PendingMessages, Traffic, start_all_to_
 from ditile.model.hooks.generation import Generation, LayerTokens
 from ditile.model.hooks.protocols import DeferredTensor
 from ditile.plan.errors import PlanError
-from ditile.plan.layout import pick_even_chunk
+from ditile.plan.layout import pick_weighted_chunk
 from ditile.plan.plan import format_divisors
 
 KIND = "ulysses"
@@ -67,18 +67,21 @@ class HeadAndTokenShares:
 
 
 @lru_cache(maxsize=4096)
-def share_heads_and_tokens(tokens: LayerTokens, heads: tuple[int, ...], index: int, ranks: int) -> HeadAndTokenShares:
-    """The shares of the ranks along an axis; `heads` has the number of heads of each tensor."""
+def share_heads_and_tokens(
+    tokens: LayerTokens, heads: tuple[int, ...], index: int, weights: tuple[float, ...]
+) -> HeadAndTokenShares:
+    """The shares of the ranks along an axis, of heads by weights; `heads` has the number of heads of each tensor."""
+    ranks = len(weights)
     # The ranks of the axis are neighbours among all ranks that split the sequence.
     first = tokens.index - index
     lengths = tokens.rank_lengths[first : first + ranks]
     heads_by_rank = []
     num_heads = []
     for rank in range(ranks):
-        runs = tuple(pick_even_chunk(range(count), ranks, rank) for count in heads)
+        runs = tuple(pick_weighted_chunk(range(count), weights, rank) for count in heads)
         heads_by_rank.append(runs)
         num_heads.append(sum(map(len, runs)))
-    is_even = len(set(lengths)) == 1 and all(count % ranks == 0 for count in heads)
+    is_even = len(set(lengths)) == 1 and len({tuple(map(len, runs)) for runs in heads_by_rank}) == 1
     return HeadAndTokenShares(lengths, tuple(heads_by_rank), tuple(num_heads), index, is_even)
 
 
@@ -89,12 +92,16 @@ class UlyssesExchange:
         axis: the ranks that split the tokens and the heads.
         traffic: counts bytes.
         uneven: whether some ranks may have one head more than others.
+        weights: of the ranks' shares of the heads; equal by default.
     """
 
     overlaps = False
     takes_dummies = False
 
-    def __init__(self, axis: Axis, traffic: Traffic, *, uneven: bool = True) -> None:
+    def __init__(
+        self, axis: Axis, traffic: Traffic, *, uneven: bool = True, weights: tuple[float, ...] | None = None
+    ) -> None:
+        self._weights = weights or (1.0,) * axis.num_ranks
         self._uneven = uneven
         self._axis = axis
         self._index = axis.index
@@ -160,7 +167,7 @@ class UlyssesExchange:
             heads: the number of heads of the queries.
         """
         x = self._repeat_uneven_heads(x, heads)
-        own = pick_even_chunk(range(x.shape[2]), self._ranks, self._index)
+        own = pick_weighted_chunk(range(x.shape[2]), self._weights, self._index)
         return x[:, :, own.start : own.stop]
 
     def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
@@ -206,7 +213,7 @@ class UlyssesExchange:
         return start_all_to_all(heads_of_tokens, sends, receives, self._axis.group, self._traffic, KIND)
 
     def _get_shares(self, tokens: LayerTokens, *heads: int) -> HeadAndTokenShares:
-        return share_heads_and_tokens(tokens, heads, self._index, self._ranks)
+        return share_heads_and_tokens(tokens, heads, self._index, self._weights)
 
     def _check_heads(self, heads: int) -> None:
         if heads % self._ranks and not self._uneven:
@@ -218,7 +225,7 @@ class UlyssesExchange:
     def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
         """Keys or values; those of grouped-query attention are repeated if ranks cannot divide them evenly."""
         groups = x_BPNH.shape[2]
-        if groups % self._ranks == 0:
+        if groups % self._ranks == 0 and len(set(self._weights)) == 1:
             return x_BPNH
         return x_BPNH.repeat_interleave(heads // groups, dim=2)
 
@@ -227,16 +234,23 @@ class OverlappedUlysses(UlyssesExchange):
     """Sends each projection while the next one is computed.
 
     Args:
-        axis, traffic, uneven: as for `UlyssesExchange`.
+        axis, traffic, uneven, weights: as for `UlyssesExchange`.
         trace, now: where the start and end of each exchange are recorded, and at which micro-step.
     """
 
     overlaps = True
 
     def __init__(
-        self, axis: Axis, traffic: Traffic, trace: GenerationTrace, now: Generation, *, uneven: bool = True
+        self,
+        axis: Axis,
+        traffic: Traffic,
+        trace: GenerationTrace,
+        now: Generation,
+        *,
+        uneven: bool = True,
+        weights: tuple[float, ...] | None = None,
     ) -> None:
-        super().__init__(axis, traffic, uneven=uneven)
+        super().__init__(axis, traffic, uneven=uneven, weights=weights)
         self._trace = trace
         self._now = now
 

@@ -1,0 +1,81 @@
+"""Shares of unlike size, as devices of unlike speed get them, make the same image as equal ones.
+
+In float64, so that what is left is rounding. Bytes and kept keys of such plans are in `plan/test_cost`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests.pool import Pool
+from tests.runner.cases import MAKE, run
+
+CALL = {"height": 40, "width": 56, "max_sequence_length": 7, "num_inference_steps": 3}
+"""10 rows of 14 tokens and text of 7, over four heads."""
+EXACT = {
+    "ring=2": "2,1",
+    "ulysses=2": "3,1",
+    "ulysses=2 async_ulysses=true": "1,2.5",
+    "distrifusion=2 warmup=9": "2,1",
+    "ring=3": "1,2,4",
+    "ulysses=3": "2,1,1",
+    "distrifusion=3 warmup=9": "1,1,3",
+    "ring=2 ulysses=2": "3,2,2,1",
+    "distrifusion=2 ulysses=2 warmup=9": "4,2,2,1",
+}
+"""Plan -> the weights of its ranks."""
+STALE = {"pipefusion=2 ring=2 patches=3": "3,1", "pipefusion=2 ulysses=2 patches=3": "1,2"}
+"""Patches are the same, however ranks split each of them."""
+
+
+def make_images(name: str, plans: list[str]) -> list[tuple[Tensor, int]]:
+    """On a rank: the latents under each plan, and the image tokens that the rank computes."""
+    results = []
+    pipe = MAKE[name]()
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            torch.nn.Module.to(part, torch.float64)
+    for plan in plans:
+        runner = parallelize(pipe, Plan.parse(plan), keep_weights=True)
+        images: Any = run(runner, name, **CALL)
+        job = runner.job()
+        assert job is not None
+        shard = job.shard_tokens(None)[job.locate_rank(runner.mesh.rank).rank]
+        results.append((images, shard.image_tokens))
+        runner.restore()
+    return results
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+@pytest.mark.parametrize("plan", [*EXACT, *STALE])
+def test_shares_change_no_image(pool: Pool, name: str, plan: str) -> None:
+    """A failure means that a rank with more tokens or heads computes others than its neighbours expect."""
+    weights = (EXACT | STALE)[plan]
+    results = pool.run(make_images, Plan.parse(plan).world, name, [plan, f"{plan} token_weights={weights}"])
+    for (equal, even_tokens), (unlike, tokens) in results:
+        distance = float((unlike - equal).abs().max() / equal.abs().max())
+        assert torch.isfinite(equal).all() and distance < 1e-6, f"{distance:.2g}"
+        assert tokens != even_tokens or len(set(weights)) > 3, "the shares are not what the weights say"
+    assert len({tokens for _, (_, tokens) in results}) > 1
+
+
+def test_stages_change_no_image(pool: Pool) -> None:
+    """With the same patches, the image of PipeFusion is that of any cut, bit for bit."""
+    plans = ["pipefusion=2 patches=3", "pipefusion=2 patches=3 stage_weights=3,1"]
+    for (equal, _), (unlike, _) in pool.run(make_images, 2, "flux", plans):
+        assert torch.equal(equal, unlike)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_patches_of_distrifusion_follow_the_weights(pool: Pool, ranks: int) -> None:
+    """Its patches are the shares, so that stale keys are of other tokens. A failure means that weights do nothing."""
+    weights = ",".join(map(str, range(1, ranks + 1)))
+    plan = f"distrifusion={ranks} warmup=1"
+    for (equal, _), (unlike, _) in pool.run(make_images, ranks, "flux", [plan, f"{plan} token_weights={weights}"]):
+        assert not torch.equal(equal, unlike) and torch.isfinite(unlike).all()

@@ -1,0 +1,175 @@
+"""Plans for devices that are not alike: shares by speed and memory, from names and from a calibration of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ditile.plan.errors import PlanError
+from ditile.plan.plan import Plan
+from ditile.planner import choose, hardware
+from ditile.planner.choose import answer_question
+from ditile.planner.profile import Profile, RankDevice
+from ditile.planner.question import PlanQuestion, load_machine_profile
+from ditile.planner.search import SearchRequest, make_pricer, search_plans
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
+from tests.planner.test_planner import EVEN, SMALL, subject
+
+
+def rate_ranks(profile: Profile, *speeds: float, memory: int = 10**12) -> Profile:
+    """The profile as calibrated with ranks of these speeds."""
+    ranks = tuple(
+        RankDevice(name=f"device {rank}", memory_bytes=memory, speed=speed) for rank, speed in enumerate(speeds)
+    )
+    return dataclasses.replace(profile, ranks=ranks, devices=len(ranks))
+
+
+def join_ranks(*speeds: float) -> Profile:
+    return hardware.join_devices(rate_ranks(EVEN, *speeds).list_measured_ranks())
+
+
+def predict(profile: Profile, plan: str) -> float:
+    one = subject("shapes-pixart")
+    job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(SMALL))
+    return make_pricer(one, SMALL, profile).predict_latency(job)
+
+
+@pytest.mark.parametrize("axis", ["ring=2", "ulysses=2", "distrifusion=2"])
+def test_shares_by_speed_end_together(axis: str) -> None:
+    """A device and one of half its speed: 1.5 times as fast as the first alone, within the rows that do not divide.
+
+    A failure means that the simulation takes ranks for alike, or that tokens or heads are not shared out.
+    """
+    profile = join_ranks(1.0, 0.5)
+    alone = predict(profile, "pipefusion=1")
+    assert alone == predict(EVEN, "pipefusion=1")
+    assert alone / predict(profile, axis) == pytest.approx(1.0, rel=0.05)
+    # Three does not divide the heads, which Ulysses shares out.
+    close = pytest.approx(1.5, rel=0.1 if axis == "ulysses=2" else 0.05)
+    assert alone / predict(profile, f"{axis} token_weights=2,1") == close
+    # Devices that are alike, with shares that are not.
+    assert alone / predict(EVEN, f"{axis} token_weights=2,1") == close
+
+
+def test_blocks_by_speed_end_together() -> None:
+    """Twelve blocks as eight and four, and the rest of the loss is that of a full pipeline."""
+    profile = join_ranks(1.0, 0.5)
+    equal = predict(profile, "pipefusion=2 patches=4")
+    weighted = predict(profile, "pipefusion=2 patches=4 stage_weights=2,1")
+    assert equal / weighted > 1.2
+    # The last rank is the slow one, or the first.
+    reverse = predict(join_ranks(0.5, 1.0), "pipefusion=2 patches=4 stage_weights=1,2")
+    assert reverse == pytest.approx(predict(join_ranks(1.0, 2.0), "pipefusion=2 patches=4 stage_weights=1,2") * 2)
+
+
+def test_the_search_gives_each_device_its_share() -> None:
+    """A failure means that two cards are as fast as two of the slower kind."""
+    profile = hardware.load_profile("rtx-5090,rtx-4090")
+    assert [device.name for device in profile.by_rank] == ["rtx-5090", "rtx-4090"]
+    assert profile.link.bandwidth == hardware.load_profile("rtx-4090").link.bandwidth and profile.devices == 2
+    answer = answer_question(PlanQuestion(model="flux.1-dev", hardware="rtx-5090,rtx-4090"))
+    found = answer.to_json_dict()["plans"][0]
+    best = Plan.parse(found["plan"])
+    assert best.pipefusion == 2 and (best.stage_weights or best.stage_blocks)
+    fast, slow = found["share_by_rank"]
+    assert fast["blocks"] > slow["blocks"] and (fast["device"], slow["device"]) == ("rtx-5090", "rtx-4090")
+    peaks = [rank["peak"] for rank in found["memory_by_rank"]]
+    assert peaks[0] <= 32e9 and peaks[1] <= 24e9
+    equal = answer.result.others["equal_shares"]
+    assert equal.price.latency_s > 1.1 * found["latency_s"]
+    assert equal.price.plan.stage_weights is equal.price.plan.stage_blocks is None
+    # No cut at another block would be faster.
+    for blocks in (fast["blocks"] - 1, fast["blocks"] + 1):
+        cut = dataclasses.replace(best, stage_weights=None, stage_blocks=(blocks, 57 - blocks))
+        question = PlanQuestion(model="flux.1-dev", hardware="rtx-5090,rtx-4090", price=str(cut))
+        assert answer_question(question).result.prices[0].latency_s >= found["latency_s"]
+    words = "".join(part for part in answer.render_tables() if isinstance(part, str))
+    assert "on rtx-5090 + rtx-4090:" in words and "with equal shares plan 1 would take" in words
+
+
+def test_a_list_of_one_kind_is_as_many_devices() -> None:
+    wanted = dict(model="pixart-sigma", height=512, width=512)
+    listed = answer_question(PlanQuestion(**wanted, hardware="rtx-4090,rtx-4090")).to_json_dict()  # type: ignore[arg-type]
+    counted = answer_question(PlanQuestion(**wanted, hardware="rtx-4090", devices=2)).to_json_dict()  # type: ignore[arg-type]
+    assert listed == counted and listed["equal_shares"] is None
+
+
+def test_blocks_go_where_there_is_memory() -> None:
+    """Devices of one speed, of which one is smaller. A failure means that a plan is refused which would fit."""
+    whole = hardware.load_profile("rtx-5090")
+    small = dataclasses.replace(whole, name="small", memory_bytes=145 * 10**8)
+    one = subject("flux.1-dev")
+    call = {"height": 1024, "width": 1024, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
+    request = SearchRequest(devices=2, all_devices=True)
+    for devices in ((whole, small), (small, whole)):
+        result = search_plans(one, call, hardware.join_devices(devices), request)
+        best = result.prices[0].plan
+        assert best.stage_blocks is not None and best.offload == "none"
+        roomy = devices.index(whole)
+        assert best.stage_blocks[roomy] > best.stage_blocks[1 - roomy]
+        assert result.others["equal_shares"].lacks_bytes > 0
+    with pytest.raises(PlanError, match=r"needs 2\d\.\d\d GB on rank 1, and there are 14\.50 GB"):
+        answer_with_plan("pipefusion=2 patches=2", hardware.join_devices((whole, small)))
+
+
+def answer_with_plan(plan: str, profile: Profile) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "load_machine_profile", lambda question: profile)
+        return answer_question(PlanQuestion(model="flux.1-dev", price=plan, cuda_graphs=False))
+
+
+@pytest.mark.parametrize(("speed", "is_used"), [(0.5, True), (0.8, True), (0.95, False), (1.0, False)])
+def test_measured_ranks_count_where_they_differ_by_a_tenth(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speed: float, is_used: bool
+) -> None:
+    """`--plan auto` of the command and the server. A failure means that it waits for the slow one, or follows noise."""
+    path = tmp_path / "profile.json"
+    measured = rate_ranks(EVEN, 1.0, speed)
+    path.write_text(measured.to_json())
+    assert Profile.from_json_file(path) == measured
+    monkeypatch.setenv("DITILE_PROFILE", str(path))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(choose, "_decide_on_first_rank", lambda decide, run: decide(1))
+    request = GenerateOptions(height=256, width=256, steps=8)
+    plan = choose.resolve_plan_option("auto", request, RunOptions(), Plan())
+    assert plan.world == 2
+    assert bool(plan.stage_weights or plan.stage_blocks or plan.token_weights) == is_used
+    assert bool(load_machine_profile(PlanQuestion()).by_rank) == is_used
+    # Asked for by name, however little they differ.
+    assert load_machine_profile(PlanQuestion(devices_of=str(path))).by_rank
+    assert json.loads(path.read_text())["ranks"][1]["speed"] == speed
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"hardware": "rtx-5090,rtx-4091"}, "hardware='rtx-4091' is not known; did you mean rtx-4090?"),
+        ({"hardware": "rtx-5090,rtx-4090", "devices": 3}, "3 devices are asked for, and those of 2 rank(s) are known"),
+        ({"hardware": "rtx-5090,rtx-4090", "price": "pipefusion=4"}, "4 devices are asked for"),
+        ({"hardware": "rtx-5090,epyc-2-cores"}, "numbers of 2 bytes and epyc-2-cores with numbers of 4"),
+        ({"hardware": "rtx-5090", "devices_of": "x.json"}, "give one of them"),
+        ({"devices_of": "PROFILE"}, "has no measured ranks; run `ditile calibrate --ranks N` again"),
+    ],
+)
+def test_what_is_wrong_with_devices_is_said(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(EVEN.to_json())
+    given = {name: str(path) if value == "PROFILE" else value for name, value in asked.items()}
+    with pytest.raises(PlanError) as caught:
+        answer_question(PlanQuestion(**given))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rtx-3060", "rtx-3090", "rtx-pro-6000"])
+def test_new_sheets_have_their_memory(name: str) -> None:
+    """12, 24 and 96 GB; a search for them ends."""
+    profile = hardware.load_profile(name)
+    assert profile.memory_bytes == {"rtx-3060": 12, "rtx-3090": 24, "rtx-pro-6000": 96}[name] * 10**9
+    answer = answer_question(PlanQuestion(model="pixart-sigma", height=512, width=512, hardware=name, devices=2))
+    assert answer.result.prices
