@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "a bias is added once for each rank",
         "parallel/tensor/sharding.py",
-        "    out = over_ranks(functional.linear(x, linear.weight))\n",
-        "    out = over_ranks(functional.linear(x, linear.weight, linear.bias))\n",
+        "    out = over_ranks(functional.linear(x, unpack_weight(linear)))\n",
+        "    out = over_ranks(functional.linear(x, unpack_weight(linear), linear.bias))\n",
         TENSOR,
     ),
     Mutant(

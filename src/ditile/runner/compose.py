@@ -52,6 +52,7 @@ from ditile.parallel.attention.core import (
 from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel, register_backend
 from ditile.parallel.attention.rotary import RotaryEmbedding
 from ditile.parallel.batch.denoise import DataCfgBatch
+from ditile.parallel.block_formats import find_row_blocks
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.block_offload import BlockOffload, HostCopies, explain_offload_refusal
 from ditile.parallel.pipefusion.executor import PipeFusion
@@ -819,11 +820,15 @@ def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks,
         reason = reason or explain_offload_refusal(block_hooks.models)
     if reason:
         raise ModelError(reason)
-    quantized = list_quantized_parameters(model)
+    uncut = ""
+    for path in list_quantized_parameters(model):
+        # Blocks of GGUF are cut as they are.
+        if find_row_blocks(model.get_parameter(path)) is None:
+            uncut = uncut or path
     # Weights that were loaded by share are cut already.
-    if plan.tensor > 1 and block_hooks.loaded_blocks is None and quantized:
+    if plan.tensor > 1 and block_hooks.loaded_blocks is None and uncut:
         raise ModelError(
-            f"tensor={plan.tensor} cuts plain weights, and {quantized[0]} is quantized; quantize the pipeline after "
+            f"tensor={plan.tensor} cuts plain weights, and {uncut} is quantized; quantize the pipeline after "
             "parallelize, when each rank has its share"
         )
 

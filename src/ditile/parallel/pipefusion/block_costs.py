@@ -9,6 +9,7 @@ first, half of their weights meet two dummy tokens. `benchmarks.blocks` measures
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import nn
 
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
+from ditile.parallel.block_formats import find_compute_dtype, measure_weight
 from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.plan.plan import Plan
 from ditile.plan.stages import cut_stages
@@ -74,7 +76,7 @@ class CostModel:
     def from_model_hooks(cls, hooks: TransformerHooks) -> CostModel:
         """The cost model of a model, whose blocks may be placeholders."""
         head: Any = hooks.transformer.get_submodule(hooks.spec.out)
-        itemsize = min(head.weight.dtype.itemsize, 4)
+        itemsize = min(find_compute_dtype(head).itemsize, 4)
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
         spec = hooks.spec
@@ -133,7 +135,9 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
         # Without the sizes of its images a weight costs the same in every block.
-        sizes = [float(sum(p.numel() for p in hook.block.parameters())) for hook in hooks.chain]
+        sizes = []
+        for hook in hooks.chain:
+            sizes.append(float(sum(math.prod(measure_weight(weight)) for weight in hook.block.parameters())))
         return cut_stages(sizes, plan.pipefusion, None, plan.stage_weights)
     cost_model = cost_model or CostModel.from_model_hooks(hooks)
     costs = cost_model.count_costs(plan.num_patches, RIDGE[cost_model.itemsize])
@@ -169,7 +173,7 @@ def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:
     for part in module.modules():
         weight: Any = part._parameters.get("weight")
         if isinstance(part, nn.Linear | nn.Conv2d) and weight is not None:
-            yield weight.numel()
+            yield math.prod(measure_weight(weight))
 
 
 def _is_inside_any(path: str, patterns: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.compile import ForwardCall
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.placeholders import restore_contents, turn_into_placeholder
+from ditile.parallel.block_formats import find_row_blocks, make_parameter_like
 from ditile.parallel.pipefusion.weight_streaming import has_weight_hooks
 from ditile.plan.cost import ALIGNMENT, count_flat_bytes
 
@@ -313,7 +314,8 @@ def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:
             return f"offload=blocks: {name} computes with {outside[0]} outside of its block as well; leave it out"
         for hook in model.chain:
             for path, x in hook.block.named_parameters():
-                if type(x) is not nn.Parameter and issubclass(type(x), nn.Parameter):
+                is_subclass = type(x) is not nn.Parameter and issubclass(type(x), nn.Parameter)
+                if is_subclass and find_row_blocks(x) is None:
                     return (
                         f"offload=blocks: {hook.name}.{path} is a {type(x).__name__}, which keeps more than its "
                         "numbers; quantize with float8_weight_only or int8_weight_only, or leave offload out"
@@ -329,7 +331,7 @@ def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:
 def _make_like(original: Tensor, x: Tensor) -> Tensor:
     """A parameter if the original is one, and a tensor if it is a buffer."""
     if isinstance(original, nn.Parameter):
-        return nn.Parameter(x, requires_grad=original.requires_grad)
+        return make_parameter_like(original, x)
     return x
 
 

@@ -16,6 +16,7 @@ One that was derived names Linears where a class leaves sizes to its config, so 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from torch import Tensor, nn
 from ditile.model.hooks.attention_processors import UNFUSE, has_fused_projections, is_unfused_leftover
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.model.hooks.overrides import match_modules
+from ditile.model.hooks.placeholders import build_meta_model
+from ditile.parallel.block_formats import find_row_blocks, locate_number, measure_weight
 from ditile.parallel.tensor.adapters import list_adapter_linears
 from ditile.plan.errors import ModelError, PlanError
 
@@ -130,8 +133,10 @@ class TensorCuts:
             for path, _ in match_modules(transformer, pattern):
                 rows[path] = row
         styles: dict[str, CutStyle] = {}
+        # Built once, and only for a model that needs it.
+        build_structure = functools.cache(functools.partial(build_meta_model, transformer))
         for path, row in rows.items():
-            style = _read_row(row, module_rows, transformer, path, size)
+            style = _read_row(row, module_rows, transformer, path, size, build_structure)
             if style is not None:
                 styles[path] = style
         for path in list_adapter_linears(transformer):
@@ -173,8 +178,13 @@ class TensorCuts:
 
 
 def take_shard(whole: Tensor, cut: TensorCut) -> Tensor:
-    """The part of a parameter that a cut is."""
-    return torch.cat([whole.narrow(cut.dim, p.start, p.stop - p.start) for p in cut.pieces], cut.dim)
+    """The part of a parameter that a cut is; of one that is stored in blocks, its blocks."""
+    parts = []
+    for piece in cut.pieces:
+        start = locate_number(whole, cut.dim, piece.start)
+        stop = locate_number(whole, cut.dim, piece.stop)
+        parts.append(whole.narrow(cut.dim, start, stop - start))
+    return torch.cat(parts, cut.dim)
 
 
 def _match_argument_rows(table: Mapping[str, Any], transformer: nn.Module) -> dict[str, dict[tuple[str, int], HeadDim]]:
@@ -220,7 +230,14 @@ def unwrap_lora_base(module: nn.Module) -> nn.Module:
     return base
 
 
-def _read_row(row: Any, table: Mapping[str, Any], transformer: nn.Module, path: str, size: int) -> CutStyle | None:
+def _read_row(
+    row: Any,
+    table: Mapping[str, Any],
+    transformer: nn.Module,
+    path: str,
+    size: int,
+    build_structure: Callable[[], nn.Module],
+) -> CutStyle | None:
     """How a row of a table cuts a module; None where the module stays whole by this config."""
     module = transformer.get_submodule(path)
     blocks: Sequence[int] | None = (1,)
@@ -241,6 +258,9 @@ def _read_row(row: Any, table: Mapping[str, Any], transformer: nn.Module, path: 
     elif type(row) in _PACKED:
         kind, attribute = _PACKED[type(row)]
         blocks = row.blocks or getattr(unwrap_lora_base(module), attribute, None)
+        if not blocks and find_row_blocks(_find_linear(transformer, path).weight) is not None:
+            # diffusers puts another Linear in place of the one that its model gave this attribute.
+            blocks = getattr(build_structure().get_submodule(path), attribute, None)
     else:
         kind = row
         blocks = _find_value_and_gate(kind, transformer, path)
@@ -351,7 +371,8 @@ def _check_linear_shardable(path: str, module: nn.Module) -> None:
     base = unwrap_lora_base(module)
     # A quantized Linear is another class, or has another class of weights.
     unknown = base if type(base) is not nn.Linear else base.weight
-    if type(unknown) is not nn.Parameter:
+    is_known = type(unknown) is nn.Parameter or find_row_blocks(getattr(base, "weight", None)) is not None
+    if not is_known:
         raise ModelError(
             f"{path} is a {type(unknown).__name__}, and tensor parallelism cuts plain Linears; load it unquantized"
         )
@@ -375,10 +396,11 @@ def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle],
         parameter = next(_find_linear(transformer, path).parameters(), None)
         if parameter is None:  # a norm without weights follows its heads
             continue
-        total = parameter.shape[_DIMS[style.kind]["weight"]]
+        total = measure_weight(parameter)[_DIMS[style.kind]["weight"]]
         if total % sum(style.blocks):
             raise ModelError(f"the {total} features of {path} have no blocks in proportion {list(style.blocks)}")
         counts += [(block, f"features of {path}") for block in style.compute_block_sizes(total)]
+        counts += _count_stored_blocks(path, style, parameter)
     for count, what in counts:
         if count % size:
             most = math.gcd(*(number for number, _ in counts))
@@ -387,6 +409,20 @@ def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle],
     # After the numbers: keys of one head have a norm as wide as all of their heads, and cannot be cut anyway.
     for path, attention in attentions.items():
         _check_attention_shardable(path, attention, styles)
+
+
+def _count_stored_blocks(path: str, style: CutStyle, weight: nn.Parameter) -> list[tuple[int, str]]:
+    """Of a weight whose rows are stored in blocks and cut: the blocks of each part of a row, and what they are."""
+    row_blocks = find_row_blocks(weight)
+    dim = _DIMS[style.kind]["weight"]
+    if row_blocks is None or dim < weight.ndim - 1:
+        return []
+    counts = []
+    for part in style.compute_block_sizes(measure_weight(weight)[dim]):
+        # A part that ends within a block cannot be cut at all.
+        blocks = part // row_blocks.numbers if part % row_blocks.numbers == 0 else 1
+        counts.append((blocks, f"blocks of {row_blocks.numbers} {row_blocks.name} weights in the rows of {path}"))
+    return counts
 
 
 def _list_head_counts(attention: Any) -> list[int]:

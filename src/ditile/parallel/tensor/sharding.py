@@ -42,6 +42,7 @@ from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.overrides import list_parameter_names, override_attribute
 from ditile.model.hooks.protocols import TokenStreams, WholeTokenStreams
+from ditile.parallel.block_formats import make_parameter_like, measure_weight, unpack_weight
 from ditile.parallel.tensor.adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, take_shard, unwrap_lora_base
@@ -272,11 +273,11 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
-            cut = cuts.select_shard(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape)
+            cut = cuts.select_shard(f"{path}.{name}.{leaf}".replace("..", "."), measure_weight(parameter))
             if cut is None:
                 continue
             share = take_shard(parameter.detach(), cut)
-            owner._parameters[leaf] = nn.Parameter(share, requires_grad=parameter.requires_grad)
+            owner._parameters[leaf] = make_parameter_like(parameter, share)
             if keep:
                 stack.callback(owner._parameters.__setitem__, leaf, parameter)
 
@@ -289,8 +290,9 @@ def _resize_features(stack: ExitStack, module: nn.Module) -> None:
         # peft's layer repeats the sizes of its base.
         linears.append((module, base))
     for owner, linear in linears:
-        override_attribute(stack, owner, "out_features", linear.weight.shape[0])
-        override_attribute(stack, owner, "in_features", linear.weight.shape[1])
+        out_features, in_features = measure_weight(linear.weight)
+        override_attribute(stack, owner, "out_features", out_features)
+        override_attribute(stack, owner, "in_features", in_features)
 
 
 def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCuts) -> None:
@@ -372,14 +374,14 @@ def _make_sum(
 
 def _multiply_and_sum(linear: Any, over_ranks: TensorMap, x: Tensor) -> Tensor:
     """A row-parallel Linear."""
-    out = over_ranks(functional.linear(x, linear.weight))
+    out = over_ranks(functional.linear(x, unpack_weight(linear)))
     # After the sum, or the bias would be added once for each rank.
     return out if linear.bias is None else out.add_(linear.bias)
 
 
 def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Tensor) -> Tensor:
     """A Linear of which each rank has a share of the outputs, and all ranks get all: a sum with zeros is exact."""
-    return _gather_features(cuts, over_ranks, functional.linear(x, linear.weight, linear.bias))
+    return _gather_features(cuts, over_ranks, functional.linear(x, unpack_weight(linear), linear.bias))
 
 
 def _gather_features(cuts: TensorCuts, over_ranks: TensorMap, share: Tensor) -> Tensor:

@@ -1,0 +1,127 @@
+"""A transformer of a GGUF file makes the image of diffusers' own pipeline under every plan; a rank has its share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditile.model.hooks.placeholders import count_parameter_bytes
+from ditile.plan.errors import PlanError
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests.pool import Pool
+from tests.rotation import rotate
+from tests.runner.cases import divided, same
+from tests.runner.gguf_files import load_pipeline, write_model
+from tests.zoo import ZOO
+from tests.zoo.rows import ENOUGH, list_tensors
+
+TOLERANCE = 1e-5
+"""Ranks that divide tokens, heads or the batch, or sum over shares, add up in another order."""
+
+
+class Case(NamedTuple):
+    """A plan of two ranks, the call of the zoo that it computes, and how far its image may be from the plain one."""
+
+    plan: dict[str, Any]
+    variant: str = "call"
+    tolerance: float = TOLERANCE
+
+
+CASES = {
+    "plain": Case({}, tolerance=0.0),
+    "stages": Case({"pipefusion": 2, "patches": 2, "warmup": ENOUGH}, tolerance=0.0),
+    "offload": Case({"pipefusion": 2, "patches": 2, "warmup": ENOUGH, "offload": "blocks"}, tolerance=0.0),
+    "ulysses": Case({"ulysses": 2}),
+    "ring": Case({"ring": 2}),
+    "tensor": Case({"tensor": 2}),
+    "distrifusion": Case({"distrifusion": 2, "warmup": ENOUGH}),
+    "cfg": Case({"cfg": 2}),
+    "data": Case({"data": 2}, "two_images"),
+}
+WITHOUT = {"flux-2": {"cfg"}}
+"""FLUX.2's pipeline computes one branch."""
+
+
+def draw(pipe: Any, name: str, variant: str = "call") -> Tensor:
+    """What the pipeline or runner makes of a call of the zoo."""
+    return list_tensors(pipe(**getattr(ZOO[name], variant)()))[0]
+
+
+def draw_in_every_case(folder: Path, name: str, keys: list[str]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The image of each case, and the bytes of weights that this rank had meanwhile; `whole` are all bytes."""
+    images = {}
+    pipe = load_pipeline(folder, name)
+    held = {"whole": count_parameter_bytes(pipe.transformer)}
+    for key in keys:
+        with divided(pipe, **{"data": 1} | CASES[key].plan) as runner:
+            images[key] = draw(runner, name, CASES[key].variant)
+            held[key] = count_parameter_bytes(pipe.transformer)
+    held["restored"] = count_parameter_bytes(pipe.transformer)
+    return images, held
+
+
+def measure_error(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+FILES = [
+    *(("flux", "Q4_K"), ("flux-2", "Q5_K"), ("qwen-image", "Q6_K"), ("z-image", "Q8_0"), ("wan-2.1", "Q4_K")),
+    *(("flux", "Q5_K"), ("flux", "Q6_K"), ("flux", "Q8_0"), ("flux", "Q5_1"), ("qwen-image", "Q4_0"), ("flux", "BF16")),
+]
+
+
+@pytest.mark.parametrize(("name", "quant_type"), rotate(FILES, always=FILES[:5]))
+def test_images_are_those_of_diffusers_own_pipeline(pool: Pool, tmp_path: Path, name: str, quant_type: str) -> None:
+    """A failure: a share that is not of whole blocks, a weight unpacked otherwise, or one that is kept whole."""
+    write_model(tmp_path, name, quant_type)
+    pipe = load_pipeline(tmp_path, name)
+    wanted = {variant: draw(pipe, name, variant) for variant in ("call", "two_images")}
+    keys = [key for key in CASES if key != "plain" and key not in WITHOUT.get(name, ())]
+    results = pool.run(draw_in_every_case, 2, tmp_path, name, keys)
+    results += pool.run(draw_in_every_case, 1, tmp_path, name, ["plain"])
+    for images, held in results:
+        for key, image in images.items():
+            case = CASES[key]
+            if case.tolerance:
+                assert measure_error(image, wanted[case.variant]) < case.tolerance, key
+            else:
+                same(image, wanted[case.variant], key)
+        assert held["restored"] == held["whole"]
+        if "tensor" in held:
+            # Modulations, norms and what is outside of blocks are whole on every rank.
+            assert held["tensor"] < 0.8 * held["whole"]
+            assert held["stages"] < 0.8 * held["whole"]
+
+
+def be_refused(folder: Path) -> str:
+    pipe = load_pipeline(folder, "flux")
+    with pytest.raises(PlanError) as refused:
+        parallelize(pipe, Plan(tensor=2))
+    draw(pipe, "flux")
+    return str(refused.value)
+
+
+def test_a_cut_within_a_block_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """A failure: a rank would begin in the middle of a block, and read its scales from numbers."""
+    write_model(tmp_path, "flux", "Q4_K", num_attention_heads=12)
+    for line in pool.run(be_refused, 2, tmp_path):
+        assert line == (
+            "tensor=2 does not divide the 3 blocks of 256 Q4_K weights in the rows of "
+            "transformer_blocks.0.attn.to_out.0; try 1, 3"
+        )
+
+
+def test_a_type_of_16_bits_is_that_of_the_weights(tmp_path: Path) -> None:
+    """In bfloat16, in which such files are run on GPUs."""
+    write_model(tmp_path, "flux", "Q4_K")
+    pipe = load_pipeline(tmp_path, "flux", torch.bfloat16)
+    for part in (pipe.text_encoder, pipe.text_encoder_2):
+        part.to(torch.bfloat16)
+    wanted = draw(pipe, "flux")
+    with divided(pipe) as runner:
+        same(draw(runner, "flux").float(), wanted.float())
