@@ -37,11 +37,14 @@ class RequestCache:
         self._setup = setup
         self._own_configs = setup.cache.build_cache_arguments()
         self.is_replaced = False
+        # Of the last request; None if all of its steps compute.
+        self._replacement: FittedScheduleConfig | None = None
 
     @property
     def has_cache(self) -> bool:
         """Whether steps or blocks are left out now."""
-        return self.is_replaced or self._own_configs["cache_config"] is not None
+        config = self._replacement if self.is_replaced else self._own_configs["cache_config"]
+        return config is not None
 
     def install_for_job(self, job: BatchJob) -> JsonObject:
         """Installs the cache of a job's request; every rank calls it.
@@ -65,6 +68,7 @@ class RequestCache:
         schedule = self._setup.cache.schedule if own_config is None else own_config.schedule
         disable_cache(self._runner)
         self.is_replaced = True
+        self._replacement = None
         if request.computed_steps is not None:
             self._enable(FittedScheduleConfig(steps=request.computed_steps, schedule=schedule))
             return {"computed_steps": request.computed_steps}
@@ -92,6 +96,7 @@ class RequestCache:
         if any(refusals):
             disable_cache(self._runner)
             raise ModelError(next(filter(None, refusals)))
+        self._replacement = config
 
     def _choose_promise(self, job: BatchJob, schedule: str | None) -> Promise:
         """The promise of rank 0, which all ranks keep: each host has a profile of its own."""

@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import queue
+import re
 import tempfile
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -145,7 +146,12 @@ class RankWorker:
                 self._generate_batch([job])
 
     def _refuse_job(self, job: BatchJob, error: Exception) -> None:
-        self._answer("failed", job_id=job.id, failure={"code": "refused", "message": shorten_line(error)})
+        message = shorten_line(error)
+        num_computed = job.request.computed_steps
+        # A cache calls them its steps, which is the name of another field.
+        if num_computed is not None:
+            message = re.sub(rf"^steps={num_computed}\b", f"computed_steps={num_computed}", message)
+        self._answer("failed", job_id=job.id, failure={"code": "refused", "message": message})
 
     def _generate_jobs(self, jobs: Sequence[BatchJob]) -> None:
         first = jobs[0].request

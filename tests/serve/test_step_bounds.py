@@ -1,0 +1,64 @@
+"""What a request says of its computed steps, on a rank with a real model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ditile.plan.plan import Plan
+from ditile.planner.promise import Bounds
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import EngineOptions, GenerateOptions
+from ditile.serve.jobs import Request
+from ditile.serve.link import BatchJob, WorkerSetup
+from ditile.serve.worker import RankWorker
+from tests.pool import Pool
+from tests.serve.test_warm_up import NoServer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Answers(NoServer):
+    """A link that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send_message(self, message: dict[str, Any], files: Any = None) -> None:
+        self.sent.append(message)
+
+
+def serve_requests(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a rank answers to one request after the other."""
+    link = Answers()
+    setup = WorkerSetup(
+        model="shapes-flux",
+        engine=EngineOptions(device="cpu"),
+        plan=Plan(),
+        cache=CacheOptions(),
+        lora_dir=None,
+        max_loras=1,
+    )
+    worker = RankWorker(setup, link)
+    answers = []
+    for number, changes in enumerate(requests):
+        options = GenerateOptions(model="shapes-flux", prompt=worker._facts.example, seed=1)
+        worker._running_id = f"batch_{number}"
+        worker._generate_batch([BatchJob("image_x", Request(options=options, **changes))])
+        answers.append(link.sent[-1])
+    return answers
+
+
+def test_a_promise_that_leaves_no_step_out(pool: Pool) -> None:
+    """A bound on PSNR that no schedule keeps is kept by the image of all steps, and the next bound by fewer steps.
+
+    A failure means that a request for the best image is refused, because it has no cache to tell of. A refusal names
+    the field that was sent.
+    """
+    requests = [{"bounds": Bounds(min_psnr=500.0)}, {"bounds": Bounds(min_psnr=40.0)}, {"computed_steps": 30}]
+    [(best, fewer, refused)] = pool.run(serve_requests, 1, requests)
+    assert best["kind"] == "done", best
+    assert best["result"]["facts"]["promise"]["computed_steps"] == 20 and best["result"]["facts"]["left_out"] == []
+    assert fewer["result"]["facts"]["promise"]["computed_steps"] < 20 and fewer["result"]["facts"]["left_out"]
+    assert refused["failure"]["message"] == "computed_steps=30 is more than the 20 steps of the call; give 20 or less"
