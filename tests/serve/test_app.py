@@ -1,5 +1,6 @@
 """Who may ask a server, how much at once, and what it says of itself."""
 
+import dataclasses
 import io
 import json
 import logging
@@ -12,9 +13,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from ditile.plan.errors import ModelError
-from ditile.serve.api.answers import rename_options
+from ditile.runner.requests.options import GenerateOptions
+from ditile.serve.api.answers import RequestError, check_done, rename_options
 from ditile.serve.api_keys import read_api_keys
 from ditile.serve.app import ACCESS_LOG, create_app, write_access_log
+from ditile.serve.jobs import Failure, Job, Request
 from ditile.serve.options import ServeOptions
 from ditile.serve.server import add_page
 from ditile.serve.service import Service
@@ -203,3 +206,16 @@ def test_messages_of_options_name_fields() -> None:
     )
     command = "there is no schedule; run ditile fit --model shapes-flux --steps 4"
     assert rename_options(command) == command
+
+
+def test_a_refused_job_names_its_field() -> None:
+    """A client shows the error beside the field. A failure means that it cannot when ranks alone know what fits."""
+    message = "steps=30 is more than the 20 steps of the call; give 20 or less"
+    failure = Failure(code="refused", message=f"computed_{message}")
+    job = Job(id="image_x", owner="", kind="image", request=Request(options=GenerateOptions()), state="failed")
+    with pytest.raises(RequestError) as refusal:
+        check_done(dataclasses.replace(job, failure=failure))
+    assert (refusal.value.status, refusal.value.param) == (422, "computed_steps")
+    with pytest.raises(RequestError) as refusal:
+        check_done(dataclasses.replace(job, failure=Failure(code="refused", message=message)))
+    assert refusal.value.param == "num_inference_steps"

@@ -130,12 +130,16 @@ def convert_error(error: Exception) -> RequestError:
             return RequestError(message, status=status, code=code, retry_after=retry_after)
     if isinstance(error, ModelError | PlanError | LoadError):
         message = rename_options(message)
-        # Messages about an option begin with it.
-        param = re.match(r"(\w+)=", message)
-        return RequestError(message, status=422, param=param and param[1], code="unsupported_value")
+        return RequestError(message, status=422, param=_find_param(message), code="unsupported_value")
     if isinstance(error, HTTPException):
         return RequestError(str(error.detail), status=error.status_code, code=f"http_{error.status_code}")
     return RequestError(message, status=503, code="unavailable", retry_after=NOT_READY_SECONDS)
+
+
+def _find_param(message: str) -> str | None:
+    """The field that a message is about: it begins with it."""
+    param = re.match(r"(\w+)=", message)
+    return None if param is None else param[1]
 
 
 def build_error_body(error: RequestError) -> JsonObject:
@@ -177,7 +181,8 @@ def check_done(job: Job) -> JobResult:
     failure = describe_failure(job)
     status = STATUS_BY_FAILURE.get(failure.code, 503)
     retry_after = NOT_READY_SECONDS if status == 503 else None
-    raise RequestError(failure.message, status=status, code=failure.code, retry_after=retry_after)
+    param = _find_param(failure.message) if status == 422 else None
+    raise RequestError(failure.message, status=status, param=param, code=failure.code, retry_after=retry_after)
 
 
 def describe_failure(job: Job) -> Failure:
