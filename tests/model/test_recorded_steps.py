@@ -10,6 +10,7 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ditile
@@ -457,7 +458,7 @@ def test_nothing_of_old_sizes_stays() -> None:
         generate(runner, "flux", height=size, width=size)
         assert tapes.num_bytes <= limit
     sizes = {call.size for call in tapes._calls.values() if call.tape is not None}
-    assert tapes._segments.keys() == sizes
+    assert set(tapes._segments) == sizes
     assert 0 < len(sizes) < 7
     gc.collect()
     assert len(tapes._statics) <= len(sizes) * 16
@@ -502,6 +503,32 @@ def test_one_rank_alone_may_record(pool: Pool, name: str, axis: str, recording_r
     assert all(equal for equal, _ in outcomes)
     for rank, (_, played) in enumerate(outcomes):
         assert bool(played) == (rank == recording_rank)
+
+
+def count_mask_messages(name: str, ranks_with_hook: tuple[int, ...]) -> list[int]:
+    """Messages of masks in an image without recorded steps, and with them, where models of some ranks have hooks."""
+    counts = []
+    images = []
+    for cuda_graphs in (False, True):
+        pipe = ZOO[name].make()
+        if dist.get_rank() in ranks_with_hook:
+            add_hook(pipe)
+        with record_on_cpu():
+            runner = ditile.parallelize(pipe, Plan(ulysses=2), cuda_graphs=cuda_graphs)
+        images.append(generate(runner, name))
+        counts.append(runner.mesh.traffic.calls["masks"])
+        runner.restore()
+    assert all(map(torch.equal, *images))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["hunyuan-video"])
+def test_masks_travel_again_only_where_calls_may_be_recorded(pool: Pool, name: str) -> None:
+    """A failure means a message for each layer and step where nothing is recorded; or ranks that send otherwise."""
+    for code, recorded in pool.run(count_mask_messages, 2, name, (0, 1)):
+        assert 0 < code == recorded
+    for code, recorded in pool.run(count_mask_messages, 2, name, (0,)):
+        assert 0 < code < recorded
 
 
 class FailingSegments(OperatorSegments):

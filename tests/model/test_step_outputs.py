@@ -28,7 +28,7 @@ def record_first_patch(recorder: RecordedSteps) -> ref[Tape] | None:
         generation.memory.outputs["module"] = RememberedOutput(output, None)
         return output + 1
 
-    recorder.begin_generation("")
+    recorder.begin_generation()
     with torch.no_grad():
         for _ in range(2):
             recorder.run_call(generation, model, forward, (torch.ones(2, 2),), {})
@@ -66,6 +66,6 @@ def test_a_tape_that_goes_frees_its_memory() -> None:
     assert tape is not None
     assert tape() is not None
     recorder.end_generation()
-    recorder.begin_generation("")
+    recorder.begin_generation()
     assert recorder._tapes.make_room(10_000)
     assert tape() is None

@@ -370,3 +370,22 @@ def test_an_answer_says_what_recorded_steps_bring(capsys: pytest.CaptureFixture[
     assert "priced with recorded steps (cuda_graphs=auto), as images after the first ones have them: without" in said
     assert main([*words, "--height", "4096", "--width", "4096"]) == 0
     assert "bring plan 1 nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cache", "plan", "is_recorded"),
+    [
+        ("F=1 W=4 R=0.12", "ulysses=2", True),
+        ("F=1 W=4 R=0.12", "tensor=2", False),
+        ("prune F=1 W=4 R=0.12", "ulysses=2", False),
+    ],
+)
+def test_a_cache_is_asked_about_as_it_is_recorded(cache: str, plan: str, is_recorded: bool) -> None:
+    """A failure means that tapes are said to need memory where nothing is recorded."""
+    question = PlanQuestion(
+        model="flux.1-dev", hardware="h200-nvlink", devices=2, price=plan, cache=cache, hit_rate=0.5
+    )
+    answer = answer_question(question)
+    assert bool(answer.result.prices[0].unrecorded_s) == is_recorded
+    assert bool(answer.memories[0][0].tapes) == is_recorded
+    assert not answer.lacks_tape_memory

@@ -238,7 +238,7 @@ def test_a_cache_leaves_out_steps_and_exchanges(name: str, plan: Plan, bandwidth
     one = subject(name)
     job = one.make_plan_job(plan, one.make_call_shape(call(name, **SMALL)))
     pricer = make_pricer(one, SMALL, dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=bandwidth)))
-    whole, half = (getattr(pricer.price_call(job, skips), part) for skips in (None, EVERY_OTHER))
+    whole, half = (getattr(pricer.price_call(job, skips), part) for skips in (CacheSkips(), EVERY_OTHER))
     # What is left out is not exchanged, but the tokens behind the blocks are gathered in every step.
     received = job.image_layout.image_tokens * (1 - 1 / plan.world) * job.shape.token_channels * job.shape.element_size
     gathered = 8 * job.count_calls_in_step(1) * received / bandwidth
@@ -601,6 +601,46 @@ def test_a_slow_host_counts_in_steps_that_no_image_plays(plan: str, as_code: lis
     assert price_step(19) < 1
     assert pricer.price_call(job).latency_s < 0.3 * pricer.predict_unrecorded_latency(job)
     assert pricer.bound_latency(job) <= pricer.price_call(job).latency_s * 1.0001
+
+
+@pytest.mark.parametrize(
+    ("plan", "line", "first_as_code", "last_as_code"),
+    [
+        ("data=1", "steps=10", [], []),
+        ("data=1", "F=1 W=4 R=1 MC=1", [0], [0]),
+        ("ulysses=2", "F=1 W=4 R=0.12", [0], [0]),
+        ("pipefusion=2 patches=2", "F=1 W=4 R=0.12", [*range(20)], [0]),
+        ("tensor=2", "F=1 W=4 R=0.12", [*range(20)], [*range(20)]),
+        ("data=1", "F=1 W=4 R=1 dmd=6", [*range(20)], [*range(20)]),
+        ("data=1", "prune F=1 W=4 R=0.12", [*range(20)], [*range(20)]),
+    ],
+)
+def test_a_cache_is_priced_as_its_calls_are_recorded(
+    plan: str, line: str, first_as_code: list[int], last_as_code: list[int]
+) -> None:
+    """On the first and the last stage, with blocks of a second. As code are steps in which such a second is priced.
+
+    A failure means that a plan with a cache is chosen for what the host limits, or is not chosen for it."""
+    one = subject("flux.1-dev")
+    size = {"height": 1024, "width": 1024, "num_inference_steps": 20, "guidance_scale": 3.5}
+    job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
+    cache = parse_cache_line(line)
+    skips = predict_skipped_steps(cache["cache_config"], 20, 0.5, cache.get("calibrator_config"))
+    slow = dataclasses.replace(load_alone_profile(), block_s=1.0)
+    pricer = make_pricer(one, size, slow, records=True)
+    ops = OpPricer(pricer, job, skips)
+
+    def list_code_steps(stage: int) -> list[int]:
+        steps = []
+        for step in range(20):
+            step_ops = ops.schedule.iter_step_ops(stage, step, job.count_calls_in_step(step))
+            if sum(ops.get_op_seconds(stage, op, free=False) for op in step_ops) >= 1:
+                steps.append(step)
+        return steps
+
+    assert list_code_steps(0) == first_as_code
+    assert list_code_steps(len(job.stages) - 1) == last_as_code
+    assert bool(pricer.predict_unrecorded_latency(job, skips)) == (len(last_as_code) < 20)
 
 
 def test_tapes_of_whole_images_are_counted_where_there_are_some() -> None:

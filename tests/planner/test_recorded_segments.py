@@ -7,15 +7,18 @@ import dataclasses
 import pytest
 import torch
 
+import ditile
+from ditile.cache.config_text import parse_cache_line
 from ditile.measure.bench.cells import BenchCell
 from ditile.measure.bench.options import Workload
 from ditile.measure.bench.subjects import RandomSubject
+from ditile.model.recording.recorded_steps import PROBE
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind
 from ditile.planner import hardware
-from ditile.planner.ops import CacheSkips, OpPricer
+from ditile.planner.ops import OpPricer
 from ditile.planner.profile import Profile
-from ditile.planner.search import make_pricer
+from ditile.planner.search import make_pricer, predict_skipped_steps
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
@@ -32,27 +35,51 @@ def make_profile_of_segments() -> Profile:
     return dataclasses.replace(gpu, link=link, segment_s=1.0)
 
 
-def count_segments(text: str) -> tuple[int, float]:
-    """The segments of this rank's tape that has the most, and those that are priced."""
+def count_segments(text: str, line: str) -> tuple[int, float]:
+    """The segments of this rank's longest tapes of each part of a call, and those that are priced."""
     subject = RandomSubject(Workload(model=MODEL, steps=STEPS, output="latent"), MODEL)
     plan = Plan.parse(text)
     cell = BenchCell(str(plan), "", SIDE, SIDE)
+    cache = parse_cache_line(line)
     with record_on_cpu() as made:
-        runner = parallelize(subject.create_pipeline(plan), plan, device="cpu", cuda_graphs=True)
+        pipe = subject.create_pipeline(plan)
+        if cache["cache_config"] is not None:
+            ditile.enable_cache(pipe, **cache)
+        runner = parallelize(pipe, plan, device="cpu", cuda_graphs=True)
         for _ in range(2):
             runner(**subject.make_call_arguments(runner.pipe, cell, torch.device("cpu")))
-    tapes = [call.tape for call in made[0]._tapes._calls.values()]
-    recorded = max(tape.num_segments for tape in tapes if tape is not None)
+    most = {True: 0, False: 0}
+    for call in made[0]._tapes._calls.values():
+        is_probe = call.place[-1] is PROBE  # type: ignore[index]
+        if call.tape is not None:
+            most[is_probe] = max(most[is_probe], call.tape.num_segments)
     job = subject.make_cost_job(cell)
     arguments = subject.make_planning_arguments(cell)
     pricer = make_pricer(subject.planner_subject, arguments, make_profile_of_segments(), records=True)
     patch = 0 if plan.pipefusion > 1 else None
     op = Op(OpKind.COMPUTE, STEPS - 2, patch)
-    return recorded, OpPricer(pricer, job, CacheSkips()).get_op_seconds(runner.mesh.stage_index, op, free=False)
+    skips = predict_skipped_steps(cache["cache_config"], STEPS, 0.0)
+    seconds = OpPricer(pricer, job, skips).get_op_seconds(runner.mesh.stage_index, op, free=False)
+    return sum(most.values()), seconds
 
 
-@pytest.mark.parametrize("text", ["ulysses=2", "ring=2", "tensor=2", "distrifusion=2", "pipefusion=2 patches=2"])
-def test_segments_are_priced_as_they_are_recorded(pool: Pool, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("ulysses=2", "none"),
+        ("ring=2", "none"),
+        ("tensor=2", "none"),
+        ("distrifusion=2", "none"),
+        ("pipefusion=2 patches=2", "none"),
+        # Its rules compute the second step from the end.
+        ("ulysses=2", "F=1 W=1 R=1 MC=1"),
+        ("tensor=2", "F=1 W=1 R=1 MC=1"),
+        # A probe decides, and never leaves out anything.
+        ("ulysses=2", "F=1 W=1 R=1e-9"),
+        ("distrifusion=2", "F=2 W=1 R=1e-9"),
+    ],
+)
+def test_segments_are_priced_as_they_are_recorded(pool: Pool, text: str, line: str) -> None:
     """A failure means that a message has become dearer, or that the planner counts on fewer."""
-    for recorded, priced in pool.run(count_segments, 2, text):
+    for recorded, priced in pool.run(count_segments, 2, text, line):
         assert priced == pytest.approx(recorded, abs=0.1)

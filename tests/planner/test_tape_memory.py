@@ -26,9 +26,20 @@ from tests.recorded_calls import record_on_cpu
 
 MODELS = {"pixart": "random-pixart blocks=4 heads=8 head_dim=32", "flux": "random-flux blocks=6 heads=4 head_dim=64"}
 SIDE = 384
-STEPS = 4
+STEPS = 6
 CALLS = 3
 """Forms of the last step are watched in the first call, recorded in the second, and played in the third."""
+PLANS = [
+    "patches=1",
+    "ulysses=2",
+    "pipefusion=2 patches=4",
+    "distrifusion=2",
+    # The second step is played, and computes the whole image.
+    "pipefusion=2 patches=4 warmup=3",
+    "distrifusion=2 warmup=3",
+    "ulysses=2 patches=4 warmup=3",
+    "ring=2 patches=4 warmup=3",
+]
 CPU = torch.device("cpu")
 GPU = replace(hardware.load_profile("epyc-2-cores"), runs_ahead=True)
 """A GPU that computes as the tests do; what memory a call needs is the same on all of them."""
@@ -90,7 +101,7 @@ def measure_recorded_call(family: str, text: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("text", ["patches=1", "ulysses=2", "pipefusion=2 patches=4", "distrifusion=2"])
+@pytest.mark.parametrize("text", PLANS)
 def test_the_memory_of_tapes_is_planned(pool: Pool, family: str, text: str) -> None:
     """Within a tenth on the rank that holds most. A failure means a plan that fits until its second step."""
     world = Plan.parse(text).world

@@ -393,6 +393,7 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
         "get_device_name": lambda device=None: about.name,
         "mem_get_info": lambda device=None: (memory_bytes - gpu.record.live_bytes, memory_bytes),
         "memory_allocated": lambda device=None: gpu.record.live_bytes,
+        "memory_reserved": lambda device=None: gpu.record.live_bytes,
         "max_memory_allocated": lambda device=None: gpu.record.peak_bytes,
         "memory_snapshot": list,
         "reset_peak_memory_stats": lambda device=None: None,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from ditile.cache.config_text import parse_cache_line
+from ditile.cache.config_text import NO_CACHE, parse_cache_line
 from ditile.distributed import env
 from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments, JsonObject, Seconds
@@ -94,6 +94,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         shares.append(list_rank_shares(job, profile))
         hosts.append(count_host_memory(subject, job, request.devices // question.hosts))
     best = result.prices[0]
+    can_record = can_record_calls(best.plan, profile) and search.skips.can_be_recorded(best.plan)
     return PlanAnswer(
         model=question.model,
         hardware=profile.name,
@@ -108,7 +109,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         host_memory_bytes=request.host_memory_bytes or profile.host_memory_bytes,
         models=subject.models,
         gaps=search.find_stage_gaps(best),
-        lacks_tape_memory=request.records and can_record_calls(best.plan, profile) and not best.unrecorded_s,
+        lacks_tape_memory=request.records and can_record and not best.unrecorded_s,
     )
 
 
@@ -133,8 +134,9 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool = False, exact:
         raise PlanError(f"cuda_graphs=True needs a GPU, and {profile.name} is a CPU; leave it out")
     request = replace(_make_search_request(question, devices, all_devices=all_devices), exact=exact)
     shape = subject.make_call_shape(call, profile.element_size)
-    cache = None if question.cache is None else parse_cache_line(question.cache)["cache_config"]
-    skips = predict_skipped_steps(cache, shape.steps, question.hit_rate)
+    cache = parse_cache_line(question.cache or NO_CACHE)
+    config = cache["cache_config"]
+    skips = predict_skipped_steps(config, shape.steps, question.hit_rate, cache.get("calibrator_config"))
     return PlanSearch(subject, call, profile, request, skips)
 
 
@@ -149,8 +151,7 @@ def _make_search_request(question: PlanQuestion, devices: int, *, all_devices: b
         max_latency_s=question.max_latency,
         warmup=question.warmup,
         all_devices=all_devices,
-        # Models with caches run as code.
-        records=question.cuda_graphs is not False and question.cache is None,
+        records=question.cuda_graphs is not False,
     )
 
 

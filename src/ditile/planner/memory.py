@@ -289,7 +289,7 @@ def _count_computed_numbers(
     elif schedule.warmup_group_size:
         image = -(-image // schedule.warmup_group_size)
         text = -(-text // schedule.warmup_group_size)
-    exchanged = _count_exchange_numbers(job) / plan.tensor * (image + text)
+    exchanged = _count_exchange_numbers(job, micro) / plan.tensor * (image + text)
     # If the sequence has no text, cross attention reads it.
     text = text or text_tokens
     most = max(moment.count_numbers(image, text) for moment in footprint.moments)
@@ -313,6 +313,8 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     is_split = len(schedule.split_micro_batches(whole)) > 1 or bool(schedule.select_warmup_group(whole))
     if schedule.has_stale_steps and (schedule.warmup < 3 or is_split):
         micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
+    # The last synchronous step, which keeps its keys, runs as code.
+    micro_steps = [whole if micro.patch is None and plan.distrifusion == 1 else micro for micro in micro_steps]
     computed = 0.0
     for micro in micro_steps:
         computed = max(computed, _count_computed_numbers(footprint, job, place, micro, text_tokens))
@@ -330,6 +332,9 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     # Each patch has a tape for each branch of guidance, and returns a prediction of the whole image.
     latents = shape.latent_bytes // shape.images * shape.batch
     results = len(patches) * branches * latents
+    if place.stage == plan.pipefusion - 1 and plan.num_patches * plan.token_ranks * plan.distrifusion > 1:
+        # All tokens after the last block, of which a call computes some.
+        results += branches * image * shape.token_channels * row
     inputs = branches * (latents + text * shape.token_channels * row)
     # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
     neighbours = (place.stage > 0) + (place.stage < plan.pipefusion - 1)
@@ -349,12 +354,19 @@ def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoord
     return int(shape.images * pixels * subject.count_decode_numbers(shape.frames) * shape.element_size / ranks)
 
 
-def _count_exchange_numbers(job: PlannedCall) -> float:
+def _count_exchange_numbers(job: PlannedCall, micro: MicroStep) -> float:
     """Numbers per token that an exchange around attention adds to the other live tensors."""
     tensors = 0
-    if job.plan.ulysses > 1:
-        # Queries, keys and values exist as sent, as received, and in order: 9. The 5 for stale keys is fitted.
-        tensors = 9 if job.plan.num_patches == 1 else 5
+    keeps_keys = job.plan.distrifusion == 1 and job.step_schedule.keeps_keys(micro.step)
+    if job.plan.ulysses > 1 and micro.patch is not None:
+        # Fitted, as the 8 below.
+        tensors = 5
+    elif job.plan.ulysses > 1:
+        # Queries, keys and values exist as sent, as received, and in order.
+        tensors = 8 if keeps_keys else 9
+    elif job.plan.ring > 1 and (micro.patch is not None or keeps_keys):
+        # Keys and values that are kept: this rank's, those of all ranks as they come, and joined.
+        tensors = 2 + 4 * job.plan.ring
     elif job.plan.ring > 1:
         # The keys and values that are passed on, the next keys and values, and the partial sum.
         tensors = 6

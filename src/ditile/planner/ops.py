@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
+from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 from ditile.planner.kernel_times import TransformerWork, Work, WorkMix
 from ditile.planner.memory import can_record_calls
@@ -44,6 +46,19 @@ PACKED_SENDS = {OpKind.SEND, OpKind.SEND_KEYS}
 """Messages that are sent in eight bits a number with `Plan.wire_dtype`."""
 
 
+class CachedCalls(Enum):
+    """How calls of a model with a cache are recorded."""
+
+    WHOLE = auto()
+    """As without it: it leaves out whole calls, or nothing."""
+    KNOWN = auto()
+    """What a call leaves out is known before it, and each decision has a tape."""
+    PROBED = auto()
+    """A probe decides within a call, which has tapes of two parts."""
+    CODE = auto()
+    """Not at all: numbers of the call decide elsewhere, or enter a forecast."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSkips:
     """What a cache is expected to leave out.
@@ -51,15 +66,31 @@ class CacheSkips:
     Attributes:
         steps: those whose blocks do not run.
         first, last: how many first and last blocks run in those steps too: the probe and the tail.
+        calls: how calls are recorded.
     """
 
     steps: frozenset[int] = frozenset()
     first: int = 1
     last: int = 0
+    calls: CachedCalls = CachedCalls.WHOLE
+
+    def can_be_recorded(self, plan: Plan) -> bool:
+        """Whether calls of some stage may be recorded under a plan."""
+        # What is sent before the probe cannot be sent again in the second part.
+        is_whole = self.calls is not CachedCalls.PROBED or plan.tensor == 1 or plan.pipefusion > 1
+        return is_whole and self.calls is not CachedCalls.CODE
+
+    def has_probe(self, blocks: range) -> bool:
+        """Whether a stage of these blocks computes some of a probe, or decides by it."""
+        return self.calls is CachedCalls.PROBED and blocks.start < max(self.first, 1)
 
     def can_skip_block(self, block: int, blocks: int) -> bool:
         """Whether a block of so many does not run in those steps."""
         return self.first <= block < blocks - self.last
+
+
+NO_SKIPS = CacheSkips()
+"""Without a cache."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +181,8 @@ class OpPricer:
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = compute_slowdown(basis.profile, self._host)
         self._fuses = FUSED in basis.profile.pointwise
-        # Models with caches run as before.
-        self.records = basis.records and not skips.steps and can_record_calls(job.plan, self._profile)
+        can_record = can_record_calls(job.plan, self._profile) and skips.can_be_recorded(job.plan)
+        self.records = basis.records and can_record
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 
@@ -166,7 +197,7 @@ class OpPricer:
         for stage, blocks in enumerate(self.job.stages):
             num_skippable = sum(map(self._is_skippable_block, blocks)) if self.skips.steps else 0
             place = stage == 0, stage == last, stage < group_size
-            kind = self._basis.fingerprint_work(blocks), num_skippable, place
+            kind = self._basis.fingerprint_work(blocks), num_skippable, self.skips.has_probe(blocks), place
             alike.append(first_stages.setdefault(kind, stage))
         return alike
 
@@ -201,9 +232,13 @@ class OpPricer:
             alike.append(first_patches.setdefault(kind, patch))
         return alike
 
-    def is_played(self, step: int) -> bool:
-        """Whether the calls of a step are played, which the host starts segment by segment."""
-        return step in self._played_steps
+    def is_played(self, step: int, stage: int) -> bool:
+        """Whether a stage plays the calls of a step, which the host starts segment by segment."""
+        if step not in self._played_steps:
+            return False
+        # The model runs in both parts of a call that a probe divides, so nothing may be sent before it.
+        is_divisible = self.job.plan.pipefusion == 1 and self.job.plan.tensor == 1
+        return is_divisible or not self.skips.has_probe(self.job.stages[stage])
 
     @cached_property
     def _played_steps(self) -> frozenset[int]:
@@ -220,6 +255,8 @@ class OpPricer:
         # messages in the first one, and keys of cross attention are made there.
         is_second_alike = schedule.steps > 1 and not schedule.keeps_keys(1)
         has_work_of_its_own = schedule.stages > 1 or bool(self.job.spec.cross)
+        # A cache of blocks has nothing to reuse yet.
+        has_work_of_its_own = has_work_of_its_own or self.skips.calls is not CachedCalls.WHOLE
         if step == 0 and (has_work_of_its_own or not is_second_alike):
             return True
         # The last step before stale keys are read makes the memory that they are kept in.
@@ -345,16 +382,21 @@ class OpPricer:
         # Outside of its blocks a forward has all tokens, in the call of each patch. That is next to nothing in families
         # with a `ModelSpec`, by whose published latencies the profiles were fitted without it.
         end_tokens = tokens if job.spec.example else tokens.count_all_tokens()
+        first_load = self._basis.compute_load(work.first, end_tokens)
         if place.stage == 0 or is_group:
-            total = total.combine_loads(self._basis.compute_load(work.first, end_tokens))
+            total = total.combine_loads(first_load)
         if place.stage == job.plan.pipefusion - 1 or is_group:
             total = total.combine_loads(self._basis.compute_load(work.last, end_tokens))
-        if self.is_played(op.step):
+        if self.is_played(op.step, place.stage):
             # A segment ends where activations arrive, and where they leave.
             num_segments = 1 + (place.stage > 0) + (place.stage < job.plan.pipefusion - 1)
             if self._makes_shared_outputs(micro, mix):
                 # Copies of these outputs are a segment after the call.
                 num_segments += 1
+            if self.skips.has_probe(blocks):
+                # The host starts the second part, which computes the model's beginning again, when the first is done.
+                num_segments += 1
+                total = total.combine_loads(first_load).combine_loads(DeviceLoad(self._profile.segment_s, 0.0))
             return total._replace(host=num_segments * self._profile.segment_s)
         # A patch may be so small that its kernels are done before the host has started the next ones.
         started = sum(times for _, times in mix.blocks) * self._profile.block_s
@@ -434,7 +476,7 @@ class OpPricer:
             starting = link.call_s
             if kind == "tensor" and link.sum_s is not None:
                 starting = link.sum_s
-            if self.is_played(micro.step):
+            if self.is_played(micro.step, place.stage):
                 starting += SEGMENTS_PER_EXCHANGE.get(kind, 1) * self._profile.segment_s
             total = total.combine_loads(DeviceLoad(sending, calls * starting))
         return total

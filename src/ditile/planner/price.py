@@ -20,7 +20,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind
 from ditile.plan.simulate import Occupancy, Span, measure_occupancy, simulate_schedule
-from ditile.planner.ops import CacheSkips, MachineWork, OpPricer, UnlikeOpPricer
+from ditile.planner.ops import NO_SKIPS, CacheSkips, MachineWork, OpPricer, UnlikeOpPricer
 
 ROUNDED = 1e-12
 """Share of a latency by which sums in another order differ."""
@@ -66,10 +66,9 @@ class Price:
 class Pricer(MachineWork):
     """Prices the calls of one model on one machine."""
 
-    def make_op_pricer(self, job: PlannedCall, skips: CacheSkips | None = None) -> OpPricer:
+    def make_op_pricer(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> OpPricer:
         """What prices the ops of a call. Raises `PlanError` if the devices of some ranks are not known."""
         self.profile.check_rank_count(job.plan.world)
-        skips = skips or CacheSkips()
         works = self._work_of_ranks
         # Ranks with alike devices and unlike shares differ too.
         if not works and job.plan.token_weights is not None:
@@ -92,7 +91,7 @@ class Pricer(MachineWork):
             works.append(MachineWork(self.transformer_work, profile, self.text_tokens, self.host, self.records))
         return works
 
-    def price_call(self, job: PlannedCall, skips: CacheSkips | None = None, memory_bytes: int = 0) -> Price:
+    def price_call(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS, memory_bytes: int = 0) -> Price:
         """The price of a call."""
         ops = self.make_op_pricer(job, skips)
         latency, _ = _simulate_loop(ops, free=False)
@@ -110,18 +109,18 @@ class Pricer(MachineWork):
             memory_bytes=memory_bytes,
         )
 
-    def predict_latency(self, job: PlannedCall, skips: CacheSkips | None = None) -> float:
+    def predict_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
         """The latency of a price, without the rest of it."""
         latency, _ = _simulate_loop(self.make_op_pricer(job, skips), free=False)
         return latency
 
-    def predict_unrecorded_latency(self, job: PlannedCall, skips: CacheSkips | None = None) -> float:
+    def predict_unrecorded_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
         """The latency without recorded steps; 0 where none are recorded."""
         if not self.make_op_pricer(job, skips).records:
             return 0.0
         return replace(self, records=False).predict_latency(job, skips)
 
-    def measure_occupancy(self, job: PlannedCall, skips: CacheSkips | None = None) -> Occupancy:
+    def measure_occupancy(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> Occupancy:
         """The gaps of the stages in a loop, and what a second call in flight on the same stages would bring."""
         ops = self.make_op_pricer(job, skips)
         return measure_occupancy(
@@ -131,7 +130,7 @@ class Pricer(MachineWork):
             ops.get_travel_seconds,
         )
 
-    def bound_latency(self, job: PlannedCall, skips: CacheSkips | None = None) -> float:
+    def bound_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
         """Seconds for which the busiest stage is occupied: the loop takes at least as long, however stages wait."""
         ops = self.make_op_pricer(job, skips)
         # Steps of one kind have the same work, and so have stages that are alike.

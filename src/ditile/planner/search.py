@@ -20,7 +20,15 @@ from typing import Any, Literal, NamedTuple
 
 from ditile.cache.build import build_skip_rules
 from ditile.cache.calls.scheduled import spread_steps
-from ditile.cache.config import BlockCacheConfig, CacheConfig, FittedScheduleConfig
+from ditile.cache.config import (
+    BlockCacheConfig,
+    CacheConfig,
+    Calibration,
+    DBPruneConfig,
+    DMDCalibratorConfig,
+    FittedScheduleConfig,
+)
+from ditile.cache.methods.spectrum import SpectrumConfig
 from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
@@ -29,7 +37,7 @@ from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.plan.stages import weigh_shares
 from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
-from ditile.planner.ops import CacheSkips
+from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
@@ -179,7 +187,7 @@ def search_plans(
     call: CallArguments,
     profile: Profile,
     request: SearchRequest,
-    skips: CacheSkips | None = None,
+    skips: CacheSkips = NO_SKIPS,
 ) -> SearchResult:
     """The fastest of all legal plans that fit, with their prices.
 
@@ -197,7 +205,7 @@ class PlanSearch:
     call: CallArguments
     profile: Profile
     request: SearchRequest
-    skips: CacheSkips | None = None
+    skips: CacheSkips = NO_SKIPS
 
     @cached_property
     def shape(self) -> Shape:
@@ -472,7 +480,8 @@ class PlanSearch:
 
     def _count_peaks(self, job: PlannedCall) -> dict[int, int]:
         words = self.pricer.text_tokens
-        return count_peaks_of_ranks(self.subject, job, self.profile, words, records=self.request.records)
+        records = self.request.records and self.skips.can_be_recorded(job.plan)
+        return count_peaks_of_ranks(self.subject, job, self.profile, words, records=records)
 
     def _insert_price(self, prices: list[Price], sized: SizedJob) -> None:
         price = self.pricer.price_call(sized.job, self.skips, sized.memory)
@@ -709,12 +718,15 @@ def list_divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n < number]
 
 
-def predict_skipped_steps(config: CacheConfig | None, steps: int, hit_rate: float | None = None) -> CacheSkips:
-    """The steps that a cache leaves out.
+def predict_skipped_steps(
+    config: CacheConfig | None, steps: int, hit_rate: float | None = None, forecast: Calibration | None = None
+) -> CacheSkips:
+    """The steps that a cache leaves out, and how its calls are recorded.
 
     Args:
         config: the cache; None leaves nothing out.
         steps: of the generation.
+        forecast: of what is left out.
         hit_rate: the share, from 0 to 1, that is left out of the steps whose difference is measured. Caches whose rules
             alone decide (a threshold of 1, a static mask) need none.
 
@@ -722,7 +734,7 @@ def predict_skipped_steps(config: CacheConfig | None, steps: int, hit_rate: floa
         PlanError: if the cache measures differences and no hit rate is given.
     """
     if config is None:
-        return CacheSkips()
+        return NO_SKIPS
     if isinstance(config, FittedScheduleConfig):
         # A fitted schedule leaves out other steps, but as many.
         computed = spread_steps(steps, config.count_computed(steps)).list_computed_steps()
@@ -749,5 +761,10 @@ def predict_skipped_steps(config: CacheConfig | None, steps: int, hit_rate: floa
             hits -= 1
         skipped = is_hit or verdict is RuleVerdict.SKIP
         rules.record_decision(step, record, skipped=skipped, difference=None)
+    calls = CachedCalls.KNOWN if rules.decide_alone else CachedCalls.PROBED
+    # Each block decides, or the weights of the forecast are numbers of the host.
+    if isinstance(config, DBPruneConfig | SpectrumConfig) or isinstance(forecast, DMDCalibratorConfig):
+        calls = CachedCalls.CODE
     first = rules.config.Fn_compute_blocks
-    return CacheSkips(steps=frozenset(record.skipped), first=first, last=rules.config.Bn_compute_blocks)
+    last = rules.config.Bn_compute_blocks
+    return CacheSkips(steps=frozenset(record.skipped), first=first, last=last, calls=calls)

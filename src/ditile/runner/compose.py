@@ -234,7 +234,7 @@ class Composition:
         for cache in self.model_caches:
             cache.renew_hooks()
         with ExitStack() as stack:
-            self._attach_recorder(stack, models)
+            self._attach_recorder(stack)
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
@@ -265,17 +265,25 @@ class Composition:
                     self.recorder.release_after(error)
                 raise
 
-    def _attach_recorder(self, stack: ExitStack, models: list[nn.Module]) -> None:
+    def _attach_recorder(self, stack: ExitStack) -> None:
         """Lets calls of the models be recorded until the stack is closed; no hook of a call may be on them yet."""
         self.loop.recorder = self.recorder
         if self.recorder is not None:
-            self.recorder.begin_generation(self._explain_unrecorded_calls(self.recorder, models))
+            self.recorder.begin_generation()
             self.loop.when_over.append(self.recorder.end_generation)
             stack.callback(self.loop.when_over.clear)
 
-    def _explain_unrecorded_calls(self, recorder: RecordedSteps, models: list[nn.Module]) -> str:
+    def prepare_recorder(self) -> bool:
+        """Looks at what is on the models before a call; returns whether this rank may record calls of them."""
+        if self.recorder is None:
+            return False
+        self.recorder.caches = {cache.transformer: cache for cache in self.block_caches}
+        self.recorder.refusal = self._explain_unrecorded_calls(self.recorder)
+        return not self.recorder.refusal
+
+    def _explain_unrecorded_calls(self, recorder: RecordedSteps) -> str:
         """Why calls of the models as they are now, before the hooks of a call are on them, are not recorded."""
-        recorder.caches = {cache.transformer: cache for cache in self.block_caches}
+        models = [hooks.transformer for hooks in self.block_hooks.models]
         if not recorder.caches.keys() <= set(models):
             return "a cache is on a model that is not divided"
         # It may keep something in Python.
@@ -395,9 +403,9 @@ class LayerAttentionBuilder:
         kernel: the attention kernel; None leaves it to each processor.
         warmup_group: the stages that compute the synchronous steps together, if they do.
         checks: asserts the ages of keys, if given.
-        records: whether calls may be recorded.
 
     Attributes:
+        records: whether calls of the generation may be recorded on some rank.
         stale_keys: the class that keeps the keys of PipeFusion's patches.
         rotary: applies rotary embeddings in fewer kernels.
     """
@@ -412,10 +420,8 @@ class LayerAttentionBuilder:
         kernel: DiffusersKernel | None,
         warmup_group: WarmupGroup | None,
         checks: AgeChecks | None,
-        *,
-        records: bool = False,
     ) -> None:
-        self._records = records
+        self.records = False
         self._plan = plan
         self._mesh = mesh
         self._now = loop.generation
@@ -423,6 +429,11 @@ class LayerAttentionBuilder:
         self._warmup_group = warmup_group
         self._checks = checks
         self._exchange = self._build_exchange()
+        self._masks: LocalKeyMaskSource | GatheredKeyMaskSource = LocalKeyMaskSource()
+        if mesh.sequence.num_ranks > 1:
+            self._masks = GatheredKeyMaskSource(
+                mesh.sequence, mesh["ulysses"], mesh.traffic, plan.head_weights, remembers=lambda: not self.records
+            )
         self.rotary = RotaryEmbedding()
         # All layers write this one tensor, which keeps their messages in order where blocks are compiled.
         self._turn = torch.tensor(0)
@@ -446,17 +457,7 @@ class LayerAttentionBuilder:
         if kernel is None:
             kernel = DiffusersKernel(backend) if through_dispatch else NATIVE
         keys = self._build_layer_keys(layer, kernel)
-        sequence = self._mesh.sequence
-        masks: LocalKeyMaskSource | GatheredKeyMaskSource = LocalKeyMaskSource()
-        if sequence.num_ranks > 1:
-            masks = GatheredKeyMaskSource(
-                sequence,
-                self._mesh["ulysses"],
-                self._mesh.traffic,
-                self._plan.head_weights,
-                remembers=not self._records,
-            )
-        return AttentionCore(self._now, self._exchange, keys, masks, kind=kind, turn=self._turn)
+        return AttentionCore(self._now, self._exchange, keys, self._masks, kind=kind, turn=self._turn)
 
     def _build_exchange(self) -> HeadExchange:
         axis = self._mesh["ulysses"]
@@ -675,8 +676,7 @@ def _build_attention(
     options: CompositionOptions,
 ) -> LayerAttentionBuilder:
     """What builds the attention of each layer."""
-    records = options.recorder is not None
-    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks, records=records)
+    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks)
     if options.recorder is not None:
         options.recorder.scopes = (attention.rotary.hide_tables,)
     return attention

@@ -33,7 +33,7 @@ from ditile.distributed.mesh import (
     find_local_rank,
     is_world_broken,
 )
-from ditile.distributed.recording.segments import GraphSegments
+from ditile.distributed.recording.segments import GraphSegments, has_room_to_capture
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.model import registry
@@ -499,6 +499,7 @@ class Runner:
         """The arguments by name. Raises on every rank if one refuses the call, or they were called differently."""
         parts = self._parts
         parts.trial.is_due = parts.trial.find_new_code()
+        may_record = parts.prepare_recorder()
         bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"])
         if self.mesh.everyone is None:
             return bind()
@@ -513,6 +514,7 @@ class Runner:
                 "loras": digest.describe_loras(self.pipe.components),
                 "cannot_stream": parts.serial_plan is not None and parts.explain_streaming_refusal() is not None,
                 "has_new_code": parts.trial.is_due,
+                "may_record": may_record,
                 "is_spoiled": self.mesh.groups.is_spoiled,
             }
 
@@ -521,6 +523,8 @@ class Runner:
         parts.loop.lets_group_rest = any(rank["cannot_stream"] for rank in everyone)
         # A hook on one rank is enough: all must make the call of a trial.
         parts.trial.is_due = any(rank["has_new_code"] for rank in everyone)
+        # A mask that one rank gathers in a recorded call, the others gather too.
+        parts.attention.records = any(rank["may_record"] for rank in everyone)
         # Messages of a failed call may still be on their way in the groups of any rank.
         if any(rank["is_spoiled"] for rank in everyone):
             self.mesh.groups.begin_epoch()
@@ -880,7 +884,9 @@ def build_recorder(setting: bool | Literal["auto"], plan: Plan, device: torch.de
     if setting == AUTO:
         host_limit = HostLimit(lambda: CudaEvents(device))
     memory_bytes = torch.cuda.get_device_properties(device).total_memory
-    return RecordedSteps(lambda: GraphSegments(device), host_limit, int(memory_bytes * SHARE_OF_MEMORY))
+    limit_bytes = int(memory_bytes * SHARE_OF_MEMORY)
+    has_room = functools.partial(has_room_to_capture, device)
+    return RecordedSteps(lambda: GraphSegments(device), host_limit, limit_bytes, has_room)
 
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:

@@ -119,6 +119,26 @@ def list_tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: int) -> bool:
+    """Whether a call can be captured on a GPU, and later ones still run as code; frees what the capture will need.
+
+    Args:
+        device: the GPU.
+        pools_bytes: of the pools of all graphs.
+        own_pool_bytes: of the pool that the capture uses.
+    """
+    allocated = torch.cuda.memory_allocated(device)
+    # A capture takes as much as the code of a call, whose own memory is not in a pool.
+    working = torch.cuda.max_memory_allocated(device) - allocated
+    needed = max(0, working - own_pool_bytes)
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = max(0, torch.cuda.memory_reserved(device) - allocated - pools_bytes)
+    if free < needed:
+        # While a graph is captured, torch's allocator gives back nothing of what it keeps for others.
+        torch.cuda.empty_cache()
+    return free + cached >= needed + working
+
+
 class GraphSegments:
     """Segments as CUDA graphs that share their memory.
 

@@ -71,7 +71,7 @@ class Tape:
 
     Attributes:
         actions: segments and messages, in order.
-        held: memory that is read or written, and belongs to the tape alone.
+        held: memory that is read or written, and what its segments share with other tapes.
         num_segments, num_messages: how many of each.
     """
 
@@ -97,6 +97,7 @@ class Recording:
     def __init__(self, segments: Segments) -> None:
         self.tape = Tape()
         self._segments = segments
+        self.tape.held.append(segments)
 
     @contextmanager
     def record_within(self) -> Iterator[Tape]:

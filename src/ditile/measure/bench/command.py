@@ -313,7 +313,9 @@ def predict_cell(
     pricer = make_pricer(subject.planner_subject, arguments, profile, ranks_per_host, records=records)
     seconds = None
     try:
-        skips = predict_skipped_steps(cell.cache_configs["cache_config"], job.shape.steps)
+        cache = cell.cache_configs
+        forecast = cache.get("calibrator_config")
+        skips = predict_skipped_steps(cache["cache_config"], job.shape.steps, forecast=forecast)
     except PlanError:
         # Which steps the cache skips depends on measured differences.
         skips = None

@@ -397,6 +397,7 @@ class GenerationMemory:
         kept_buffers: where keys and values stay from one generation to the next, if they do.
 
     Attributes:
+        constants: what was made in this generation and does not change in it, see `get_constant`.
         outputs: of modules that need not compute them again.
         epoch: replaced by another object after whatever may have changed the model.
         begun_models: models and branches of guidance that were called, as recorded calls note them.
@@ -409,7 +410,7 @@ class GenerationMemory:
         self._buffers: dict[Hashable, Tensor] = {}
         self._messages: dict[Hashable, Tensor] = {}
         self._asked_buffers: set[Hashable] | None = None
-        self._constants: dict[Hashable, Any] = {}
+        self.constants: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, RememberedOutput] = {}
         self.epoch = object()
         self.begun_models: set[Hashable] = set()
@@ -493,12 +494,12 @@ class GenerationMemory:
 
     def get_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A value that does not change during the generation, made once."""
-        if key not in self._constants:
+        if key not in self.constants:
             with hide_from_recording():
-                self._constants[key] = make()
+                self.constants[key] = make()
         if self._read_constant is not None:
-            return self._read_constant(key, self._constants[key])
-        return self._constants[key]
+            return self._read_constant(key, self.constants[key])
+        return self.constants[key]
 
     @contextmanager
     def read_constants_with(self, read: Callable[[Hashable, Any], Any]) -> Iterator[None]:
@@ -508,14 +509,6 @@ class GenerationMemory:
             yield
         finally:
             self._read_constant = None
-
-    def has_constant(self, key: Hashable) -> bool:
-        """Whether a constant was made in this generation."""
-        return key in self._constants
-
-    def find_constant(self, key: Hashable) -> Any:
-        """A constant that was made."""
-        return self._constants[key]
 
     # What a recorded call has to know of keys
 
@@ -604,7 +597,7 @@ class GenerationMemory:
 
     def forget_constants(self) -> None:
         """Forgets what was constant in the generation: a callback may have changed what it was made of."""
-        self._constants.clear()
+        self.constants.clear()
         self.outputs.clear()
         self._slices.clear()
         # Calls that were recorded before must look at the model again.

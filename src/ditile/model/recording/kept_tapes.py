@@ -49,7 +49,8 @@ class StaticInput:
             self.tensor.copy_(source)
             return
         state = (source.data_ptr(), source._version, source.shape, source.stride())
-        if state != self._state:
+        # Compiled code that replays graphs of its own returns one tensor again and again, with other numbers.
+        if state != self._state or torch._C._is_cached_tensor(source):  # type: ignore[attr-defined]
             self.tensor.copy_(source)
         # Referenced here, so that no other tensor gets its memory and looks like it.
         self._source = source
@@ -158,23 +159,28 @@ class KeptTapes:
     Args:
         make_segments: makes what captures calls, for each size of images.
         limit_bytes: most that tapes hold, with the keys and values that stay for them.
+        has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
 
     Attributes:
         generation: the number of the current call of the pipeline.
         kept_buffers: keys and values, which stay where they are from generation to generation.
     """
 
-    def __init__(self, make_segments: Callable[[], Segments], limit_bytes: int) -> None:
+    def __init__(
+        self, make_segments: Callable[[], Segments], limit_bytes: int, has_room: Callable[[int, int], bool]
+    ) -> None:
         self._make_segments = make_segments
         self._limit_bytes = limit_bytes
+        self._has_room = has_room
         self.generation = 0
         # Both must go at once with their owner, and not only with the next collection of cycles.
         self.kept_buffers = KeptBuffers(partial(KeptTapes.make_room, proxy(self)))
         self._calls: dict[Hashable, CallTape] = {}
         # Tapes reference the memory they read, so memory that none reads is freed.
         self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
-        # Tapes of one size share memory, which goes with the last of them.
-        self._segments: dict[Hashable, Segments] = {}
+        # Tapes of one size share memory, which goes with the last of them, and not while one is recorded.
+        self._segments: WeakValueDictionary[Hashable, Segments] = WeakValueDictionary()
+        self._pool_bytes: dict[Hashable, int] = {}
         self._tape_bytes = 0
 
     @property
@@ -207,10 +213,12 @@ class KeptTapes:
         self._calls[key] = call
 
     def get_segments(self, size: Hashable) -> Segments:
-        """What captures calls on images of a size."""
-        if size not in self._segments:
-            self._segments[size] = self._make_segments()
-        return self._segments[size]
+        """What captures calls on images of a size; it stays as long as a tape holds it."""
+        segments = self._segments.get(size)
+        if segments is None:
+            segments = self._make_segments()
+            self._segments[size] = segments
+        return segments
 
     def get_static(self, owner: Hashable, like: Tensor) -> StaticInput:
         """Memory like a tensor's, for one purpose."""
@@ -246,18 +254,31 @@ class KeptTapes:
     def make_room(self, num_bytes: int) -> bool:
         """Forgets what was not used for the longest time until so much more fits; False if that is not enough."""
         while self.num_bytes + num_bytes > self._limit_bytes:
-            used = [call.last_used for call in self._list_taped_calls()]
-            oldest = min([*used, *self.kept_buffers.list_generations()], default=self.generation)
-            if oldest >= self.generation:
+            if not self._drop_oldest():
                 return False
-            self._drop_calls_of(oldest)
-            self.kept_buffers.drop_memory_of(oldest)
+        return True
+
+    def make_room_to_capture(self, size: Hashable) -> bool:
+        """The same until a call on images of a size can be captured, by the memory of the device that is free."""
+        while not self._has_room(sum(self._pool_bytes.values()), self._pool_bytes.get(size, 0)):
+            if not self._drop_oldest():
+                return False
+        return True
+
+    def _drop_oldest(self) -> bool:
+        """Forgets what was not used for the longest time; False if this generation uses all that is left."""
+        used = [call.last_used for call in self._list_taped_calls()]
+        oldest = min([*used, *self.kept_buffers.list_generations()], default=self.generation)
+        if oldest >= self.generation:
+            return False
+        self._drop_calls_of(oldest)
+        self.kept_buffers.drop_memory_of(oldest)
         return True
 
     def clear(self) -> None:
         """Forgets everything, and frees the memory."""
         self._calls.clear()
-        self._segments.clear()
+        self._pool_bytes.clear()
         self._tape_bytes = 0
         self.kept_buffers.clear()
 
@@ -270,11 +291,8 @@ class KeptTapes:
         self._count_tape_bytes()
 
     def _count_tape_bytes(self) -> None:
-        """Counts the memory of all tapes, and frees that of sizes without any."""
+        """Counts the memory of all tapes."""
         tapes = [call.tape for call in self._calls.values() if call.tape is not None]
-        sizes = {call.size for call in self._list_taped_calls()}
-        for size in self._segments.keys() - sizes:
-            del self._segments[size]
         tensors = list_tensors([tape.held for tape in tapes])
         tensors += [static.tensor for static in self._statics.values()]
         # Several tapes may hold the same memory.
@@ -282,5 +300,5 @@ class KeptTapes:
         for tensor in tensors:
             memory = tensor.untyped_storage()
             storages[memory.data_ptr()] = memory.nbytes()
-        pools = [segments.num_bytes for segments in self._segments.values()]
-        self._tape_bytes = sum(storages.values()) + sum(pools)
+        self._pool_bytes = {size: segments.num_bytes for size, segments in self._segments.items()}
+        self._tape_bytes = sum(storages.values()) + sum(self._pool_bytes.values())

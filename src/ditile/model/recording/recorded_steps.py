@@ -51,6 +51,7 @@ FIRST_KEYS = "it makes its first keys"
 WATCHED = "the first call of its form"
 UNMEASURED = "not measured yet"
 GPU_LIMITED = "the GPU is the limit"
+NO_ROOM = "tapes hold as much as they may"
 
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Arguments and results that are told apart by their values."""
@@ -89,6 +90,7 @@ class RecordedSteps:
         make_segments: makes what captures a call.
         host_limit: measures calls, of which those are recorded that the host limits; None records all.
         limit_bytes: most that tapes hold, with the keys and values that stay for them.
+        has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
 
     Attributes:
         refusal: why calls of the current generation cannot be recorded; empty if they can.
@@ -103,10 +105,14 @@ class RecordedSteps:
     """
 
     def __init__(
-        self, make_segments: Callable[[], Segments], host_limit: HostLimit | None = None, limit_bytes: int = sys.maxsize
+        self,
+        make_segments: Callable[[], Segments],
+        host_limit: HostLimit | None = None,
+        limit_bytes: int = sys.maxsize,
+        has_room: Callable[[int, int], bool] = lambda all_bytes, own_bytes: True,
     ) -> None:
         self._host_limit = host_limit
-        self._tapes = KeptTapes(make_segments, limit_bytes)
+        self._tapes = KeptTapes(make_segments, limit_bytes, has_room)
         self.kept_buffers = self._tapes.kept_buffers
         self.refusal = ""
         self.caches: Mapping[nn.Module, BlockCache] = {}
@@ -137,9 +143,8 @@ class RecordedSteps:
         # The first call may load kernels, and the events of the last one that is measured are read a call later.
         return 1 + CALLS_IN_A_ROW + 1 + WATCH_AND_RECORD
 
-    def begin_generation(self, refusal: str) -> None:
-        """A call of the pipeline begins, whose calls of models cannot be recorded for a reason, if there is one."""
-        self.refusal = refusal
+    def begin_generation(self) -> None:
+        """A call of the pipeline begins."""
         self._tapes.begin_generation()
         self._counts_before = (self.num_recorded, self.num_played, self.problems + self.preparations)
         if self._host_limit is not None:
@@ -270,11 +275,11 @@ class RecordedSteps:
         problem = call.problem or call.model_problem
         if problem:
             return self._run_code(problem, forward, args, kwargs)
-        if not all(map(now.memory.has_constant, call.constant_keys)):
+        if not call.constant_keys <= now.memory.constants.keys():
             return self._look_at_call(call, now, forward, args, kwargs)
-        # They would lie in memory that tapes share.
-        if call.tape is None and not call.made_stores <= now.memory.list_written_steps(now.branch).keys():
-            return self._run_code(FIRST_KEYS, forward, args, kwargs)
+        problem = self._explain_missing_tape(call, now)
+        if problem:
+            return self._run_code(problem, forward, args, kwargs)
         self._fill_constants(call, now.memory, model)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, now, forward, args, kwargs)
@@ -282,6 +287,7 @@ class RecordedSteps:
         if call.tape is None:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             result = self._record_call(call, now, model, forward, args, kwargs)
+            self._fit_tape(call)
         else:
             now.memory.mark_segments(call.marks, now.micro_step.step)
             call.tape.play()
@@ -293,6 +299,15 @@ class RecordedSteps:
             self.has_played = True
             self.num_played += 1
         return pytree.tree_map_only(Tensor, torch.clone, result)
+
+    def _explain_missing_tape(self, call: CallTape, now: Generation) -> str:
+        """Why a call has no tape and cannot be recorded now, or nothing."""
+        if call.tape is not None:
+            return ""
+        # They would lie in memory that tapes share.
+        if not call.made_stores <= now.memory.list_written_steps(now.branch).keys():
+            return FIRST_KEYS
+        return "" if self._tapes.make_room_to_capture(call.size) else NO_ROOM
 
     def _can_play_at_once(self, call: CallTape, now: Generation, model: nn.Module) -> bool:
         """Whether a call in the first step of a generation is the same as in an earlier one, but for its arguments."""
@@ -405,25 +420,16 @@ class RecordedSteps:
         memory = now.memory
         written = memory.list_written_steps(now.branch)
         unknown: list[Hashable] = []
-
-        def read_constant(key: Hashable, value: Any) -> Any:
-            if key not in call.constants:
-                unknown.append(key)
-                return value
-            return call.constants[key].statics
-
         survey = survey_model(model)
         watch = OperatorWatch()
         recording = Recording(self._tapes.get_segments(call.size))
-        constants = memory.read_constants_with(read_constant)
         shared = self._list_shared_outputs(call, now)
-        noted = memory.list_marks(now.micro_step.step)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._hide_remembered(now, shared))
-                marks = stack.enter_context(noted)
+                marks = stack.enter_context(memory.list_marks(now.micro_step.step))
                 call.buffers = stack.enter_context(memory.note_asked_buffers())
-                stack.enter_context(constants)
+                stack.enter_context(memory.read_constants_with(_make_constant_reader(call, unknown)))
                 stack.enter_context(watch)
                 stack.enter_context(recording.record_within())
                 result = forward(*args, **kwargs)
@@ -463,7 +469,7 @@ class RecordedSteps:
     def _keep_tape(
         self, recording: Recording, call: CallTape, now: Generation, model: nn.Module, shared: Outputs
     ) -> None:
-        """Keeps a tape for later calls, as far as the memory that it holds allows."""
+        """Keeps a tape for later calls."""
         try:
             if now.micro_step.patch is not None:
                 self._shared.keep_outputs(recording, shared)
@@ -473,10 +479,15 @@ class RecordedSteps:
             return
         call.tape = recording.tape
         call.addresses = self._list_addresses(call, now, model)
+
+    def _fit_tape(self, call: CallTape) -> None:
+        """Drops a new tape if tapes hold too much with it."""
+        if call.tape is None:
+            return
         if self._tapes.enforce_limit():
-            self._shared.note_play(recording.tape)
+            self._shared.note_play(call.tape)
         else:
-            call.give_up("tapes hold as much as they may")
+            call.give_up(NO_ROOM)
             self._tapes.enforce_limit()
 
     def _end_recording(self, error: RuntimeError) -> None:
@@ -516,7 +527,7 @@ class RecordedSteps:
     def _fill_constants(self, call: CallTape, memory: GenerationMemory, model: nn.Module) -> None:
         """Copies the constants of this generation, before any segment: a tape only reads them."""
         for key in call.constant_keys:
-            value = memory.find_constant(key)
+            value = memory.constants[key]
             if key not in call.constants or not call.constants[key].fill(value):
                 # What the tape computes may depend on the numbers of a constant.
                 call.drop_tape()
@@ -545,6 +556,18 @@ class RecordedSteps:
             addresses, problem = survey_model(model)
             self._models[id(model)] = (now.memory.epoch, addresses, problem)
         return addresses, problem
+
+
+def _make_constant_reader(call: CallTape, unknown: list[Hashable]) -> Callable[[Hashable, Any], Any]:
+    """What gives a call its constants in memory that stays, and lists those that it did not ask for before."""
+
+    def read_constant(key: Hashable, value: Any) -> Any:
+        if key not in call.constants:
+            unknown.append(key)
+            return value
+        return call.constants[key].statics
+
+    return read_constant
 
 
 def _shares_outputs(call: CallTape, now: Generation) -> bool:
@@ -595,7 +618,7 @@ def _is_first_call(now: Generation, model: nn.Module) -> bool:
     """Whether a model is called for the first time, as the second one of Wan 2.2 in mid-run: it finds constants."""
     begun = now.memory.begun_models
     key = (model, now.branch)
-    is_first = now.calls is None or now.micro_step.step == 0
+    is_first = _is_first_step(now)
     # Nothing has begun where the steps so far were in no place of their own.
     if begun and key not in begun:
         is_first = True

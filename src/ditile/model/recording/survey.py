@@ -20,6 +20,8 @@ _NAMES_OF_MODULES = frozenset(vars(nn.Module()))
 _NUMBERS = (bool, int, float, str, list, tuple)
 _PLAIN_WEIGHTS = frozenset((nn.Parameter, Tensor, type(None)))
 _READ_ADDRESS = operator.methodcaller("data_ptr")
+_READ_STRIDES = operator.methodcaller("stride")
+_READ_FORM = operator.attrgetter("shape", "dtype")
 
 
 def survey_model(model: nn.Module) -> tuple[Any, str]:
@@ -72,8 +74,10 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
                 problem = f"weights are of class {type(part).__name__}"
     if problem:
         return (), problem
-    addresses = tuple(map(_READ_ADDRESS, filter(torch.is_tensor, (*weights, *parts))))
-    return (addresses, settings), ""
+    tensors = [*filter(torch.is_tensor, (*weights, *parts))]
+    # Other weights may have come to the same memory.
+    places = [tuple(map(read, tensors)) for read in (_READ_ADDRESS, _READ_STRIDES, _READ_FORM)]
+    return (places, settings), ""
 
 
 def list_weight_memory(model: nn.Module) -> list[Tensor]:

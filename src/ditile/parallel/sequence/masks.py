@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -16,19 +16,20 @@ from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_weighted_chunk
 
 KIND = "masks"
-MAX_CACHED_MASKS = 1024  # guidance branches x the layers that share one core
+MAX_CACHED_MASKS = 1024
+"""Masks of all layers and guidance branches that are kept."""
 
 
 class GatheredKeyMaskSource:
-    """The masks of one layer.
+    """The masks of all layers.
 
     Args:
         axis: all ranks that split the tokens; those along ulysses are neighbours.
         ulysses: those that split the heads too.
         traffic: counts bytes.
         weights: of the shares of the heads along ulysses; equal by default.
-        remembers: whether a mask that comes again is not gathered again. Recorded calls must not: they would find the
-            mask in the memory of another, and all ranks have to send alike.
+        remembers: whether a mask that comes again is not gathered again, on all ranks alike. Recorded calls must not:
+            they would find the mask in the memory of another, and all ranks have to send alike.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class GatheredKeyMaskSource:
         traffic: Traffic,
         weights: tuple[float, ...] | None = None,
         *,
-        remembers: bool = True,
+        remembers: Callable[[], bool] = lambda: True,
     ) -> None:
         assert axis.group is not None
         self._weights = weights or (1.0,) * ulysses.num_ranks
@@ -72,7 +73,7 @@ class GatheredKeyMaskSource:
                 "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
             )
         # A mask of pairs is a new tensor in every block, and is only cut.
-        if num_queries > 1 or not self._remembers:
+        if num_queries > 1 or not self._remembers():
             return self._assemble_mask(flat, tokens, heads)
         key = (tokens.runs, flat.shape, heads, id(mask))
         if key not in self._cached_masks:
