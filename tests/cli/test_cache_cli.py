@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -139,6 +140,32 @@ def test_a_lora_fused_or_not(capsys: pytest.CaptureFixture[str], model: str, lor
     assert "lora='broken.safetensors' cannot be loaded" in refused_by_model(
         capsys, model, "--lora", "broken.safetensors"
     )
+
+
+def test_several_loras_with_their_scales(capsys: pytest.CaptureFixture[str], model: str, loras: Path) -> None:
+    """The image is that of a pipeline of diffusers with these adapters and scales; the other flag has no scale."""
+    one = str(loras / "one.safetensors")
+    two = str(loras / "two.safetensors")
+    facts = drawn(capsys, model, "--lora", f"{one}:0.5", "--lora", two, "--out", "both.png")
+    assert facts["settings"]["lora"] == f"{one}:0.5, {two}" and "two.safetensors" in facts["table"]
+    pipe = tiny.quiet(diffusers.FluxPipeline.from_pretrained(model))
+    for name in ("one", "two"):
+        pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)
+    pipe.set_adapters(["one", "two"], [0.5, 1.0])
+    wanted = pipe("a red circle", **CALL, generator=torch.Generator().manual_seed(7)).images[0]
+    assert np.array_equal(pixels("both.png"), np.asarray(wanted))
+    # Each rank reads its share of the weights, and cuts the LoRAs alike.
+    drawn(capsys, model, "--lora", f"{one}:0.5", "--lora", two, "--tensor", "2", "--out", "shared.png")
+    assert np.abs(pixels("shared.png").astype(int) - pixels("both.png")).max() <= 1
+    drawn(capsys, model, "--lora", f"{one}:0.5", "--out", "one.png")
+    assert not np.array_equal(pixels("both.png"), pixels("one.png"))
+    for words, says in (
+        (("--lora", f"{one}:much"), "'much' is no scale; try .*one.safetensors:0.8"),
+        (("--lora", f"{one}:nan"), "'nan' is no scale"),
+        (("--lora", f"{one}:0.5", "--lora", "./nothing:1"), "lora='./nothing' is no file"),
+        (("--lora", f"{one}:0.5", "--out", one), "one.safetensors"),
+    ):
+        assert re.search(says, refused_by_model(capsys, model, *words)), words
 
 
 def test_two_stages_and_a_file_of_prompts(capsys: pytest.CaptureFixture[str], model: str, loras: Path) -> None:

@@ -52,7 +52,7 @@ def test_known_flags(words: str) -> None:
         cache=True, prune=True, Fn=1, Bn=2, rdt=0.12, max_warmup_steps=4, warmup_interval=2, max_cached_steps=8,
         max_continuous_cached_steps=3, taylorseer=True, taylorseer_order=2, steps_mask="fast", steps_policy="static",
         quantize=True, parallel_type="ulysses", disable_compute_comm_overlap=True, track_memory=True,
-        lora="a.safetensors", perf=True,
+        lora=("a.safetensors",), perf=True,
     )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     """
     require_extra("serve", "the server")
     find_model_source(options.model)
-    if cache.lora is not None:
-        check_weight_source(cache.lora, "lora")
+    for choice in cache.loras.values():
+        check_weight_source(choice.source, "lora")
     if options.text_after == "free":
         raise ModelError("text_after='free': every request has a prompt to encode; use offload or keep")
     from ditile.serve.server import run_server

@@ -68,7 +68,7 @@ def define_option(
     positional: bool = False,
     aliases: tuple[str, ...] = (),
     example: Any = None,
-    reads: bool = False,
+    reads: bool | Callable[[str], str] = False,
     implied: str | bool | None = None,
     repeats: bool = False,
 ) -> Any:
@@ -82,12 +82,13 @@ def define_option(
         positional: whether it is an argument without a flag.
         aliases: other spellings of the flag, with their dashes.
         example: the value that an error proposes; without one, the limit that was exceeded, or the default.
-        reads: whether the value names a file or folder that is read, so that no output may overwrite it.
+        reads: whether the value names a file or folder that is read, so that no output may overwrite it; or what takes
+            that name out of the value.
         implied: the value of the flag if no word follows it, or the next word is not a valid value.
         repeats: whether the flag may be given more than once; the value is a tuple.
     """
     # pydantic reads limits from the types; it ignores metadata with other names.
-    metadata = {"doc": doc, "metavar": metavar, "positional": positional, "aliases": aliases}
+    metadata: dict[str, Any] = {"doc": doc, "metavar": metavar, "positional": positional, "aliases": aliases}
     metadata |= {"example": example, "reads": reads, "implied": implied, "repeats": repeats}
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -9,71 +9,136 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import safetensors
+from torch import nn
 
+from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.overrides import override_attribute
-from ditile.model.hooks.placeholders import allow_state_dict, is_placeholder
+from ditile.model.hooks.placeholders import allow_state_dict, list_quantized_parameters
 from ditile.parallel.tensor.sharding import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.numbers import is_number
+from ditile.runner.weights.lora_keys import LoraKeyFilter, NothingHereError
 
 LOG = logging.getLogger(__name__)
+_LOAD_ERRORS = (
+    *(OSError, ImportError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
+    *(RuntimeError, AssertionError),
+)
+"""What diffusers and peft raise for what is no LoRA, is cut short, or has names or shapes that they do not expect."""
 
 
 def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
     """Loads a LoRA into a pipeline, divided or not, as `pipe.load_lora_weights` does. Every rank must call it.
 
-    A rank that holds a share of the weights keeps the same share of the LoRA.
+    A rank that holds a share of the weights keeps the same share of the LoRA. Keys that nothing of the pipeline takes
+    are named in the log.
 
     Args:
         pipe: the pipeline.
-        source: a safetensors file, folder, hub id or state dict, as `load_lora_weights` takes it.
+        source: a safetensors file, folder, hub id or state dict, with the names of diffusers, kohya or ComfyUI.
         adapter_name: the name of the adapter; by default peft's own.
         kwargs: the other arguments of `load_lora_weights`.
 
     Raises:
-        ModelError: if peft is not installed, the pipeline has no loader for LoRAs, or the plan cuts weights in a way in
-            which the LoRA cannot be cut.
+        ModelError: if peft is not installed, the pipeline has no loader for LoRAs, the LoRA cannot be read, nothing of
+            it fits the pipeline, or the plan cuts weights in a way in which it cannot be cut.
     """
     require_extra("lora", "a LoRA")
     if not hasattr(pipe, "load_lora_weights"):
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
+    label = "a state dict" if isinstance(source, Mapping) else str(source)
+    if not isinstance(source, Mapping) and Path(source).is_file():
+        kwargs["weight_name"] = Path(source).name
+        source = str(Path(source).parent)
+    weight_name = kwargs.get("weight_name")
+    if weight_name is not None and not weight_name.endswith(".safetensors"):
+        raise ModelError(
+            f"lora={label!r} is no .safetensors file ({weight_name}), and other files may run code when they are read; "
+            "take one that is"
+        )
     parts: dict[str, nn.Module] = {}
-    models: dict[str, nn.Module] = {}
     shares: dict[str, ShardedTransformer] = {}
     for name, part in pipe.components.items():
         if not isinstance(part, nn.Module):
             continue
         parts[name] = part
-        models[name] = unwrap_compiled(part)
-        share = find_share(models[name])
+        model = unwrap_compiled(part)
+        share = find_share(model)
         if share is None:
-            _check_whole_weights(models[name])
+            _check_whole_weights(model)
         else:
             shares[name] = share
-    key_filter = _LoraKeyFilter(pipe, parts, shares)
-    with ExitStack() as stack:
-        allow_state_dict(stack, models.values())
-        for name, share in shares.items():
-            share.lift_lora_guards(stack, pipe, models[name])
-        override_attribute(stack, pipe, "lora_state_dict", key_filter.filter_state_dict)
-        kwargs.setdefault("use_safetensors", True)
-        with suppress(_NothingHereError):
-            pipe.load_lora_weights(source, adapter_name=adapter_name, **kwargs)
-    for name, share in shares.items():
-        share.sum_loras_over_ranks(models[name])
+    key_filter = LoraKeyFilter(pipe, parts, shares, label)
+    with _convert_load_errors(label):
+        _load_local_part(pipe, source, key_filter, parts, shares, adapter_name=adapter_name, **kwargs)
     for name in key_filter.list_components_elsewhere():
         if read_placement(parts[name]) == FREED:
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
         _register_empty_adapter(parts[name], adapter_name)
+
+
+def _load_local_part(
+    pipe: Any,
+    source: Any,
+    key_filter: LoraKeyFilter,
+    parts: Mapping[str, nn.Module],
+    shares: Mapping[str, ShardedTransformer],
+    **kwargs: Any,
+) -> None:
+    """Loads what this rank has of a LoRA, through the pipeline's own loader."""
+    with ExitStack() as stack:
+        allow_state_dict(stack, map(unwrap_compiled, parts.values()))
+        for name, share in shares.items():
+            share.lift_lora_guards(stack, pipe, unwrap_compiled(parts[name]))
+        override_attribute(stack, pipe, "lora_state_dict", key_filter.filter_state_dict)
+        kwargs.setdefault("use_safetensors", True)
+        with suppress(NothingHereError):
+            pipe.load_lora_weights(source, **kwargs)
+    for name, share in shares.items():
+        share.sum_loras_over_ranks(unwrap_compiled(parts[name]))
+
+
+@contextmanager
+def _convert_load_errors(label: str) -> Iterator[None]:
+    """Turns what diffusers, peft and safetensors raise for a LoRA that they cannot load into `ModelError`."""
+    try:
+        yield
+    except DitileError:
+        raise
+    except (*_LOAD_ERRORS, safetensors.SafetensorError) as error:
+        # That there is no more memory says nothing of the LoRA.
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"lora={label!r} cannot be loaded: {reason}") from error
+
+
+def fuse_loras(pipe: Any) -> None:
+    """Adds the LoRAs that are used now to the weights, and unloads them. Every rank must call it.
+
+    Raises:
+        ModelError: if weights are quantized, to which nothing can be added.
+    """
+    for name, part in pipe.components.items():
+        if not isinstance(part, nn.Module) or not getattr(part, "peft_config", None):
+            continue
+        quantized = list_quantized_parameters(part)
+        if quantized:
+            raise ModelError(
+                f"fuse_lora=True adds LoRAs to plain weights, and {quantized[0]} of {name} is quantized; leave it out"
+            )
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
 
 
 def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
@@ -151,75 +216,6 @@ def _check_whole_weights(part: nn.Module) -> None:
             f"of this {type(part).__name__} only a share for tensor={loaded.shard[1]} was loaded, and a LoRA needs "
             "whole weights; call parallelize, and load the LoRA into its runner's pipeline"
         )
-
-
-class _NothingHereError(Exception):
-    """All modules of a LoRA are on other ranks. Raised to end the loading, as pipelines refuse an empty state dict."""
-
-
-class _LoraKeyFilter:
-    """Removes the keys of placeholders from a LoRA, and notes which components the kept and the removed keys belong to.
-
-    If this rank holds a share of a layer, the factors for that layer are cut in the same way.
-    """
-
-    def __init__(self, pipe: Any, parts: dict[str, nn.Module], shares: Mapping[str, ShardedTransformer]) -> None:
-        self._read = pipe.lora_state_dict
-        self._parts = parts
-        self._shares = shares
-        self._kept: set[str] = set()
-        self._dropped: set[str] = set()
-
-    def filter_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What the pipeline's `lora_state_dict` returns, without those keys."""
-        loaded_state = self._read(*args, **kwargs)
-        # Some pipelines return a tuple: the state dict, and alphas or more.
-        state = loaded_state
-        if isinstance(loaded_state, tuple):
-            state = loaded_state[0]
-        local = self._select_local_keys(state)
-        for key in state:
-            component = key.split(".")[0]
-            if component in self._parts:
-                components = self._kept if key in local else self._dropped
-                components.add(component)
-        if state and not local:
-            raise _NothingHereError
-        if not isinstance(loaded_state, tuple):
-            return local
-        others = []
-        for other in loaded_state[1:]:
-            if isinstance(other, dict):
-                other = self._select_local_keys(other)
-            others.append(other)
-        return local, *others
-
-    def list_components_elsewhere(self) -> set[str]:
-        """The components that a LoRA changes on other ranks but not on this one."""
-        return self._dropped - self._kept
-
-    def _select_local_keys(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {key: self._cut_value(key, value) for key, value in values.items() if self._is_key_local(key)}
-
-    def _cut_value(self, key: str, value: Any) -> Any:
-        """This rank's part of a factor; other values, such as alphas, are returned as they are."""
-        component, _, name = key.partition(".")
-        share = self._shares.get(component)
-        if share is None or not isinstance(value, Tensor):
-            return value
-        return share.cut_lora_factor(name, value)
-
-    def _is_key_local(self, key: str) -> bool:
-        """Whether the path of a key leads to a module of this rank, and not to a placeholder."""
-        first, *path = key.split(".")
-        module = self._parts.get(first)
-        # In most LoRAs the names of CLIP's layers begin with `text_model`. Some versions of transformers have no such
-        # module, and diffusers then removes it from the names.
-        if module is not None and path[:1] == ["text_model"] and "text_model" not in module._modules:
-            del path[0]
-        while module is not None and path and path[0] in module._modules:
-            module = module._modules[path.pop(0)]
-        return module is None or not path or not is_placeholder(module)
 
 
 def _register_empty_adapter(part: Any, adapter_name: str | None) -> None:

@@ -30,7 +30,7 @@ from ditile.plan.errors import DitileError, ModelError, StoppedError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.runner.caching import summary
 from ditile.runner.callbacks import StepWatch
-from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
+from ditile.runner.lora import forget_loras, list_loaded_loras, load_lora, select_loras
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import (
     build_batch_call,
@@ -43,7 +43,7 @@ from ditile.runner.requests.pictures import encode_png
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.preflight import check_cache_steps
-from ditile.runner.requests.prepare import choose_warm_steps, load_lora_weights, prepare_runner
+from ditile.runner.requests.prepare import choose_warm_steps, prepare_runner
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, encode_drawn, list_drawn
 from ditile.runner.requests.seeds import list_seeds
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
@@ -79,7 +79,10 @@ class RankWorker:
         # Of the pipeline that was loaded; requests with conditions switch to other classes of its family.
         self._class = find_call_owner(self._pipe)
         self._config = dict(getattr(self._pipe, "config", {}))
-        self._loras = LoraCache(self._runner, setup.lora_dir, setup.max_loras)
+        permanent: dict[str, float] = {}
+        if not setup.cache.fuse_lora:
+            permanent = setup.cache.lora_scales
+        self._loras = LoraCache(self._runner, setup.lora_dir, setup.max_loras, permanent)
         self._facts = collect_facts(self._pipe, setup.model, setup.plan)
         self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
         self._is_first = self._runner.mesh.rank == 0
@@ -345,16 +348,17 @@ class LoraCache:
     """The LoRAs that requests name, of which some stay loaded.
 
     Args:
-        runner: into whose pipeline they are loaded; adapters that it has already are used in every call.
+        runner: into whose pipeline they are loaded.
         folder: of the files; None without.
         max_loras: how many stay loaded.
+        permanent: adapters that are used in every call -> their scales.
     """
 
-    def __init__(self, runner: Runner, folder: str | None, max_loras: int) -> None:
+    def __init__(self, runner: Runner, folder: str | None, max_loras: int, permanent: Mapping[str, float]) -> None:
         self._runner = runner
         self._folder = folder
         self._max_loras = max_loras
-        self._permanent = dict.fromkeys(list_loaded_loras(runner.pipe), 1.0)
+        self._permanent = permanent
         # Names of those that are loaded, the most recently used last.
         self._loaded: list[str] = []
 
@@ -383,7 +387,7 @@ class LoraCache:
         adapter = _name_adapter(name)
         complaint = None
         try:
-            load_lora_weights(self._runner.pipe, path, adapter)
+            load_lora(self._runner.pipe, path, adapter_name=adapter)
         except ModelError as error:
             # Clients must not learn local paths.
             complaint = str(error).replace(path, name)

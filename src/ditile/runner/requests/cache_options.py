@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ditile.cache.cache_dit import parse_quantize_config
 from ditile.cache.config import (
@@ -60,6 +61,47 @@ DEGREE_BY_PARALLEL_TYPE = {"tp": "tensor", "ulysses": "ulysses", "ring": "ring"}
 
 _SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
 """The flags that are settings of a cache, and need another flag that asks for one."""
+
+
+class LoraChoice(NamedTuple):
+    """A LoRA as an option names it, `FILE:0.8`.
+
+    Attributes:
+        source: a file, a folder or a hub id.
+        scale: of what it adds.
+    """
+
+    source: str
+    scale: float
+
+    @classmethod
+    def parse(cls, text: str) -> LoraChoice:
+        """Reads the text of an option; without a scale it is 1.
+
+        Raises:
+            ModelError: if what follows the last colon is no finite number, and there is no file of the whole name.
+        """
+        source, colon, scale_text = text.rpartition(":")
+        # The name of a file may have a colon.
+        if not colon or os.path.exists(text):
+            return cls(text, 1.0)
+        try:
+            scale = float(scale_text)
+        except ValueError:
+            scale = math.nan
+        if not source or not math.isfinite(scale):
+            raise ModelError(f"lora={text!r}: {scale_text!r} is no scale; try {source or 'FILE'}:0.8")
+        return cls(source, scale)
+
+    def describe(self, name_source: Callable[[str], str] = str) -> str:
+        """The text of an option that would name it, with another name of its source."""
+        name = name_source(self.source)
+        return name if self.scale == 1 else f"{name}:{self.scale:g}"
+
+
+def read_lora_source(text: str) -> str:
+    """The file, folder or hub id in the text of an option."""
+    return LoraChoice.parse(text).source
 
 
 def define_cache_flag(name: str, metavar: str | None = "N") -> Any:
@@ -127,8 +169,14 @@ class CacheOptions(Fields):
     disable_compute_comm_overlap: bool = define_option(
         False, "do not let a compiled model compute while it exchanges", aliases=("--dcco",)
     )
-    lora: str | None = define_option(None, "LoRA weights: a file, a folder or a hub id", metavar="FILE", reads=True)
-    fuse_lora: bool = define_option(False, "add the LoRA to the weights")
+    lora: tuple[str, ...] | None = define_option(
+        None,
+        "a LoRA: a file, a folder or a hub id; once more for each further one",
+        metavar="FILE[:SCALE]",
+        reads=read_lora_source,
+        repeats=True,
+    )
+    fuse_lora: bool = define_option(False, "add the LoRAs to the weights")
     track_memory: bool = define_option(False, "report too what stale keys and caches held")
     perf: bool = define_option(False, "generate each image 1 + 3 times, and report the medians of the 3")
     config: str | None = define_option(
@@ -220,8 +268,8 @@ class CacheOptions(Fields):
 
     def _check_packages(self, arguments: CallArguments) -> None:
         """Raises `ModelError` unless the packages that these options need are installed: before ranks are started."""
-        if self.lora is not None:
-            require_extra("lora", f"lora={self.lora!r}")
+        for choice in self.loras.values():
+            require_extra("lora", f"lora={choice.source!r}")
         if "quantize_config" not in arguments:
             return
         config = parse_quantize_config(arguments["quantize_config"])
@@ -229,8 +277,26 @@ class CacheOptions(Fields):
             for quant_type in (part.quant_type, *part.precision_plan.values()):
                 require_quantizer(quant_type)
 
-    def describe_settings(self) -> JsonObject:
-        """The settings that change an image, as JSON types; empty if there are none."""
+    @property
+    def loras(self) -> dict[str, LoraChoice]:
+        """The LoRAs of every call, by the names of their adapters.
+
+        Raises:
+            ModelError: if a scale is no number.
+        """
+        return {f"lora_{number}": LoraChoice.parse(text) for number, text in enumerate(self.lora or (), 1)}
+
+    @property
+    def lora_scales(self) -> dict[str, float]:
+        """The scales of the LoRAs of every call, by the names of their adapters."""
+        return {name: choice.scale for name, choice in self.loras.items()}
+
+    def describe_settings(self, name_source: Callable[[str], str] = str) -> JsonObject:
+        """The settings that change an image, as JSON types; empty if there are none.
+
+        Args:
+            name_source: the name of a LoRA's file, folder or hub id that others may see.
+        """
         arguments = self.build_cache_arguments()
         settings = {}
         for name in ("cache_config", "calibrator_config"):
@@ -240,7 +306,7 @@ class CacheOptions(Fields):
         if "quantize_config" in arguments:
             settings["quantize_config"] = dict(arguments["quantize_config"])
         if self.lora is not None:
-            settings["lora"] = self.lora
+            settings["lora"] = ", ".join(choice.describe(name_source) for choice in self.loras.values())
             settings["fuse_lora"] = self.fuse_lora
         return settings
 

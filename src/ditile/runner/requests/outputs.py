@@ -208,10 +208,13 @@ def list_named_paths(options: Any) -> Iterator[tuple[str, str]]:
     """(option, text) of the files and folders that options name to be read."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        if value is None or not field.metadata.get("reads"):
+        reads = field.metadata.get("reads")
+        if value is None or not reads:
             continue
         for path in value if isinstance(value, tuple) else [value]:
-            yield field.name, str(path)
+            # Some texts say more than the path, which a function takes out of them.
+            text = reads(path) if callable(reads) else str(path)
+            yield field.name, text
 
 
 def check_writable(name: str, path: Path) -> None:

@@ -38,8 +38,8 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
     if run.text_after == "free":
         _check_freed_encoders(request, run, cache)
     find_model_source(request.model, weights=not run.dry_run)
-    if cache.lora is not None:
-        check_weight_source(cache.lora, "lora")
+    for choice in cache.loras.values():
+        check_weight_source(choice.source, "lora")
     if request.controlnet is not None:
         check_weight_source(request.controlnet, "controlnet")
     if request.conditions:

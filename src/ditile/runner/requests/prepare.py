@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env
-from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.torchrun import join_torchrun
-from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.plan.errors import LoadError, ModelError, PlanError
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
@@ -61,18 +60,16 @@ def prepare_runner(
         torch.set_num_threads(engine.threads)
     source = find_model_source(model)
     _check_pipeline_class(source, plan)
-    # A LoRA is loaded into whole weights; tensor parallelism then shards its factors with them.
-    needs_whole_model = cache.lora is not None and plan.tensor > 1
+    # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
+    needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
+    loads_loras_later = plan.tensor > 1 and not needs_whole_model
     with Status(f"loading {model}{_describe_weights(source)}") as loading:
         pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan)
     enable_required_tiling(pipe)
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
-    if cache.lora is not None:
-        load_lora_weights(pipe, cache.lora)
-        if cache.fuse_lora:
-            pipe.fuse_lora()
-            pipe.unload_lora_weights()
+    if not loads_loras_later:
+        _load_loras(pipe, cache)
     if engine.compile:
         set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
     # After the load, whose time differs from rank to rank: from here on ranks wait for each other.
@@ -87,6 +84,9 @@ def prepare_runner(
         compile=engine.compile,
         cuda_graphs=engine.cuda_graphs,
     )
+    if loads_loras_later:
+        # Each rank read its share of the weights, and cuts the LoRAs alike.
+        _load_loras(pipe, cache)
     _enable_cache_and_quantization(runner, cache)
     loading.follow_up("the model is ready; the prompt is encoded before the first step")
     return pipe, runner
@@ -181,6 +181,8 @@ def silence_libraries() -> None:
     env.silence_library_imports()
     # diffusers gives this argument to huggingface_hub, which warns of it.
     warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
+    # peft warns of each LoRA after the first.
+    warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
     from transformers.utils import logging
 
     # Before diffusers is imported, which transformers would warn about.
@@ -197,35 +199,21 @@ def silence_libraries() -> None:
         diffusers_logging.set_verbosity_error()
 
 
-def load_lora_weights(pipe: Any, source: str, name: str | None = None) -> None:
-    """Loads a LoRA into this rank's modules.
-
-    Args:
-        pipe: the pipeline.
-        source: a file, a folder or a hub id.
-        name: the name of its adapter; by default peft's own.
+def _load_loras(pipe: Any, cache: CacheOptions) -> None:
+    """Loads the LoRAs of every call with their scales, and adds them to the weights if the options say so.
 
     Raises:
-        ModelError: if it cannot be read, or does not fit the model.
+        ModelError: if one cannot be read, does not fit the model, or cannot be added to its weights.
     """
-    import safetensors
+    if not cache.loras:
+        return
+    from ditile.runner.lora import fuse_loras, load_lora, select_loras
 
-    from ditile.runner.lora import load_lora
-
-    folder = source
-    options = {}
-    path = Path(source)
-    if path.is_file():
-        folder = str(path.parent)
-        options["weight_name"] = path.name
-    try:
-        load_lora(pipe, folder, adapter_name=name, **options)
-    except DitileError:
-        raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, safetensors.SafetensorError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(f"lora={source!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    for name, choice in cache.loras.items():
+        load_lora(pipe, choice.source, adapter_name=name)
+    select_loras(pipe, cache.lora_scales)
+    if cache.fuse_lora:
+        fuse_loras(pipe)
 
 
 def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:

@@ -92,8 +92,8 @@ def describe_request(
         if name not in FIELDS_NOT_COMPARED:
             description[name].append(pictures.hide_local_path(path))
             contents |= _describe_file(path)
-    if cache.lora is not None:
-        contents |= _describe_file(cache.lora)
+    for choice in cache.loras.values():
+        contents |= _describe_file(choice.source)
     # Earlier versions wrote images with these keys: with the same text, a run of theirs can be resumed.
     description |= {
         "dtype": choose_dtype_name(find_model_source(request.model), run.dtype),
@@ -102,9 +102,7 @@ def describe_request(
         "plan": str(dataclasses.replace(plan, data=1)),
         "defaults": dict(own),
     }
-    settings = cache.describe_settings()
-    if "lora" in settings:
-        settings["lora"] = pictures.hide_local_path(settings["lora"])
+    settings = cache.describe_settings(pictures.hide_local_path)
     if settings:
         description["cache"] = settings
     return json.dumps(description, sort_keys=True)

@@ -64,9 +64,7 @@ def build_png_texts(
         conditions: what it starts from, as of `bind_conditions`.
         promise: what bounds promised; none without bounds.
     """
-    settings = cache.describe_settings()
-    if "lora" in settings:
-        settings["lora"] = pictures.hide_local_path(settings["lora"])
+    settings = cache.describe_settings(pictures.hide_local_path)
     config = settings.get("cache_config", {})
     if config.get("schedule") is not None:
         config["schedule"] = pictures.hide_local_path(config["schedule"])

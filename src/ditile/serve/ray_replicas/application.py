@@ -19,7 +19,6 @@ import signal
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.distributed import env
@@ -396,14 +395,19 @@ def make_paths_absolute(setup: WorkerSetup) -> WorkerSetup:
     cache = setup.cache
     model = setup.model
     lora_dir = setup.lora_dir
-    # A hub id is no path.
-    if cache.lora is not None and Path(cache.lora).exists():
-        cache = dataclasses.replace(cache, lora=os.path.abspath(cache.lora))
+    if cache.lora is not None:
+        absolute = tuple(choice.describe(_make_path_absolute) for choice in cache.loras.values())
+        cache = dataclasses.replace(cache, lora=absolute)
     if os.path.isdir(model):
         model = os.path.abspath(model)
     if lora_dir is not None:
         lora_dir = os.path.abspath(lora_dir)
     return dataclasses.replace(setup, model=model, cache=cache, lora_dir=lora_dir)
+
+
+def _make_path_absolute(source: str) -> str:
+    """A path from the root; a hub id is no path."""
+    return os.path.abspath(source) if os.path.exists(source) else source
 
 
 def _import_ray() -> tuple[Any, Any]:

@@ -1,0 +1,1 @@
+"""Weights in files: folders of safetensors, and single files under other names, read tensor by tensor."""

@@ -1,0 +1,277 @@
+"""The keys of a LoRA: which of them this rank loads, and which of them nothing of the pipeline takes.
+
+diffusers converts the names of kohya, ComfyUI and other trainers to its own, and passes over what it has no use for:
+layers that the model does not have, components that the pipeline does not have, kinds of numbers that it does not know.
+Those keys are named in the log, and a LoRA of which nothing is left is refused. All ranks find the same, also where
+they hold different blocks: what a rank does not hold is looked up in the model's structure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diffusers import ModelMixin
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ditile.model.hooks.compile import unwrap_compiled
+from ditile.model.hooks.placeholders import build_meta_model, is_placeholder
+from ditile.parallel.tensor.cuts import unwrap_lora_base
+from ditile.parallel.tensor.sharding import ShardedTransformer
+from ditile.plan.errors import ModelError
+
+LOG = logging.getLogger(__name__)
+NUM_NAMED = 3
+"""Keys that a message names; of the others it says how many they are."""
+PEFT_FACTORS = {".lora_A.": ".lora_down.", ".lora_B.": ".lora_up."}
+"""Parts of keys: as peft has them -> as kohya has them."""
+NEVER_APPLIED = (".dora_scale", ".diff", ".w_norm", ".b_norm", ".set_weight", "hada_w1_a", "hada_w1_b")
+"""Ends of keys that are no factors of a LoRA, which the converters of diffusers leave out."""
+CONTROL_DEPTH = 3
+"""Points in `transformer.x_embedder.lora_A.weight`."""
+TEXT_PREFIXES = ("lora_te", "text_encoder")
+"""Beginnings of keys of text encoders, as trainers write them."""
+
+
+class NothingHereError(Exception):
+    """All modules of a LoRA are on other ranks. Raised to end the loading, as pipelines refuse an empty state dict."""
+
+
+class LoraKeyFilter:
+    """Stands in for a pipeline's `lora_state_dict`, and removes keys for which this rank or all ranks have no use.
+
+    If this rank holds a share of a layer, the factors for that layer are cut in the same way.
+
+    Args:
+        pipe: the pipeline.
+        parts: its modules, by the names of their components.
+        shares: what this rank has of components whose weights the ranks divide.
+        label: names the LoRA in messages.
+    """
+
+    def __init__(
+        self, pipe: Any, parts: dict[str, nn.Module], shares: Mapping[str, ShardedTransformer], label: str
+    ) -> None:
+        self._read = pipe.lora_state_dict
+        self._pipeline = type(pipe).__name__
+        self._parts = parts
+        self._shares = shares
+        self._label = label
+        self._whole_parts: dict[str, nn.Module] = {}
+        self._kept: set[str] = set()
+        self._dropped: set[str] = set()
+
+    def filter_state_dict(self, source: Any, **kwargs: Any) -> Any:
+        """What the pipeline's `lora_state_dict` returns, without those keys.
+
+        Raises:
+            ModelError: if nothing of the pipeline takes any of the keys.
+            NothingHereError: if all that are taken are on other ranks.
+        """
+        file_keys = _list_file_keys(source, kwargs.get("weight_name"))
+        loaded_state = self._read(source, **kwargs)
+        applied = self._select_applied_keys(_get_factors(loaded_state))
+        if not applied and any(map(_has_comfy_name, file_keys)):
+            # The converter of FLUX.1 knows ComfyUI's names together with kohya's factors alone.
+            loaded_state = self._read(_read_with_kohya_factors(source, kwargs.get("weight_name")), **kwargs)
+            applied = self._select_applied_keys(_get_factors(loaded_state))
+        state = _get_factors(loaded_state)
+        self._report_unapplied_keys(file_keys, state, applied)
+        local = self._select_local_keys(applied)
+        for key in applied:
+            components = self._kept if key in local else self._dropped
+            components.add(key.partition(".")[0])
+        if not local:
+            raise NothingHereError
+        # Some pipelines return a tuple: the state dict, and alphas or more.
+        if not isinstance(loaded_state, tuple):
+            return local
+        others = []
+        for other in loaded_state[1:]:
+            if isinstance(other, dict):
+                other = self._select_local_keys(other)
+            others.append(other)
+        return local, *others
+
+    def list_components_elsewhere(self) -> set[str]:
+        """The components that a LoRA changes on other ranks but not on this one."""
+        return self._dropped - self._kept
+
+    def _select_applied_keys(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in state.items() if self._is_applied(key, state)}
+
+    def _is_applied(self, key: str, state: Mapping[str, Any]) -> bool:
+        """Whether a key leads to a layer of the pipeline, on whatever rank, and is not one factor without the other.
+
+        Raises:
+            ModelError: if it does, and has another shape than the layer takes.
+        """
+        component, _, name = key.partition(".")
+        whole = self._find_whole_part(component)
+        if whole is None or _swap_factor(key) not in state:
+            return False
+        module, rest = _follow_key(whole, name)
+        if is_placeholder(module):
+            # A text encoder of another rank: of those the structure is not known here.
+            return True
+        # Old files have the factors in the processors of layers.
+        if rest[:1] == ["processor"]:
+            return True
+        layer = unwrap_lora_base(module)
+        # Some change norms too, whose keys end with the name of a parameter.
+        if not hasattr(layer, "weight") or not rest or not (_names_factor(rest[0]) or len(rest) == 1):
+            return False
+        self._check_shape(key, state, layer)
+        return True
+
+    def _check_shape(self, key: str, state: Mapping[str, Any], layer: Any) -> None:
+        """Raises `ModelError` for a first factor that fits neither the layer nor the second one."""
+        if ".lora_A." not in key or not isinstance(layer, nn.Linear):
+            return
+        down = list(state[key].shape)
+        up = list(state[_swap_factor(key)].shape)
+        inputs = layer.in_features
+        # diffusers makes the first Linear of a transformer wider for a LoRA with an image for control.
+        if key.count(".") == CONTROL_DEPTH:
+            inputs = down[-1]
+        problem = ""
+        if down[1:] != [inputs] or up[:1] != [layer.out_features]:
+            problem = f"a layer of {layer.in_features} inputs and {layer.out_features} outputs"
+        elif up[1:] != down[:1]:
+            problem = f".lora_B.weight of shape {up}"
+        if problem:
+            raise ModelError(
+                f"lora={self._label!r} cannot be loaded: {key} of shape {down} does not fit {problem}; take one that "
+                "was trained for this model"
+            )
+
+    def _find_whole_part(self, component: str) -> nn.Module | None:
+        """The structure of a component with the blocks of all ranks; None if the pipeline does not have it."""
+        if component not in self._whole_parts and component in self._parts:
+            whole = unwrap_compiled(self._parts[component])
+            in_part = component in self._shares or any(map(is_placeholder, whole.modules()))
+            if in_part and isinstance(whole, ModelMixin):
+                whole = build_meta_model(whole)
+            self._whole_parts[component] = whole
+        return self._whole_parts.get(component)
+
+    def _report_unapplied_keys(
+        self, file_keys: Sequence[str], state: Mapping[str, Any], applied: Mapping[str, Any]
+    ) -> None:
+        """Logs the keys that nothing takes; raises `ModelError` if these are all."""
+        if not applied:
+            raise ModelError(
+                f"lora={self._label!r} changes nothing of this {self._pipeline}: no layer takes its "
+                f"{_name_keys(file_keys or [*state])}; take one that was trained for this model"
+            )
+        unapplied = sorted(state.keys() - applied.keys()) + _find_lost_keys(file_keys, state)
+        if unapplied:
+            LOG.warning(
+                "lora=%r is applied in part: nothing of this %s takes its %s",
+                self._label,
+                self._pipeline,
+                _name_keys(unapplied),
+            )
+
+    def _select_local_keys(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {key: self._cut_value(key, value) for key, value in values.items() if self._is_key_local(key)}
+
+    def _cut_value(self, key: str, value: Any) -> Any:
+        """This rank's part of a factor; other values, such as alphas, are returned as they are."""
+        component, _, name = key.partition(".")
+        share = self._shares.get(component)
+        if share is None or not isinstance(value, Tensor):
+            return value
+        return share.cut_lora_factor(name, value)
+
+    def _is_key_local(self, key: str) -> bool:
+        """Whether the path of a key leads to a module of this rank, and not to a placeholder."""
+        component, _, name = key.partition(".")
+        part = self._parts.get(component)
+        return part is None or not is_placeholder(_follow_key(part, name)[0])
+
+
+def _follow_key(part: nn.Module, name: str) -> tuple[nn.Module, list[str]]:
+    """The module that a key leads to, and the names after it; a placeholder that is on the way."""
+    module = part
+    path = name.split(".")
+    # In most LoRAs the names of CLIP's layers begin with `text_model`. Some versions of transformers have no such
+    # module, and diffusers then removes it from the names.
+    if path[0] == "text_model" and "text_model" not in module._modules:
+        del path[0]
+    # A layer that has a LoRA already has its factors as modules.
+    while path and path[0] in module._modules and not _names_factor(path[0]) and not is_placeholder(module):
+        following = module._modules[path.pop(0)]
+        assert following is not None
+        module = following
+    return module, path
+
+
+def _names_factor(name: str) -> bool:
+    return "lora" in name or "lokr" in name
+
+
+def _swap_factor(key: str) -> str:
+    """The key of the other factor of the same layer; the key itself if it is none of two factors."""
+    for one, other in ((".lora_A.", ".lora_B."), (".lora_B.", ".lora_A.")):
+        # Only the second factor may have a bias.
+        if one in key and key.endswith(".weight"):
+            return key.replace(one, other)
+    return key
+
+
+def _get_factors(loaded_state: Any) -> dict[str, Any]:
+    """The state dict in what a pipeline's `lora_state_dict` returned."""
+    state: dict[str, Any] = loaded_state[0] if isinstance(loaded_state, tuple) else loaded_state
+    return state
+
+
+def _list_file_keys(source: Any, weight_name: str | None) -> list[str]:
+    """The keys of a file or a state dict, as its trainer named them; none of a file that diffusers chooses."""
+    if isinstance(source, Mapping):
+        return list(source)
+    path = Path(source, weight_name or "")
+    if not path.is_file():
+        return []
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def _has_comfy_name(key: str) -> bool:
+    return key.startswith("diffusion_model.") and any(part in key for part in PEFT_FACTORS)
+
+
+def _read_with_kohya_factors(source: Any, weight_name: str | None) -> dict[str, Tensor]:
+    state = source
+    if not isinstance(source, Mapping):
+        state = load_file(Path(source, weight_name or ""))
+    renamed = {}
+    for key, value in state.items():
+        for part, instead in PEFT_FACTORS.items():
+            key = key.replace(part, instead)
+        renamed[key] = value
+    return renamed
+
+
+def _find_lost_keys(file_keys: Iterable[str], state: Mapping[str, Any]) -> list[str]:
+    """The keys of a file of which a converter has left nothing."""
+    has_text = any(key.startswith(TEXT_PREFIXES) for key in state)
+    has_bias = any(key.endswith(".lora_B.bias") for key in state)
+    lost = []
+    for key in file_keys:
+        is_text = key.startswith(TEXT_PREFIXES) and (not has_text or "t5xxl" in key)
+        is_bias = key.endswith(".diff_b") and not has_bias
+        if key not in state and (is_text or is_bias or key.endswith(NEVER_APPLIED)):
+            lost.append(key)
+    return lost
+
+
+def _name_keys(keys: Sequence[str]) -> str:
+    """How many keys there are, and the first of them."""
+    named = ", ".join(keys[:NUM_NAMED])
+    more = ", .." if len(keys) > NUM_NAMED else ""
+    return f"{len(keys)} keys ({named}{more})"

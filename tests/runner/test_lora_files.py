@@ -1,0 +1,304 @@
+"""LoRAs as trainers write them, with the names of diffusers, kohya and ComfyUI; damaged ones; and what is left out."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import ditile
+from ditile.parallel.tensor.cuts import unwrap_lora_base
+from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.runner.lora import fuse_loras, select_loras
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.pool import Pool
+from tests.rotation import rotate
+from tests.runner.cases import different, same
+from tests.runner.gguf_files import load_pipeline, write_model
+from tests.zoo import ZOO
+from tests.zoo.rows import ENOUGH, list_tensors
+
+RANK, ALPHA = 4, 2
+SCALE = 0.75
+TOLERANCE = 1e-5
+STAGES = {"pipefusion": 2, "patches": 2, "warmup": ENOUGH}
+WAN_LAYERS = {"self_attn": "attn1", "cross_attn": "attn2"}
+WAN_LINEARS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
+
+
+def map_wan_names() -> dict[str, list[str]]:
+    """All layers of four blocks: the converter of kohya's names wants each of them."""
+    names = {}
+    for block in range(4):
+        for attention, ours in WAN_LAYERS.items():
+            for linear, module in WAN_LINEARS.items():
+                names[f"blocks.{block}.{attention}.{linear}"] = [f"blocks.{block}.{ours}.{module}"]
+        names[f"blocks.{block}.ffn.0"] = [f"blocks.{block}.ffn.net.0.proj"]
+        names[f"blocks.{block}.ffn.2"] = [f"blocks.{block}.ffn.net.2"]
+    return names
+
+
+LAYERS: dict[str, dict[str, list[str]]] = {
+    "flux": {
+        "double_blocks.0.img_attn.proj": ["transformer_blocks.0.attn.to_out.0"],
+        "double_blocks.0.txt_mlp.0": ["transformer_blocks.0.ff_context.net.0.proj"],
+        "double_blocks.1.img_attn.qkv": [f"transformer_blocks.1.attn.to_{part}" for part in "qkv"],
+        "single_blocks.1.linear2": ["single_transformer_blocks.1.proj_out"],
+    },
+    "qwen-image": {
+        name: [name]
+        for name in (
+            *("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.add_k_proj"),
+            *("transformer_blocks.2.img_mlp.net.0.proj", "transformer_blocks.3.attn.to_out.0"),
+        )
+    },
+    "z-image": {
+        name: [name]
+        for name in (
+            *("layers.0.attention.to_q", "layers.1.attention.to_out.0", "layers.2.feed_forward.w1"),
+            "layers.3.feed_forward.w2",
+        )
+    },
+    "wan-2.1": map_wan_names(),
+}
+"""The names of layers in the authors' own code -> those of diffusers, several where one is fused."""
+
+
+def make_factors(model: nn.Module, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Random factors of a family's layers, by the authors' names; of a fused layer B has the outputs of all."""
+    random = torch.Generator().manual_seed(1)
+    factors = {}
+    for path, modules in LAYERS[name].items():
+        linears: list[Any] = [unwrap_lora_base(model.get_submodule(module)) for module in modules]
+        down = 0.3 * torch.randn(RANK, linears[0].in_features, generator=random)
+        up = 0.3 * torch.randn(sum(linear.out_features for linear in linears), RANK, generator=random)
+        factors[path] = (down, up)
+    return factors
+
+
+def name_as_diffusers(name: str, factors: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Without alphas, so they are in the factors."""
+    state = {}
+    for path, (down, up) in factors.items():
+        modules = LAYERS[name][path]
+        for module, part in zip(modules, up.chunk(len(modules)), strict=True):
+            state[f"transformer.{module}.lora_A.weight"] = down.clone()
+            state[f"transformer.{module}.lora_B.weight"] = part * (ALPHA / RANK)
+    return state
+
+
+def name_as_kohya(name: str, factors: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    state = {}
+    for path, (down, up) in factors.items():
+        flat = f"lora_unet_{path.replace('.', '_')}"
+        state[f"{flat}.lora_down.weight"] = down
+        state[f"{flat}.lora_up.weight"] = up
+        state[f"{flat}.alpha"] = torch.tensor(float(ALPHA))
+    return state
+
+
+def name_as_comfy(name: str, factors: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    state = {}
+    for path, (down, up) in factors.items():
+        state[f"diffusion_model.{path}.lora_A.weight"] = down
+        state[f"diffusion_model.{path}.lora_B.weight"] = up
+        state[f"diffusion_model.{path}.alpha"] = torch.tensor(float(ALPHA))
+    return state
+
+
+STYLES: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "diffusers": name_as_diffusers,
+    "kohya": name_as_kohya,
+    "comfy": name_as_comfy,
+}
+
+
+def write_styles(folder: Path, model: nn.Module, name: str) -> None:
+    factors = make_factors(model, name)
+    for style, rename in STYLES.items():
+        save_file(rename(name, factors), folder / f"{style}.safetensors")
+
+
+def draw(pipe: Any, name: str) -> Tensor:
+    return list_tensors(pipe(**ZOO[name].call()))[0]
+
+
+def measure_error(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+def draw_in_every_style(name: str, folder: Path, plan: dict[str, Any]) -> list[Tensor]:
+    """The image with the LoRA of each style, one after the other, and the plain one."""
+    pipe = ZOO[name].make()
+    runner = parallelize(pipe, Plan(**plan))
+    images = []
+    for style in STYLES:
+        ditile.load_lora(pipe, folder / f"{style}.safetensors", adapter_name=style)
+        select_loras(pipe, {style: SCALE})
+        images.append(draw(runner, name))
+    pipe.unload_lora_weights()
+    return [*images, draw(runner, name)]
+
+
+@pytest.mark.parametrize("name", rotate(LAYERS, always=["flux"]))
+def test_names_of_every_trainer_make_one_image(pool: Pool, tmp_path: Path, name: str) -> None:
+    """A failure: names that a stage takes for those of another layer, or factors that are not cut as their layer is."""
+    pipe = ZOO[name].make()
+    write_styles(tmp_path, pipe.transformer, name)
+    plain = draw(pipe, name)
+    pipe.load_lora_weights(tmp_path, weight_name="diffusers.safetensors", adapter_name="own")
+    pipe.set_adapters("own", SCALE)
+    wanted = draw(pipe, name)
+    different(wanted, plain, name)
+    for images in pool.run(draw_in_every_style, 2, name, tmp_path, STAGES):
+        for style, image in zip([*STYLES, "unloaded"], images, strict=True):
+            same(image, plain if style == "unloaded" else wanted, style)
+    for images in pool.run(draw_in_every_style, 2, name, tmp_path, {"tensor": 2}):
+        for style, image in zip([*STYLES, "unloaded"], images, strict=True):
+            assert measure_error(image, plain if style == "unloaded" else wanted) < TOLERANCE, style
+
+
+def draw_on_blocks(folder: Path, plan: dict[str, Any]) -> Tensor:
+    pipe = load_pipeline(folder, "flux")
+    runner = parallelize(pipe, Plan(**plan))
+    ditile.load_lora(pipe, folder / "kohya.safetensors", adapter_name="own")
+    select_loras(pipe, {"own": SCALE})
+    return draw(runner, "flux")
+
+
+def test_a_lora_on_weights_of_gguf(pool: Pool, tmp_path: Path) -> None:
+    """Added beside the blocks, on stages and on shares of blocks; it cannot be fused into them."""
+    write_model(tmp_path, "flux", "Q4_K")
+    pipe = load_pipeline(tmp_path, "flux")
+    plain = draw(pipe, "flux")
+    write_styles(tmp_path, pipe.transformer, "flux")
+    pipe.load_lora_weights(tmp_path, weight_name="diffusers.safetensors", adapter_name="own")
+    pipe.set_adapters("own", SCALE)
+    wanted = draw(pipe, "flux")
+    different(wanted, plain)
+    for image in pool.run(draw_on_blocks, 2, tmp_path, STAGES):
+        same(image, wanted)
+    for image in pool.run(draw_on_blocks, 2, tmp_path, {"tensor": 2}):
+        assert measure_error(image, wanted) < TOLERANCE
+    with pytest.raises(ModelError, match=r"fuse_lora=True .* and .*weight of transformer is quantized; leave it out"):
+        fuse_loras(pipe)
+
+
+def draw_quantized(folder: Path, quant_type: str, plan: dict[str, Any]) -> list[Tensor]:
+    pipe = ditile.quantize(tiny.flux(), quant_type)
+    runner = parallelize(pipe, Plan(**plan))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without")  # it could not be fused
+        ditile.load_lora(pipe, folder / "comfy.safetensors", adapter_name="own")
+    image = draw(runner, "flux")
+    pipe.unload_lora_weights()
+    return [image, draw(runner, "flux")]
+
+
+@pytest.mark.parametrize("quant_type", ["int8_weight_only", "bitsandbytes_4bit"])
+def test_a_lora_on_weights_of_other_libraries(pool: Pool, tmp_path: Path, quant_type: str) -> None:
+    if quant_type.startswith("bitsandbytes"):
+        pytest.importorskip("bitsandbytes")
+    write_styles(tmp_path, tiny.flux().transformer, "flux")
+    wanted, plain = pool.run(draw_quantized, 1, tmp_path, quant_type, {})[0]
+    different(wanted, plain)
+    for images in pool.run(draw_quantized, 2, tmp_path, quant_type, STAGES):
+        same(images, [wanted, plain])
+
+
+def load_with_others(folder: Path) -> list[str]:
+    """On a rank of two stages: what the log says of keys that nothing takes."""
+    pipe = tiny.flux()
+    runner = parallelize(pipe, Plan(**STAGES))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ditile.runner.weights.lora_keys").addHandler(handler)
+    ditile.load_lora(pipe, folder / "others.safetensors", adapter_name="own")
+    assert draw(runner, "flux").isfinite().all()
+    return lines
+
+
+def test_keys_that_nothing_takes_are_named(pool: Pool, tmp_path: Path) -> None:
+    """On every rank alike. A failure: a part of a LoRA is left out, and nobody learns of it."""
+    pipe = tiny.flux()
+    state = name_as_diffusers("flux", make_factors(pipe.transformer, "flux"))
+    state["transformer.transformer_blocks.7.attn.to_q.lora_A.weight"] = torch.ones(4, tiny.WIDTH)
+    state["transformer.transformer_blocks.7.attn.to_q.lora_B.weight"] = torch.ones(tiny.WIDTH, 4)
+    state["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"] = torch.ones(4, tiny.WIDTH)
+    state["text_encoder_3.layers.0.lora_A.weight"] = torch.ones(4, 4)
+    save_file(state, tmp_path / "others.safetensors")
+    path = str(tmp_path / "others.safetensors")
+    for lines in pool.run(load_with_others, 2, tmp_path):
+        assert len(lines) == 1 and "\n" not in lines[0]
+        assert f"lora={path!r} is applied in part: nothing of this FluxPipeline takes its 4 keys (" in lines[0]
+        assert "text_encoder_3.layers.0.lora_A.weight" in lines[0] and lines[0].endswith(", ..)")
+
+
+def write_hostile(folder: Path) -> dict[str, str]:
+    """Files that are no LoRAs of FLUX -> what is said of each."""
+    good = name_as_diffusers("flux", make_factors(tiny.flux().transformer, "flux"))
+    save_file(good, folder / "good.safetensors")
+    whole = (folder / "good.safetensors").read_bytes()
+    (folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    (folder / "pickle.safetensors").write_bytes(pickle.dumps(good))
+    (folder / "pickle.bin").write_bytes(pickle.dumps(good))
+    (folder / "empty.safetensors").write_bytes(b"")
+    wide = {name: torch.cat([factor, factor], dim=-1) for name, factor in good.items() if "lora_A" in name}
+    save_file(good | wide, folder / "wide.safetensors")
+    ranks = {name: torch.cat([factor, factor]) for name, factor in good.items() if "lora_A" in name}
+    save_file(good | ranks, folder / "ranks.safetensors")
+    factors = make_factors(ZOO["wan-2.1"].make().transformer, "wan-2.1")
+    save_file(name_as_diffusers("wan-2.1", factors), folder / "wan.safetensors")
+    save_file(name_as_kohya("wan-2.1", factors), folder / "wan-kohya.safetensors")
+    save_file({"a": torch.ones(2)}, folder / "numbers.safetensors")
+    half = {name: factor for name, factor in good.items() if "lora_A" in name}
+    save_file(half, folder / "half.safetensors")
+    return {
+        "cut.safetensors": "cannot be loaded: ",
+        "pickle.safetensors": "cannot be loaded: ",
+        "empty.safetensors": "cannot be loaded: ",
+        "pickle.bin": "is no .safetensors file (pickle.bin), and other files may run code when they are read",
+        "wide.safetensors": ".lora_A.weight of shape [4, 320] does not fit a layer of 160 inputs and 32 outputs",
+        "ranks.safetensors": ".lora_A.weight of shape [8, 160] does not fit .lora_B.weight of shape [32, 4]",
+        "wan.safetensors": "changes nothing of this FluxPipeline: no layer takes its ",
+        "wan-kohya.safetensors": "cannot be loaded: Incompatible keys detected",
+        "numbers.safetensors": "changes nothing of this FluxPipeline: no layer takes its 1 keys (a)",
+        "half.safetensors": "changes nothing of this FluxPipeline: no layer takes its ",
+    }
+
+
+def be_refused(folder: Path, files: list[str], plan: dict[str, Any]) -> list[str]:
+    """What is said of each file; the image is the plain one after all of them."""
+    pipe = tiny.flux()
+    runner = parallelize(pipe, Plan(**plan))
+    plain = draw(runner, "flux")
+    lines = []
+    for file in files:
+        with pytest.raises(ModelError) as refused:
+            ditile.load_lora(pipe, folder / file, adapter_name="own")
+        lines.append(str(refused.value))
+    same(draw(runner, "flux"), plain)
+    ditile.load_lora(pipe, folder / "good.safetensors", adapter_name="own")
+    different(draw(runner, "flux"), plain)
+    return lines
+
+
+@pytest.mark.parametrize("plan", [{}, {"tensor": 2}, {"ulysses": 2}])
+def test_hostile_files_are_refused_in_one_line(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
+    """A failure: a traceback of another library, or a pipeline that is changed by half."""
+    says = write_hostile(tmp_path)
+    for lines in pool.run(be_refused, Plan(**plan).world, tmp_path, list(says), plan):
+        for (file, text), line in zip(says.items(), lines, strict=True):
+            assert line.startswith(f"lora={str(tmp_path / file)!r} ") and text in line, line
+            assert "\n" not in line and len(line) < 700
