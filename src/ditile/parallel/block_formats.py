@@ -38,6 +38,11 @@ def find_row_blocks(weight: Any) -> RowBlocks | None:
     return RowBlocks(weight.quant_type.name, numbers, size)
 
 
+def is_block_linear(linear: Any) -> bool:
+    """Whether a Linear is the one that diffusers has for such weights, also before its weight is read."""
+    return type(linear).__name__ == "GGUFLinear"
+
+
 def measure_weight(weight: Any) -> tuple[int, ...]:
     """The shape of a weight in numbers, however it is stored."""
     if find_row_blocks(weight) is None:

@@ -32,7 +32,7 @@ from ditile.model.hooks.attention_processors import UNFUSE, has_fused_projection
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.model.hooks.overrides import match_modules
 from ditile.model.hooks.placeholders import build_meta_model
-from ditile.parallel.block_formats import find_row_blocks, locate_number, measure_weight
+from ditile.parallel.block_formats import find_row_blocks, is_block_linear, locate_number, measure_weight
 from ditile.parallel.tensor.adapters import list_adapter_linears
 from ditile.plan.errors import ModelError, PlanError
 
@@ -258,7 +258,7 @@ def _read_row(
     elif type(row) in _PACKED:
         kind, attribute = _PACKED[type(row)]
         blocks = row.blocks or getattr(unwrap_lora_base(module), attribute, None)
-        if not blocks and find_row_blocks(_find_linear(transformer, path).weight) is not None:
+        if not blocks and is_block_linear(unwrap_lora_base(module)):
             # diffusers puts another Linear in place of the one that its model gave this attribute.
             blocks = getattr(build_structure().get_submodule(path), attribute, None)
     else:
@@ -371,8 +371,7 @@ def _check_linear_shardable(path: str, module: nn.Module) -> None:
     base = unwrap_lora_base(module)
     # A quantized Linear is another class, or has another class of weights.
     unknown = base if type(base) is not nn.Linear else base.weight
-    is_known = type(unknown) is nn.Parameter or find_row_blocks(getattr(base, "weight", None)) is not None
-    if not is_known:
+    if type(unknown) is not nn.Parameter and not is_block_linear(base):
         raise ModelError(
             f"{path} is a {type(unknown).__name__}, and tensor parallelism cuts plain Linears; load it unquantized"
         )
