@@ -158,7 +158,7 @@ class ScheduleFitting:
         gains = self._find_gains(runs, switches)
         gram = np.mean([run.gram for run in runs], axis=0)
         mean_square = float(np.mean([_measure_square(run.steps.latents) for run in runs]))
-        budgets = fit_budgets(gram, gains, switches, mean_square, corrects_drift=self._is_first_order)
+        budgets = fit_budgets(gram, gains, switches, mean_square, has_exact_gains=self._is_first_order)
         return self._measure_budgets(self._make_schedule(*budgets), runs)
 
     def _generate_in_full(self, number: int, caption: str) -> FullRun:
