@@ -31,6 +31,7 @@ IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "ImageReward", "xfuser"}
 """Packages that are used where they are installed, each after a look for it in the same module."""
 BEHIND_A_CHECK: Mapping[str, set[str]] = {
     "ditile.measure.bench.figures": {"plots"},
+    "ditile.runner.weights.gguf_file": {"gguf"},
     "ditile.serve.page.guard": {"serve", "page"},
     "ditile.serve.page.layout": {"serve", "page"},
     "ditile.serve.ray_replicas": {"ray"},

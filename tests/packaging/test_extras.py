@@ -42,6 +42,21 @@ pipe.transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_mod
 layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.transformer))
 FluxPipeline.save_lora_weights(".", transformer_lora_layers=layers)
 """
+MAKE_GGUF = """
+import ditile, gguf
+writer = gguf.GGUFWriter("transformer.gguf", "flux")
+for name, tensor in ditile.load("shapes-flux").transformer.state_dict().items():
+    values = tensor.numpy()
+    if values.ndim == 2 and values.shape[1] % 32 == 0:
+        blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    else:
+        writer.add_tensor(name, values)
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+"""
 START_SECONDS, STOP_SECONDS = 120.0, 60.0
 
 pytestmark = pytest.mark.installed
@@ -167,6 +182,12 @@ def test_the_base_names_the_extra(base: Environment, words: tuple[str, ...], ext
     assert f"pip install 'ditile[{extra}]'" in base.read_refusal(*words)
 
 
+def test_the_base_names_the_extra_of_a_file(base: Environment) -> None:
+    (base.work / "a.gguf").write_bytes(b"GGUF" + bytes(20))
+    words = ("generate", PROMPT, "--model", "shapes-flux", "--transformer", "a.gguf")
+    assert "pip install 'ditile[gguf]'" in base.read_refusal(*words)
+
+
 def test_the_base_compares_plans(base: Environment) -> None:
     words = ("--plans", "ulysses=2", "--no-figures", "--rounds", "1", "--steps", "2", "--out", "bench")
     assert "ulysses=2" in base.run_ditile("bench", *words)
@@ -214,6 +235,15 @@ def test_quantize(make: Make) -> None:
     made = make("quantize")
     words = ("--quantize", "--quantize-type", "int8_weight_only", "--out", "a.png")
     made.run_ditile("generate", PROMPT, "--model", "shapes-flux", *SHORT, *words)
+    check_picture(made.work / "a.png")
+
+
+@pytest.mark.nightly
+def test_gguf(make: Make) -> None:
+    made = make("gguf")
+    made.run_python(MAKE_GGUF)
+    words = ("--model", "shapes-flux", "--transformer", "transformer.gguf", "--pipefusion", "2", "--out", "a.png")
+    made.run_ditile("generate", PROMPT, *SHORT, *words)
     check_picture(made.work / "a.png")
 
 

@@ -134,7 +134,6 @@ def test_no_name_at_all(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("x" * 300, "is not known"),
         ("a\0b", "is not known"),
         ("two words", "is not known"),
-        ("model.safetensors", "is a file; give the folder of a pipeline"),
         ("folder", "has no model_index.json"),
     ],
 )
@@ -144,7 +143,6 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(
     """A failure would mean a traceback of huggingface_hub or of the file system, wherever a name is taken."""
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
-    Path("model.safetensors").touch()
     assert says in message(name, DitileError)
     for call in (defaults, functools.partial(ditile.plan_for, hardware="l40-pcie")):
         with pytest.raises(DitileError, match=re.escape(says)):

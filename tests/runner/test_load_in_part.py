@@ -21,9 +21,9 @@ from ditile import LoadError, ModelError, PlanError, StateError
 from ditile.model.hooks.placeholders import is_placeholder
 from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.plan import Plan
-from ditile.runner.checkpoint import Checkpoint, locate_in_folder
 from ditile.runner.load import STEM, load_partial_components
 from ditile.runner.runner import parallelize
+from ditile.runner.weights.checkpoint import Checkpoint, locate_in_folder
 from tests import tiny
 from tests.pool import Pool
 from tests.rotation import rotate
@@ -90,7 +90,7 @@ def test_what_is_read_is_what_diffusers_reads(models: dict[str, Path], family: s
 
 def test_one_file_or_several_are_read_in_runs(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means that a tensor is lost where a mapping ends."""
-    monkeypatch.setattr("ditile.runner.checkpoint.MAPPED", 5000)
+    monkeypatch.setattr("ditile.runner.weights.checkpoint.MAPPED", 5000)
     for family in ("flux", "sd3"):
         kind = getattr(diffusers, type(tiny.FAMILIES[family]().transformer).__name__)
         wanted = tensors(kind.from_pretrained(models[family] / "transformer"))

@@ -19,9 +19,9 @@ from torch import nn
 
 from ditile.distributed.launch import launch
 from ditile.plan.errors import RankError
-from ditile.runner.checkpoint import Checkpoint
 from ditile.runner.load import load
 from ditile.runner.model_files import find_blob_folder
+from ditile.runner.weights.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.alone
 

@@ -18,8 +18,8 @@ from ditile.model.registry import find_model_spec
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.checkpoint import locate_in_folder
 from ditile.runner.load import load_partial_transformer
+from ditile.runner.weights.checkpoint import locate_in_folder
 from tests.zoo import ZOO
 from tests.zoo.entry import Entry
 from tests.zoo.holes import FAST

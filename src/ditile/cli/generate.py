@@ -186,13 +186,19 @@ def _prepare_runner(
     check_request_by_files(request, plan, cache)
     conditions = read_condition_files(request)
     pipe, runner = prepare_runner(
-        request.model, run, plan, cache, conditions=list(conditions), controlnet=request.controlnet
+        request.model,
+        run,
+        plan,
+        cache,
+        conditions=list(conditions),
+        controlnet=request.controlnet,
+        transformer=request.transformer,
     )
     runner.trace = run.trace is not None
     if "video" in conditions:
         check_frame_count(type(pipe).__name__, len(conditions["video"]), find_frames_ratio(pipe), None)
     if conditions and runner.mesh.rank == 0:
-        own = find_pipeline_kind(find_model_source(request.model)) or type(pipe)
+        own = find_pipeline_kind(find_model_source(request.model, weights=False)) or type(pipe)
         print(f"pipeline: {describe_choice(find_call_owner(pipe), own, list(conditions))}", file=sys.stderr)
     return pipe, runner, conditions
 

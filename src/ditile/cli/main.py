@@ -51,7 +51,7 @@ from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.choose import choose_within_bounds, resolve_plan_option
 from ditile.planner.promise import Bounds, Promise
 from ditile.planner.question import PlanQuestion
-from ditile.runner.model_files import defaults, find_model_source
+from ditile.runner.model_files import check_model_file, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions, name_flags
 from ditile.runner.requests.console import (
     LINE_WIDTH,
@@ -200,7 +200,17 @@ def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None
 
 
 def _build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
-    return cls(**_collect_values(cls, arguments))
+    options: Any = cls(**_collect_values(cls, arguments))
+    model = getattr(options, "model", None)
+    # A file in place of a model is the transformer of a published one.
+    if model is not None and hasattr(options, "transformer") and os.path.isfile(model):
+        check_model_file(Path(model))
+        _silence_libraries()
+        from ditile.runner.load import split_model_file
+
+        model, transformer = split_model_file(model, options.transformer)
+        options = dataclasses.replace(options, model=model, transformer=transformer)
+    return options  # type: ignore[no-any-return]
 
 
 def _collect_values(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -417,7 +427,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
         plan = resolve_plan_option(proof.plan, request, RunOptions(), plan)
     if plan == Plan():
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
-    find_model_source(proof.model)
+    find_model_source(proof.model, transformer=proof.transformer)
     check_known_model(request, plan)
     try:
         verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
@@ -437,7 +447,7 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     options = _build_options(ServeOptions, arguments)
     cache = _build_options(CacheOptions, arguments)
     plan = _build_plan(arguments, cache)
-    request = GenerateOptions(model=options.model)
+    request = GenerateOptions(model=options.model, transformer=options.transformer)
     if options.plan is not None:
         run = RunOptions(cuda_graphs=options.cuda_graphs)
         plan = resolve_plan_option(options.plan, request, run, plan)
@@ -460,7 +470,7 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
     if is_writing_process():
         comparison.check_output_folder(work)
     if not work.has_random_weights:
-        find_model_source(work.model)
+        find_model_source(work.model, transformer=work.transformer)
     plans = [Plan()]
     if comparison.plans is not None:
         plans += [cell.plan_object for cell in parse_cells(comparison.plans)]
@@ -483,7 +493,7 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     session = _build_options(SessionOptions, arguments)
     if is_writing_process():
         session.check_output_folder(options, judge)
-    find_model_source(options.model)
+    find_model_source(options.model, transformer=options.transformer)
     for setting in options.candidate_settings:
         check_known_model(options.build_generate_options(), Plan.parse(setting.plan))
     _silence_libraries()
@@ -519,7 +529,7 @@ def _run_fit_command(arguments: argparse.Namespace) -> int:
     options = _build_options(FitOptions, arguments)
     if options.out is not None:
         check_output_files([("out", Path(options.out))], options)
-    find_model_source(options.model)
+    find_model_source(options.model, transformer=options.transformer)
     check_known_model(options.to_generate_options(prompt=EXAMPLE), Plan())
     _silence_libraries()
     from ditile.measure.schedule_fit import build_schedule_table, fit_schedule

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ditile.model.known import ASSETS, list_bundled_models, list_known_models, list_published_models
+from ditile.model.known import (
+    ASSETS,
+    find_known_model,
+    list_bundled_models,
+    list_known_models,
+    list_published_models,
+)
 from ditile.plan.errors import ModelError, suggest_nearest
+from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import JsonObject
+from ditile.runner.model_files import check_model_file
 from ditile.runner.requests.options import ModelsOptions
 
 _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
@@ -29,7 +39,9 @@ def show_models(shown: ModelsOptions, console: Console) -> None:
         print(format_matrix_markdown(matrix, read_families()))
         return
     tables = build_matrix_tables(matrix)
-    if shown.name is not None:
+    if shown.name is not None and os.path.isfile(shown.name):
+        tables = [build_table_of_file(Path(shown.name))]
+    elif shown.name is not None:
         tables = build_tables_of_name(matrix, shown.name)
     for table in tables:
         console.print(table)
@@ -128,6 +140,33 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
         hint = suggest_nearest(name, known, "")
         raise ModelError(f"no model or family has {name!r} in its name; {hint} ditile models lists all")
     return tables
+
+
+def build_table_of_file(path: Path) -> Table:
+    """What is in a file with the weights of a transformer, and what it lacks.
+
+    Raises:
+        DitileError: if it is none, or that of no published model.
+    """
+    check_model_file(path)
+    from ditile.runner.requests.prepare import silence_libraries
+
+    silence_libraries()
+    from ditile.runner.weights.single_file import SingleFile, find_base_model
+
+    known = find_known_model(find_base_model(path))
+    assert known is not None
+    file = SingleFile.read_header(path)
+    numbers = file.count_types()
+    types = [f"{name} {count / numbers.total():.0%}" for name, count in numbers.most_common()]
+    table = Table("file", path.name)
+    table.add_row("transformer of", f"{known.name} ({known.hub_id})")
+    table.add_row("class", known.transformer)
+    table.add_row("size", f"{format_bytes(path.stat().st_size)}, {numbers.total() / 1e9:.2f} billion numbers")
+    table.add_row("types", ", ".join(types))
+    table.add_row("lacks", "text encoders and VAE: --model FOLDER --transformer FILE, or --model FILE with those")
+    table.add_row("", f"of {known.hub_id}")
+    return table
 
 
 def _simplify(name: str) -> str:

@@ -139,7 +139,12 @@ class ScheduleFitting:
         )
         self._conditions = read_condition_files(request)
         self._pipe, self._runner = prepare_runner(
-            options.model, engine, Plan(), CacheOptions(), conditions=list(self._conditions)
+            options.model,
+            engine,
+            Plan(),
+            CacheOptions(),
+            conditions=list(self._conditions),
+            transformer=options.transformer,
         )
         self._pipe.set_progress_bar_config(disable=True)
         self._base = build_call_arguments(self._pipe, request, defaults(options.model))

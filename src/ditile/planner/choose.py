@@ -41,6 +41,7 @@ DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
 """Bytes of a number -> the type for which a machine's profile is."""
 REQUEST_FIELDS = (
     "model",
+    "transformer",
     "height",
     "width",
     "frames",
@@ -119,9 +120,9 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool = False, exact:
     from ditile.planner.subject import PlanSubject
 
     profile = load_machine_profile(question)
-    source = find_model_source(question.model, weights=False)
+    source = find_model_source(question.model, weights=False, transformer=question.transformer)
     conditions = ["image"] if question.image else []
-    subject = PlanSubject.from_configs(question.model, source, conditions)
+    subject = PlanSubject.from_configs(question.model, source, conditions, transformer=question.transformer)
     call = question.fill_call_arguments() | subject.bind_pictures(question.read_pictures())
     plan = question.priced_plan
     devices = question.devices

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from ditile.cache.build import explain_idle_steps
@@ -53,7 +55,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
         shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps)
     chart = render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
     host = _describe_host_memory(options, subject, plan, call, engine)
-    return f"{_describe_class(options)}{table}\n{host}\n{chart}"
+    return f"{_describe_class(options)}{_describe_transformer(options, subject)}{table}\n{host}\n{chart}"
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
@@ -64,10 +66,16 @@ def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArgumen
 
 def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArguments]:
     """The model of a request without its weights, and the arguments of the call."""
-    source = find_model_source(options.model, weights=False)
+    source = find_model_source(options.model, weights=False, transformer=options.transformer)
     base = defaults(options.model)
     has_controlnet = options.controlnet is not None
-    subject = PlanSubject.from_configs(options.model, source, [*options.conditions], has_controlnet=has_controlnet)
+    subject = PlanSubject.from_configs(
+        options.model,
+        source,
+        [*options.conditions],
+        has_controlnet=has_controlnet,
+        transformer=options.transformer,
+    )
     # Called for its check: it refuses a class that makes neither images nor videos.
     returns_videos(subject.pipeline)
     # Called for its check: it refuses options that the class does not take.
@@ -95,6 +103,15 @@ def _describe_host_memory(
         f"\nhost's memory, of all ranks together in {dtype}: {format_bytes(host.kept)} of weights stay there,\n"
         f"and up to {format_bytes(host.loading)} are needed while they load{short}\n"
     )
+
+
+def _describe_transformer(options: GenerateOptions, subject: PlanSubject) -> str:
+    """A line on the file of the transformer; empty if its weights are the model's own."""
+    if options.transformer is None or subject.stored is None:
+        return ""
+    size = format_bytes(Path(options.transformer).stat().st_size)
+    share = subject.stored.quantized / (subject.stored.quantized + subject.stored.plain)
+    return f"transformer: {options.transformer}, {size}, {share:.0%} of its numbers quantized\n"
 
 
 def _describe_class(options: GenerateOptions) -> str:

@@ -108,16 +108,18 @@ def _count_host_bytes_of_rank(
     if plan.offload == "blocks":
         kept += subject.models * sum(_count_pinned_bytes(subject, job, block) for block in owned)
     transformer = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
-    return kept, (transformer * subject.models + subject.vae) * size + text
+    read = subject.count_weight_bytes(transformer * subject.models, size)
+    return kept, read + subject.vae * size + text
 
 
 def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int) -> int:
     """Bytes of a block in pinned memory, which torch allocates in powers of two."""
     size = job.shape.element_size
     if job.plan.tensor == 1:
-        flat = cost.count_flat_bytes(numbers * size for numbers in job.weights.tensors[block])
+        sizes = [subject.count_weight_bytes(numbers, size) for numbers in job.weights.tensors[block]]
+        flat = cost.count_flat_bytes(sizes)
     else:
-        flat = subject.count_parameters(range(block, block + 1), job.plan.tensor) * size
+        flat = subject.count_weight_bytes(subject.count_parameters(range(block, block + 1), job.plan.tensor), size)
     return 1 << max(flat - 1, 0).bit_length()
 
 
@@ -175,7 +177,7 @@ def count_rank_memory(
     # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
     weights = weights * subject.models + buffers
     return RankMemory(
-        weights=weights * size,
+        weights=subject.count_weight_bytes(weights, size),
         text=_count_text_parameters(subject, plan, rank) * size,
         vae=subject.vae * size,
         # Keys of a transformer that is no longer called stay in memory until the end.

@@ -56,6 +56,7 @@ from ditile.planner.recording.recorded import (
 )
 from ditile.runner.load import convert_build_errors
 from ditile.runner.requests.conditions import bind_conditions, check_picture_count, read_call_conditions
+from ditile.runner.weights.single_file import StoredWeights
 
 PROBED = Grid(22, 32)
 """Token rows and columns of the image with which a model without a `ModelSpec` is counted."""
@@ -91,6 +92,7 @@ class PlanSubject:
         coder: the class of the VAE.
         models: transformers that are called in turns, each on every rank.
         decodes: numbers that are alive at once for each latent pixel of a decoded image, if a file says so.
+        stored: what the transformer's weights are in a file of their own, if they are in one.
     """
 
     name: str
@@ -107,6 +109,7 @@ class PlanSubject:
     coder: type = diffusers.AutoencoderKL
     models: int = 1
     decodes: float | None = None
+    stored: StoredWeights | None = None
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
     _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
     _kept: dict[tuple[range, int, int, int], float] = field(default_factory=dict, repr=False)
@@ -116,7 +119,13 @@ class PlanSubject:
 
     @classmethod
     def from_configs(
-        cls, name: str, source: Path | str, given: Collection[str] = (), *, has_controlnet: bool = False
+        cls,
+        name: str,
+        source: Path | str,
+        given: Collection[str] = (),
+        *,
+        has_controlnet: bool = False,
+        transformer: str | None = None,
     ) -> PlanSubject:
         """The pipeline of a folder or hub id (of which only configs are read).
 
@@ -126,13 +135,15 @@ class PlanSubject:
             given: what its calls start from besides words, as `image`: the class of its family that generates from
                 it is taken, if its calls can be recorded.
             has_controlnet: whether there is a ControlNet besides the model's own parts.
+            transformer: the file with the weights of its transformer; by default they are the model's own.
 
         Raises:
             LoadError: if configs cannot be read.
             ModelError: if it has no transformer, or one whose calls are neither known nor can be recorded.
         """
         with convert_build_errors(name):
-            configs = PipelineConfigs.read_source(source).choose_class(given, has_controlnet=has_controlnet)
+            configs = PipelineConfigs.read_source(source, transformer)
+            configs = configs.choose_class(given, has_controlnet=has_controlnet)
             return cls.from_pipeline_configs(name, configs)
 
     @classmethod
@@ -165,6 +176,7 @@ class PlanSubject:
             coder=configs.coder,
             models=1 + configs.has_second,
             decodes=other_parts.decodes,
+            stored=configs.stored,
         )
 
     @cached_property
@@ -447,6 +459,12 @@ class PlanSubject:
         if self.recorder is None:
             return Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
         return self._make_recorded_shape(filled, element_size)
+
+    def count_weight_bytes(self, numbers: float, element_size: int) -> int:
+        """The bytes of some of the transformer's weights, which may be quantized."""
+        if self.stored is None:
+            return int(numbers * element_size)
+        return self.stored.count_bytes(numbers, element_size)
 
     @property
     def makes_videos(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,12 +41,12 @@ from ditile.plan.errors import DitileError, LoadError, ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups, require_plan
 from ditile.plan.stages import select_local_blocks
-from ditile.runner.checkpoint import Checkpoint, LocateFile, locate_in_folder
 from ditile.runner.compose import divide_into_stages
 from ditile.runner.model_files import (
     MODEL_INDEX,
     MODULAR_INDEX,
     MODULAR_MARK,
+    TRANSFORMER,
     check_config_counts,
     check_hub_access,
     choose_dtype_name,
@@ -58,6 +58,8 @@ from ditile.runner.model_files import (
     refuse_missing_weights,
     report_download_progress,
 )
+from ditile.runner.weights.checkpoint import Checkpoint, LocateFile, locate_in_folder
+from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_model
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModularPipeline
@@ -89,7 +91,12 @@ class _Component(NamedTuple):
 
 
 def load(
-    name: str, *, dtype: torch.dtype | str | None = None, plan: Plan | None = None, variant: str | None = None
+    name: str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    plan: Plan | None = None,
+    variant: str | None = None,
+    transformer: str | None = None,
 ) -> DiffusionPipeline | ModularPipeline:
     """The pipeline of a bundled model, a folder or a hub id, on the CPU.
 
@@ -97,12 +104,15 @@ def load(
     components are read as in any other pipeline, and components that its index places elsewhere are read there.
 
     Args:
-        name: of a bundled model, such as shapes-flux; or a folder, or a hub id.
+        name: of a bundled model, such as shapes-flux; or a folder, or a hub id; or the file of a published model's
+            transformer, whose other parts are then those of that model.
         dtype: a torch dtype or its name. By default float32 for bundled models and where there is no GPU, otherwise
             bfloat16; float16 only on request.
         plan: reads only what this rank of the plan owns; `parallelize` takes the pipeline with a plan that divides it
             the same way. By default the whole pipeline is read.
         variant: of the files, such as "fp16", for the components that have it.
+        transformer: a file with the weights of the transformer, .safetensors or .gguf, under the names of diffusers,
+            ComfyUI or the authors; by default the model's own are read.
 
     Raises:
         ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned, or a
@@ -110,7 +120,8 @@ def load(
         PlanError: if the plan does not fit the model, or does not use all ranks.
         LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
     """
-    source = find_model_source(name, variant)
+    name, transformer = split_model_file(name, transformer)
+    source = find_model_source(name, variant, transformer=transformer)
     rank = 0
     if plan is not None:
         begin_watch(None, START_SECONDS)
@@ -123,8 +134,11 @@ def load(
         check_component_packages(source)
         partial: dict[str, Any] = {}
         if plan is not None:
-            partial = load_partial_components(source, plan, rank, weight_dtype, variant)
-        loaded = partial | load_whole_models(source, weight_dtype, variant, apart=partial)
+            partial = load_partial_components(source, plan, rank, weight_dtype, variant, transformer)
+        loaded = dict(partial)
+        if transformer is not None and TRANSFORMER not in partial:
+            loaded[TRANSFORMER] = load_transformer_file(source, transformer, Plan(), 0, weight_dtype)
+        loaded |= load_whole_models(source, weight_dtype, variant, apart=loaded)
         loaded |= load_shared_components(source, apart=loaded)
         pipe: DiffusionPipeline | ModularPipeline
         if MODULAR_MARK in read_model_index(source):
@@ -178,8 +192,29 @@ def convert_build_errors(name: str, refusal: str = "is not one that diffusers ca
         raise ModelError(f"model {name!r} {refusal}: {reason}") from error
 
 
+def split_model_file(name: str, transformer: str | None) -> tuple[str, str | None]:
+    """The model and the file of its transformer: a file in place of a model is the transformer of a published one.
+
+    Raises:
+        LoadError, ModelError: if the file cannot be read, fits no published model, or there are two files.
+    """
+    # What is no name at all is refused by `find_model_source`.
+    if not name or not os.path.isfile(name):
+        return name, transformer
+    if transformer is not None:
+        raise ModelError(f"model {name!r} is a file, and so is transformer={transformer!r}; give one of them")
+    base = find_base_model(Path(name))
+    LOG.info("%s is taken for the transformer of %s; for another one give --model NAME --transformer FILE", name, base)
+    return base, name
+
+
 def load_partial_components(
-    source: Path | str, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None = None
+    source: Path | str,
+    plan: Plan,
+    rank: int,
+    dtype: torch.dtype,
+    variant: str | None = None,
+    transformer: str | None = None,
 ) -> dict[str, Any]:
     """The components of a pipeline that a rank of a plan reads in part; diffusers reads the others whole.
 
@@ -196,6 +231,9 @@ def load_partial_components(
         is_encoder = name.startswith("text_encoder")
         in_part = (is_denoiser and plan.divides_blocks) or (is_encoder and placement != WHOLE)
         if not in_part or component.class_name is None:
+            continue
+        if name == TRANSFORMER and transformer is not None:
+            partial[name] = load_transformer_file(source, transformer, plan, rank, dtype)
             continue
         locate = _locate_component_files(source, name)
         config = _find_config(locate, name)
@@ -323,33 +361,78 @@ def load_partial_transformer(
         PlanError: if it cannot be cut as the plan says.
         LoadError: if files or weights are missing or corrupt, also if only other ranks read them.
     """
+    if variant is not None and not _has_variant_files(locate, variant):
+        variant = None
     model = _build_empty_model(cls, config.parent, dtype)
+    checkpoint = Checkpoint.open_checkpoint(locate, STEM, variant)
+    return _read_share(model, lambda _: checkpoint, config.parent, plan, rank, dtype)
+
+
+def load_transformer_file(source: Path | str, file: str, plan: Plan, rank: int, dtype: torch.dtype) -> nn.Module:
+    """The transformer of a pipeline with the weights of a file: a rank's share if the plan divides blocks.
+
+    Raises:
+        ModelError: if its anatomy is not known, or the pipeline has no transformer of diffusers.
+        PlanError: if it cannot be cut as the plan says.
+        LoadError: if the file is not whole, or does not fit the pipeline's transformer.
+    """
+    model_class = next((part.cls for part in _list_components(source) if part.name == TRANSFORMER), None)
+    if model_class is None:
+        raise ModelError(f"model {str(source)!r} has no transformer of diffusers for which {file} could be")
+    own_config = locate_component_file(source, TRANSFORMER, "config.json")
+    converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), model_class, own_config)
+    model = _build_empty_model(model_class, converted.config.parent, dtype)
+
+    def build_checkpoint(model: Any) -> Checkpoint:
+        return converted.build_checkpoint(model, dtype)
+
+    if plan.divides_blocks:
+        return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype)
+    build_checkpoint(model).read_into_module(model, dtype, keep_fp32=model_class._keep_in_fp32_modules or ())
+    return _finish_model(model, Path(file))
+
+
+def _read_share(
+    model: Any,
+    build_checkpoint: Callable[[Any], Checkpoint],
+    place: Path,
+    plan: Plan,
+    rank: int,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """Reads a rank's share into a model without weights, which then has placeholders for the other blocks."""
     block_hooks = build_block_hooks(model, registry.choose_model_spec(model))
     coordinates = compute_coordinates(plan, rank)
     stages = divide_into_stages(block_hooks, plan)
     owned = select_local_blocks(stages, coordinates["pipefusion"], plan.num_whole_stages)
-    if variant is not None and not _has_variant_files(locate, variant):
-        variant = None
-    checkpoint = Checkpoint.open_checkpoint(locate, STEM, variant)
-    # Before blocks are emptied, so that a missing weight raises on every rank and not only on its owner.
-    refuse_missing_weights(set(model.state_dict()) - set(checkpoint.files), config.parent)
-    # Before blocks are emptied, too: it describes the blocks of every stage.
+    # Before blocks are emptied: it describes the blocks of every stage.
     weights = block_hooks.describe_weights()
     shard = (coordinates["tensor"], plan.tensor)
     select_shard = None
     if plan.tensor > 1:
         table = find_tensor_table(model, block_hooks.spec, block_hooks.anatomy.tensor)
         select_shard = TensorCuts.match_tensor_table(model, table, *shard).select_shard
+    # After the cuts, which are those of plain Linears: a checkpoint of quantized weights replaces them.
+    checkpoint = build_checkpoint(model)
+    # Before blocks are emptied, so that a missing weight raises on every rank and not only on its owner.
+    refuse_missing_weights(set(model.state_dict()) - set(checkpoint.files), place)
     block_hooks.empty_other_blocks(owned, keep=False)
-    keep_fp32 = cls._keep_in_fp32_modules or ()
-    bytes_read = checkpoint.read_into_module(model, dtype, keep_fp32=keep_fp32, part=select_shard)
+    bytes_read = checkpoint.read_into_module(
+        model, dtype, keep_fp32=model._keep_in_fp32_modules or (), part=select_shard
+    )
     # After the checkpoint was read: reading asks for the `state_dict` that the guards refuse.
     block_hooks.guard_calls()
     block_hooks.guard_saving()
     block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, block_hooks.guards, shard)
-    model.register_to_config(_name_or_path=str(config.parent))
-    model.eval()
+    _finish_model(model, place)
     return block_hooks.transformer
+
+
+def _finish_model(model: Any, place: Path) -> nn.Module:
+    """Does what `from_pretrained` does last."""
+    model.register_to_config(_name_or_path=str(place))
+    finished: nn.Module = model.eval()
+    return finished
 
 
 def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
@@ -407,6 +490,11 @@ def _locate_component_files(source: Path | str, name: str) -> LocateFile:
             return None
 
     return locate_hub_file
+
+
+def locate_component_file(source: Path | str, name: str, file: str) -> Path | None:
+    """A file of a component; None if it has no such file."""
+    return _locate_component_files(source, name)(file)
 
 
 def read_model_index(source: Path | str) -> dict[str, Any]:

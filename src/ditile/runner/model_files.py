@@ -30,6 +30,7 @@ from ditile.model.known import (
     list_published_models,
 )
 from ditile.plan.errors import LoadError, ModelError, suggest_nearest
+from ditile.plan.extras import require_extra
 from ditile.plan.numbers import is_number
 
 PERIOD = 1.0
@@ -41,10 +42,17 @@ MOST_IN_CONFIGS = {r"(\w+_)?(layers?|blocks?|depth)(_per_\w+)?": 1000, "num_trai
 MODEL_INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
 """A folder with one of these two files is a pipeline; the first one counts where both are."""
+TRANSFORMER = "transformer"
+"""The component whose weights may be in a file of their own."""
 MODULAR_MARK = "_blocks_class_name"
 """The key that only the index of a modular pipeline has."""
 FRAME_RATE = "fps"
 """The key of `generation.json` for the frames per second of a video file."""
+SAFETENSORS = "safetensors"
+GGUF = "gguf"
+FORMATS = {".safetensors": SAFETENSORS, ".sft": SAFETENSORS, ".gguf": GGUF}
+"""Ending of a file of weights -> its format."""
+PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -79,7 +87,9 @@ def read_generation_defaults(model: str) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def find_model_source(name: str, variant: str | None = None, *, weights: bool = True) -> Path | str:
+def find_model_source(
+    name: str, variant: str | None = None, *, weights: bool = True, transformer: str | None = None
+) -> Path | str:
     """Where a model is: the folder of a bundled or local one, or the hub id itself.
 
     Args:
@@ -87,18 +97,71 @@ def find_model_source(name: str, variant: str | None = None, *, weights: bool = 
         variant: of the files that will be read.
         weights: whether weights will be read; configs are enough to say how a model would be divided, and the package
             has the configs of published models.
+        transformer: the file with the weights of its transformer; by default the model's own are read.
 
     Raises:
-        ModelError: if `name` is none of them.
+        ModelError: if `name` is none of them, or `transformer` is no file.
         LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles; or if a model of the
             hub is not in its cache, and the hub cannot be reached.
     """
+    if transformer is not None:
+        check_model_file(Path(transformer))
     source = _locate_model(name, weights=weights)
     if isinstance(source, str):
-        check_hub_access(source)
+        try:
+            check_hub_access(source)
+        except LoadError as error:
+            if transformer is None:
+                raise
+            raise LoadError(
+                f"{transformer} has the transformer alone, and the text encoders and the VAE are those of {source}: "
+                f"{error} that has them (--model FOLDER --transformer {transformer})"
+            ) from error
     elif weights:
-        _check_pipeline_folder(source, variant)
+        _check_pipeline_folder(source, variant, has_transformer=transformer is None)
     return source
+
+
+def check_model_file(path: Path) -> str:
+    """The format of a file of weights, by its ending and its content.
+
+    Raises:
+        ModelError: if there is no such file, or it needs a package that is not installed.
+        LoadError: if it is of another format than its ending says, a pickle, or cut short.
+    """
+    if not os.path.isfile(path):
+        raise ModelError(f"transformer={str(path)!r} is no file; give a .safetensors or .gguf file")
+    if path.suffix in PICKLES:
+        raise LoadError(f"{path} is a pickle, which can run code when it is read; take a .safetensors or .gguf file")
+    if path.suffix not in FORMATS:
+        raise LoadError(f"{path}: its ending is none of {', '.join(FORMATS)}; take a file of such a format")
+    ending = FORMATS[path.suffix]
+    content = _read_format(path)
+    if content != ending:
+        raise LoadError(f"{path} is named {path.suffix}, and its content is {content}; rename it, or copy it again")
+    if ending == GGUF:
+        require_extra("gguf", str(path))
+    else:
+        with open_safetensors(path, "np"):
+            pass
+    return ending
+
+
+def _read_format(path: Path) -> str:
+    """What the first bytes of a file say of its format."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(9)
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {join_error_lines(error)}") from error
+    if first.startswith(b"GGUF"):
+        return GGUF
+    # After the length of the header, which may look like the beginning of a pickle.
+    if first.endswith(b"{"):
+        return SAFETENSORS
+    if first.startswith((b"PK", b"\x80")):
+        return "a pickle"
+    return "of no known format"
 
 
 def _locate_model(name: str, *, weights: bool) -> Path | str:
@@ -132,8 +195,8 @@ def _describe_unknown_model(name: Any) -> str:
         path = str(name)
     if os.path.isfile(path):
         return (
-            f"model {name!r} is a file; {hint}give the folder of a pipeline; a checkpoint in one file becomes a folder "
-            "by diffusers' from_single_file and save_pretrained"
+            f"model {name!r} is a file; {hint}give the folder of a pipeline, and the file as its transformer "
+            "(--model FOLDER --transformer FILE)"
         )
     if path.startswith((".", "~")) or "/" in path or os.sep in path:
         return (
@@ -199,10 +262,12 @@ def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
     return (source / name).is_dir() or (isinstance(place, str) and Path(place).resolve() == source.resolve())
 
 
-def _check_pipeline_folder(folder: Path, variant: str | None) -> None:
+def _check_pipeline_folder(folder: Path, variant: str | None, *, has_transformer: bool = True) -> None:
     """Raises `LoadError` unless the weights of a pipeline (of a variant) are there, and whole by their headers."""
     index = read_json_object(find_index_file(folder) or folder)
     for name, (library, _) in list_own_components(folder, index):
+        if name == TRANSFORMER and not has_transformer:
+            continue
         # An optional component that the pipeline lacks has no library.
         if library is not None:
             _check_component(find_component_folder(folder, name), variant)

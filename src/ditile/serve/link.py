@@ -27,6 +27,7 @@ class WorkerSetup:
 
     Attributes:
         model: a bundled model, a folder or a hub id.
+        transformer: a file with the weights of its transformer; None reads the model's own.
         engine, plan, cache: as of `ditile generate`.
         lora_dir: the folder of the LoRAs that requests may name; None without.
         max_loras: how many of them stay loaded.
@@ -40,6 +41,7 @@ class WorkerSetup:
     lora_dir: str | None
     max_loras: int
     local_ranks: tuple[int, int] | None = None
+    transformer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,9 @@ class RankWorker:
     def __init__(self, setup: WorkerSetup, link: MessageLink) -> None:
         self._setup = setup
         self._link = link
-        self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
+        self._pipe, self._runner = prepare_runner(
+            setup.model, setup.engine, setup.plan, setup.cache, transformer=setup.transformer
+        )
         self._pipe.set_progress_bar_config(disable=True)
         self._request_cache = RequestCache(self._runner, setup)
         # Of the pipeline that was loaded; requests with conditions switch to other classes of its family.

@@ -45,7 +45,7 @@ from ditile.planner.dry_run import build_dry_run_job
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.console import is_writing_process, make_numbered_tables
 from ditile.runner.requests.facts import build_dry_run_call
-from ditile.runner.requests.pictures import save_picture_with_texts
+from ditile.runner.requests.pictures import hide_local_path, save_picture_with_texts
 from ditile.runner.requests.prepare import silence_libraries
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def list_table_remarks(evaluation: Row) -> Iterable[str]:
 
 def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationSetting]) -> None:
     """Raises `PlanError` or `ModelError` unless all settings fit the model and torchrun's ranks."""
-    source = find_model_source(options.model)
+    source = find_model_source(options.model, transformer=options.transformer)
     # Under torchrun no other ranks can be started, so every plan must use all of them.
     place = env.read_torchrun_place()
     for setting in settings:
@@ -179,8 +179,10 @@ def _build_job_record(options: EvaluateOptions, session: SessionOptions, threads
     # These two differ from caption to caption.
     del call["prompt"]
     del call["num_images_per_prompt"]
+    weights = {} if options.transformer is None else {"transformer": hide_local_path(options.transformer)}
     return {
         "model": options.model,
+        **weights,
         "call": call,
         "dtype": session.dtype,
         "device": session.device,

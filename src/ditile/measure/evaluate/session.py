@@ -127,7 +127,8 @@ class _EvaluationSession:
         self._base_call = build_call_arguments(pipe, options.build_generate_options(), defaults(options.model))
 
     def _create_pipeline(self, plan: Plan | None) -> Any:
-        pipe: Any = load(self._task.options.model, dtype=self._task.session.dtype, plan=plan)
+        options = self._task.options
+        pipe: Any = load(options.model, dtype=self._task.session.dtype, plan=plan, transformer=options.transformer)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

@@ -26,9 +26,16 @@ from ditile.planner.recording.recorded import (
     load_component_config,
     read_prompt_table,
 )
-from ditile.runner.load import read_model_index
-from ditile.runner.model_files import MODULAR_MARK, check_config_counts, list_own_components, read_json_object
+from ditile.runner.load import locate_component_file, read_model_index
+from ditile.runner.model_files import (
+    MODULAR_MARK,
+    TRANSFORMER,
+    check_config_counts,
+    list_own_components,
+    read_json_object,
+)
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
+from ditile.runner.weights.single_file import ConvertedFile, SingleFile, StoredWeights
 
 FACTS = "facts.json"
 """What cannot be read off the configs of a published model."""
@@ -55,6 +62,7 @@ class PipelineConfigs:
         kind, transformer: the class of its transformer, and its config.
         coder, vae: the class of its VAE, and its config.
         places: of components that are elsewhere.
+        stored: what the transformer's weights are in a file of their own, if they are in one.
     """
 
     source: Path | str
@@ -65,15 +73,21 @@ class PipelineConfigs:
     coder: Any
     vae: JsonObject
     places: Mapping[str, Path | str] = field(default_factory=dict)
+    stored: StoredWeights | None = None
 
     @classmethod
-    def read_source(cls, source: Path | str) -> PipelineConfigs:
+    def read_source(cls, source: Path | str, file: str | None = None) -> PipelineConfigs:
         """Reads configs alone.
 
+        Args:
+            source: the folder or hub id.
+            file: with the weights of the transformer; by default they are the pipeline's own.
+
         Raises:
-            LoadError: if they cannot be read.
+            LoadError: if they cannot be read, or the file does not fit.
             ModelError: if there is no transformer.
         """
+        stored = None
         index = read_model_index(source)
         places = dict[str, Path | str]()
         # A modular pipeline says in an index of its own where its parts are.
@@ -85,7 +99,13 @@ class PipelineConfigs:
             if name is None:
                 raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
             kind = getattr(diffusers, name)
-            transformer = load_component_config(kind, places.get("transformer", source), "transformer")
+            if file is None:
+                transformer = load_component_config(kind, places.get("transformer", source), "transformer")
+            else:
+                own_config = locate_component_file(source, TRANSFORMER, "config.json")
+                converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), kind, own_config)
+                transformer = read_json_object(converted.config)
+                stored = converted.count_stored_weights()
             vae = load_component_config(diffusers.AutoencoderKL, places.get("vae", source), "vae")
         except (OSError, KeyError, AttributeError, TypeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
@@ -93,7 +113,7 @@ class PipelineConfigs:
         check_config_counts(transformer, f"the config of transformer in {source}")
         check_config_counts(vae, f"the config of vae in {source}")
         coder = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
-        return cls(source, pipeline, index, kind, transformer, coder, vae, places)
+        return cls(source, pipeline, index, kind, transformer, coder, vae, places, stored)
 
     def choose_class(self, given: Collection[str], *, has_controlnet: bool = False) -> PipelineConfigs:
         """These configs for the class that generates from what is given, if its calls can be recorded.

@@ -39,6 +39,7 @@ Strength = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_make_tuple)]
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
+TRANSFORMER = "a file with the transformer's weights in place of the model's own: .safetensors or .gguf"
 TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
 
 
@@ -47,6 +48,7 @@ class ModelOptions:
     """The model of a command, and the size and steps of its images; None is the model's own value."""
 
     model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME", reads=True)
+    transformer: str | None = define_option(None, TRANSFORMER, metavar="FILE", reads=True)
     steps: Steps | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
     height: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
     width: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
@@ -282,6 +284,8 @@ class ModelsOptions:
     """What `ditile models` shows."""
 
     name: str | None = define_option(
-        None, "show only what has this in its name, such as qwen; everything by default", positional=True
+        None,
+        "show only what has this in its name, such as qwen; or what is in a file; everything by default",
+        positional=True,
     )
     markdown: bool = define_option(False, "the matrix of families and methods as Markdown")

@@ -37,6 +37,7 @@ def prepare_runner(
     *,
     conditions: Collection[str] = (),
     controlnet: str | None = None,
+    transformer: str | None = None,
 ) -> tuple[Any, Runner]:
     """A pipeline on this rank, divided, quantized and with its cache. All ranks call it.
 
@@ -45,6 +46,7 @@ def prepare_runner(
         engine, plan, cache: how to compute.
         conditions: what the calls will start from, which the pipeline's class has to take.
         controlnet: a ControlNet to load: a folder or a hub id.
+        transformer: a file with the weights of the transformer in place of the model's own.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -58,17 +60,16 @@ def prepare_runner(
     silence_libraries()
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    source = find_model_source(model)
+    source = find_model_source(model, transformer=transformer)
     _check_pipeline_class(source, plan)
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
-    loads_loras_later = plan.tensor > 1 and not needs_whole_model
     with Status(f"loading {model}{_describe_weights(source)}") as loading:
-        pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan)
+        pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan, transformer=transformer)
     enable_required_tiling(pipe)
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
-    if not loads_loras_later:
+    if plan.tensor == 1 or needs_whole_model:
         _load_loras(pipe, cache)
     if engine.compile:
         set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
@@ -84,7 +85,7 @@ def prepare_runner(
         compile=engine.compile,
         cuda_graphs=engine.cuda_graphs,
     )
-    if loads_loras_later:
+    if plan.tensor > 1 and not needs_whole_model:
         # Each rank read its share of the weights, and cuts the LoRAs alike.
         _load_loras(pipe, cache)
     _enable_cache_and_quantization(runner, cache)

@@ -27,7 +27,7 @@ from ditile.runner.requests.videos import build_poster_path
 MIN_DIGITS = 4
 MAX_HASHED_BYTES = 2**36
 """More than any LoRA has."""
-FIELDS_NOT_COMPARED = ("prompt", "prompts_file", "seed", "num_images")
+FIELDS_NOT_COMPARED = ("prompt", "prompts_file", "seed", "num_images", "transformer")
 
 
 class PromptLine(NamedTuple):
@@ -94,9 +94,13 @@ def describe_request(
             contents |= _describe_file(path)
     for choice in cache.loras.values():
         contents |= _describe_file(choice.source)
+    if request.transformer is not None:
+        # It may be larger than the memory, so that its time stands for its content.
+        stat = Path(request.transformer).stat()
+        contents[pictures.hide_local_path(request.transformer)] = f"{stat.st_size} bytes of {stat.st_mtime_ns}"
     # Earlier versions wrote images with these keys: with the same text, a run of theirs can be resumed.
     description |= {
-        "dtype": choose_dtype_name(find_model_source(request.model), run.dtype),
+        "dtype": choose_dtype_name(find_model_source(request.model, transformer=request.transformer), run.dtype),
         "contents": contents,
         "attention": run.attention,
         "plan": str(dataclasses.replace(plan, data=1)),

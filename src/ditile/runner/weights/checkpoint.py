@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ditile.distributed import env
+from ditile.parallel.block_formats import make_parameter_like
 from ditile.parallel.tensor.cuts import SelectShard
 from ditile.plan.errors import LoadError
 from ditile.runner.model_files import open_safetensors, read_weight_map, refuse_missing_weights
@@ -28,6 +30,29 @@ LocateFile = Callable[[str], Path | None]
 """The path of a checkpoint's file by its name, fetched if need be; None if there is none."""
 
 
+class StoredTensor(Protocol):
+    """A tensor of an open file, of which parts can be read."""
+
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class OpenedTensors(Protocol):
+    """An open file of tensors; `offset_keys` are their names in the order of the file."""
+
+    def offset_keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> StoredTensor: ...
+
+
+OpenTensors = Callable[[Path], AbstractContextManager[OpenedTensors]]
+
+
+def open_tensors(path: Path) -> AbstractContextManager[OpenedTensors]:
+    """A file of safetensors, whose tensors have the names of the model."""
+    opened: AbstractContextManager[OpenedTensors] = open_safetensors(path, "pt")
+    return opened
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Where the tensors of a model are.
@@ -35,10 +60,12 @@ class Checkpoint:
     Attributes:
         files: tensor -> name of its file.
         locate: finds, and if need be fetches, a file.
+        open_file: opens a file that was found.
     """
 
     files: Mapping[str, str]
     locate: LocateFile
+    open_file: OpenTensors = open_tensors
 
     @classmethod
     def open_checkpoint(cls, locate: LocateFile, stem: str, variant: str | None = None) -> Checkpoint:
@@ -85,8 +112,8 @@ class Checkpoint:
             path = self.locate(file)
             if path is None:
                 raise LoadError(f"{file} is missing, and the index in its folder names it; copy the whole model")
-            for names in _batch_tensor_names(path, names_by_file[file]):
-                with open_safetensors(path, "pt") as tensors:
+            for names in _batch_tensor_names(path, self.open_file, names_by_file[file]):
+                with self.open_file(path) as tensors:
                     for name in names:
                         mapped = _map_own_parts(tensors.get_slice(name), name, shapes[name], part)
                         bytes_read += sum(view.numel() * view.element_size() for view in mapped.views)
@@ -106,15 +133,18 @@ class _MappedParts(NamedTuple):
 
     def copy_to_memory(self, dtype: torch.dtype) -> Tensor:
         """The views joined, in memory of their own."""
-        shape = list(self.views[0].shape)
+        first = self.views[0]
+        shape = list(first.shape)
         if len(self.views) == 1:
-            return torch.empty(shape, dtype=dtype).copy_(self.views[0])
+            # A view of a class of its own, such as a quantized one, makes this one of its class.
+            return torch.empty(shape, dtype=dtype).copy_(first)
         sizes = [view.shape[self.dim] for view in self.views]
         shape[self.dim] = sum(sizes)
         joined = torch.empty(shape, dtype=dtype)
         for target, view in zip(joined.split(sizes, self.dim), self.views, strict=True):
             target.copy_(view)
-        return joined
+        # Parts of a quantized weight are joined as bytes.
+        return make_parameter_like(first, joined) if isinstance(first, nn.Parameter) else joined
 
 
 def locate_in_folder(path: Path) -> LocateFile:
@@ -127,11 +157,11 @@ def locate_in_folder(path: Path) -> LocateFile:
     return locate_file
 
 
-def _batch_tensor_names(path: Path, names: set[str]) -> Iterator[list[str]]:
+def _batch_tensor_names(path: Path, open_file: OpenTensors, names: set[str]) -> Iterator[list[str]]:
     """The names in the order of the file, in runs of about `MAPPED` bytes."""
     batch: list[str] = []
     size = 0
-    with open_safetensors(path, "pt") as tensors:
+    with open_file(path) as tensors:
         order = [name for name in tensors.offset_keys() if name in names]
         refuse_missing_weights(names - set(order), path)
         # As many bytes as float32 takes: the exact size of a run does not matter.
@@ -147,7 +177,7 @@ def _batch_tensor_names(path: Path, names: set[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _map_own_parts(stored: Any, name: str, shape: tuple[int, ...], part: SelectShard | None) -> _MappedParts:
+def _map_own_parts(stored: StoredTensor, name: str, shape: tuple[int, ...], part: SelectShard | None) -> _MappedParts:
     stored_shape = tuple(stored.get_shape())
     if stored_shape != shape:
         raise LoadError(
@@ -175,7 +205,9 @@ def _choose_tensor_dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp3
 def _store_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    if leaf in owner._parameters:
+    if isinstance(tensor, nn.Parameter):
+        owner._parameters[leaf] = tensor
+    elif leaf in owner._parameters:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
     else:
         owner._buffers[leaf] = tensor

@@ -1,0 +1,164 @@
+"""Files of GGUF: where their tensors are, and views of the mapped file. It needs the extra `gguf`.
+
+A quantized weight stays as the file has it, in blocks along its rows. diffusers' `GGUFLinear` computes with it, and
+dequantizes it in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from diffusers import GGUFQuantizationConfig
+from diffusers.quantizers.auto import DiffusersAutoQuantizer
+from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFLinear, GGUFParameter
+from torch import Tensor
+
+from ditile.plan.errors import LoadError
+from ditile.runner.model_files import join_error_lines
+
+_PLAIN_TYPES = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
+_READ_ERRORS = (OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
+"""What the reader raises for a file that is cut short, or whose header says what cannot be."""
+
+
+class BlockFormat(NamedTuple):
+    """How a weight is quantized: the type, and the numbers and bytes of a block."""
+
+    quant_type: Any
+    numbers: int
+    num_bytes: int
+
+
+class GgufEntry(NamedTuple):
+    """Where a tensor is; the last dimension of a quantized one counts bytes."""
+
+    offset: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stored_type: str
+    block: BlockFormat | None
+
+
+@dataclass(frozen=True)
+class GgufTensors:
+    """The tensors of a file, which may be mapped.
+
+    Attributes:
+        path: the file.
+        entries: name -> where the tensor is, in the order of the file.
+        mapped: the file; None if it is closed.
+    """
+
+    path: Path
+    entries: Mapping[str, GgufEntry]
+    mapped: Any = None
+
+    @classmethod
+    def read_header(cls, path: Path) -> GgufTensors:
+        """Reads where the tensors are.
+
+        Raises:
+            LoadError: if the file is not whole, or has a type of weights that diffusers does not know.
+        """
+        try:
+            reader = gguf.GGUFReader(path, "c")
+        except _READ_ERRORS as error:
+            raise LoadError(f"{path} is no whole GGUF file ({join_error_lines(error)}); copy it again") from error
+        entries = {}
+        for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
+            block = None
+            if tensor.tensor_type not in _PLAIN_TYPES:
+                block = _find_block_format(path, tensor)
+            entries[tensor.name] = GgufEntry(
+                offset=int(tensor.data_offset),
+                num_bytes=int(tensor.n_bytes),
+                shape=tensor.data.shape,
+                dtype=tensor.data.dtype,
+                stored_type=tensor.tensor_type.name,
+                block=block,
+            )
+        return cls(path, entries)
+
+    @contextmanager
+    def open_mapping(self) -> Iterator[GgufTensors]:
+        """The same tensors, while the file is mapped."""
+        # Views of a mapping that cannot be written would make torch warn.
+        yield GgufTensors(self.path, self.entries, np.memmap(self.path, mode="c"))
+
+    def offset_keys(self) -> list[str]:
+        """The names in the order of the file."""
+        return list(self.entries)
+
+    def get_slice(self, name: str) -> _GgufTensor:
+        """A tensor, of which nothing is read."""
+        return _GgufTensor(self, self.entries[name])
+
+    @staticmethod
+    def replace_quantized_linears(
+        model: Any, formats: Mapping[str, BlockFormat | None], dtype: torch.dtype
+    ) -> frozenset[str]:
+        """Lets a model without weights compute with quantized ones, as diffusers does.
+
+        Args:
+            model: the model.
+            formats: weight -> how it is quantized; None if it is not.
+            dtype: in which Linears compute.
+
+        Returns:
+            The names of the weights that stay quantized.
+        """
+        weights = {}
+        for name, block in formats.items():
+            if block is not None:
+                empty = torch.empty(1, block.num_bytes, dtype=torch.uint8, device="meta")
+                weights[name] = GGUFParameter(empty, quant_type=block.quant_type)
+        config: Any = GGUFQuantizationConfig(compute_dtype=dtype)
+        quantizer = DiffusersAutoQuantizer.from_config(config)
+        quantizer.preprocess_model(
+            model=model,
+            device_map=None,
+            state_dict=weights,
+            keep_in_fp32_modules=list(model._keep_in_fp32_modules or ()),
+        )
+        quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+        names: set[str] = set()
+        for path, module in model.named_modules():
+            if isinstance(module, GGUFLinear):
+                names.add(f"{path}.weight")
+        return frozenset(names)
+
+
+@dataclass(frozen=True, slots=True)
+class _GgufTensor:
+    tensors: GgufTensors
+    entry: GgufEntry
+
+    def get_shape(self) -> list[int]:
+        return list(self.entry.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        entry = self.entry
+        content = self.tensors.mapped[entry.offset : entry.offset + entry.num_bytes]
+        tensor = torch.from_numpy(content.view(entry.dtype).reshape(entry.shape))
+        if entry.block is not None:
+            tensor = GGUFParameter(tensor, quant_type=entry.block.quant_type)
+        return tensor[index]
+
+
+def _find_block_format(path: Path, tensor: Any) -> BlockFormat:
+    if tensor.tensor_type not in SUPPORTED_GGUF_QUANT_TYPES:
+        known = ", ".join(sorted(quant_type.name for quant_type in SUPPORTED_GGUF_QUANT_TYPES))
+        raise LoadError(
+            f"{path}: {tensor.name} is of the type {tensor.tensor_type.name}, which diffusers cannot compute with; "
+            f"take a file of {known}"
+        )
+    return BlockFormat(tensor.tensor_type, *gguf.GGML_QUANT_SIZES[tensor.tensor_type])

@@ -1,0 +1,451 @@
+"""One file with the weights of a transformer, under the names of diffusers, of ComfyUI or of the model's authors.
+
+diffusers knows how the tensors of each class are renamed and divided (`from_single_file`), by functions that take
+tensors in memory. Here these functions get tensors without data, which record what is done to them. A rank then replays
+that on views of the mapped file, for each tensor that it has, so that it reads no more than its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import diffusers
+import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.model.known import KnownModel, find_known_model, list_known_models
+from ditile.parallel.block_formats import locate_number
+from ditile.plan.errors import LoadError, PlanError
+from ditile.plan.extras import require_extra
+from ditile.runner.model_files import (
+    GGUF,
+    check_config_counts,
+    check_model_file,
+    join_error_lines,
+    open_safetensors,
+    read_json_object,
+)
+from ditile.runner.weights.checkpoint import Checkpoint, OpenedTensors, OpenTensors, StoredTensor, open_tensors
+
+if TYPE_CHECKING:
+    from ditile.runner.weights.gguf_file import BlockFormat, GgufTensors
+
+PREFIX = "model.diffusion_model."
+"""Before the names of the transformer's tensors in files of ComfyUI; in such a file other names are of other models."""
+CONFIG = Path("transformer", "config.json")
+"""Where a pipeline's folder has the config of its transformer."""
+MOST_MISSING = 0.04
+"""Of a model's tensors, the share that a file under diffusers' names may lack; one of other names lacks more."""
+UNKNOWN = "v1"
+"""What diffusers calls a file that it does not know."""
+_CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
+"""What diffusers' functions raise for tensors of another model."""
+
+
+class StoredWeights(NamedTuple):
+    """How many numbers a transformer has, and how many bytes those take that stay quantized.
+
+    Attributes:
+        quantized, plain: numbers that stay quantized, and others, which are cast to the type of the run.
+        quantized_bytes: of the quantized ones.
+    """
+
+    quantized: int
+    plain: int
+    quantized_bytes: int
+
+    def count_bytes(self, numbers: float, element_size: int) -> int:
+        """The bytes of some of the numbers, as if all were alike."""
+        total = self.quantized_bytes + self.plain * element_size
+        return int(numbers * total / (self.quantized + self.plain))
+
+
+class _Operation(NamedTuple):
+    """How a tensor is made of others: a call, and which of the results it is, if there are several."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    place: int | None = None
+
+
+class FileTensor(Tensor):
+    """A tensor of a file, or made of some, on the meta device.
+
+    Attributes:
+        stored_name: in the file; empty if an operation made it.
+        stored_type: the type of its numbers in the file, as the format calls it.
+        operation: what made it.
+        block: how it is quantized, if it is; its last dimension then counts bytes.
+    """
+
+    stored_name: str
+    stored_type: str
+    operation: _Operation | None
+    block: BlockFormat | None
+
+    @classmethod
+    def from_shape(
+        cls, name: str, shape: Sequence[int], stored_type: str, block: BlockFormat | None = None
+    ) -> FileTensor:
+        """A tensor of a file."""
+        tensor = torch.empty(tuple(shape), device="meta").as_subclass(cls)
+        tensor.stored_name = name
+        tensor.stored_type = stored_type
+        tensor.operation = None
+        tensor.block = block
+        return tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function, and records it in the tensors that it returns."""
+        options = kwargs or {}
+        result = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
+        if isinstance(result, FileTensor):
+            result._record(_Operation(func, args, options))
+        elif isinstance(result, list | tuple):
+            for index, part in enumerate(result):
+                if isinstance(part, FileTensor):
+                    part._record(_Operation(func, args, options, index))
+        return result
+
+    def _record(self, operation: _Operation) -> None:
+        self.stored_name = ""
+        self.operation = operation
+        self.block = _list_operands(operation)[0].block
+
+    def get_own_shape(self) -> tuple[int, ...]:
+        """The shape in numbers."""
+        shape = tuple(self.shape)
+        if self.block is None:
+            return shape
+        return (*shape[:-1], shape[-1] // self.block.num_bytes * self.block.numbers)
+
+    def list_sources(self) -> list[str]:
+        """The names of the tensors in the file that it is made of."""
+        if self.operation is None:
+            return [self.stored_name]
+        names = []
+        for operand in _list_operands(self.operation):
+            names += operand.list_sources()
+        return names
+
+    def replay_operations(self, opened: OpenedTensors) -> Tensor:
+        """The tensor itself; a view of the open file, unless parts of it are joined."""
+        if self.operation is None:
+            return opened.get_slice(self.stored_name)[...]
+        function, args, kwargs, place = self.operation
+        args = tree_map_only(FileTensor, lambda operand: operand.replay_operations(opened), args)
+        # Joining a single tensor would copy it.
+        if function is torch.cat and len(args[0]) == 1:
+            return args[0][0]  # type: ignore[no-any-return]
+        result = function(*args, **kwargs)
+        return result if place is None else result[place]  # type: ignore[no-any-return]
+
+
+def _list_operands(operation: _Operation) -> list[FileTensor]:
+    return [leaf for leaf in tree_leaves(operation.args) if isinstance(leaf, FileTensor)]
+
+
+@dataclass(frozen=True)
+class SingleFile:
+    """A file with the weights of a transformer.
+
+    Attributes:
+        path: the file.
+        tensors: name in the file -> its tensor, in the order of the file.
+        open_file: opens it.
+        gguf: the same tensors of a file of GGUF, whose weights may be quantized.
+    """
+
+    path: Path
+    tensors: Mapping[str, FileTensor]
+    open_file: OpenTensors
+    gguf: GgufTensors | None = None
+
+    @classmethod
+    def read_header(cls, path: Path) -> SingleFile:
+        """The names and shapes of a file's tensors.
+
+        Raises:
+            LoadError: if it is cut short, or no such file.
+            ModelError: if it is one of GGUF, and the extra is not installed.
+        """
+        if check_model_file(path) == GGUF:
+            require_extra("gguf", str(path))
+            from ditile.runner.weights.gguf_file import GgufTensors
+
+            stored_tensors = GgufTensors.read_header(path)
+            tensors = {}
+            for name, entry in stored_tensors.entries.items():
+                tensors[name] = FileTensor.from_shape(name, entry.shape, entry.stored_type, entry.block)
+            return cls(path, tensors, lambda _: stored_tensors.open_mapping(), stored_tensors)
+        with open_safetensors(path, "pt") as opened:
+            tensors = {}
+            for name in opened.offset_keys():
+                stored = opened.get_slice(name)
+                tensors[name] = FileTensor.from_shape(name, stored.get_shape(), stored.get_dtype())
+        return cls(path, tensors, open_tensors)
+
+    @property
+    def own_tensors(self) -> dict[str, FileTensor]:
+        """The transformer's tensors, without ComfyUI's prefix."""
+        own = {name.removeprefix(PREFIX): tensor for name, tensor in self.tensors.items() if name.startswith(PREFIX)}
+        return own or dict(self.tensors)
+
+    def count_types(self) -> Counter[str]:
+        """Type of numbers -> how many of them the transformer has."""
+        numbers = Counter[str]()
+        for tensor in self.own_tensors.values():
+            numbers[tensor.stored_type] += math.prod(tensor.get_own_shape())
+        return numbers
+
+    def convert_tensors(self, model_class: Any, config: Path) -> dict[str, FileTensor]:
+        """The tensors that a model needs, by their names in the model.
+
+        Args:
+            model_class: the class of the model.
+            config: the file of its config.
+
+        Raises:
+            LoadError: if the file lacks a tensor, or has one more, or one of another shape.
+        """
+        values = read_json_object(config)
+        check_config_counts(values, config)
+        shapes = _read_model_shapes(model_class, config)
+        tensors = self.own_tensors
+        unused: set[str] = set()
+        missing = shapes.keys() - tensors.keys()
+        # Names of diffusers need no conversion; nor do those of which a few are missing.
+        if len(missing) > MOST_MISSING * len(shapes):
+            tensors, unused = self._rename_tensors(model_class.__name__, values, tensors)
+        self._check_tensors(model_class.__name__, tensors, shapes, unused)
+        return tensors
+
+    def _rename_tensors(
+        self, class_name: str, config: Mapping[str, Any], tensors: dict[str, FileTensor]
+    ) -> tuple[dict[str, FileTensor], set[str]]:
+        """What diffusers makes of the names of others; and the names that it leaves over."""
+        loadable: Any = SINGLE_FILE_LOADABLE_CLASSES.get(class_name)
+        if loadable is None:
+            return tensors, set()
+        # The function takes out of this what it uses.
+        remaining = dict(tensors)
+        try:
+            renamed: dict[str, FileTensor] = loadable["checkpoint_mapping_fn"](checkpoint=remaining, config=config)
+        except KeyError as error:
+            raise LoadError(f"{self.path} lacks the weight {error} of a {class_name}") from error
+        except _CONVERSION_ERRORS as error:
+            reason = join_error_lines(error)
+            raise LoadError(f"{self.path} does not have the weights of a {class_name} ({reason})") from error
+        used: set[str] = set()
+        for tensor in renamed.values():
+            used.update(tensor.list_sources())
+        return renamed, {name for name, tensor in remaining.items() if tensor.stored_name not in used}
+
+    def _check_tensors(
+        self,
+        class_name: str,
+        tensors: Mapping[str, FileTensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        unused: set[str],
+    ) -> None:
+        missing = shapes.keys() - tensors.keys()
+        if missing:
+            raise LoadError(
+                f"{self.path} lacks {len(missing)} weight(s) of a {class_name}, such as {min(missing)}; it has "
+                f"{min(self.tensors, default='none')}"
+            )
+        # Such as the scales of weights in fp8, without which the weights mean nothing.
+        unknown = unused | (tensors.keys() - shapes.keys())
+        if unknown:
+            raise LoadError(
+                f"{self.path} has {len(unknown)} tensor(s) that a {class_name} does not take, such as {min(unknown)}"
+            )
+        for name, shape in shapes.items():
+            own_shape = tensors[name].get_own_shape()
+            if own_shape != shape:
+                raise LoadError(
+                    f"{self.path}: weight {name} has the shape {list(own_shape)}, and the config says {list(shape)}"
+                )
+
+
+@dataclass(frozen=True)
+class ConvertedFile:
+    """A file whose tensors are those of a model.
+
+    Attributes:
+        file: the file.
+        model_class: the class of the model.
+        config: of the model that it fits.
+        tensors: name in the model -> the tensor.
+    """
+
+    file: SingleFile
+    model_class: Any
+    config: Path
+    tensors: Mapping[str, FileTensor]
+
+    @classmethod
+    def match_config(cls, file: SingleFile, model_class: Any, own_config: Path | None) -> ConvertedFile:
+        """A file with the config that it fits: the pipeline's own, or that of a published model of the same class.
+
+        Raises:
+            LoadError: if it fits none.
+        """
+        configs = [model.folder / CONFIG for model in _list_published(model_class.__name__)]
+        if own_config is not None:
+            configs.insert(0, own_config)
+        problem: LoadError | None = None
+        for config in configs:
+            try:
+                return cls(file, model_class, config, file.convert_tensors(model_class, config))
+            except LoadError as error:
+                # The first config is the pipeline's own, and says best what does not fit.
+                problem = problem or error
+        raise problem or LoadError(
+            f"{file.path}: no config of a {model_class.__name__} is known; give --model FOLDER with one"
+        )
+
+    def count_stored_weights(self) -> StoredWeights:
+        """How much of the transformer is quantized, and stays so."""
+        quantized = 0
+        plain = 0
+        quantized_bytes = 0
+        # diffusers unpacks the weights of these modules.
+        unpacked = set(self.model_class._keep_in_fp32_modules or ())
+        for name, tensor in self.tensors.items():
+            numbers = math.prod(tensor.get_own_shape())
+            if tensor.block is None or unpacked & set(name.split(".")):
+                plain += numbers
+            else:
+                quantized += numbers
+                quantized_bytes += tensor.numel()
+        return StoredWeights(quantized, plain, quantized_bytes)
+
+    def build_checkpoint(self, model: Any, dtype: torch.dtype) -> Checkpoint:
+        """The checkpoint of a model without weights, whose Linears are replaced if the file has quantized ones."""
+        quantized: frozenset[str] = frozenset()
+        if self.file.gguf is not None:
+            formats = {name: tensor.block for name, tensor in self.tensors.items()}
+            quantized = self.file.gguf.replace_quantized_linears(model, formats, dtype)
+
+        @contextmanager
+        def open_converted(path: Path) -> Iterator[OpenedTensors]:
+            with self.file.open_file(path) as opened:
+                yield _ConvertedTensors(opened, self.tensors, quantized)
+
+        path = self.file.path
+        return Checkpoint(dict.fromkeys(self.tensors, path.name), lambda _: path, open_converted)
+
+
+@dataclass(frozen=True)
+class _ConvertedTensors:
+    """An open file under the names of a model; `quantized` are the weights that stay so."""
+
+    opened: OpenedTensors
+    tensors: Mapping[str, FileTensor]
+    quantized: frozenset[str]
+
+    def offset_keys(self) -> list[str]:
+        places = {name: place for place, name in enumerate(self.opened.offset_keys())}
+        return sorted(self.tensors, key=lambda name: places[self.tensors[name].list_sources()[0]])
+
+    def get_slice(self, name: str) -> StoredTensor:
+        return _ConvertedTensor(self.opened, self.tensors[name], name in self.quantized)
+
+
+@dataclass(frozen=True, slots=True)
+class _ConvertedTensor:
+    opened: OpenedTensors
+    tensor: FileTensor
+    stays_quantized: bool
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.get_own_shape())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        content = self.tensor.replay_operations(self.opened)
+        block = self.tensor.block
+        if block is None:
+            return content[index]
+        if not self.stays_quantized:
+            from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
+
+            return dequantize_gguf_tensor(content)[index]  # type: ignore[no-any-return]
+        if isinstance(index, tuple) and len(index) == content.ndim:
+            index = (*index[:-1], _locate_bytes(content, index[-1], block))
+        return content[index]
+
+
+def _locate_bytes(content: Tensor, numbers: slice, block: BlockFormat) -> slice:
+    """The bytes of some numbers of each row; raises `PlanError` if they are not whole blocks."""
+    if numbers.start % block.numbers or numbers.stop % block.numbers:
+        raise PlanError(
+            f"tensor: {numbers.start} to {numbers.stop} of a weight in {block.quant_type.name} are no whole blocks of "
+            f"{block.numbers}; use fewer ranks of tensor, or pipefusion or ulysses instead"
+        )
+    dim = content.ndim - 1
+    return slice(locate_number(content, dim, numbers.start), locate_number(content, dim, numbers.stop))
+
+
+def find_base_model(path: Path) -> str:
+    """The published model whose transformer a file has.
+
+    Raises:
+        LoadError: if it is not known.
+    """
+    file = SingleFile.read_header(path)
+    hub_id = _infer_hub_id(file)
+    models = [model for model in list_known_models() if model.hub_id is not None]
+    inferred = None
+    if hub_id is not None:
+        inferred = find_known_model(hub_id)
+    if inferred is not None:
+        # Models of one class may have the same shapes, and diffusers names the one that the file is meant for.
+        models = [inferred, *_list_published(inferred.transformer)]
+    for model in models:
+        try:
+            file.convert_tensors(getattr(diffusers, model.transformer), model.folder / CONFIG)
+        except LoadError:
+            continue
+        return model.name
+    if hub_id is None:
+        raise LoadError(f"{path} has the transformer of no published model; give --model FOLDER --transformer {path}")
+    raise LoadError(
+        f"{path} is like {hub_id}, and fits none of the configs that come with ditile; give --model FOLDER "
+        f"--transformer {path}"
+    )
+
+
+def _infer_hub_id(file: SingleFile) -> str | None:
+    """The model that diffusers would take a file for; None if it does not know it."""
+    try:
+        kind = infer_diffusers_model_type(dict(file.tensors))
+    except (*_CONVERSION_ERRORS, NameError):
+        return None
+    if kind == UNKNOWN:
+        return None
+    return str(DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"])
+
+
+def _list_published(class_name: str) -> list[KnownModel]:
+    """The published models whose transformer is of a class."""
+    return [model for model in list_known_models() if model.hub_id and model.transformer == class_name]
+
+
+def _read_model_shapes(model_class: Any, config: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's weights by its config."""
+    with init_on_meta_device():
+        model: nn.Module = model_class.from_config(dict(model_class.load_config(config.parent)))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,0 +1,217 @@
+"""Files of transformers as people have them: under the names of the authors, of ComfyUI and of diffusers; and GGUF."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+COMFY = "model.diffusion_model."
+Weights = dict[str, Tensor]
+
+WAN_NAMES = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "proj_out": "head.head",
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    ".to_out.0.": ".o.",
+    ".to_q.": ".q.",
+    ".to_k.": ".k.",
+    ".to_v.": ".v.",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    # The two norms change their names with each other.
+    "norm2": "norm_of_text",
+    "norm3": "norm2",
+    "norm_of_text": "norm3",
+}
+Z_IMAGE_NAMES = {
+    "all_final_layer.2-1.": "final_layer.",
+    "all_x_embedder.2-1.": "x_embedder.",
+    ".attention.norm_k.": ".attention.k_norm.",
+    ".attention.norm_q.": ".attention.q_norm.",
+    ".attention.to_out.0.": ".attention.out.",
+}
+FLUX_2_NAMES = {
+    "time_guidance_embed.timestep_embedder.linear_1": "time_in.in_layer",
+    "time_guidance_embed.timestep_embedder.linear_2": "time_in.out_layer",
+    "time_guidance_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+    "time_guidance_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
+    "x_embedder": "img_in",
+    "context_embedder": "txt_in",
+    "stream_modulation_img.linear": "stream_modulation_img.lin",
+    "stream_modulation_txt.linear": "stream_modulation_txt.lin",
+    "single_stream_modulation.linear": "single_stream_modulation.lin",
+}
+FLUX_2_DOUBLE_NAMES = {
+    "attn.norm_q.weight": "img_attn.norm.query_norm.scale",
+    "attn.norm_k.weight": "img_attn.norm.key_norm.scale",
+    "attn.to_out.0": "img_attn.proj",
+    "ff.linear_in": "img_mlp.0",
+    "ff.linear_out": "img_mlp.2",
+    "attn.norm_added_q.weight": "txt_attn.norm.query_norm.scale",
+    "attn.norm_added_k.weight": "txt_attn.norm.key_norm.scale",
+    "attn.to_add_out": "txt_attn.proj",
+    "ff_context.linear_in": "txt_mlp.0",
+    "ff_context.linear_out": "txt_mlp.2",
+}
+FLUX_2_SINGLE_NAMES = {
+    "attn.to_qkv_mlp_proj": "linear1",
+    "attn.to_out": "linear2",
+    "attn.norm_q.weight": "norm.query_norm.scale",
+    "attn.norm_k.weight": "norm.key_norm.scale",
+}
+
+
+def rename(name: str, names: Mapping[str, str]) -> str:
+    for own, original in names.items():
+        name = name.replace(own, original)
+    return name
+
+
+def fuse(weights: Weights, parts: tuple[str, str, str], fused: str) -> Weights:
+    """The weights with each three projections as one."""
+    result = dict(weights)
+    for name in weights:
+        if parts[0] in name:
+            rows = [result.pop(name.replace(parts[0], part)) for part in parts]
+            result[name.replace(parts[0], fused)] = torch.cat(rows)
+    return result
+
+
+def write_wan_names(weights: Weights) -> Weights:
+    renamed = {}
+    for name, tensor in weights.items():
+        new = "head.modulation" if name == "scale_shift_table" else name.replace("scale_shift_table", "modulation")
+        renamed[rename(new, WAN_NAMES)] = tensor
+    return renamed
+
+
+def write_z_image_names(weights: Weights) -> Weights:
+    fused = fuse(weights, (".attention.to_q.", ".attention.to_k.", ".attention.to_v."), ".attention.qkv.")
+    return {rename(name, Z_IMAGE_NAMES): tensor for name, tensor in fused.items()}
+
+
+def write_flux_2_names(weights: Weights) -> Weights:
+    fused = fuse(weights, ("attn.to_q.", "attn.to_k.", "attn.to_v."), "img_attn.qkv.")
+    fused = fuse(fused, ("attn.add_q_proj.", "attn.add_k_proj.", "attn.add_v_proj."), "txt_attn.qkv.")
+    renamed = {}
+    for name, tensor in fused.items():
+        if name.startswith("norm_out"):
+            scale, shift = tensor.chunk(2)
+            renamed["final_layer.adaLN_modulation.1.weight"] = torch.cat([shift, scale])
+        elif name.startswith("proj_out"):
+            renamed[name.replace("proj_out", "final_layer.linear")] = tensor
+        elif name.startswith("single_transformer_blocks"):
+            new = name.replace("single_transformer_blocks", "single_blocks")
+            renamed[rename(new, FLUX_2_SINGLE_NAMES)] = tensor
+        elif name.startswith("transformer_blocks"):
+            renamed[rename(name.replace("transformer_blocks", "double_blocks"), FLUX_2_DOUBLE_NAMES)] = tensor
+        else:
+            renamed[rename(name, FLUX_2_NAMES)] = tensor
+    return renamed
+
+
+ORIGINAL: dict[str, Callable[[Weights], Weights]] = {
+    "flux": dict,
+    "flux-2": write_flux_2_names,
+    "qwen-image": dict,
+    "z-image": write_z_image_names,
+    "wan-2.1": write_wan_names,
+}
+"""Family -> its weights under the authors' names; diffusers knows those of FLUX.1 at one width alone, 3072."""
+
+
+def save_configs(pipe: Any, folder: Path) -> Path:
+    """A folder that has the configs of a pipeline's transformer, and none of its weights."""
+    (folder / "transformer").mkdir(parents=True)
+    transformer = pipe.transformer
+    transformer.save_config(folder / "transformer")
+    index = {"_class_name": type(pipe).__name__, "transformer": ["diffusers", type(transformer).__name__]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def copy_weights(transformer: nn.Module) -> Weights:
+    return {name: tensor.detach().clone().contiguous() for name, tensor in transformer.state_dict().items()}
+
+
+def save_single_file(transformer: nn.Module, family: str, path: Path, *, prefix: str = "") -> Path:
+    weights = ORIGINAL[family](copy_weights(transformer))
+    save_file({prefix + name: tensor.contiguous() for name, tensor in weights.items()}, path)
+    return path
+
+
+def save_gguf(
+    transformer: nn.Module, family: str, path: Path, quant_type: Any = gguf.GGMLQuantizationType.Q8_0
+) -> Path:
+    """The same of GGUF: matrices of whole blocks in a type, others as they are."""
+    numbers, _ = gguf.GGML_QUANT_SIZES[quant_type]
+    writer = gguf.GGUFWriter(path, family)
+    for name, tensor in ORIGINAL[family](copy_weights(transformer)).items():
+        values = tensor.float().numpy()
+        if values.ndim == 2 and values.shape[1] % numbers == 0:
+            writer.add_tensor(name, gguf.quants.quantize(values, quant_type), raw_dtype=quant_type)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_sparse_flux(path: Path, *, guidance: bool = True) -> None:
+    """ComfyUI's file of FLUX.1 at its own size, in bfloat16, whose content is a hole on the disk."""
+    shapes = {COMFY + name: shape for name, shape in list_flux_shapes(guidance).items()}
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        size = 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+
+
+def list_flux_shapes(guidance: bool) -> dict[str, list[int]]:
+    """FLUX.1's tensors as its authors name them."""
+    width = 3072
+    shapes: dict[str, list[int]] = {"img_in": [width, 64], "txt_in": [width, 4096]}
+    for name, size in {"time_in": 256, "vector_in": 768, **({"guidance_in": 256} if guidance else {})}.items():
+        shapes |= {f"{name}.in_layer": [width, size], f"{name}.out_layer": [width, width]}
+    for block in range(19):
+        for stream in ("img", "txt"):
+            prefix = f"double_blocks.{block}.{stream}"
+            shapes |= {f"{prefix}_mod.lin": [6 * width, width], f"{prefix}_attn.qkv": [3 * width, width]}
+            shapes |= {f"{prefix}_attn.proj": [width, width], f"{prefix}_mlp.0": [4 * width, width]}
+            shapes |= {f"{prefix}_mlp.2": [width, 4 * width]}
+    for block in range(38):
+        prefix = f"single_blocks.{block}"
+        shapes |= {f"{prefix}.modulation.lin": [3 * width, width], f"{prefix}.linear1": [7 * width, width]}
+        shapes |= {f"{prefix}.linear2": [width, 5 * width]}
+    shapes |= {"final_layer.linear": [64, width], "final_layer.adaLN_modulation.1": [2 * width, width]}
+    tensors: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        tensors |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for block in range(19):
+        for part in ("img", "txt"):
+            for key in ("query", "key"):
+                tensors[f"double_blocks.{block}.{part}_attn.norm.{key}_norm.scale"] = [128]
+    for block in range(38):
+        for key in ("query", "key"):
+            tensors[f"single_blocks.{block}.norm.{key}_norm.scale"] = [128]
+    return tensors

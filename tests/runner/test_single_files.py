@@ -1,0 +1,282 @@
+"""Transformers in one file: their tensors and images are those that diffusers makes of the same file, in shares too."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ditile
+from ditile import LoadError, ModelError
+from ditile.model.known import CONFIGS
+from ditile.plan.plan import Plan
+from ditile.runner.load import load_transformer_file
+from ditile.runner.model_files import find_model_source
+from ditile.runner.weights.checkpoint import Checkpoint
+from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_model
+from tests import tiny
+from tests.pool import Pool
+from tests.runner.gguf_files import load_pipeline, make_model, write_model
+from tests.runner.single_files import (
+    COMFY,
+    ORIGINAL,
+    copy_weights,
+    save_configs,
+    save_gguf,
+    save_single_file,
+    write_sparse_flux,
+)
+from tests.zoo.rows import EVERY, compare_drawings, list_tensors
+
+FAMILIES = tuple(ORIGINAL)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of configs for each family, with the file of its transformer under the authors' names."""
+    made = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp("files") / family
+        pipe = EVERY[family].make()
+        made[family] = save_configs(pipe, folder)
+        save_single_file(pipe.transformer, family, folder / "model.safetensors")
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_are_those_of_diffusers(folders: dict[str, Path], family: str) -> None:
+    """A failure means that a tensor was renamed, cut or joined in another way than diffusers does."""
+    folder = folders[family]
+    file = folder / "model.safetensors"
+    whole = EVERY[family].make().transformer
+    theirs = type(whole).from_single_file(str(file), config=str(folder / "transformer"))
+    mine: Any = load_transformer_file(folder, str(file), Plan(), 0, torch.float32)
+    assert type(mine) is type(theirs) and not mine.training
+    assert dict(mine.config) | {"_name_or_path": ""} == dict(theirs.config) | {"_name_or_path": ""}
+    wanted = copy_weights(theirs)
+    assert wanted.keys() == mine.state_dict().keys()
+    for name, tensor in mine.state_dict().items():
+        assert torch.equal(tensor, wanted[name]) and torch.equal(tensor, whole.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_gguf_are_those_of_diffusers(tmp_path: Path, folders: dict[str, Path], family: str) -> None:
+    """A failure means that a weight is unpacked, or that other blocks are read than diffusers reads."""
+    whole = EVERY[family].make().transformer
+    file = save_gguf(whole, family, tmp_path / "model.gguf")
+    theirs = type(whole).from_single_file(
+        str(file),
+        config=str(folders[family] / "transformer"),
+        quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32),
+        torch_dtype=torch.float32,
+    )
+    wanted = dict(theirs.named_parameters())
+    seen = set()
+    for rank in range(2):
+        mine: Any = load_transformer_file(folders[family], str(file), Plan(pipefusion=2), rank, torch.float32)
+        for name, tensor in mine.named_parameters():
+            assert hasattr(tensor, "quant_type") is hasattr(wanted[name], "quant_type"), name
+            assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(wanted[name])), name
+            seen.add(name)
+    assert seen == wanted.keys()
+    quantized = [name for name, tensor in wanted.items() if hasattr(tensor, "quant_type")]
+    config = folders[family] / "transformer" / "config.json"
+    stored = ConvertedFile.match_config(SingleFile.read_header(file), type(whole), config).count_stored_weights()
+    assert quantized and stored.quantized_bytes == sum(wanted[name].numel() for name in quantized)
+    assert stored.quantized + stored.plain == sum(tensor.numel() for tensor in whole.state_dict().values())
+
+
+def draw_from_gguf(name: str, folder: str) -> list[str]:
+    """What is wrong where each rank reads its share of quantized weights."""
+    warnings.simplefilter("ignore")
+    file = Path(folder, "transformer", "model.gguf")
+    entry = EVERY[name]
+    want = list_tensors(load_pipeline(file.parent, name)(**entry.call()))
+    problems = []
+    for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(tensor=2), 1e-5)):
+        pipe = entry.make()
+        pipe.transformer = load_transformer_file(Path(folder), str(file), plan, dist.get_rank(), torch.float32)
+        got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
+        if problem := compare_drawings(got, want, tolerance):
+            problems.append(f"{plan}: {problem}")
+    return problems
+
+
+@pytest.mark.parametrize(("name", "quant_type"), [("flux", "Q4_K"), ("wan-2.1", "Q8_0")])
+def test_images_of_gguf_are_those_of_diffusers(pool: Pool, tmp_path: Path, name: str, quant_type: str) -> None:
+    """A failure means that a rank reads other blocks than those that its share of a Linear has."""
+    pipe = EVERY[name].make()
+    pipe.transformer = make_model(name)
+    save_configs(pipe, tmp_path / "model")
+    write_model(tmp_path / "model" / "transformer", name, quant_type)
+    for problems in pool.run(draw_from_gguf, 2, name, str(tmp_path / "model")):
+        assert not problems, "\n".join(problems)
+
+
+def draw_from_file(family: str, folder: str) -> list[str]:
+    """What is wrong where each rank reads its share of a file, or all of it."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[family]
+    file = Path(folder, "model.safetensors")
+    pipe = entry.make()
+    pipe.transformer = type(pipe.transformer).from_single_file(str(file), config=f"{folder}/transformer")
+    # diffusers leaves weights where they are in the mapped file, and where memory is not aligned a kernel may sum in
+    # another order.
+    for parameter in pipe.transformer.parameters():
+        parameter.data = parameter.data.clone()
+    want = list_tensors(pipe(**entry.call()))
+    problems = []
+    # Without stale keys stages compute what one rank does; Ulysses adds in another order.
+    for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(ulysses=2), 1e-5)):
+        pipe.transformer = load_transformer_file(Path(folder), str(file), plan, dist.get_rank(), torch.float32)
+        got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
+        pipe = entry.make()
+        if problem := compare_drawings(got, want, tolerance):
+            problems.append(f"{plan}: {problem}")
+    return problems
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_are_those_of_diffusers(pool: Pool, folders: dict[str, Path], family: str) -> None:
+    """A failure means that a rank reads another part of the file than its stage computes with."""
+    for problems in pool.run(draw_from_file, 2, family, str(folders[family])):
+        assert not problems, "\n".join(problems)
+
+
+class MadeBytes(TorchDispatchMode):
+    """Counts the bytes of tensors for which memory is taken."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::empty", "aten::cat", "aten::clone", "aten::_to_copy"):
+            self.num_bytes += result.numel() * result.element_size()
+        return result
+
+
+@pytest.mark.parametrize("family", ["flux-2", "wan-2.1"])
+def test_a_rank_holds_its_share(folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a rank reads tensors of others, or makes a tensor in memory that it does not keep."""
+    folder = folders[family]
+    whole = sum(tensor.numel() * 4 for tensor in load_file(folder / "model.safetensors").values())
+    read_into_module = Checkpoint.read_into_module
+    for rank in range(2):
+        made = MadeBytes()
+        read = []
+
+        def count_bytes(*args: Any, made: MadeBytes = made, read: list[int] = read, **kwargs: Any) -> int:
+            with made:
+                read.append(read_into_module(*args, **kwargs))
+            return read[0]
+
+        monkeypatch.setattr(Checkpoint, "read_into_module", count_bytes)
+        load_transformer_file(folder, str(folder / "model.safetensors"), Plan(pipefusion=2), rank, torch.float32)
+        assert 0.2 * whole < read[0] < 0.8 * whole
+        # A little more where halves of a tensor are swapped.
+        assert read[0] <= made.num_bytes < 1.1 * read[0]
+
+
+@pytest.mark.parametrize(("guidance", "base"), [(True, "flux.1-dev"), (False, "flux.1-schnell")])
+def test_a_file_of_comfyui_is_a_published_model(tmp_path: Path, guidance: bool, base: str) -> None:
+    """A failure means that the names of FLUX.1's authors are not known at its size, or read more than their header."""
+    path = tmp_path / "flux.safetensors"
+    write_sparse_flux(path, guidance=guidance)
+    assert path.stat().st_size > 2 * 10**10
+    assert find_base_model(path) == base
+    # The config of the other model does not fit, and that of this one is found.
+    other = CONFIGS / ("flux.1-schnell" if guidance else "flux.1-dev") / "transformer" / "config.json"
+    converted = ConvertedFile.match_config(SingleFile.read_header(path), diffusers.FluxTransformer2DModel, other)
+    assert json.loads(converted.config.read_text())["guidance_embeds"] is guidance
+    with pytest.raises(LoadError, match=r"text encoders and the VAE .* \(--model FOLDER --transformer"):
+        find_model_source(base, transformer=str(path))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole pipeline of FLUX.1 without the weights of its transformer, and these in files beside it."""
+    folder = tmp_path_factory.mktemp("saved")
+    pipe = tiny.flux()
+    pipe.save_pretrained(folder / "pipe")
+    weights = copy_weights(pipe.transformer)
+    next((folder / "pipe" / "transformer").glob("*.safetensors")).unlink()
+    save_file({COMFY + name: tensor for name, tensor in weights.items()}, folder / "good.safetensors")
+    cut = (folder / "good.safetensors").read_bytes()
+    (folder / "cut.safetensors").write_bytes(cut[: len(cut) // 2])
+    (folder / "long.safetensors").write_bytes(struct.pack("<Q", 2**62) + cut[8:])
+    (folder / "renamed.gguf").write_bytes(cut)
+    (folder / "renamed.safetensors").write_bytes(b"GGUF" + cut)
+    torch.save(weights, folder / "pickle.safetensors")
+    torch.save(weights, folder / "pickle.ckpt")
+    lacking = dict(weights)
+    del lacking["proj_out.weight"]
+    save_file(lacking, folder / "lacking.safetensors")
+    save_file(weights | {"proj_out.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
+    save_file(weights | {"proj_out.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
+    save_file({"a": torch.ones(2)}, folder / "foreign.safetensors")
+    (folder / "empty.safetensors").write_bytes(b"")
+    whole = save_gguf(pipe.transformer, "flux", folder / "good.gguf").read_bytes()
+    (folder / "cut.gguf").write_bytes(whole[: len(whole) // 2])
+    # As many tensors as no file has, and a first name as long as no file is.
+    (folder / "many.gguf").write_bytes(whole[:8] + struct.pack("<Q", 2**60) + whole[16:])
+    (folder / "long.gguf").write_bytes(whole[:24] + struct.pack("<Q", 2**60) + whole[32:])
+    return folder
+
+
+def test_a_file_in_place_of_a_model(saved: Path) -> None:
+    """A failure means that a file is taken for a name, or that nobody says where a file belongs."""
+    file = str(saved / "foreign.safetensors")
+    with pytest.raises(LoadError, match="has the transformer of no published model; give --model FOLDER --transformer"):
+        ditile.load(file)
+    with pytest.raises(ModelError, match="give one of them"):
+        ditile.load(file, transformer=file)
+    for call in (ditile.defaults, functools.partial(ditile.plan_for, hardware="l40-pcie")):
+        with pytest.raises(ModelError, match="is a file; give the folder of a pipeline"):
+            call(file)
+
+
+def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
+    """A failure means that a pipeline needs weights of a transformer that it is not asked for."""
+    pipe: Any = ditile.load(str(saved / "pipe"), transformer=str(saved / "good.safetensors"))
+    wanted = tiny.flux().transformer.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in pipe.transformer.state_dict().items())
+    with pytest.raises(LoadError, match="no weights"):
+        ditile.load(str(saved / "pipe"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.safetensors", "is no file"),
+        ("empty.safetensors", "content is of no known format"),
+        ("cut.safetensors", "no whole safetensors file"),
+        ("long.safetensors", "no whole safetensors file"),
+        ("renamed.gguf", "is named .gguf, and its content is safetensors"),
+        ("renamed.safetensors", "is named .safetensors, and its content is gguf"),
+        ("cut.gguf", "no whole GGUF file"),
+        ("many.gguf", "no whole GGUF file"),
+        ("long.gguf", "no whole GGUF file"),
+        ("pickle.safetensors", "its content is a pickle"),
+        ("pickle.ckpt", "is a pickle"),
+        ("lacking.safetensors", r"lacks .*proj_out.weight"),
+        ("scaled.safetensors", "does not take, such as proj_out.scale_weight"),
+        ("shape.safetensors", r"weight proj_out.weight has the shape \[3, 5\]"),
+        ("foreign.safetensors", "FluxTransformer2DModel"),
+    ],
+)
+def test_broken_files_are_refused(saved: Path, name: str, message: str) -> None:
+    """A failure means random weights, a traceback, or code that runs from a file."""
+    with pytest.raises((LoadError, ModelError), match=message) as refused:
+        ditile.load(str(saved / "pipe"), transformer=str(saved / name))
+    assert "\n" not in str(refused.value)
