@@ -29,13 +29,13 @@ class Answers(NoServer):
         self.sent.append(message)
 
 
-def serve_requests(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a rank answers to one request after the other."""
+def serve_requests(plan: Plan, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last answer of a rank to each of some requests; of ranks that answer nothing, no answers."""
     link = Answers()
     setup = WorkerSetup(
         model="shapes-flux",
         engine=EngineOptions(device="cpu"),
-        plan=Plan(),
+        plan=plan,
         cache=CacheOptions(),
         lora_dir=None,
         max_loras=1,
@@ -46,7 +46,7 @@ def serve_requests(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         options = GenerateOptions(model="shapes-flux", prompt=worker._facts.example, seed=1)
         worker._running_id = f"batch_{number}"
         worker._generate_batch([BatchJob("image_x", Request(options=options, **changes))])
-        answers.append(link.sent[-1])
+        answers += link.sent[-1:]
     return answers
 
 
@@ -57,7 +57,7 @@ def test_a_promise_that_leaves_no_step_out(pool: Pool) -> None:
     the field that was sent.
     """
     requests = [{"bounds": Bounds(min_psnr=500.0)}, {"bounds": Bounds(min_psnr=40.0)}, {"computed_steps": 30}]
-    [(best, fewer, refused)] = pool.run(serve_requests, 1, requests)
+    [(best, fewer, refused)] = pool.run(serve_requests, 1, Plan(), requests)
     assert best["kind"] == "done", best
     assert best["result"]["facts"]["promise"]["computed_steps"] == 20 and best["result"]["facts"]["left_out"] == []
     assert fewer["result"]["facts"]["promise"]["computed_steps"] < 20 and fewer["result"]["facts"]["left_out"]
