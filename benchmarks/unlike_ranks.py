@@ -34,12 +34,11 @@ from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
 
 MODEL = "random-pixart blocks=12 heads=8 head_dim=32"
-SIDE = 384
-STEPS = 16
+SIDE = 512
+STEPS = 10
 WEIGHTS = {
     "pipefusion=2 patches=2": "stage_weights=2,1",
     "ring=2": "token_weights=2,1",
-    "ulysses=2": "token_weights=2,1",
     "distrifusion=2": "token_weights=2,1",
 }
 """Plan -> the shares of a rank and of one of half its speed."""
