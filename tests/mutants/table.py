@@ -138,6 +138,20 @@ MUTANTS = (
         TENSOR,
     ),
     Mutant(
+        "a share of a weight in blocks begins within a block",
+        "parallel/tensor/cuts.py",
+        "        blocks = part // row_blocks.numbers if part % row_blocks.numbers == 0 else 1\n",
+        "        blocks = part\n",
+        ("runner/test_gguf.py",),
+    ),
+    Mutant(
+        "one factor of a LoRA is applied without the other",
+        "runner/weights/lora_keys.py",
+        "        if whole is None or _swap_factor(key) not in state:\n",
+        "        if whole is None:\n",
+        ("runner/test_lora_files.py",),
+    ),
+    Mutant(
         "partial products are not summed",
         "parallel/tensor/collectives.py",
         "            dist.all_reduce(staged, group=group)",
