@@ -126,6 +126,18 @@ def test_a_schedule_of_other_steps_is_refused(tmp_path: Path) -> None:
     assert find_schedule("a-model", NUM_STEPS, None) == (None, None)
 
 
+def test_a_schedule_of_another_size_is_refused_before_anything_is_promised() -> None:
+    """With the command that fits one of the size. A failure means a promise that the model then refuses to keep."""
+    schedule, path = find_schedule("shapes-flux", 20, None, {"height": 128, "width": 128})
+    assert schedule is not None
+    size = {"height": 256, "width": 128}
+    assert find_schedule("shapes-flux", 20, None, size) == (None, None)
+    with pytest.raises(PlanError, match=r"is for height=128, and the call has 256; .* --height 256 --width 128`"):
+        find_schedule("shapes-flux", 20, path, size)
+    with pytest.raises(PlanError, match="needs a fitted schedule: .* --height 256 --width 128`"):
+        choose_promise(Bounds(min_psnr=40), "shapes-flux", 20, [SLOW], schedule=None, size=size)
+
+
 def test_a_strength_leaves_steps_out() -> None:
     """As diffusers counts them; a failure means that the schedule of another number of steps is taken."""
     assert [count_loop_steps(20, strength) for strength in (None, 1.0, 0.6, 0.58)] == [20, 20, 12, 11]

@@ -23,6 +23,7 @@ from ditile.planner.promise import (
     choose_promise,
     count_loop_steps,
     find_schedule,
+    read_call_size,
 )
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.runner.model_files import find_model_source
@@ -253,7 +254,8 @@ def _choose_promise_of_question(
     """The promise for a question; its plan is the one to be priced, or the best of a search."""
     search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
     num_steps = count_loop_steps(search.shape.steps, strength)
-    schedule, path = find_schedule(question.model, num_steps, schedule_path)
+    size = read_call_size(question.fill_call_arguments())
+    schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
     if question.priced_plan is not None:
         plans = [question.priced_plan]
     else:
@@ -265,6 +267,7 @@ def _choose_promise_of_question(
         plans,
         schedule=schedule,
         path=path,
+        size=size,
         predict=search.predict_call_seconds,
     )
 
@@ -371,9 +374,11 @@ def choose_promise_of_request(
             question, bounds, schedule_path, strength=options.strength, all_devices=place is not None
         )
     # Nothing is predicted here, so the plan is the given one, or one rank.
-    num_steps = count_loop_steps(question.fill_call_arguments()["num_inference_steps"], options.strength)
-    schedule, path = find_schedule(question.model, num_steps, schedule_path)
-    return choose_promise(bounds, question.model, num_steps, [plan or Plan()], schedule=schedule, path=path)
+    call = question.fill_call_arguments()
+    num_steps = count_loop_steps(call["num_inference_steps"], options.strength)
+    size = read_call_size(call)
+    schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
+    return choose_promise(bounds, question.model, num_steps, [plan or Plan()], schedule=schedule, path=path, size=size)
 
 
 def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:

@@ -7,13 +7,14 @@ a schedule is the mean over images of its calibration captions to the same image
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from ditile.cache.config import FittedScheduleConfig
+from ditile.cache.fitted.identity import SIZE_ARGUMENTS, find_difference
 from ditile.cache.fitted.schedule import Schedule, make_fit_command, read_shipped_schedules
 from ditile.plan.errors import PlanError
 from ditile.plan.numbers import format_number
@@ -124,16 +125,25 @@ class Promise:
         )
 
 
-def find_schedule(model: str, num_steps: int, path: str | None) -> tuple[Schedule | None, str | None]:
+def find_schedule(
+    model: str, num_steps: int, path: str | None, size: Mapping[str, int] | None = None
+) -> tuple[Schedule | None, str | None]:
     """The schedule in a file, or the one that comes with ditile for a model and a number of steps, and its file.
+
+    Args:
+        model, num_steps: of the call.
+        path: the file; None looks for one that comes with ditile.
+        size: of the call as in `Identity.size`; None where another rank has compared it.
 
     Raises:
         LoadError, ModelError: if the file is no schedule.
-        PlanError: if it is of another number of steps.
+        PlanError: if it is of another number of steps, or of another size.
     """
+    present = {"size": size or {}}
     if path is None:
         for shipped, schedule in read_shipped_schedules().items():
-            if (schedule.model, schedule.num_steps) == (model, num_steps):
+            is_same_call = (schedule.model, schedule.num_steps) == (model, num_steps)
+            if is_same_call and not find_difference(schedule.identity, present):
                 # By its file: a model of that name with other weights is refused then, and not given other steps.
                 return schedule, shipped
         return None, None
@@ -141,9 +151,17 @@ def find_schedule(model: str, num_steps: int, path: str | None) -> tuple[Schedul
     if schedule.num_steps != num_steps:
         raise PlanError(
             f"schedule={path!r} has {schedule.num_steps} steps, and the call {num_steps}; run "
-            f"`{make_fit_command(model, num_steps)}`"
+            f"`{make_fit_command(model, num_steps, size)}`"
         )
+    difference = find_difference(schedule.identity, present)
+    if difference:
+        raise PlanError(f"schedule={path!r} {difference}, or run `{make_fit_command(model, num_steps, size)}`")
     return schedule, path
+
+
+def read_call_size(call: Mapping[str, Any]) -> dict[str, int]:
+    """Height, width and frames of a call, as far as it says them."""
+    return {name: call[name] for name in SIZE_ARGUMENTS if call.get(name) is not None}
 
 
 def count_loop_steps(num_steps: int, strength: float | None) -> int:
@@ -161,6 +179,7 @@ def choose_promise(
     *,
     schedule: Schedule | None,
     path: str | None = None,
+    size: Mapping[str, int] | None = None,
     predict: PredictSeconds | None = None,
 ) -> Promise:
     """The promise that keeps the bounds.
@@ -171,6 +190,7 @@ def choose_promise(
         num_steps: of the call.
         plans: the plans to choose from, at least one.
         schedule, path: the schedule of the model, if there is one, and its file, if it was given.
+        size: of the call, for the command that would fit a schedule.
         predict: predicts seconds; None where this machine was not measured.
 
     Raises:
@@ -184,7 +204,7 @@ def choose_promise(
             )
     candidates = _list_candidates(bounds, num_steps, schedule)
     if schedule is None and (bounds.seconds is None or predict is None):
-        raise PlanError(f"{_name_bounds(bounds)} needs a fitted schedule: {_explain_fit(model, num_steps)}")
+        raise PlanError(f"{_name_bounds(bounds)} needs a fitted schedule: {_explain_fit(model, num_steps, size)}")
     if bounds.seconds is None:
         candidates = candidates[-1:]
     # The most computed steps first: they are closest to the image of all steps.
@@ -204,7 +224,9 @@ def choose_promise(
         )
         if bounds.seconds is None or (seconds is not None and seconds <= bounds.seconds):
             return promise
-    advice = f"; {_explain_fit(model, num_steps)}" if schedule is None else "; use more devices or a smaller image"
+    advice = (
+        f"; {_explain_fit(model, num_steps, size)}" if schedule is None else "; use more devices or a smaller image"
+    )
     raise PlanError(f"{_name_bounds(bounds)} cannot be kept: the fastest that could be is {promise}{advice}")
 
 
@@ -231,9 +253,10 @@ def _name_bounds(bounds: Bounds) -> str:
     return " and ".join(names)
 
 
-def _explain_fit(model: str, num_steps: int) -> str:
+def _explain_fit(model: str, num_steps: int, size: Mapping[str, int] | None) -> str:
     """How to make a schedule, and how long that takes."""
+    command = make_fit_command(model, num_steps, size)
     return (
-        f"there is none of {model} for {num_steps} steps; run `{make_fit_command(model, num_steps)}`, which takes as "
-        f"long as about {FIT_IMAGES} images, and add --schedule FILE"
+        f"there is none of {model} for {num_steps} steps; run `{command}`, which takes as long as about {FIT_IMAGES} "
+        "images, and add --schedule FILE"
     )

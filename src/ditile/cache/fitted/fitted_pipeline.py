@@ -146,8 +146,9 @@ class FittedPolicies:
         known = schedules[0]
         # Other weights are those of another model than it names.
         model = "MODEL" if "weights" in present else known.model
+        size = dict(present.get("size", {}).items() - known.identity.size.items())
         raise ModelError(
-            f"the schedule of {known.model} {differences[0]}, or run {make_fit_command(model, known.num_steps)}"
+            f"the schedule of {known.model} {differences[0]}, or run {make_fit_command(model, known.num_steps, size)}"
         )
 
     def _select_schedule(self, num_steps: int) -> Schedule:

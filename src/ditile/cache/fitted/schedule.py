@@ -152,6 +152,9 @@ def read_shipped_schedules() -> Mapping[str, Schedule]:
     return {str(path): Schedule.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
-def make_fit_command(model: str, num_steps: int) -> str:
-    """The command that fits a schedule for other steps."""
-    return f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"
+def make_fit_command(model: str, num_steps: int, size: Mapping[str, int] | None = None) -> str:
+    """The command that fits a schedule for other steps, or another size as in `Identity.size`."""
+    command = f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"
+    for name, value in (size or {}).items():
+        command += f" --{name.removeprefix('num_')} {value}"
+    return command
