@@ -52,6 +52,8 @@ SAFETENSORS = "safetensors"
 GGUF = "gguf"
 FORMATS = {".safetensors": SAFETENSORS, ".sft": SAFETENSORS, ".gguf": GGUF}
 """Ending of a file of weights -> its format."""
+_GGUF_ERRORS = (OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
+"""What the reader of GGUF raises for a file that is cut short, or whose header says what cannot be."""
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -140,7 +142,7 @@ def check_model_file(path: Path) -> str:
     if content != ending:
         raise LoadError(f"{path} is named {path.suffix}, and its content is {content}; rename it, or copy it again")
     if ending == GGUF:
-        require_extra("gguf", str(path))
+        open_gguf(path)
     else:
         with open_safetensors(path, "np"):
             pass
@@ -337,6 +339,23 @@ def open_safetensors(path: Path, framework: str) -> Any:
         return safetensors.safe_open(path, framework=framework)
     except (safetensors.SafetensorError, OSError) as error:
         raise LoadError(f"{path} is no whole safetensors file ({join_error_lines(error)}); copy it again") from error
+
+
+def open_gguf(path: Path) -> Any:
+    """A file of GGUF, of which only the header is read, with its tensors mapped.
+
+    Raises:
+        LoadError: if it is cut short, or its header says what cannot be.
+        ModelError: if the extra is not installed.
+    """
+    require_extra("gguf", str(path))
+    import gguf
+
+    try:
+        # Pages that are written would be copies: views of memory that cannot be written make torch warn.
+        return gguf.GGUFReader(path, "c")
+    except _GGUF_ERRORS as error:
+        raise LoadError(f"{path} is no whole GGUF file ({join_error_lines(error)}); copy it again") from error
 
 
 def refuse_missing_weights(names: Collection[str], place: Path) -> None:

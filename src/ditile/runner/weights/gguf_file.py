@@ -21,11 +21,9 @@ from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFLine
 from torch import Tensor
 
 from ditile.plan.errors import LoadError
-from ditile.runner.model_files import join_error_lines
+from ditile.runner.model_files import open_gguf
 
 _PLAIN_TYPES = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
-_READ_ERRORS = (OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
-"""What the reader raises for a file that is cut short, or whose header says what cannot be."""
 
 
 class BlockFormat(NamedTuple):
@@ -68,12 +66,8 @@ class GgufTensors:
         Raises:
             LoadError: if the file is not whole, or has a type of weights that diffusers does not know.
         """
-        try:
-            reader = gguf.GGUFReader(path, "c")
-        except _READ_ERRORS as error:
-            raise LoadError(f"{path} is no whole GGUF file ({join_error_lines(error)}); copy it again") from error
         entries = {}
-        for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
+        for tensor in sorted(open_gguf(path).tensors, key=lambda tensor: tensor.data_offset):
             block = None
             if tensor.tensor_type not in _PLAIN_TYPES:
                 block = _find_block_format(path, tensor)
