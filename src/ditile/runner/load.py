@@ -381,6 +381,9 @@ def load_transformer_file(source: Path | str, file: str, plan: Plan, rank: int, 
         raise ModelError(f"model {str(source)!r} has no transformer of diffusers for which {file} could be")
     own_config = locate_component_file(source, TRANSFORMER, "config.json")
     converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), model_class, own_config)
+    if own_config is not None and converted.config != own_config:
+        published = converted.config.parent.parent.name
+        LOG.warning("%s does not fit the config of %s, and is built by that of %s", file, source, published)
     model = _build_empty_model(model_class, converted.config.parent, dtype)
 
     def build_checkpoint(model: Any) -> Checkpoint:
