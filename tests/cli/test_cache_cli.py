@@ -148,6 +148,7 @@ def test_several_loras_with_their_scales(capsys: pytest.CaptureFixture[str], mod
     two = str(loras / "two.safetensors")
     facts = drawn(capsys, model, "--lora", f"{one}:0.5", "--lora", two, "--out", "both.png")
     assert facts["settings"]["lora"] == f"{one}:0.5, {two}" and "two.safetensors" in facts["table"]
+    assert "No LoRA keys" not in facts["table"] and "peft_config" not in facts["table"]
     pipe = tiny.quiet(diffusers.FluxPipeline.from_pretrained(model))
     for name in ("one", "two"):
         pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)

@@ -195,6 +195,9 @@ def silence_libraries() -> None:
     # diffusers warns of each cast to a type, and then lists the modules that should not be cast: often none.
     models_log = diffusers_logging.get_logger("diffusers.models.modeling_utils")
     models_log.addFilter(env.PhraseFilter("should be kept in float32: []"))
+    # It warns where a LoRA leaves a text encoder as it is; what is not applied of a LoRA is named by ditile.
+    for name in ("diffusers.loaders.lora_base", "diffusers.loaders.peft"):
+        diffusers_logging.get_logger(name).addFilter(env.PhraseFilter("No LoRA keys associated to"))
     place = env.read_torchrun_place()
     if place is not None and place.rank:
         diffusers_logging.set_verbosity_error()
