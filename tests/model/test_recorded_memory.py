@@ -13,6 +13,7 @@ from ditile.distributed.recording.segments import has_room_to_capture
 from ditile.model.hooks.generation import Generation
 from ditile.model.recording.kept_tapes import StaticInput
 from ditile.model.recording.recorded_steps import NO_ROOM, RecordedSteps
+from ditile.model.recording.survey import survey_model
 from ditile.plan.schedule import MicroStep
 from tests.recorded_calls import OperatorSegments
 
@@ -117,6 +118,19 @@ def test_other_weights_in_the_same_memory_are_seen() -> None:
     assert model.weight.data_ptr() == address
     make_images(recorder, model, 3)
     assert recorder.num_recorded == 2
+
+
+def test_the_order_of_settings_is_no_setting() -> None:
+    """A failure means that calls run as code, at random, as hooks of a call were among a module's attributes."""
+    model = torch.nn.Linear(2, 2)
+    names = [f"number_{index}" for index in range(100)]
+    for name in names:
+        setattr(model, name, 1)
+    before = survey_model(model)
+    for name in reversed(names):
+        delattr(model, name)
+        setattr(model, name, 1)
+    assert survey_model(model) == before
 
 
 def test_a_tensor_that_graphs_write_is_copied_each_time() -> None:

@@ -43,8 +43,8 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         weights.extend(contents["_buffers"].values())
         modules.extend(contents["_modules"].values())
         settings.append(type(module))
-        # Scales of adapters, FreeU and their kind are numbers on modules and processors.
-        for name in contents.keys() - _NAMES_OF_MODULES:
+        # Such as scales of adapters; sorted, as a set is in another order once hooks of a call were among the names.
+        for name in sorted(contents.keys() - _NAMES_OF_MODULES):
             value = contents[name]
             if isinstance(value, _NUMBERS):
                 settings.append((name, repr(value)))
