@@ -28,6 +28,7 @@ from ditile.model.pipeline_calls import find_denoisers, find_pipeline_device
 from ditile.model.probe import derive_from_pipeline
 from ditile.model.record import CapturedCall, find_skip, list_chain
 from ditile.model.registry import find_model_spec
+from ditile.parallel.block_formats import find_row_blocks
 from ditile.parallel.tensor.derive import derive_tensor_cuts
 from ditile.plan.errors import DitileError, ModelError, StateError
 from ditile.plan.plan import Plan
@@ -260,7 +261,14 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
     """A copy of a transformer in float32 with few blocks and random weights, in which no gate is closed.
 
     Of each list it has the first blocks, and one of each other type, such as blocks that have experts.
+
+    Raises:
+        ModelError: if it has weights in blocks, as of GGUF, which cannot be copied and filled with random numbers.
     """
+    for name, parameter in transformer.named_parameters():
+        row_blocks = find_row_blocks(parameter)
+        if row_blocks is not None:
+            raise ModelError(f"{name} is stored in blocks of {row_blocks.name}; give the model with plain weights")
     cache = find_model_cache(transformer)
     with ExitStack() as stack:
         if cache is not None:

@@ -667,7 +667,9 @@ class Runner:
         model = self._parts.model
         config: Any = model.config
         scale = self.pipe.vae_scale_factor
-        element_size = next(model.parameters()).element_size()
+        # Weights in blocks are bytes, and activations have the type of the others.
+        numbers = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+        element_size = numbers.element_size()
         arguments = fill_call_defaults(self._parameters, config, scale, read_call_values(call))
         return Shape.from_call(self._parts.spec, config, scale, element_size, arguments)
 
