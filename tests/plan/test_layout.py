@@ -170,6 +170,9 @@ def test_equal_weights_are_even_shares(length: int, ranks: int, weight: float) -
         assert pick_weighted_chunk(range(length), (weight,) * ranks, rank) == pick_even_chunk(
             range(length), ranks, rank
         )
+    layout = Layout.cut_into_patches(Grid(max(length, ranks), 4), 1, 0, "none")
+    weighted = Split(1, ranks, 1, weights=(weight,) * ranks)
+    assert weighted.shard_tokens(layout, None) == Split(1, ranks, 1).shard_tokens(layout, None)
 
 
 def test_weighted_splits_are_those_of_the_weights() -> None:

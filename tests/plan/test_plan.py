@@ -102,6 +102,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"ring": 2, "ulysses": 2, "token_weights": (1, 2)}, "ring=2 x distrifusion=1 x ulysses=2 are 4; give 4 numbers"),
     ({"token_weights": (1, 2)}, "give 1 numbers"),
     ({"ring": 2, "token_weights": (1, 0)}, "greater than 0"),
+    ({"ring": 2, "token_weights": (1e308, 1.1e308)}, "less than or equal to 1000000000"),
     ({"ring": 2, "token_weights": (1, 2), "uaa": False}, "uaa is off; leave one of them out"),
     ({"cfg": 3}, "try cfg=2, and data"),
     ({"distrifusion": 2, "pipefusion": 2}, "spend the same staleness; set one of them to 1"),

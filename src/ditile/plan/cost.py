@@ -188,6 +188,13 @@ class PlannedCall:
         weights = self.plan.head_weights or (1.0,) * self.plan.ulysses
         return len(pick_weighted_chunk(range(self.shape.heads // self.plan.tensor), weights, place.ulysses))
 
+    def has_shares_of(self, other: PlannedCall) -> bool:
+        """Whether each rank has the same blocks, tokens and heads as in another division by the same degrees."""
+        if self.stages != other.stages or self.shard_tokens(None) != other.shard_tokens(None):
+            return False
+        places = map(self.locate_rank, range(self.plan.world))
+        return all(self.count_heads(place) == other.count_heads(place) for place in places)
+
     def count_layers(self, place: RankCoordinates) -> Mapping[bool, int]:
         """How many attention layers of a rank see the text (True), and how many do not."""
         return self._count_in_stage(place.stage)[0]

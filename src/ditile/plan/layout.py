@@ -295,7 +295,8 @@ class Split:
         inner_weights = [weights[first : first + self.ulysses] for first in range(0, self.num_ranks, self.ulysses)]
         shares = tuple(map(sum, inner_weights))
         rows_by_rank: Sequence[int] = balance_patch_rows(layout.grid.rows, self.distrifusion)
-        if self.weights is not None:
+        # As everywhere, equal weights are no weights.
+        if len(set(shares)) > 1:
             rows_by_rank = count_weighted_shares(layout.grid.rows, shares)
         shards: list[TokenShard] = []
         first_row = 0

@@ -132,19 +132,28 @@ class Pricer(MachineWork):
 
     def bound_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
         """Seconds for which the busiest stage is occupied: the loop takes at least as long, however stages wait."""
+        return max(self._sum_stage_seconds(job, skips).values())
+
+    def find_busiest_stage(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> int:
+        """The stage that is occupied longest; of alike ones, the first."""
+        seconds = self._sum_stage_seconds(job, skips)
+        return max(seconds, key=seconds.__getitem__)
+
+    def _sum_stage_seconds(self, job: PlannedCall, skips: CacheSkips) -> dict[int, float]:
+        """Seconds for which each stage is occupied, of alike ones the first."""
         ops = self.make_op_pricer(job, skips)
         # Steps of one kind have the same work, and so have stages that are alike.
         steps_by_kind: dict[tuple[tuple[bool, ...], int], list[int]] = {}
         for step, kind in enumerate(ops.step_kinds):
             steps_by_kind.setdefault((kind, job.count_calls_in_step(step)), []).append(step)
-        longest = 0.0
+        seconds_by_stage = {}
         for stage in set(ops.first_alike_stages):
             occupied = 0.0
             for (_, calls), steps in steps_by_kind.items():
                 step_ops = ops.schedule.iter_step_ops(stage, steps[0], calls)
                 occupied += len(steps) * sum(ops.get_op_seconds(stage, op, free=False) for op in step_ops)
-            longest = max(longest, occupied)
-        return longest
+            seconds_by_stage[stage] = occupied
+        return seconds_by_stage
 
 
 def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:

@@ -277,7 +277,7 @@ class PlanSearch:
                 sized = self.fit_plan_to_memory(plan)
                 if sized.lacks <= 0:
                     self._insert_price(prices, sized)
-        prices = self._complete_prices(prices[:SHOWN])
+        prices = self._complete_prices(prices)
         limit = self.request.max_latency_s
         allowed = [price for price in prices if limit is None or price.latency_s <= limit]
         if not allowed:
@@ -384,18 +384,22 @@ class PlanSearch:
         best = sized
         # Each trial moves one block, so that more trials than blocks would move some back.
         for _ in range(sum(map(len, sized.job.stages))):
-            blocks = [len(stage) for stage in sized.job.stages]
             rooms = self._count_rooms(sized.job)
             giver = rooms.index(min(rooms))
             taker = rooms.index(max(rooms))
-            if sized.lacks <= 0 or rooms[taker] <= 0 or blocks[giver] == 1:
+            if sized.lacks <= 0 or rooms[taker] <= 0 or len(sized.job.stages[giver]) == 1:
                 break
-            blocks[giver] -= 1
-            blocks[taker] += 1
-            moved = replace(sized.job.plan, stage_weights=None, stage_blocks=tuple(blocks))
-            sized = self._size_plan(moved)
+            sized = self._size_job(self._move_block(sized.job, giver, taker))
             best = min(best, sized, key=lambda each: each.lacks)
         return best
+
+    def _move_block(self, job: PlannedCall, giver: int, taker: int) -> PlannedCall:
+        """The call with a block of one stage in another."""
+        blocks = [len(stage) for stage in job.stages]
+        blocks[giver] -= 1
+        blocks[taker] += 1
+        plan = replace(job.plan, stage_weights=None, stage_blocks=tuple(blocks))
+        return self.subject.make_plan_job(plan, self.shape)
 
     def _balance_stages(self, price: Price) -> Price:
         """The price with single blocks moved from stage to stage as long as that makes the loop shorter."""
@@ -408,17 +412,21 @@ class PlanSearch:
     def _find_shorter_loop(self, price: Price) -> Price | None:
         """The plan with one block in another stage, if its loop is shorter then."""
         # What stages do besides their blocks is not in the weights by which they were cut.
-        blocks = [len(stage) for stage in self.subject.make_plan_job(price.plan, self.shape).stages]
-        for giver, taker in itertools.permutations(range(len(blocks)), 2):
-            if blocks[giver] == 1:
-                continue
-            moved = blocks.copy()
-            moved[giver] -= 1
-            moved[taker] += 1
-            sized = self._size_plan(replace(price.plan, stage_weights=None, stage_blocks=tuple(moved)))
-            trial = self.pricer.price_call(sized.job, self.skips, sized.memory)
-            if sized.lacks <= 0 and trial.latency_s < price.latency_s:
-                return trial
+        job = self.subject.make_plan_job(price.plan, self.shape)
+        # Moves between other stages leave the one that all wait for as it is.
+        busiest = self.pricer.find_busiest_stage(job, self.skips)
+        trials = []
+        for giver, taker in itertools.permutations(range(len(job.stages)), 2):
+            if busiest in (giver, taker) and len(job.stages[giver]) > 1:
+                moved = self._move_block(job, giver, taker)
+                trials.append((self.pricer.bound_latency(moved, self.skips), moved))
+        for bound, moved in sorted(trials, key=lambda trial: trial[0]):
+            # A loop is not shorter than its bound, which takes no simulation.
+            if bound >= price.latency_s:
+                break
+            sized = self._size_job(moved)
+            if sized.lacks <= 0 and self.pricer.predict_latency(moved, self.skips) < price.latency_s:
+                return self.pricer.price_call(moved, self.skips, sized.memory)
         return None
 
     def _count_rooms(self, job: PlannedCall) -> list[int]:
@@ -458,12 +466,14 @@ class PlanSearch:
         """Every plan with the seconds for which its busiest stage is occupied, the fastest first."""
         jobs = []
         for plan in iterate_plans(self.subject, self.shape, self.request):
-            jobs.append(self.subject.make_plan_job(plan, self.shape))
-            weighted = plan
-            if self._device_speeds:
-                weighted = weigh_shares(plan, self._device_speeds)
-            if weighted != plan:
-                jobs.append(self.subject.make_plan_job(weighted, self.shape))
+            equal = self.subject.make_plan_job(plan, self.shape)
+            jobs.append(equal)
+            if not self._device_speeds:
+                continue
+            weighted = self.subject.make_plan_job(weigh_shares(plan, self._device_speeds), self.shape)
+            # Weights that differ little may round to equal shares.
+            if not weighted.has_shares_of(equal):
+                jobs.append(weighted)
         bounds = [(self.pricer.bound_latency(job, self.skips), job) for job in jobs]
         return sorted(bounds, key=lambda bounded: bounded[0])
 
@@ -523,11 +533,14 @@ class PlanSearch:
 
     def _complete_prices(self, prices: Sequence[Price]) -> list[Price]:
         """The prices that are shown, in their order."""
-        # Plans with unlike shares may become the same one.
         if self.profile.by_rank:
-            balanced = {price.plan: price for price in map(self._balance_stages, prices)}
-            prices = sorted(balanced.values(), key=lambda price: price.latency_s)
-        completed = [self._complete_price(price) for price in prices]
+            # However its stages were cut, a plan ends at the same cut, so that the fastest start is enough.
+            fastest: dict[Plan, Price] = {}
+            for price in prices:
+                fastest.setdefault(replace(price.plan, stage_blocks=None, stage_weights=None), price)
+            balanced = map(self._balance_stages, list(fastest.values())[:SHOWN])
+            prices = sorted(balanced, key=lambda price: price.latency_s)
+        completed = [self._complete_price(price) for price in prices[:SHOWN]]
         # In a short call the decode and the text encoders are a large part of the time.
         if self.shape.steps <= FEW_STEPS:
             completed.sort(key=lambda price: price.call_s)
@@ -589,9 +602,9 @@ class PlanSearch:
     def _find_equal_shares(self, best: Price) -> OtherPlan | None:
         """The best plan with equal shares; None where devices are alike, or its shares are equal."""
         equal = replace(best.plan, stage_blocks=None, stage_weights=None, token_weights=None)
-        if not self.profile.by_rank or equal == best.plan:
-            return None
         sized = self._size_plan(equal)
+        if not self.profile.by_rank or sized.job.has_shares_of(self.subject.make_plan_job(best.plan, self.shape)):
+            return None
         price = self._complete_price(self.pricer.price_call(sized.job, self.skips, sized.memory), may_divide=False)
         return OtherPlan(price, lacks_bytes=max(sized.lacks, 0))
 
