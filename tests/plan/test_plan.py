@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditile import Plan, PlanError
+from ditile.plan.layout import Grid, Layout, Split
 from ditile.plan.plan import AXES, SEQUENCE, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, WIRE_DTYPES, Facts
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
@@ -164,6 +165,19 @@ def test_what_does_not_fit_is_refused() -> None:
         plan.check_world(3)
     with pytest.raises(PlanError, match="try 1 to 3; and .* try 1 to 5"):
         plan.check(Facts(blocks=3, rows=5))
+
+
+def test_weights_count_in_the_rows_that_ulysses_splits() -> None:
+    """A failure means that a plan is legal whose first step ends."""
+    facts = Facts(rows=8, tokens_per_row=4)
+    even = Plan(distrifusion=2, ulysses=8)
+    assert not even.illegal(facts)
+    weights = (9.0,) * 8 + (1.0,) * 8
+    (line,) = dataclasses.replace(even, token_weights=weights).illegal(facts)
+    assert "split a patch of 4 tokens" in line
+    layout = Layout.cut_into_patches(Grid(8, 4), 1, 0, "none")
+    with pytest.raises(PlanError, match="a share of the image has fewer tokens than the 8 ranks"):
+        Split(1, 2, 8, weights=weights).shard_tokens(layout, None)
 
 
 FACTS = Facts(model="M", blocks=6, heads=4, rows=8, tokens_per_row=2, branches=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ import pytest
 
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.planner import choose, hardware
+from ditile.planner import choose, hardware, price
 from ditile.planner.choose import answer_question
-from ditile.planner.profile import Profile, RankDevice
+from ditile.planner.ops import OpPricer
+from ditile.planner.price import Price
+from ditile.planner.profile import Link, Profile, RankDevice
 from ditile.planner.question import PlanQuestion, load_machine_profile
-from ditile.planner.search import SearchRequest, make_pricer, search_plans
+from ditile.planner.search import PlanSearch, SearchRequest, make_pricer, search_plans
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
-from tests.planner.test_planner import EVEN, SMALL, subject
+from tests.planner.test_planner import EVEN, SMALL, call, subject
+
+EQUAL: dict[str, Any] = {"stage_blocks": None, "stage_weights": None, "token_weights": None}
 
 
 def rate_ranks(profile: Profile, *speeds: float, memory: int = 10**12) -> Profile:
@@ -92,6 +97,64 @@ def test_the_search_gives_each_device_its_share() -> None:
     assert "on rtx-5090 + rtx-4090:" in words and "with equal shares plan 1 would take" in words
 
 
+def test_each_division_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that unlike devices take many times the simulations of alike ones, or that a plan comes twice."""
+    simulated = []
+    simulate = price._simulate_loop
+
+    def count_loops(ops: OpPricer, *, free: bool) -> tuple[float, float]:
+        simulated.append(ops.job.plan)
+        return simulate(ops, free=free)
+
+    monkeypatch.setattr(price, "_simulate_loop", count_loops)
+    one = subject("shapes-pixart")
+    shape = one.make_call_shape(SMALL)
+    search_plans(one, SMALL, EVEN, SearchRequest(devices=4))
+    of_alike = len(simulated)
+    result = search_plans(one, SMALL, join_ranks(1.0, 1.0, 0.6, 0.5), SearchRequest(devices=4))
+    assert len(simulated) - of_alike < 3 * of_alike
+    jobs = [one.make_plan_job(each.plan, shape) for each in result.prices]
+    for job, other in itertools.combinations(jobs, 2):
+        equal, other_equal = (dataclasses.replace(each.plan, **EQUAL) for each in (job, other))
+        assert equal != other_equal or not job.has_shares_of(other)
+
+
+def test_weights_that_change_no_share_make_no_plan() -> None:
+    """Three hundredths are less than one of twelve blocks, of sixteen rows or of four heads, and not of 512 tokens."""
+    one = subject("shapes-pixart")
+    found = PlanSearch(one, SMALL, join_ranks(1.0, 0.97), SearchRequest(devices=2, all_devices=True))
+    assert found._device_speeds[0] > 1.02 * found._device_speeds[1]
+    unlike = [job.plan for _, job in found.sort_jobs_by_bound() if dataclasses.replace(job.plan, **EQUAL) != job.plan]
+    assert [plan.token_ranks for plan in unlike] == [2, 2]
+    assert "equal_shares" not in found.price_plan(Plan.parse("pipefusion=2 stage_blocks=6,6")).others
+
+
+def test_messages_are_those_of_the_largest_share() -> None:
+    """A failure means that a price depends on which of two ranks has more."""
+    profile = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=1e6))
+    large_first = predict(profile, "pipefusion=2 ring=2 patches=4 token_weights=3,1")
+    assert predict(profile, "pipefusion=2 ring=2 patches=4 token_weights=1,3") == pytest.approx(large_first, rel=1e-3)
+
+
+def test_the_slowest_rank_decides_outside_of_the_loop() -> None:
+    """Text encoders and decode of each replica. A failure means that a second, slower card costs nothing there."""
+    one = subject("shapes-flux-turbo")
+    arguments = call("shapes-flux-turbo", num_images_per_prompt=2)
+
+    def find(profile: Profile, plan: str) -> Price:
+        found = PlanSearch(one, arguments, profile, SearchRequest(devices=2, whole_calls=True))
+        return found.price_plan(Plan.parse(plan)).prices[0]
+
+    unlike = join_ranks(1.0, 0.5)
+    for plan, decode, text in (
+        ("data=2", 2, 2), ("ring=2", 1, 2), ("ring=2 vae=rows text=split", 2, 1.5), ("ring=2 text=first", 1, 1),
+    ):  # fmt: skip
+        alike = find(EVEN, plan)
+        priced = find(unlike, plan)
+        assert priced.decode_s == pytest.approx(decode * alike.decode_s), plan
+        assert priced.text_s == pytest.approx(text * alike.text_s), plan
+
+
 def test_a_list_of_one_kind_is_as_many_devices() -> None:
     wanted = dict(model="pixart-sigma", height=512, width=512)
     listed = answer_question(PlanQuestion(**wanted, hardware="rtx-4090,rtx-4090")).to_json_dict()  # type: ignore[arg-type]
@@ -144,6 +207,32 @@ def test_measured_ranks_count_where_they_differ_by_a_tenth(
     # Asked for by name, however little they differ.
     assert load_machine_profile(PlanQuestion(devices_of=str(path))).by_rank
     assert json.loads(path.read_text())["ranks"][1]["speed"] == speed
+
+
+@pytest.mark.parametrize(
+    ("speeds", "message"),
+    [
+        ((1.0, 0.5, 1.05, 0.5), ""),
+        ((1.0, 0.5, 1.0, 1.0), "that of rank 3 is not like that of rank 1; use replicas=1"),
+        ((1.0, 0.5), "4 devices are asked for, and those of 2 rank(s) are known"),
+        ((1.0, 1.0), ""),
+    ],
+)
+def test_replicas_of_auto_have_the_devices_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speeds: tuple[float, ...], message: str
+) -> None:
+    """A failure means that a slow card serves with the share of a fast one."""
+    path = tmp_path / "profile.json"
+    path.write_text(rate_ranks(EVEN, *speeds).to_json())
+    monkeypatch.setenv("DITILE_PROFILE", str(path))
+    plan = Plan.parse("ring=2 token_weights=2,1")
+    choose.check_devices_of_replicas(plan, 1)
+    if not message:
+        choose.check_devices_of_replicas(plan, 2)
+        return
+    with pytest.raises(PlanError) as caught:
+        choose.check_devices_of_replicas(plan, 2)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

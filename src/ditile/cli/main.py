@@ -450,7 +450,7 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     request = GenerateOptions(model=options.model, transformer=options.transformer)
     if options.plan is not None:
         run = RunOptions(cuda_graphs=options.cuda_graphs)
-        plan = resolve_plan_option(options.plan, request, run, plan)
+        plan = resolve_plan_option(options.plan, request, run, plan, options.num_groups)
     else:
         plan = _share_short_warmup(plan, arguments, options.model)
     check_known_model(request, plan)

@@ -263,6 +263,19 @@ class Split:
         """
         return _look_up_shards(self, layout, patch)
 
+    def count_patch_rows(self, rows: int) -> Sequence[int]:
+        """Rows of each patch of DistriFusion, of so many that the image has."""
+        shares = tuple(map(sum, self._group_weights()))
+        # As everywhere, equal weights are no weights.
+        if len(set(shares)) == 1:
+            return balance_patch_rows(rows, self.distrifusion)
+        return count_weighted_shares(rows, shares)
+
+    def _group_weights(self) -> list[tuple[float, ...]]:
+        """The weights of the ranks along ulysses, for each place along the outer axis."""
+        weights = self.weights or (1.0,) * self.num_ranks
+        return [weights[first : first + self.ulysses] for first in range(0, self.num_ranks, self.ulysses)]
+
     def _compute_shards(self, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
         text = range(0)
         if layout.carries_text(patch):
@@ -279,8 +292,13 @@ class Split:
             shards = [_pick_shard(text, runs_of_patches, shares, rank) for rank in range(self.num_ranks)]
         if min(shard.image_tokens for shard in shards) == 0:
             name = "the image" if patch is None else f"patch {patch}"
+            num_ranks = self.num_ranks
+            if self.distrifusion > 1:
+                # The rows of one rank, which only ulysses splits.
+                name = f"a share of {name}"
+                num_ranks = self.ulysses
             raise PlanError(
-                f"{name} has fewer tokens than the {self.num_ranks} ranks that split it; "
+                f"{name} has fewer tokens than the {num_ranks} ranks that split it; "
                 "use fewer patches, a lower ring or ulysses degree, or a larger image"
             )
         if not self.uneven:
@@ -291,16 +309,11 @@ class Split:
         self, layout: Layout, text: range, runs_of_patches: Sequence[Sequence[range]]
     ) -> list[TokenShard]:
         """The parts of the ranks, each of which has all the text, and rows of the image that ulysses splits."""
-        weights = self.weights or (1.0,) * self.num_ranks
-        inner_weights = [weights[first : first + self.ulysses] for first in range(0, self.num_ranks, self.ulysses)]
+        inner_weights = self._group_weights()
         shares = tuple(map(sum, inner_weights))
-        rows_by_rank: Sequence[int] = balance_patch_rows(layout.grid.rows, self.distrifusion)
-        # As everywhere, equal weights are no weights.
-        if len(set(shares)) > 1:
-            rows_by_rank = count_weighted_shares(layout.grid.rows, shares)
         shards: list[TokenShard] = []
         first_row = 0
-        for rank, rows in enumerate(rows_by_rank):
+        for rank, rows in enumerate(self.count_patch_rows(layout.grid.rows)):
             runs: list[Sequence[range]] = [layout.grid.locate_rows(first_row, first_row + rows)]
             first_row += rows
             # With references as patches of their own, a rank has a share of them and of the image.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ditile.plan.errors import PlanError
-from ditile.plan.layout import balance_patch_rows
+from ditile.plan.layout import Split, balance_patch_rows
 from ditile.plan.option_classes import Count, Counts, JsonObject, Seconds, Speeds, define_option, options, parse_option
 
 NumSteps = Annotated[int, Field(ge=0)]
@@ -544,16 +544,16 @@ def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
     """Yields a line if some rank would have no token of a patch."""
     rows = facts.rows
     width = facts.tokens_per_row
-    patches = plan.num_patches
-    text_rows = 0.0
-    if plan.distrifusion > 1:
-        patches = plan.distrifusion
-    elif width is not None:
-        text_rows = facts.text / width
+    patches = max(plan.num_patches, plan.distrifusion)
     if rows is None or width is None or patches > rows:
         return
+    if plan.distrifusion > 1:
+        split = Split(1, plan.distrifusion, plan.ulysses, weights=plan.token_weights)
+        rows_of_patches = split.count_patch_rows(rows)
+    else:
+        rows_of_patches = balance_patch_rows(rows, patches, facts.text / width)
     # The smallest patch has the fewest tokens to split.
-    least = width * min(balance_patch_rows(rows, patches, text_rows))
+    least = width * min(rows_of_patches)
     if plan.token_ranks > least:
         yield (
             f"ring={plan.ring} x ulysses={plan.ulysses} split a patch of {least} tokens, less than one each; "

@@ -280,11 +280,13 @@ def _print_on_first_rank(line: str) -> None:
         make_console(stderr=True).print(line, soft_wrap=True)
 
 
-def resolve_plan_option(text: str, options: GenerateOptions, run: RunOptions, plan_of_flags: Plan) -> Plan:
+def resolve_plan_option(
+    text: str, options: GenerateOptions, run: RunOptions, plan_of_flags: Plan, replicas: int = 1
+) -> Plan:
     """The plan of `--plan`; for `auto` the first plan of `ditile plan`, which is printed.
 
     Raises:
-        DitileError: if flags say a plan too, or this machine was not measured.
+        DitileError: if flags say a plan too, this machine was not measured, or not all replicas have such devices.
     """
     if plan_of_flags != Plan():
         raise PlanError(f"plan={text!r} is a whole plan, and flags say '{plan_of_flags}' too; leave one of them out")
@@ -303,9 +305,28 @@ def resolve_plan_option(text: str, options: GenerateOptions, run: RunOptions, pl
         question = PlanQuestion(devices=devices, hosts=hosts, cuda_graphs=run.cuda_graphs, **request)
         plan_answer = answer_question(question, all_devices=place is not None)
         make_console(stderr=run.json == "-").print(plan_answer.describe_choice(), soft_wrap=True)
-        return str(plan_answer.result.prices[0].plan)
+        plan = plan_answer.result.prices[0].plan
+        check_devices_of_replicas(plan, replicas)
+        return str(plan)
 
     return Plan.parse(_decide_on_first_rank(find_fastest_plan, run))
+
+
+def check_devices_of_replicas(plan: Plan, replicas: int) -> None:
+    """Raises `PlanError` if a later replica of a plan for this machine has other devices than the first."""
+    if replicas == 1:
+        return
+    profile = load_machine_profile(PlanQuestion())
+    if not profile.by_rank:
+        return
+    profile.check_rank_count(replicas * plan.world)
+    for rank in range(plan.world, replicas * plan.world):
+        alike = rank % plan.world
+        if profile.ranks[rank].is_unlike(profile.ranks[alike]):
+            raise PlanError(
+                f"replicas={replicas}: '{plan}' is for the devices of the first replica, and that of rank {rank} is "
+                f"not like that of rank {alike}; use replicas=1, or give a plan with equal shares in place of auto"
+            )
 
 
 def choose_within_bounds(

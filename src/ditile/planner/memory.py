@@ -291,7 +291,7 @@ def _count_computed_numbers(
     elif schedule.warmup_group_size:
         image = -(-image // schedule.warmup_group_size)
         text = -(-text // schedule.warmup_group_size)
-    exchanged = _count_exchange_numbers(job, micro) / plan.tensor * (image + text)
+    exchanged = _count_exchange_numbers(job, micro, image + text) / plan.tensor
     # If the sequence has no text, cross attention reads it.
     text = text or text_tokens
     most = max(moment.count_numbers(image, text) for moment in footprint.moments)
@@ -356,23 +356,24 @@ def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoord
     return int(shape.images * pixels * subject.count_decode_numbers(shape.frames) * shape.element_size / ranks)
 
 
-def _count_exchange_numbers(job: PlannedCall, micro: MicroStep) -> float:
-    """Numbers per token that an exchange around attention adds to the other live tensors."""
-    tensors = 0
+def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> float:
+    """Numbers that an exchange around attention adds to the other live tensors of a rank with so many tokens."""
+    tokens = 0
+    lengths = [shard.count_tokens() for shard in job.shard_tokens(job.select_patch(micro))]
     keeps_keys = job.plan.distrifusion == 1 and job.step_schedule.keeps_keys(micro.step)
     if job.plan.ulysses > 1 and micro.patch is not None:
         # Fitted, as the 8 below.
-        tensors = 5
+        tokens = 5 * own
     elif job.plan.ulysses > 1:
         # Queries, keys and values exist as sent, as received, and in order.
-        tensors = 8 if keeps_keys else 9
+        tokens = (8 if keeps_keys else 9) * own
     elif job.plan.ring > 1 and (micro.patch is not None or keeps_keys):
         # Keys and values that are kept: this rank's, those of all ranks as they come, and joined.
-        tensors = 2 + 4 * job.plan.ring
+        tokens = 2 * own + 4 * sum(lengths)
     elif job.plan.ring > 1:
         # The keys and values that are passed on, the next keys and values, and the partial sum.
-        tensors = 6
-    return tensors * job.shape.token_channels
+        tokens = 2 * own + 4 * max(lengths)
+    return tokens * job.shape.token_channels
 
 
 def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:

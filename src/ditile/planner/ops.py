@@ -565,6 +565,10 @@ class UnlikeOpPricer(OpPricer):
         """Seconds for which an op occupies its stage; with `free`, messages take no time."""
         return max(pricer.get_op_seconds(stage, op, free=free) for pricer in self._pricers_of_stages[stage])
 
+    def get_travel_seconds(self, stage: int, op: Op) -> float:
+        """Seconds of the longest message of a stage's ranks on its way."""
+        return max(pricer.get_travel_seconds(stage, op) for pricer in self._pricers_of_stages[stage])
+
 
 @lru_cache(maxsize=1024)
 def _list_step_kinds(

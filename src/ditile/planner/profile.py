@@ -138,6 +138,13 @@ class RankDevice:
     speed: Rate
     __pydantic_config__ = CONFIG
 
+    def is_unlike(self, other: RankDevice) -> bool:
+        """Whether it differs so much from another that their shares should."""
+        for own, others in ((self.speed, other.speed), (self.memory_bytes, other.memory_bytes)):
+            if max(own, others) > UNLIKE * min(own, others):
+                return True
+        return False
+
 
 UNLIKE = 1.1
 """Devices whose speeds or memories differ by more than this factor are planned for one by one."""
@@ -208,10 +215,14 @@ class Profile:
         if missing:
             raise ValueError(f"no pointwise curve of {', '.join(sorted(missing))}")
 
+    def knows_ranks(self, count: int) -> bool:
+        """Whether the devices of so many ranks are known, as all are where they are alike."""
+        return not self.by_rank or count <= len(self.by_rank)
+
     def check_rank_count(self, count: int) -> None:
         """Raises `PlanError` if devices are not alike, and are known of fewer ranks."""
-        known = len(self.by_rank)
-        if known and count > known:
+        if not self.knows_ranks(count):
+            known = len(self.by_rank)
             raise PlanError(
                 f"{count} devices are asked for, and those of {known} rank(s) are known, which are not alike: "
                 f"{self.name}; name the device of each rank (--hardware A,B,..), or calibrate with as many ranks"
@@ -220,10 +231,7 @@ class Profile:
     @property
     def has_unlike_ranks(self) -> bool:
         """Whether measured ranks differ so much that their shares should."""
-        for one, other in itertools.permutations(self.ranks, 2):
-            if one.speed > UNLIKE * other.speed or one.memory_bytes > UNLIKE * other.memory_bytes:
-                return True
-        return False
+        return any(one.is_unlike(other) for one, other in itertools.combinations(self.ranks, 2))
 
     def list_measured_ranks(self) -> list[Profile]:
         """A profile of each measured rank: the curves of this one, as much faster or slower as the rank is."""

@@ -226,6 +226,9 @@ class PlanSearch:
         """Memory of a rank's device."""
         return self.request.memory_bytes or self.profile.get_rank_profile(rank).memory_bytes
 
+    def _name_place(self, rank: int) -> str:
+        return f"on rank {rank}" if self.profile.by_rank else "a device"
+
     @cached_property
     def _device_speeds(self) -> Sequence[float]:
         """Calls a second that the device of each rank makes alone; empty where all are alike."""
@@ -303,7 +306,7 @@ class PlanSearch:
             return self._give_up_recording().price_plan(plan)
         if sized.lacks > 0:
             there = self._get_device_bytes(sized.rank)
-            place = f"on rank {sized.rank}" if self.profile.by_rank else "a device"
+            place = self._name_place(sized.rank)
             raise PlanError(
                 f"'{plan}' needs {_format_gigabytes(there + sized.lacks)} {place}, and there are "
                 f"{_format_gigabytes(there)}"
@@ -471,8 +474,8 @@ class PlanSearch:
             if not self._device_speeds:
                 continue
             weighted = self.subject.make_plan_job(weigh_shares(plan, self._device_speeds), self.shape)
-            # Weights that differ little may round to equal shares.
-            if not weighted.has_shares_of(equal):
+            # Weights that differ much may leave a rank without tokens, and those that differ little change nothing.
+            if not weighted.plan.illegal(self._facts) and not weighted.has_shares_of(equal):
                 jobs.append(weighted)
         bounds = [(self.pricer.bound_latency(job, self.skips), job) for job in jobs]
         return sorted(bounds, key=lambda bounded: bounded[0])
@@ -524,7 +527,7 @@ class PlanSearch:
     def _make_memory_error(self, too_large: Sequence[SizedJob]) -> PlanError:
         smallest = min(too_large, key=lambda sized: (sized.lacks, sized.job.plan.world))
         there = self._get_device_bytes(smallest.rank)
-        place = f"on rank {smallest.rank}" if self.profile.by_rank else "a device"
+        place = self._name_place(smallest.rank)
         return PlanError(
             f"no plan fits {_format_gigabytes(there)} {place}: '{smallest.job.plan}' needs least, "
             f"{_format_gigabytes(there + smallest.lacks)}, {_format_gigabytes(smallest.lacks)} more; "
@@ -560,14 +563,12 @@ class PlanSearch:
         images = math.ceil(shape.images / plan.data)
         pixels = images * shape.height * shape.width // subject.vae_scale**2
         work = subject.count_decode_work(shape.frames)
-        whole = compute_decode_seconds(work, pixels, 1, self.profile)
-        divided = compute_decode_seconds(work, pixels, ranks, self.profile)
+        devices = [self.profile.get_rank_profile(rank) for rank in range(plan.world)]
+        # The first rank of each replica decodes, or all do.
+        whole = max(compute_decode_seconds(work, pixels, 1, device) for device in devices[::ranks])
+        divided = max(compute_decode_seconds(work, pixels, ranks, device) for device in devices)
         decode = divided if plan.vae == "rows" else whole
-        completed = replace(
-            price,
-            text_s=compute_text_seconds(subject.text, subject.count_prompt_tokens(self.call, shape), self.profile),
-            decode_s=decode,
-        )
+        completed = replace(price, text_s=self._predict_text_seconds(plan, devices), decode_s=decode)
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
         if whole - divided < ROWS_GAIN * completed.call_s:
@@ -576,6 +577,14 @@ class PlanSearch:
         if by_rows.lacks > 0:
             return completed
         return replace(completed, plan=by_rows.job.plan, decode_s=divided, memory_bytes=by_rows.memory)
+
+    def _predict_text_seconds(self, plan: Plan, devices: Sequence[Profile]) -> float:
+        """Seconds of the text encoders on the devices that have them."""
+        tokens = self.subject.count_prompt_tokens(self.call, self.shape)
+        seconds = [compute_text_seconds(self.subject.text, tokens, device) for device in devices]
+        # Ranks that split the layers compute one after the other.
+        by_place = {"each": max(seconds), "first": seconds[0], "split": sum(seconds) / len(seconds)}
+        return by_place[plan.text]
 
     def _find_other_plans(
         self, prices: Sequence[Price], too_large: Sequence[SizedJob]

@@ -256,6 +256,11 @@ def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     ask = PlanQuestion(model="shapes-pixart", steps=4, hardware="epyc-2-cores", price=plan.plan)
     assert loops[plan] == pytest.approx(answer_question(ask).result.prices[0].latency_s)
     assert found[plan].memory_bytes == linked.memory_bytes and found[one].memory_bytes is None
+    # A machine whose two ranks are not alike may measure four.
+    unlike = hardware.join_devices([profile, profile.slow_down(2.0)])
+    four = BenchCell("pipefusion=4 patches=4")
+    jobs = {cell: subject.make_cost_job(cell) for cell in (one, plan, four)}
+    assert predict_cells(subject, jobs, unlike).keys() == {one, plan}
 
 
 def test_recorded_steps_are_predicted() -> None:

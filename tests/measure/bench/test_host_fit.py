@@ -139,6 +139,7 @@ def test_bad_files_get_one_line(text: str, said: str, tmp_path: Path, capsys: py
         ("--alone none.jsonl --hardware h200-nvlink", "alone='none.jsonl' cannot be read"),
         ("--alone --hardware h200-nvlink", "of a GPU is the host apart, and there is none here; give --alone FILE"),
         ("--hardware h200-nvlink", "hardware='h200-nvlink' is for --alone; otherwise this machine is measured"),
+        ("--alone none.jsonl --hardware rtx-5090,rtx-4090", "several devices, and --alone fits one; try rtx-5090"),
         ("--alone none.jsonl --ranks 2", "ranks=2 compute together, and --alone is for one"),
     ],
 )

@@ -85,7 +85,7 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
     place = env.read_torchrun_place()
     if place is None or place.rank == 0:
         task = replace(task, missing=_count_missing_rounds(compared, task, cells))
-    remarks = _list_remarks(task, profile)
+    remarks = _list_remarks(task, profile, most_ranks)
     unfit = _list_unfit_plans(compared, work, subject, ranks, cells)
     if unfit:
         remarks.insert(0, f"do not fit the model, and were left out: {'; '.join(unfit)}")
@@ -114,10 +114,12 @@ def _count_missing_rounds(compared: Comparison, task: BenchTask, cells: Iterable
     return {cell: rounds for cell, rounds in missing.items() if rounds > 0}
 
 
-def _list_remarks(task: BenchTask, profile: Profile | None) -> list[str]:
+def _list_remarks(task: BenchTask, profile: Profile | None, most_ranks: int) -> list[str]:
     remarks = [UNKNOWN]
     if profile is not None:
         remarks = [f"predicted: seconds of the loop and memory on {profile.name}"]
+    if profile is not None and not profile.knows_ranks(most_ranks):
+        remarks.append(f"not predicted: plans of more than the {len(profile.by_rank)} ranks, which are not alike")
     cores = cpus.count_usable_cores()
     if task.missing and (task.load or 0.0) > cores / 2:
         remarks.append(
@@ -290,8 +292,12 @@ def load_prediction_profile(compared: Comparison) -> Profile | None:
 def predict_cells(
     subject: BenchSubject, jobs: Mapping[BenchCell, PlannedCall | None], profile: Profile
 ) -> dict[BenchCell, runs.Prediction]:
-    """Predicts the cells that have a job."""
-    return {cell: predict_cell(subject, cell, job, profile) for cell, job in jobs.items() if job is not None}
+    """Predicts the cells that have a job, except of more ranks than those whose devices are known."""
+    predictions = {}
+    for cell, job in jobs.items():
+        if job is not None and profile.knows_ranks(job.plan.world):
+            predictions[cell] = predict_cell(subject, cell, job, profile)
+    return predictions
 
 
 def predict_cell(

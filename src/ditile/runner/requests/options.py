@@ -275,6 +275,9 @@ class CalibrateOptions:
     def __post_init__(self) -> None:
         if self.hardware is not None and self.alone is None:
             raise ModelError(f"hardware={self.hardware!r} is for --alone; otherwise this machine is measured")
+        if self.hardware is not None and "," in self.hardware:
+            first = self.hardware.partition(",")[0]
+            raise ModelError(f"hardware={self.hardware!r} names several devices, and --alone fits one; try {first}")
         if self.ranks is not None and self.alone is not None:
             raise ModelError(f"ranks={self.ranks} compute together, and --alone is for one; leave one of them out")
 
