@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner.footprint import LiveBytes
-from ditile.planner.memory import count_rank_memory
+from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
+from ditile.runner.weights.single_file import StoredWeights
 from tests.planner.test_planner import EVEN, count_work_flops
 from tests.pool import Pool
 from tests.rotation import rotate
@@ -278,6 +280,26 @@ def test_two_transformers_are_there_twice(saved: Any) -> None:
         assert both.can_run_plan(plan)
         twice, once = (count_rank_memory(each, each.make_plan_job(plan, shape), EVEN) for each in (both, alone))
         assert (twice.weights, twice.keys) == (2 * once.weights, 2 * once.keys) and once.weights > 0
+
+
+@pytest.mark.parametrize("offload", ["", " offload=blocks"])
+def test_a_file_has_the_first_of_two_transformers(saved: Any, offload: str) -> None:
+    """A failure means that the weights of the other one, which are not quantized, are foretold as if they were."""
+    stored = StoredWeights(quantized=1000, plain=0, quantized_bytes=500)
+    both = PlanSubject.from_configs("both", saved("wan-2.2")[1])
+    alone = PlanSubject.from_configs("alone", saved("wan-2.1")[1])
+    shape = make_tiny_shape(both, "wan-2.2")
+    plan = Plan.parse("pipefusion=2 patches=2" + offload)
+    results = []
+    for subject in (replace(both, stored=stored), replace(alone, stored=stored), alone):
+        job = subject.make_plan_job(plan, shape)
+        # The buffers of offloaded blocks have room for the largest block of either.
+        weights = 0 if offload else count_rank_memory(subject, job, EVEN).weights
+        results.append((weights, count_host_memory(subject, job)))
+    (weights, host), (first, first_host), (second, second_host) = results
+    assert first <= second and weights == first + second
+    assert (host.kept > 0) is bool(offload) and host.kept == first_host.kept + second_host.kept
+    assert first_host.loading < second_host.loading <= host.loading
 
 
 def test_the_table_is_the_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,20 +106,22 @@ def _count_host_bytes_of_rank(
     text = _count_text_parameters(subject, plan, rank) * size
     kept = text if offloads_text else 0
     if plan.offload == "blocks":
-        kept += subject.models * sum(_count_pinned_bytes(subject, job, block) for block in owned)
+        for model in range(subject.models):
+            kept += sum(_count_pinned_bytes(subject, job, block, model) for block in owned)
     transformer = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
-    read = subject.count_weight_bytes(transformer * subject.models, size)
+    read = sum(subject.count_weight_bytes(transformer, size, model) for model in range(subject.models))
     return kept, read + subject.vae * size + text
 
 
-def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int) -> int:
-    """Bytes of a block in pinned memory, which torch allocates in powers of two."""
+def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, model: int) -> int:
+    """Bytes of a block of a transformer in pinned memory, which torch allocates in powers of two."""
     size = job.shape.element_size
     if job.plan.tensor == 1:
-        sizes = [subject.count_weight_bytes(numbers, size) for numbers in job.weights.tensors[block]]
+        sizes = [subject.count_weight_bytes(numbers, size, model) for numbers in job.weights.tensors[block]]
         flat = cost.count_flat_bytes(sizes)
     else:
-        flat = subject.count_weight_bytes(subject.count_parameters(range(block, block + 1), job.plan.tensor), size)
+        numbers = subject.count_parameters(range(block, block + 1), job.plan.tensor)
+        flat = subject.count_weight_bytes(numbers, size, model)
     return 1 << max(flat - 1, 0).bit_length()
 
 
@@ -175,9 +177,11 @@ def count_rank_memory(
         if not job.step_schedule.has_stale_steps and not job.spec.cross:
             activations = max(activations - tapes, 0)
     # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
-    weights = weights * subject.models + buffers
+    models = range(subject.models)
+    weight_bytes = sum(subject.count_weight_bytes(weights, size, model) for model in models)
+    weight_bytes += max(subject.count_weight_bytes(buffers, size, model) for model in models)
     return RankMemory(
-        weights=subject.count_weight_bytes(weights, size),
+        weights=weight_bytes,
         text=_count_text_parameters(subject, plan, rank) * size,
         vae=subject.vae * size,
         # Keys of a transformer that is no longer called stay in memory until the end.

@@ -460,9 +460,10 @@ class PlanSubject:
             return Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
         return self._make_recorded_shape(filled, element_size)
 
-    def count_weight_bytes(self, numbers: float, element_size: int) -> int:
-        """The bytes of some of the transformer's weights, which may be quantized."""
-        if self.stored is None:
+    def count_weight_bytes(self, numbers: float, element_size: int, model: int = 0) -> int:
+        """The bytes of some weights of one of the transformers, which may be quantized."""
+        # A file has the weights of the first transformer alone.
+        if self.stored is None or model > 0:
             return int(numbers * element_size)
         return self.stored.count_bytes(numbers, element_size)
 
