@@ -363,9 +363,9 @@ def check_interrupt() -> None:
 
 
 def _describe_served(client: Client) -> str:
-    """Model and plan. Raises `ServerError` if there is no answer."""
+    """Model, its file, plan and cache. Raises `ServerError` if there is no answer."""
     plan = client.read_json("/v1/plan")
-    return json.dumps([plan.get("model"), plan.get("plan"), plan.get("cache")])
+    return json.dumps([plan.get(name) for name in ("model", "transformer", "plan", "cache")])
 
 
 NODE_CLASS_MAPPINGS: dict[str, type] = {

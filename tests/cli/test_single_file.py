@@ -51,6 +51,8 @@ def test_the_image_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
         generate("--model", "model", "--transformer", "file.safetensors", "--pipefusion", "2"),
     ]
     assert np.array_equal(*images)
+    with Image.open("a.png") as image:
+        assert image.text["transformer"].startswith("file.safetensors: ")  # type: ignore[attr-defined]
 
 
 def test_what_is_said_of_a_file(flux: str, capsys: pytest.CaptureFixture[str]) -> None:

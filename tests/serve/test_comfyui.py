@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -268,6 +269,18 @@ def test_cancel_ends_the_work(flux_server: RunningServer, pictures: Any, monkeyp
     comfy.interrupted.clear()
     images, _ = NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 7, steps=4)
     assert images.shape == (1, 128, 128, 3)
+
+
+def test_another_file_of_the_transformer_is_a_change() -> None:
+    """A failure means that ComfyUI keeps images of weights that the server no longer has."""
+    plan: dict[str, Any] = {"model": "shapes-flux", "plan": "cfg=2", "cache": {}}
+    read_json = {"read_json": lambda _: plan}
+    describe = read_module("nodes")._describe_served
+    own = describe(SimpleNamespace(**read_json))
+    plan["transformer"] = "a.gguf: 7 bytes of 1"
+    first = describe(SimpleNamespace(**read_json))
+    plan["transformer"] = "a.gguf: 7 bytes of 2"
+    assert len({own, first, describe(SimpleNamespace(**read_json))}) == 3
 
 
 def test_status_and_changes(flux_server: RunningServer, pictures: Any) -> None:

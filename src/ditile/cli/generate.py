@@ -175,6 +175,7 @@ def build_outcome(
         totals=list(itertools.chain.from_iterable(call_result.totals for call_result in call_results)),
         tracks_memory=cache.track_memory,
         promise=promise or {},
+        transformer=request.transformer,
     )
 
 

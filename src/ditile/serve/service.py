@@ -284,6 +284,8 @@ class Service:
         known = {}
         if self._facts is not None:
             known = {"model": self._facts.name, "plan": self._facts.plan}
+            if self._facts.transformer:
+                known["transformer"] = self._facts.transformer
         return {**known, **self._plan, "last": self._last_result}
 
     def note_plan_facts(self, facts: JsonObject) -> None:

@@ -39,7 +39,7 @@ from ditile.runner.requests.arguments import (
 )
 from ditile.runner.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pictures import encode_png
+from ditile.runner.requests.pictures import describe_weights_file, encode_png
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.preflight import check_cache_steps
@@ -86,6 +86,8 @@ class RankWorker:
             permanent = setup.cache.lora_scales
         self._loras = LoraCache(self._runner, setup.lora_dir, setup.max_loras, permanent)
         self._facts = collect_facts(self._pipe, setup.model, setup.plan)
+        if setup.transformer is not None:
+            self._facts = replace(self._facts, transformer=describe_weights_file(setup.transformer))
         self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
         self._is_first = self._runner.mesh.rank == 0
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
@@ -308,6 +310,8 @@ class RankWorker:
         options = replace(request.options, model=self._setup.model)
         conditions = _decode_conditions(job)
         texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, conditions, promise)
+        if self._facts.transformer:
+            texts["transformer"] = self._facts.transformer
         if request.loras:
             texts["loras"] = json.dumps(request.loras)
         fps = choose_fps(self._pipe, options, call)

@@ -181,6 +181,7 @@ class ModelFacts:
         frames_ratio: a video has 1 + a multiple of it frames, or as many as the class has by default.
         fps: frames a second by default.
         example: a prompt that it knows.
+        transformer: the file with the weights of its transformer, as images name it; empty if they are its own.
     """
 
     name: str
@@ -195,6 +196,7 @@ class ModelFacts:
     frames_ratio: int = 1
     fps: float = 16.0
     example: str = ""
+    transformer: str = ""
 
     def to_json(self) -> JsonObject:
         """As JSON types."""

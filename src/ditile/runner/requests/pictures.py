@@ -158,6 +158,16 @@ def decode_exif(image: Image.Image) -> dict[str, str]:
     return texts if isinstance(texts, dict) else {}
 
 
+def describe_weights_file(path: str) -> str:
+    """A file of weights as images name it: it may be larger than the memory, so that its time stands for its content.
+
+    Raises:
+        OSError: if there is no such file.
+    """
+    stat = os.stat(path)
+    return f"{hide_local_path(path)}: {stat.st_size} bytes of {stat.st_mtime_ns}"
+
+
 def hide_local_path(name: str) -> str:
     """A name as images keep it: of a local path only the last part, with a digest that tells it from others.
 

@@ -95,9 +95,7 @@ def describe_request(
     for choice in cache.loras.values():
         contents |= _describe_file(choice.source)
     if request.transformer is not None:
-        # It may be larger than the memory, so that its time stands for its content.
-        stat = Path(request.transformer).stat()
-        contents[pictures.hide_local_path(request.transformer)] = f"{stat.st_size} bytes of {stat.st_mtime_ns}"
+        description["transformer"] = pictures.describe_weights_file(request.transformer)
     # Earlier versions wrote images with these keys: with the same text, a run of theirs can be resumed.
     description |= {
         "dtype": choose_dtype_name(find_model_source(request.model, transformer=request.transformer), run.dtype),
