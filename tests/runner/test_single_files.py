@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import gguf
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ditile
 from ditile import LoadError, ModelError
 from ditile.model.known import CONFIGS
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.runner.load import load_transformer_file
+from ditile.runner.load import load_transformer_file, split_model_file
 from ditile.runner.model_files import find_model_source
 from ditile.runner.weights.checkpoint import Checkpoint
-from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_model
+from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
 from tests import tiny
 from tests.pool import Pool
 from tests.runner.gguf_files import load_pipeline, make_model, write_model
@@ -124,6 +126,16 @@ def test_images_of_gguf_are_those_of_diffusers(pool: Pool, tmp_path: Path, name:
         assert not problems, "\n".join(problems)
 
 
+def test_a_share_within_a_block_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """A failure means that a reader is not told which degrees work, or waits until a rank has read to the cut."""
+    folder = save_configs(EVERY["flux"].make(), tmp_path / "model")
+    write_model(folder / "transformer", "flux", "Q4_K", num_attention_heads=12)
+    file = str(folder / "transformer" / "model.gguf")
+    with pytest.raises(PlanError, match=r"tensor=2 does not divide the 3 blocks of 256 Q4_K .*; try 1, 3$"):
+        load_transformer_file(folder, file, Plan(tensor=2), 0, torch.float32)
+    load_transformer_file(folder, file, Plan(tensor=3), 0, torch.float32)
+
+
 def draw_from_file(family: str, folder: str) -> list[str]:
     """What is wrong where each rank reads its share of a file, or all of it."""
     warnings.simplefilter("ignore")
@@ -188,13 +200,19 @@ def test_a_rank_holds_its_share(folders: dict[str, Path], family: str, monkeypat
         assert read[0] <= made.num_bytes < 1.1 * read[0]
 
 
-@pytest.mark.parametrize(("guidance", "base"), [(True, "flux.1-dev"), (False, "flux.1-schnell")])
-def test_a_file_of_comfyui_is_a_published_model(tmp_path: Path, guidance: bool, base: str) -> None:
+@pytest.mark.parametrize(
+    ("guidance", "base", "others"), [(True, "flux.1-dev", ["flux.1-kontext-dev"]), (False, "flux.1-schnell", [])]
+)
+def test_a_file_of_comfyui_is_a_published_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, guidance: bool, base: str, others: list[str]
+) -> None:
     """A failure means that the names of FLUX.1's authors are not known at its size, or read more than their header."""
     path = tmp_path / "flux.safetensors"
     write_sparse_flux(path, guidance=guidance)
     assert path.stat().st_size > 2 * 10**10
-    assert find_base_model(path) == base
+    assert find_base_models(path) == [base, *others]
+    assert split_model_file(str(path), None) == (base, str(path))
+    assert [name in caplog.text for name in others] == [True] * len(others) and bool(caplog.records) is bool(others)
     # The config of the other model does not fit, and that of this one is found.
     other = CONFIGS / ("flux.1-schnell" if guidance else "flux.1-dev") / "transformer" / "config.json"
     converted = ConvertedFile.match_config(SingleFile.read_header(path), diffusers.FluxTransformer2DModel, other)
@@ -225,12 +243,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(weights | {"proj_out.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
     save_file(weights | {"proj_out.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
     save_file({"a": torch.ones(2)}, folder / "foreign.safetensors")
+    save_file(weights | {"proj_out.weight": weights["proj_out.weight"].char()}, folder / "integers.safetensors")
+    save_file(weights | {"\x1b[31mred": torch.ones(2)}, folder / "red.safetensors")
     (folder / "empty.safetensors").write_bytes(b"")
     whole = save_gguf(pipe.transformer, "flux", folder / "good.gguf").read_bytes()
     (folder / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     # As many tensors as no file has, and a first name as long as no file is.
     (folder / "many.gguf").write_bytes(whole[:8] + struct.pack("<Q", 2**60) + whole[16:])
     (folder / "long.gguf").write_bytes(whole[:24] + struct.pack("<Q", 2**60) + whole[32:])
+    # A first value that is an array of as many bytes as would take seconds to read.
+    array = struct.pack("<Q1sIIQ", 1, b"a", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT8, 10**6)
+    (folder / "array.gguf").write_bytes(whole[:24] + array + bytes(10**6) + whole[24:])
+    (folder / "red.gguf").write_bytes(whole.replace(b"proj_out.weight", b"\x1b[31mout.weight"))
     return folder
 
 
@@ -271,6 +295,10 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("pickle.ckpt", "is a pickle"),
         ("lacking.safetensors", r"lacks .*proj_out.weight"),
         ("scaled.safetensors", "does not take, such as proj_out.scale_weight"),
+        ("integers.safetensors", "weight proj_out.weight is stored as I8"),
+        ("array.gguf", "its header has more than 30000 values"),
+        ("red.safetensors", r"a tensor named '\\x1b\[31mred'"),
+        ("red.gguf", r"a tensor named '.*\\x1b\[31mout.weight'"),
         ("shape.safetensors", r"weight proj_out.weight has the shape \[3, 5\]"),
         ("foreign.safetensors", "FluxTransformer2DModel"),
     ],

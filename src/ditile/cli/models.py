@@ -152,15 +152,18 @@ def build_table_of_file(path: Path) -> Table:
     from ditile.runner.requests.prepare import silence_libraries
 
     silence_libraries()
-    from ditile.runner.weights.single_file import SingleFile, find_base_model
+    from ditile.runner.weights.single_file import SingleFile, find_base_models
 
-    known = find_known_model(find_base_model(path))
+    base, *others = find_base_models(path)
+    known = find_known_model(base)
     assert known is not None
     file = SingleFile.read_header(path)
     numbers = file.count_types()
     types = [f"{name} {count / numbers.total():.0%}" for name, count in numbers.most_common()]
     table = Table("file", path.name)
     table.add_row("transformer of", f"{known.name} ({known.hub_id})")
+    if others:
+        table.add_row("or of", f"{', '.join(others)} (the same shapes)")
     table.add_row("class", known.transformer)
     table.add_row("size", f"{format_bytes(path.stat().st_size)}, {numbers.total() / 1e9:.2f} billion numbers")
     table.add_row("types", ", ".join(types))

@@ -34,6 +34,7 @@ from ditile.model.hooks.block_hooks import LoadedBlocks
 from ditile.model.hooks.placeholders import init_on_meta_device, refuse_saving
 from ditile.model.known import find_component_folder, name_component_source
 from ditile.model.pipeline_calls import DENOISER_NAME
+from ditile.parallel.block_formats import RowBlocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
@@ -59,13 +60,14 @@ from ditile.runner.model_files import (
     report_download_progress,
 )
 from ditile.runner.weights.checkpoint import Checkpoint, LocateFile, locate_in_folder
-from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_model
+from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModularPipeline
 
 STEM = "diffusion_pytorch_model"
 LOG = logging.getLogger(__name__)
+CHOOSE = "for another one give --model NAME --transformer FILE"
 LOADED_WHOLE = "%s is loaded whole on every rank and then divided: %s"
 _BUILD_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
@@ -203,8 +205,13 @@ def split_model_file(name: str, transformer: str | None) -> tuple[str, str | Non
         return name, transformer
     if transformer is not None:
         raise ModelError(f"model {name!r} is a file, and so is transformer={transformer!r}; give one of them")
-    base = find_base_model(Path(name))
-    LOG.info("%s is taken for the transformer of %s; for another one give --model NAME --transformer FILE", name, base)
+    base, *others = find_base_models(Path(name))
+    if others:
+        # Such as one of the two transformers of Wan 2.2, of which the other would be missing.
+        alike = ", ".join(others)
+        LOG.warning("%s is taken for the transformer of %s, and may be that of %s; %s", name, base, alike, CHOOSE)
+    else:
+        LOG.info("%s is taken for the transformer of %s; %s", name, base, CHOOSE)
     return base, name
 
 
@@ -390,7 +397,8 @@ def load_transformer_file(source: Path | str, file: str, plan: Plan, rank: int, 
         return converted.build_checkpoint(model, dtype)
 
     if plan.divides_blocks:
-        return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype)
+        row_blocks = converted.list_row_blocks()
+        return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype, row_blocks)
     build_checkpoint(model).read_into_module(model, dtype, keep_fp32=model_class._keep_in_fp32_modules or ())
     return _finish_model(model, Path(file))
 
@@ -402,6 +410,7 @@ def _read_share(
     plan: Plan,
     rank: int,
     dtype: torch.dtype,
+    row_blocks: Mapping[str, RowBlocks] | None = None,
 ) -> nn.Module:
     """Reads a rank's share into a model without weights, which then has placeholders for the other blocks."""
     block_hooks = build_block_hooks(model, registry.choose_model_spec(model))
@@ -414,7 +423,8 @@ def _read_share(
     select_shard = None
     if plan.tensor > 1:
         table = find_tensor_table(model, block_hooks.spec, block_hooks.anatomy.tensor)
-        select_shard = TensorCuts.match_tensor_table(model, table, *shard).select_shard
+        cuts = TensorCuts.match_tensor_table(model, table, *shard, stored_blocks=row_blocks)
+        select_shard = cuts.select_shard
     # After the cuts, which are those of plain Linears: a checkpoint of quantized weights replaces them.
     checkpoint = build_checkpoint(model)
     # Before blocks are emptied, so that a missing weight raises on every rank and not only on its owner.

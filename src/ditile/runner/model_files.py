@@ -52,6 +52,9 @@ SAFETENSORS = "safetensors"
 GGUF = "gguf"
 FORMATS = {".safetensors": SAFETENSORS, ".sft": SAFETENSORS, ".gguf": GGUF}
 """Ending of a file of weights -> its format."""
+MOST_IN_GGUF_HEADER = 30_000
+"""Values that a header of GGUF may have, items of arrays included: transformers have hundreds, text encoders have
+vocabularies, and each takes microseconds to read."""
 _GGUF_ERRORS = (OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
 """What the reader of GGUF raises for a file that is cut short, or whose header says what cannot be."""
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
@@ -129,7 +132,8 @@ def check_model_file(path: Path) -> str:
 
     Raises:
         ModelError: if there is no such file, or it needs a package that is not installed.
-        LoadError: if it is of another format than its ending says, a pickle, or cut short.
+        LoadError: if it is of another format than its ending says, a pickle, or cut short; or if the name of a
+            tensor cannot be printed.
     """
     if not os.path.isfile(path):
         raise ModelError(f"transformer={str(path)!r} is no file; give a .safetensors or .gguf file")
@@ -142,10 +146,14 @@ def check_model_file(path: Path) -> str:
     if content != ending:
         raise LoadError(f"{path} is named {path.suffix}, and its content is {content}; rename it, or copy it again")
     if ending == GGUF:
-        open_gguf(path)
+        names = [tensor.name for tensor in open_gguf(path).tensors]
     else:
-        with open_safetensors(path, "np"):
-            pass
+        with open_safetensors(path, "np") as opened:
+            names = opened.keys()
+    # Refusals quote names: none may move the cursor of a terminal, or begin a line.
+    for name in names:
+        if not name.isprintable():
+            raise LoadError(f"{path} has a tensor named {name!r}, which cannot be printed; copy it again")
     return ending
 
 
@@ -351,9 +359,19 @@ def open_gguf(path: Path) -> Any:
     require_extra("gguf", str(path))
     import gguf
 
+    class BoundedReader(gguf.GGUFReader):
+        num_values = 0
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            # It is called for each item of an array too.
+            self.num_values += 1
+            if self.num_values > MOST_IN_GGUF_HEADER:
+                raise ValueError(f"its header has more than {MOST_IN_GGUF_HEADER} values")
+            return super()._get_field_parts(orig_offs, raw_type)
+
     try:
         # Pages that are written would be copies: views of memory that cannot be written make torch warn.
-        return gguf.GGUFReader(path, "c")
+        return BoundedReader(path, "c")
     except _GGUF_ERRORS as error:
         raise LoadError(f"{path} is no whole GGUF file ({join_error_lines(error)}); copy it again") from error
 
@@ -418,7 +436,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def join_error_lines(error: Exception) -> str:
     """An error's message on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    line = " ".join(str(error).split()) or type(error).__name__
+    # It may quote names in a file, and none may move the cursor of a terminal.
+    return "".join(letter for letter in line if letter.isprintable())
 
 
 def check_weight_source(source: str, option: str) -> None:

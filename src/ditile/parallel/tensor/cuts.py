@@ -32,7 +32,13 @@ from ditile.model.hooks.attention_processors import UNFUSE, has_fused_projection
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.model.hooks.overrides import match_modules
 from ditile.model.hooks.placeholders import build_meta_model
-from ditile.parallel.block_formats import find_row_blocks, is_block_linear, locate_number, measure_weight
+from ditile.parallel.block_formats import (
+    RowBlocks,
+    find_row_blocks,
+    is_block_linear,
+    locate_number,
+    measure_weight,
+)
 from ditile.parallel.tensor.adapters import list_adapter_linears
 from ditile.plan.errors import ModelError, PlanError
 
@@ -117,10 +123,12 @@ class TensorCuts:
         size: int,
         *,
         loaded: bool = False,
+        stored_blocks: Mapping[str, RowBlocks] | None = None,
     ) -> TensorCuts:
         """Matches a table with a model, whose blocks may be placeholders and whose weights may be on the meta device.
 
-        With `loaded` the model has this rank's share alone, which was checked when it was read.
+        With `loaded` the model has this rank's share alone, which was checked when it was read. `stored_blocks` are the
+        weights that a file will bring in blocks, by name.
 
         Raises:
             ModelError: if the table names what cannot be cut, or nothing that is there.
@@ -146,7 +154,7 @@ class TensorCuts:
             names = ", ".join(module_rows)
             raise ModelError(f"the tensor table of {type(transformer).__name__} names no module that is there: {names}")
         if not loaded:
-            _check_tensor_degree(transformer, styles, size)
+            _check_tensor_degree(transformer, styles, size, stored_blocks or {})
             _check_linears_named(transformer, styles, rows)
             _check_blocks_alike(transformer, module_rows)
         return cls(styles, index, size, _match_argument_rows(table, transformer))
@@ -385,7 +393,9 @@ def _check_linear_shardable(path: str, module: nn.Module) -> None:
         )
 
 
-def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle], size: int) -> None:
+def _check_tensor_degree(
+    transformer: nn.Module, styles: Mapping[str, CutStyle], size: int, stored_blocks: Mapping[str, RowBlocks]
+) -> None:
     """Every head and every feature of a block must have its rank."""
     counts: list[tuple[int, str]] = []
     attentions = find_sharded_attentions(transformer, styles)
@@ -399,7 +409,9 @@ def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle],
         if total % sum(style.blocks):
             raise ModelError(f"the {total} features of {path} have no blocks in proportion {list(style.blocks)}")
         counts += [(block, f"features of {path}") for block in style.compute_block_sizes(total)]
-        counts += _count_stored_blocks(path, style, parameter)
+        row_blocks = find_row_blocks(parameter) or stored_blocks.get(f"{path}.weight")
+        if row_blocks is not None:
+            counts += _count_stored_blocks(path, style, parameter, row_blocks)
     for count, what in counts:
         if count % size:
             most = math.gcd(*(number for number, _ in counts))
@@ -410,11 +422,12 @@ def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle],
         _check_attention_shardable(path, attention, styles)
 
 
-def _count_stored_blocks(path: str, style: CutStyle, weight: nn.Parameter) -> list[tuple[int, str]]:
+def _count_stored_blocks(
+    path: str, style: CutStyle, weight: nn.Parameter, row_blocks: RowBlocks
+) -> list[tuple[int, str]]:
     """Of a weight whose rows are stored in blocks and cut: the blocks of each part of a row, and what they are."""
-    row_blocks = find_row_blocks(weight)
     dim = _DIMS[style.kind]["weight"]
-    if row_blocks is None or dim < weight.ndim - 1:
+    if dim < weight.ndim - 1:
         return []
     counts = []
     for part in style.compute_block_sizes(measure_weight(weight)[dim]):

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import KnownModel, find_known_model, list_known_models
-from ditile.parallel.block_formats import locate_number
-from ditile.plan.errors import LoadError, PlanError
+from ditile.parallel.block_formats import RowBlocks, locate_number
+from ditile.plan.errors import LoadError
 from ditile.plan.extras import require_extra
 from ditile.runner.model_files import (
     GGUF,
@@ -218,18 +218,18 @@ class SingleFile:
             config: the file of its config.
 
         Raises:
-            LoadError: if the file lacks a tensor, or has one more, or one of another shape.
+            LoadError: if the file lacks a tensor, or has one more, or one of another shape or of integers.
         """
         values = read_json_object(config)
         check_config_counts(values, config)
-        shapes = _read_model_shapes(model_class, config)
+        model_tensors = _read_model_tensors(model_class, config)
         tensors = self.own_tensors
         unused: set[str] = set()
-        missing = shapes.keys() - tensors.keys()
+        missing = model_tensors.keys() - tensors.keys()
         # Names of diffusers need no conversion; nor do those of which a few are missing.
-        if len(missing) > MOST_MISSING * len(shapes):
+        if len(missing) > MOST_MISSING * len(model_tensors):
             tensors, unused = self._rename_tensors(model_class.__name__, values, tensors)
-        self._check_tensors(model_class.__name__, tensors, shapes, unused)
+        self._check_tensors(model_class.__name__, tensors, model_tensors, unused)
         return tensors
 
     def _rename_tensors(
@@ -257,26 +257,40 @@ class SingleFile:
         self,
         class_name: str,
         tensors: Mapping[str, FileTensor],
-        shapes: Mapping[str, tuple[int, ...]],
+        model_tensors: Mapping[str, Tensor],
         unused: set[str],
     ) -> None:
-        missing = shapes.keys() - tensors.keys()
+        missing = model_tensors.keys() - tensors.keys()
         if missing:
             raise LoadError(
                 f"{self.path} lacks {len(missing)} weight(s) of a {class_name}, such as {min(missing)}; it has "
                 f"{min(self.tensors, default='none')}"
             )
         # Such as the scales of weights in fp8, without which the weights mean nothing.
-        unknown = unused | (tensors.keys() - shapes.keys())
+        unknown = unused | (tensors.keys() - model_tensors.keys())
         if unknown:
             raise LoadError(
                 f"{self.path} has {len(unknown)} tensor(s) that a {class_name} does not take, such as {min(unknown)}"
             )
-        for name, shape in shapes.items():
+        for name, model_tensor in model_tensors.items():
+            shape = tuple(model_tensor.shape)
             own_shape = tensors[name].get_own_shape()
             if own_shape != shape:
                 raise LoadError(
                     f"{self.path}: weight {name} has the shape {list(own_shape)}, and the config says {list(shape)}"
+                )
+            if model_tensor.is_floating_point():
+                self._check_floating_point(name, tensors[name])
+
+    def _check_floating_point(self, name: str, tensor: FileTensor) -> None:
+        """Raises `LoadError` for integers in place of a weight: without their scales they mean nothing."""
+        for source in tensor.list_sources():
+            stored = self.tensors[source]
+            # The types of a block are checked where the file is read.
+            if stored.block is None and not stored.stored_type.startswith(("F", "BF")):
+                raise LoadError(
+                    f"{self.path}: weight {name} is stored as {stored.stored_type}, and a model computes with floating "
+                    "point numbers; take a file of those, or of GGUF"
                 )
 
 
@@ -317,20 +331,30 @@ class ConvertedFile:
             f"{file.path}: no config of a {model_class.__name__} is known; give --model FOLDER with one"
         )
 
+    def list_row_blocks(self) -> dict[str, RowBlocks]:
+        """The weights that stay quantized, and how each is stored."""
+        row_blocks = {}
+        # diffusers unpacks the weights of these modules.
+        unpacked = set(self.model_class._keep_in_fp32_modules or ())
+        for name, tensor in self.tensors.items():
+            block = tensor.block
+            if block is not None and unpacked.isdisjoint(name.split(".")):
+                row_blocks[name] = RowBlocks(block.quant_type.name, block.numbers, block.num_bytes)
+        return row_blocks
+
     def count_stored_weights(self) -> StoredWeights:
         """How much of the transformer is quantized, and stays so."""
         quantized = 0
         plain = 0
         quantized_bytes = 0
-        # diffusers unpacks the weights of these modules.
-        unpacked = set(self.model_class._keep_in_fp32_modules or ())
+        row_blocks = self.list_row_blocks()
         for name, tensor in self.tensors.items():
             numbers = math.prod(tensor.get_own_shape())
-            if tensor.block is None or unpacked & set(name.split(".")):
-                plain += numbers
-            else:
+            if name in row_blocks:
                 quantized += numbers
                 quantized_bytes += tensor.numel()
+            else:
+                plain += numbers
         return StoredWeights(quantized, plain, quantized_bytes)
 
     def build_checkpoint(self, model: Any, dtype: torch.dtype) -> Checkpoint:
@@ -384,23 +408,14 @@ class _ConvertedTensor:
 
             return dequantize_gguf_tensor(content)[index]  # type: ignore[no-any-return]
         if isinstance(index, tuple) and len(index) == content.ndim:
-            index = (*index[:-1], _locate_bytes(content, index[-1], block))
+            dim = content.ndim - 1
+            start = locate_number(content, dim, index[-1].start)
+            index = (*index[:-1], slice(start, locate_number(content, dim, index[-1].stop)))
         return content[index]
 
 
-def _locate_bytes(content: Tensor, numbers: slice, block: BlockFormat) -> slice:
-    """The bytes of some numbers of each row; raises `PlanError` if they are not whole blocks."""
-    if numbers.start % block.numbers or numbers.stop % block.numbers:
-        raise PlanError(
-            f"tensor: {numbers.start} to {numbers.stop} of a weight in {block.quant_type.name} are no whole blocks of "
-            f"{block.numbers}; use fewer ranks of tensor, or pipefusion or ulysses instead"
-        )
-    dim = content.ndim - 1
-    return slice(locate_number(content, dim, numbers.start), locate_number(content, dim, numbers.stop))
-
-
-def find_base_model(path: Path) -> str:
-    """The published model whose transformer a file has.
+def find_base_models(path: Path) -> list[str]:
+    """The published models whose transformer a file may have: first the one that it most likely is of.
 
     Raises:
         LoadError: if it is not known.
@@ -413,13 +428,17 @@ def find_base_model(path: Path) -> str:
         inferred = find_known_model(hub_id)
     if inferred is not None:
         # Models of one class may have the same shapes, and diffusers names the one that the file is meant for.
-        models = [inferred, *_list_published(inferred.transformer)]
+        alike = [model for model in _list_published(inferred.transformer) if model != inferred]
+        models = [inferred, *alike]
+    names: list[str] = []
     for model in models:
         try:
             file.convert_tensors(getattr(diffusers, model.transformer), model.folder / CONFIG)
         except LoadError:
             continue
-        return model.name
+        names.append(model.name)
+    if names:
+        return names
     if hub_id is None:
         raise LoadError(f"{path} has the transformer of no published model; give --model FOLDER --transformer {path}")
     raise LoadError(
@@ -444,8 +463,8 @@ def _list_published(class_name: str) -> list[KnownModel]:
     return [model for model in list_known_models() if model.hub_id and model.transformer == class_name]
 
 
-def _read_model_shapes(model_class: Any, config: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's weights by its config."""
+def _read_model_tensors(model_class: Any, config: Path) -> dict[str, Tensor]:
+    """A model's weights by its config, on the meta device."""
     with init_on_meta_device():
         model: nn.Module = model_class.from_config(dict(model_class.load_config(config.parent)))
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return dict(model.state_dict())
