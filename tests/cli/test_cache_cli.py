@@ -163,6 +163,7 @@ def test_several_loras_with_their_scales(capsys: pytest.CaptureFixture[str], mod
     for words, says in (
         (("--lora", f"{one}:much"), "'much' is no scale; try .*one.safetensors:0.8"),
         (("--lora", f"{one}:nan"), "'nan' is no scale"),
+        (("--lora", r"C:\loras\style.safetensors"), r"lora='C:\\\\loras\\\\style.safetensors' is no"),
         (("--lora", f"{one}:0.5", "--lora", "./nothing:1"), "lora='./nothing' is no file"),
         (("--lora", f"{one}:0.5", "--out", one), "one.safetensors"),
     ):

@@ -20,7 +20,9 @@ from PIL import Image
 
 import ditile
 from ditile.cli import main
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
+from ditile.runner.lora import select_loras
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import encode_png
@@ -28,6 +30,8 @@ from ditile.serve.jobs import Request
 from ditile.serve.link import Batch, BatchJob, WorkerSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.replica import LocalReplica, ReplicaEvent
+from ditile.serve.worker import LoraCache
+from tests.pool import Pool
 
 PROMPT = "a large red circle on the left on a gray background"
 
@@ -207,6 +211,39 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
         assert (both != wanted["oil"]).any()
 
     drive("shapes-flux", "pipefusion=2", script, lora_dir=str(tmp_path))
+
+
+def be_refused_on_one_rank(folder: Path) -> list[Any]:
+    """The image with two LoRAs of every call, before and after the second rank refused one of a request."""
+    pipe = ditile.load("shapes-flux")
+    pipe.set_progress_bar_config(disable=True)
+    runner = ditile.parallelize(pipe, Plan(ulysses=2))
+    permanent = {"lora_1": 0.5, "lora_2": 0.8}
+    for name in permanent:
+        ditile.load_lora(pipe, folder / f"{name}.safetensors", adapter_name=name)
+    select_loras(runner, permanent)
+    cache = LoraCache(runner, str(folder / str(runner.mesh.rank)), 1, permanent)
+    images = []
+    for loras, is_refused in (({}, False), ({"ink": 1.0}, True), ({}, False)):
+        if is_refused:
+            with pytest.raises(ModelError, match="lora='ink' cannot be loaded"):
+                cache.use_loras(loras)
+            continue
+        cache.use_loras(loras)
+        generator = torch.Generator().manual_seed(5)
+        images.append(np.asarray(runner(PROMPT, num_inference_steps=2, generator=generator).images[0]))
+    return images
+
+
+def test_loras_of_every_call_outlive_a_refused_one(pool: Pool, tmp_path: Path) -> None:
+    """A failure would mean that one refused request changes the images of all later ones."""
+    for seed, name in enumerate(("lora_1", "lora_2", "0/ink", "1/ink")):
+        path = tmp_path / f"{name}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        write_lora(path, seed)
+    (tmp_path / "1" / "ink.safetensors").write_bytes(b"nothing")
+    for before, after in pool.run(be_refused_on_one_rank, 2, tmp_path):
+        assert (before == after).all()
 
 
 @pytest.mark.alone

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,9 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
             continue
         described[f"LoRAs of {name}"] = _name_loras(model)
         for path, layer in model.named_modules():
-            # Of a path such as transformer.blocks.3.attn.to_q: the model, its list and its block.
             places = f"{name}.{path}".split(".")
             for lora, use in _iterate_lora_uses(layer):
-                layers_of_blocks.setdefault(".".join(places[:3]), []).append(f"{path} {lora} {use}")
+                layers_of_blocks.setdefault(_name_block(places), []).append(f"{path} {lora} {use}")
                 uses.setdefault(f"LoRA {lora} in {name}", set()).add(use)
                 uses.setdefault(f"LoRA {lora} in {'.'.join(places[:2])}", set()).add(use)
     for place, uses_in_place in uses.items():
@@ -90,6 +89,15 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
     for block, layers in layers_of_blocks.items():
         described[f"LoRA layers in {block}"] = _hash_text(str(layers))
     return described
+
+
+def _name_block(places: Sequence[str]) -> str:
+    """Of a path such as transformer.blocks.3.attn.to_q the model, its list and its block."""
+    # The layers of text encoders are in lists further down.
+    for index, place in enumerate(places):
+        if place.isdecimal():
+            return ".".join(places[: index + 1])
+    return ".".join(places[:3])
 
 
 def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
@@ -101,7 +109,9 @@ def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
         # rsLoRA divides alpha by the root of the rank.
         if getattr(layer, "use_rslora", {}).get(name):
             rank = rank**0.5
-        scale = round(scaling * rank / (layer.lora_alpha[name] or 1), 6)
+        # An alpha of a file is a tensor.
+        alpha = float(layer.lora_alpha[name])
+        scale = round(float(scaling) * rank / (alpha or 1), 6)
         if layer.disable_adapters:
             state = "disabled"
         elif name in layer.merged_adapters:

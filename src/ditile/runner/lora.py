@@ -79,12 +79,20 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         else:
             shares[name] = share
     key_filter = LoraKeyFilter(pipe, parts, shares, label)
-    with _convert_load_errors(label):
+    with _convert_load_errors(label), _undo_on_failure(pipe):
         _load_local_part(pipe, source, key_filter, parts, shares, adapter_name=adapter_name, **kwargs)
     for name in key_filter.list_components_elsewhere():
         if read_placement(parts[name]) == FREED:
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
         _register_empty_adapter(parts[name], adapter_name)
+    # Wan 2.2 has one transformer for the first steps and one for the others, and a file for each.
+    if getattr(pipe, "transformer_2", None) is not None and not kwargs.get("load_into_transformer_2"):
+        LOG.warning(
+            "lora=%r changes the first transformer alone, and transformer_2 of this %s stays as it is; load the file "
+            "for that one by ditile.load_lora with load_into_transformer_2=True",
+            label,
+            type(pipe).__name__,
+        )
 
 
 def _load_local_part(
@@ -123,21 +131,52 @@ def _convert_load_errors(label: str) -> Iterator[None]:
         raise ModelError(f"lora={label!r} cannot be loaded: {reason}") from error
 
 
+@contextmanager
+def _undo_on_failure(pipe: Any) -> Iterator[None]:
+    """Deletes what a LoRA that fails to load has left, and uses the earlier ones as before."""
+    earlier = list_loaded_loras(pipe)
+    uses = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in _list_lora_layers(pipe)]
+    try:
+        yield
+    except Exception:
+        if earlier:
+            forget_loras(pipe, list_loaded_loras(pipe) - earlier)
+        else:
+            # diffusers may have left layers of an adapter whose name it has forgotten.
+            pipe.unload_lora_weights()
+        for layer, active, is_disabled in uses:
+            layer.set_adapter(active)
+            layer.enable_adapters(not is_disabled)
+        raise
+
+
+def _list_lora_layers(pipe: Any) -> list[Any]:
+    """The layers of a pipeline's modules that have LoRAs."""
+    layers: list[Any] = []
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            layers += [layer for layer in part.modules() if hasattr(layer, "merged_adapters")]
+    return layers
+
+
 def fuse_loras(pipe: Any) -> None:
     """Adds the LoRAs that are used now to the weights, and unloads them. Every rank must call it.
 
     Raises:
         ModelError: if weights are quantized, to which nothing can be added.
     """
+    changed = []
     for name, part in pipe.components.items():
         if not isinstance(part, nn.Module) or not getattr(part, "peft_config", None):
             continue
+        changed.append(name)
         quantized = list_quantized_parameters(part)
         if quantized:
             raise ModelError(
                 f"fuse_lora=True adds LoRAs to plain weights, and {quantized[0]} of {name} is quantized; leave it out"
             )
-    pipe.fuse_lora()
+    # By default some pipelines fuse their transformer alone, and unloading takes the LoRA off the text encoders.
+    pipe.fuse_lora(components=changed)
     pipe.unload_lora_weights()
 
 

@@ -21,6 +21,7 @@ from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.pictures import hide_local_path
 from ditile.serve.app import create_app, write_access_log
 from ditile.serve.jobs import RanksFailedError
 from ditile.serve.link import WorkerSetup
@@ -96,7 +97,7 @@ async def _serve_until_told(
     options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Predict, listener: socket.socket
 ) -> int:
     make_replica = choose_replicas(options, plan, cache)
-    service = Service(options, make_replica, {"cache": cache.describe_settings()})
+    service = Service(options, make_replica, {"cache": cache.describe_settings(hide_local_path)})
     app = create_app(service)
     config = uvicorn.Config(
         app,

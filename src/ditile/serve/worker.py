@@ -379,9 +379,9 @@ class LoraCache:
                 self._load_lora(name, keep=scales.keys())
             self._loaded.remove(name)
             self._loaded.append(name)
-        if self._loaded:
-            adapters = {_name_adapter(name): scale for name, scale in scales.items()}
-            select_loras(self._runner, {**self._permanent, **adapters})
+        adapters = {_name_adapter(name): scale for name, scale in scales.items()}
+        # Also where none is loaded: one that was refused may have changed what is active.
+        select_loras(self._runner, {**self._permanent, **adapters})
 
     def _load_lora(self, name: str, keep: Collection[str]) -> None:
         assert self._folder is not None, "the server has refused the name"

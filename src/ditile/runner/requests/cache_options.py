@@ -82,8 +82,8 @@ class LoraChoice(NamedTuple):
             ModelError: if what follows the last colon is no finite number, and there is no file of the whole name.
         """
         source, colon, scale_text = text.rpartition(":")
-        # The name of a file may have a colon.
-        if not colon or os.path.exists(text):
+        # The name of a file may have a colon, and so does one with the letter of a drive.
+        if not colon or os.path.exists(text) or re.search(r"[/\\]", scale_text):
             return cls(text, 1.0)
         try:
             scale = float(scale_text)
@@ -96,7 +96,7 @@ class LoraChoice(NamedTuple):
     def describe(self, name_source: Callable[[str], str] = str) -> str:
         """The text of an option that would name it, with another name of its source."""
         name = name_source(self.source)
-        return name if self.scale == 1 else f"{name}:{self.scale:g}"
+        return name if self.scale == 1 else f"{name}:{self.scale!r}"
 
 
 def read_lora_source(text: str) -> str:

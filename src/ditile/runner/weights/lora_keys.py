@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers import ModelMixin
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -58,6 +59,7 @@ class LoraKeyFilter:
     ) -> None:
         self._read = pipe.lora_state_dict
         self._pipeline = type(pipe).__name__
+        self._takes_control = "Control" in self._pipeline and "controlnet" not in pipe.components
         self._parts = parts
         self._shares = shares
         self._label = label
@@ -93,6 +95,7 @@ class LoraKeyFilter:
         others = []
         for other in loaded_state[1:]:
             if isinstance(other, dict):
+                self._check_alphas(other)
                 other = self._select_local_keys(other)
             others.append(other)
         return local, *others
@@ -122,32 +125,62 @@ class LoraKeyFilter:
         if rest[:1] == ["processor"]:
             return True
         layer = unwrap_lora_base(module)
-        # Some change norms too, whose keys end with the name of a parameter.
+        # Some replace norms too, whose keys end with the name of a parameter.
         if not hasattr(layer, "weight") or not rest or not (_names_factor(rest[0]) or len(rest) == 1):
             return False
-        self._check_shape(key, state, layer)
-        return True
-
-    def _check_shape(self, key: str, state: Mapping[str, Any], layer: Any) -> None:
-        """Raises `ModelError` for a first factor that fits neither the layer nor the second one."""
-        if ".lora_A." not in key or not isinstance(layer, nn.Linear):
-            return
-        down = list(state[key].shape)
-        up = list(state[_swap_factor(key)].shape)
-        inputs = layer.in_features
-        # diffusers makes the first Linear of a transformer wider for a LoRA with an image for control.
-        if key.count(".") == CONTROL_DEPTH:
-            inputs = down[-1]
-        problem = ""
-        if down[1:] != [inputs] or up[:1] != [layer.out_features]:
-            problem = f"a layer of {layer.in_features} inputs and {layer.out_features} outputs"
-        elif up[1:] != down[:1]:
-            problem = f".lora_B.weight of shape {up}"
+        problem = self._find_problem(key, state, layer)
         if problem:
             raise ModelError(
-                f"lora={self._label!r} cannot be loaded: {key} of shape {down} does not fit {problem}; take one that "
-                "was trained for this model"
+                f"lora={self._label!r} cannot be loaded: {key} {problem}; take one that was trained for this model"
             )
+        return True
+
+    def _find_problem(self, key: str, state: Mapping[str, Any], layer: Any) -> str:
+        """Why a layer cannot take a value of a LoRA; empty if it can."""
+        value = state[key]
+        shape = list(value.shape)
+        if not _names_factor(key):
+            parameter = getattr(layer, key.rpartition(".")[2], None)
+            if not isinstance(parameter, nn.Parameter):
+                return ""
+            # diffusers overwrites it, for the calls without this LoRA too.
+            if not self._takes_control:
+                return "replaces a weight of the model, which no scale reaches and which would stay for other calls"
+            if shape != list(parameter.shape):
+                return f"of shape {shape} does not fit a weight of shape {list(parameter.shape)}"
+            return ""
+        if not value.is_floating_point():
+            return f"has numbers of {value.dtype}, and factors are floating-point numbers"
+        if not isinstance(layer, nn.Linear):
+            return ""
+        if key.endswith(".lora_B.bias") and shape != [layer.out_features]:
+            return f"of shape {shape} does not fit a layer of {layer.out_features} outputs"
+        if ".lora_A." not in key:
+            return ""
+        inputs = layer.in_features
+        # diffusers makes the first Linear of a transformer wider for a LoRA with an image for control. It stays so.
+        if key.count(".") == CONTROL_DEPTH and self._takes_control:
+            inputs = shape[-1]
+        up = list(state[_swap_factor(key)].shape)
+        if shape[1:] != [inputs] or up[:1] != [layer.out_features]:
+            return (
+                f"of shape {shape} does not fit a layer of {layer.in_features} inputs and {layer.out_features} outputs"
+            )
+        if up[1:] != shape[:1]:
+            return f"of shape {shape} does not fit .lora_B.weight of shape {up}"
+        return ""
+
+    def _check_alphas(self, values: Mapping[str, Any]) -> None:
+        """Raises `ModelError` for an alpha that is not one finite number."""
+        for key, value in values.items():
+            if not key.endswith(".alpha"):
+                continue
+            alpha = torch.as_tensor(value)
+            if alpha.numel() != 1 or not bool(alpha.isfinite().all()):
+                raise ModelError(
+                    f"lora={self._label!r} cannot be loaded: {key} is {alpha.flatten()[:3].tolist()}, and an alpha is "
+                    "one finite number; take a file that is whole"
+                )
 
     def _find_whole_part(self, component: str) -> nn.Module | None:
         """The structure of a component with the blocks of all ranks; None if the pipeline does not have it."""
