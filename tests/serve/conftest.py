@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.running import CACHE_FLAGS, RunningServer, run_server
+from tests.serve.running import PIXART_FLAGS, RunningServer, run_server
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +26,8 @@ def flux_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 
 @pytest.fixture(scope="session")
 def pixart_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Pictures from both branches of guidance on a rank each, with a cache."""
-    with run_server(
-        "shapes-pixart", "--cfg", "2", *CACHE_FLAGS, state=tmp_path_factory.mktemp("pixart") / "state"
-    ) as server:
+    """Pictures from both branches of guidance on a rank each, with a cache and a file of the transformer."""
+    with run_server("shapes-pixart", *PIXART_FLAGS, state=tmp_path_factory.mktemp("pixart") / "state") as server:
         yield server
 
 

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import httpx
 
+from ditile.model.known import ASSETS
+
 START_SECONDS = 120.0
 CACHE_FLAGS = ("--cache", "--max-warmup-steps", "1", "--rdt", "0.5")
+PIXART_FILE = ASSETS / "shapes-pixart" / "transformer" / "diffusion_pytorch_model.safetensors"
+PIXART_FLAGS = ("--cfg", "2", *CACHE_FLAGS, "--transformer", str(PIXART_FILE))
 
 
 class RunningServer:

@@ -24,7 +24,7 @@ import pytest
 from PIL import Image
 
 from ditile.cli import main
-from tests.serve.running import CACHE_FLAGS, RunningServer
+from tests.serve.running import PIXART_FILE, PIXART_FLAGS, RunningServer
 from tests.serve.servers import Served, serve_painted
 
 # Of the client: it warns of what OpenAI itself ends.
@@ -36,7 +36,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FAST = {"num_inference_steps": 4, "seed": 7}
 COMMANDS = {
     "flux_server": ("--model", "shapes-flux", "--pipefusion", "2"),
-    "pixart_server": ("--model", "shapes-pixart", "--cfg", "2", *CACHE_FLAGS),
+    "pixart_server": ("--model", "shapes-pixart", *PIXART_FLAGS),
 }
 """What `ditile generate` is told to do as a server does."""
 OPEN_WEBUI_HEADERS = {
@@ -148,6 +148,7 @@ def test_a_request_says_how_many_steps_compute(flux_server: RunningServer, tmp_p
 
 def test_a_server_with_a_cache_keeps_it(pixart_server: RunningServer) -> None:
     with pixart_server.client() as client:
+        assert client.get("/v1/plan").json()["transformer"].startswith(PIXART_FILE.name)
         refusal = client.post("/v1/images/generations", json={"prompt": PROMPT, **FAST, "computed_steps": 3})
         assert "this server has a cache of its own; leave computed_steps" in refusal.json()["error"]["message"]
 

@@ -75,12 +75,12 @@ def build_png_texts(
         "settings": json.dumps(call),
         **_describe_conditions(request, conditions or {}),
     }
-    if request.transformer is not None:
-        texts["transformer"] = pictures.describe_weights_file(request.transformer)
     if settings:
         texts["cache"] = json.dumps(settings)
     if promise:
         texts["promise"] = json.dumps(promise)
+    if request.transformer is not None:
+        texts["transformer"] = pictures.describe_weights_file(request.transformer)
     return texts
 
 
