@@ -21,7 +21,7 @@ from ditile.cli import main
 from ditile.cli.flag_aliases import merge_alias_values
 from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile.plan.flag_parser import collect_arguments, list_flags, normalize_flags
-from ditile.runner.requests.cache_options import CacheOptions, QuantizeType
+from ditile.runner.requests.cache_options import CacheOptions, LoraChoice, QuantizeType
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 
@@ -217,6 +217,12 @@ def test_what_is_refused(words: str, says: str) -> None:
     with pytest.raises(DitileError, match=says) as caught:
         read(*words.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["style.safetensors:0.1234567", "style.safetensors", r"C:\loras\style.safetensors"])
+def test_a_lora_is_described_as_it_was_named(text: str) -> None:
+    """A failure: another scale, where an option is written and read again."""
+    assert LoraChoice.parse(text).describe() == text
 
 
 def test_no_flag_is_there_twice() -> None:

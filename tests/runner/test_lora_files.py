@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxControlPipeline
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -317,6 +318,24 @@ def make_damaged_values() -> dict[str, dict[str, Tensor]]:
         "bias": {f"transformer.{PROJECTION}.lora_B.bias": torch.ones(7)},
         "integers": {f"transformer.{PROJECTION}.lora_A.weight": torch.ones(4, tiny.WIDTH, dtype=torch.int8)},
     }
+
+
+def test_a_lora_for_control_images_goes_into_a_control_pipeline_alone() -> None:
+    """A failure: it cannot be used at all, or half of it stays in a pipeline for other calls."""
+    pipe = FluxControlPipeline.from_pipe(tiny.flux())
+    embedder = pipe.transformer.x_embedder
+    norm = "transformer.transformer_blocks.0.attn.norm_q.weight"
+    state = {
+        "transformer.x_embedder.lora_A.weight": torch.ones(4, 2 * embedder.in_features),
+        "transformer.x_embedder.lora_B.weight": torch.ones(embedder.out_features, 4),
+        norm: torch.full((8,), 2.0),
+    }
+    with pytest.raises(ModelError, match=r"of shape \[5\] does not fit a weight of shape \[8\]"):
+        ditile.load_lora(pipe, state | {norm: torch.ones(5)}, adapter_name="depth")
+    assert pipe.transformer.x_embedder is embedder
+    ditile.load_lora(pipe, state, adapter_name="depth")
+    assert pipe.transformer.x_embedder.in_features == 2 * embedder.in_features
+    assert pipe.transformer.get_submodule("transformer_blocks.0.attn.norm_q").weight.mean() == 2
 
 
 def write_hostile(folder: Path) -> dict[str, str]:
