@@ -52,10 +52,12 @@ class OtherModels:
         if now.computes is False:
             return
         if not now.is_dry and now.micro_step == now.schedule.list_micro_steps(now.micro_step.step)[0]:
-            self.forget_results()
+            # Not `forget_results`: a call of Python in each step.
+            self.results.clear()
+            self.inputs.clear()
 
     def forget_results(self) -> None:
-        """What was computed is of an earlier step, or the loop is over."""
+        """The loop is over."""
         self.results.clear()
         self.inputs.clear()
 
