@@ -32,7 +32,6 @@ class LoopClock:
 
     Args:
         now: the generation under way.
-        steps: of the loop.
         plan: its patches.
         images: how many the model is called on, once that is known; None where stale keys belong to the whole batch.
         begin: called at the first call of a generation, with the number of steps.
@@ -167,12 +166,10 @@ class StageAgreement:
 
     Args:
         groups: who decides together.
-        mesh: this rank's place.
         now: the generation under way.
         by_calls: whether the halves of guidance compute calls of their own.
         names: block -> its name, for all blocks that are known.
         stages: block -> its stage.
-        first_blocks: of each model.
     """
 
     def __init__(

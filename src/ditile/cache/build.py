@@ -43,9 +43,7 @@ class CacheContext:
     """Blocks that are decided on together, and how.
 
     Attributes:
-        name: of the lists of blocks.
         hooks: around the blocks, in order.
-        config: the settings.
         calibrator: forecasts what is left out; None uses what was computed last.
     """
 
@@ -73,7 +71,6 @@ class CacheContext:
         """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short.
 
         Args:
-            steps: of the generation.
             agreement: with other ranks.
             keep: gives memory that stays from generation to generation, where calls are recorded.
         """

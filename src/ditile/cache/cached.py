@@ -120,7 +120,6 @@ class ModelCache(abc.ABC):
     """The cache of one model that a pipeline calls: where its forward is overridden, and when a generation is.
 
     Args:
-        transformer: the model.
         hooks: around blocks of the model, if the cache leaves out blocks.
 
     Attributes:
@@ -167,9 +166,7 @@ class ModelCache(abc.ABC):
         """Prepares for a new image; the number of steps and other settings change only if they are given.
 
         Args:
-            steps: of the image.
             config: the fields that were given to it change; one of another class replaces the settings.
-            calibrator: the same.
             changes: fields of the settings that change too.
 
         Raises:
@@ -326,10 +323,8 @@ class TransformerCache(ModelCache):
     """The cache of the blocks of one transformer.
 
     Args:
-        transformer: the model.
         hooks: around all its blocks of all contexts.
         contexts: (settings, calibrator) -> the contexts, each of which decides by itself.
-        config, calibrator: the settings.
     """
 
     def __init__(
@@ -579,7 +574,6 @@ def build_transformer_cache(
     """A transformer with hooks around the blocks of some lists, not installed yet.
 
     Args:
-        transformer: the model.
         lists: its lists of blocks, in the order of execution.
         config: the settings for all of them.
         calibrator: forecasts what is left out; None uses what was computed last.

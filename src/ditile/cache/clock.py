@@ -305,7 +305,6 @@ class CallClock:
     If a pipeline names its calls of the model, a step ends when a name is repeated, whatever the number of calls.
 
     Args:
-        on_begin, on_end, on_call: as in `SchedulerClock`.
         steps: the steps of every image; None until `restart_clock` or the pipeline's call gives them.
         separate_cfg: whether each step has two calls, one for each branch of guidance.
         pipe: a pipeline that has no scheduler; its `num_inference_steps` are the steps of an image.

@@ -78,7 +78,6 @@ class CacheMethod(NamedTuple):
 
     Attributes:
         name: its `cache_type` in a config file.
-        config: its settings.
         words: each names it in a line. Without one of them the method of a line is DBCache.
         flag_help: what `--help` says of the flag with the name of the first word; "" where there is no flag.
         compared: what a comparison of methods calls it -> the settings there, each a cache in one line.

@@ -39,7 +39,6 @@ class CacheHook:
 
     Args:
         index: its place in the chain.
-        block: the module.
         flow: how it passes tokens on.
 
     Attributes:

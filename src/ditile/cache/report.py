@@ -25,7 +25,6 @@ class Decisions:
     """What was decided on one image (or row, or batch), branch of guidance and patch; in DBPrune also block.
 
     Attributes:
-        branch, patch, unit: their numbers.
         skipped: the steps that were left out.
         differences: (step, relative difference) where one was measured.
     """
@@ -44,12 +43,10 @@ class ContextReport:
     Attributes:
         name: the names of their lists.
         settings: in one word, as `strify` says them.
-        blocks: their number.
         middle: the number of those that could be left out.
         steps: the number of steps in which they were called.
         kept_bytes: bytes that all contexts of the model remembered when the generation ended.
         decisions: one for each image, branch and patch.
-        stage: the stage of the rank that reports.
         mag_ratios: of each step, where MagCache was calibrated.
     """
 

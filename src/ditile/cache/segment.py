@@ -224,10 +224,8 @@ class Residuals:
 
         Args:
             stream: "image" or "text".
-            call: the call.
             start: the tokens before the blocks `[rows, tokens, channels]`; None where the blocks take none.
             out: the tokens after them.
-            skips: the units that are left out.
         """
         added = out.clone() if self._hidden or start is None else out - start
         for patch, tokens in self._split_by_patch(stream, call, added):
@@ -244,7 +242,6 @@ class Residuals:
 
         Args:
             stream: "image" or "text".
-            call: the call.
             start: the tokens before the blocks, of all rows `[rows, tokens, channels]`.
             unit: whose rows are returned; None is all of them.
         """

@@ -71,10 +71,8 @@ class CacheCall(NamedTuple):
         moment: where the pipeline is.
         step: steps since the blocks were first called, from 0.
         units: groups of rows, each of which is decided on by itself.
-        batch_size: rows of the batch.
         kind: shapes and modes of all arguments of the model.
         control: sizes `[rows, arguments]` of what enters after the probe, as from a ControlNet; None if nothing does.
-        model: that is called.
         sample: the noisy input, whole on every rank; of some models it is a list.
         inputs: the arguments that the pipeline gives by name.
         scheduler: of the pipeline; None without one.
@@ -164,7 +162,6 @@ class SkipDecider:
 
         Args:
             probe: `[rows, tokens, channels]`, of this rank's tokens.
-            call: the call.
             agreement: sums differences over ranks.
             thresholds: one for each unit, in place of the threshold of the rules.
         """

@@ -26,7 +26,6 @@ class FlagAlias(NamedTuple):
     Attributes:
         name: the flag in the other tool.
         cls: the class of options that has the field.
-        field: the name of the field.
         value: what a switch sets; None for a flag that takes a value.
     """
 

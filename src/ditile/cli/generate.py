@@ -56,7 +56,6 @@ def draw_pictures(
     """Runs this rank's part. Rank 0 returns the outcome, the others None.
 
     Args:
-        request, run, plan, cache: the options.
         promise: what bounds promised, as of `Promise.to_json_dict`; empty without bounds.
 
     Raises:

@@ -38,7 +38,6 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
     Args:
         store: shared by all ranks; each waits here for all others, as long as the store's time limit.
         rank, world: this rank, and how many there are.
-        device: the one that this rank takes.
     """
     store = dist.PrefixStore("gpus", store)  # type: ignore[attr-defined]
     store.set(str(rank), json.dumps(_identify_gpu(device)))

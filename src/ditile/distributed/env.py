@@ -34,7 +34,6 @@ class Torchrun(NamedTuple):
 
     Attributes:
         rank, world: among all of them.
-        local_rank: among the ranks of its machine.
     """
 
     rank: int

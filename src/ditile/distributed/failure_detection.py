@@ -92,7 +92,6 @@ class RankState:
         """Sets `outcome` to a failure if the rank has been silent for too long.
 
         Args:
-            limits: how long is too long.
             looked: when this process last looked for signs, before it read them: it may have been stopped since.
         """
         silence = looked - self.signs.last_sign_of_life

@@ -67,7 +67,6 @@ class Mesh:
         rank: this rank among `world`.
         axes: the line along each axis of `AXES`.
         sequence: ring (or distrifusion) and ulysses as one, ulysses inside.
-        image: all ranks that make this rank's image.
         pipeline_groups: along pipefusion, for what a stage sends to the next one, stage by stage in turn; see
             `select_downstream_group`.
         latents: another group, for what comes back from the last stage. NCCL's messages have no tags, and all messages
@@ -258,7 +257,6 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
     """The mesh of a plan over the existing group of all ranks: torchrun's, `launch`'s or the script's own.
 
     Args:
-        plan: the plan.
         groups: shared with other runners; by default groups of its own.
         device: this rank's; it becomes the current one before groups are made. By default that stays as it is.
 
@@ -433,8 +431,6 @@ def make_subgroup(
 
     Args:
         purpose: what it is for; meshes that share their groups share it.
-        names: the axes.
-        plan: their degrees.
         mesh: owns the group, and destroys it when it is closed.
         backend: None for the backend of the group of all ranks.
     """

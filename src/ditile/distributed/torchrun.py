@@ -47,7 +47,6 @@ def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, devi
     """Joins the group that torchrun's variables describe.
 
     Args:
-        place: this rank's place.
         timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
         device: this rank's; by default its own GPU.
 

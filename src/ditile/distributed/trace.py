@@ -75,7 +75,6 @@ class GenerationTrace:
     """Records the ops of one generation; costs nothing while it is off.
 
     Attributes:
-        on: whether it records.
         device: by whose clock; None is the current GPU's, or the CPU's where there is none.
     """
 

@@ -260,7 +260,6 @@ class PendingMessages:
         traffic, kind: where messages are counted and waits recorded, and as what.
         unpack: makes the tensors of what arrives, where they were packed.
         own_part: this rank, and what it has among what arrives; None where that is a message too, or missing.
-        works: to wait for.
         start_works: what `prepare` returned.
         staged, landing: what is sent and what arrives, on the device that the transport needs.
         recorded: the same messages as a tape starts them, which owns none of the tensors.

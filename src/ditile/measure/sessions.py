@@ -45,14 +45,12 @@ class TurnPipelines:
     Args:
         create_pipeline: (plan) -> what this rank needs of the pipeline for the plan; the whole for None.
         plans: the plans, as text.
-        device: of this rank.
         with_plain: whether the plain pipeline has turns.
         share_plain: whether plans share parts of it; it must have no cache of its own then.
         cores: the cores that the plain pipeline may use; None is all.
 
     Attributes:
         plain: the plain pipeline, where this rank has it.
-        runners: plan -> its runner.
     """
 
     def __init__(
@@ -165,7 +163,6 @@ def use_cache_within(target: Any, configs: Mapping[str, Any], label: str = "") -
     """Gives a pipeline or runner a cache within the context; no cache if the cache_config is None.
 
     Args:
-        target: the pipeline or runner.
         configs: the keyword arguments of `enable_cache`.
         label: names the cache in errors.
 

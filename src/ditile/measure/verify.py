@@ -132,7 +132,6 @@ def run_plan_checks(
             None.
         call: (pipeline) -> the arguments of a call that returns tensors, with new generators each time; the first of
             its results (`images`, `frames`) is compared.
-        plan: the plan that is checked.
         steps: of the calls, at least 3.
         device: this rank's; by default its GPU, otherwise the CPU.
     """

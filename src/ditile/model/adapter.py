@@ -106,7 +106,6 @@ class TransformerBlockLists:
     Attributes:
         transformer: the transformer itself, without the modules that torch.compile or peft wrapped around it.
         lists: its lists, in order of execution.
-        params_modifiers: one for each list, or none.
         has_separate_cfg: as of the adapter.
         undo: reverts the edits of a `PatchFunctor`.
     """

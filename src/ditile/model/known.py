@@ -28,7 +28,6 @@ class KnownModel:
     Attributes:
         name: its name in ditile.
         hub_id: its id on the Hugging Face hub; None if its weights come with this package.
-        transformer: the class of its transformer.
         blocks, heads: how many the transformer has.
         token_side: the side of a token, in pixels of the image.
         height, width: the default size of an image, in pixels.

@@ -180,8 +180,6 @@ def explain_manager_refusal(pipe: Any, device: torch.device, reader: str = "") -
     """Why a ComponentsManager that offloads a pipeline's components cannot go with a runner, or None.
 
     Args:
-        pipe: the pipeline.
-        device: this rank's.
         reader: what of the plan reads the weights of blocks between the calls of the model; empty if nothing does.
     """
     for name, where in find_offload_devices(pipe).items():
@@ -202,7 +200,6 @@ def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None)
     """How many iterations a pipeline's loop has at most: solvers of a higher order make several in a step.
 
     Args:
-        pipe: the pipeline.
         call: its arguments, of which timesteps and sigmas may say otherwise than the number of steps.
         steps: that number; None where it is not known.
 
@@ -224,7 +221,6 @@ def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """What a call does with statistics of a whole prediction, which is partly one step old in a step of patches.
 
     Args:
-        pipe: the pipeline.
         call: its arguments, and the defaults of the others.
 
     Returns:
@@ -315,7 +311,6 @@ def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | No
     """Why what a callback does to guidance in mid-run cannot be divided into patches, or None.
 
     Args:
-        pipe: the pipeline.
         call: its arguments, and the defaults of the others.
         steps: how many there are, if that is known.
     """
@@ -427,7 +422,6 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | No
     """Why a modular pipeline's guidance cannot be divided with its model, or None.
 
     Args:
-        pipe: the pipeline.
         partial: whether tokens are cut, and belong to branches of guidance.
         fresh: whether all of a prediction is of the current step, wherever it counts.
     """
@@ -542,7 +536,6 @@ def replace_call_globals(
 
     Args:
         pipeline_call: the function of the pipeline's class.
-        values: by name.
 
     Raises:
         ModelError: if a block uses such a name in a function that it overrides and calls.

@@ -46,7 +46,6 @@ def derive_from_pipeline(
 
     Args:
         pipe: a pipeline that makes images or videos.
-        transformer: its model.
         twin: a copy of it with few blocks, on which calls are run.
         example: the arguments of a call of the pipeline; without them it is called with a prompt and a size.
 

@@ -326,8 +326,6 @@ def capture_call(
     Where the call has a mode, the first step is run, and if the mode is another one in the next step, that call counts.
 
     Args:
-        pipe, transformer: the pipeline, and its model.
-        arguments: of the pipeline's call.
         run: computes a call of the model, where it is not to be run itself.
 
     Raises:

@@ -78,7 +78,6 @@ def defer_projections(
     """What computes q, k and v of `[B, S, C]`, each when it is called.
 
     Args:
-        linears: of q, k and v.
         norms: of each; None for none.
         heads: (number, -1) or (-1, size).
     """

@@ -53,7 +53,6 @@ class OutputMemoizer:
     Args:
         transformer, spec: the model, and what is known of it.
         now: the generation under way.
-        label: before the names of its modules.
         first, last: whether this rank has the first stage, and the last one.
         found: what earlier calls found, to which this one adds.
     """
@@ -87,7 +86,6 @@ class OutputMemoizer:
         """Overrides the forwards of modules until the stack is closed: now, and when a call was surveyed.
 
         Args:
-            stack: undoes it.
             compiled: blocks within which nothing is remembered: what they call is part of their graph.
         """
         self._stack = stack
@@ -107,11 +105,6 @@ class OutputMemoizer:
 
     def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any:
         """Surveys a call, and remembers from now on what modules before the blocks return.
-
-        Args:
-            run: makes the call.
-            blocks: the lists of blocks.
-            survey: what blocks are given in it.
 
         Returns:
             What `run` does.
@@ -266,7 +259,6 @@ class _SeenCall(NamedTuple):
     """What a module was given.
 
     Attributes:
-        names: of what was given by name.
         values: tensors, names of the modules that made them where these are given the same, and numbers.
     """
 
@@ -287,7 +279,6 @@ class PatchWatch:
 
     Args:
         now: the generation under way.
-        modules: by name.
 
     Attributes:
         step: that is watched; None before the first call.

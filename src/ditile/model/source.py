@@ -84,7 +84,6 @@ def infer_block_flow(block: nn.Module, call: BlockCall | None = None) -> Flow | 
     """How a block passes tokens on; None if the sources do not say.
 
     Args:
-        block: the block.
         call: how its transformer calls it, if known: it decides what the block's own source leaves open.
     """
     parameters = list_forward_parameters(block)

@@ -73,8 +73,6 @@ def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = Non
     """The hint in a message about an unknown name: "did you mean ...?", with the known name that is most like it.
 
     Args:
-        name: the unknown one.
-        known: the known names.
         otherwise: the hint if no known name is like it; by default the list of all known names.
         cutoff: how similar two names must be, from 0 to 1; see `difflib.get_close_matches`.
     """

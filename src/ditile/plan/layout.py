@@ -111,8 +111,6 @@ class Layout:
 
         Args:
             grid, text, joint: as of a layout.
-            patches: in all.
-            references: the rows of reference images.
             even: whether patches are of equal work; otherwise the references are one patch.
 
         Raises:
@@ -155,8 +153,6 @@ class Layout:
         """The layout of another branch of guidance, whose patches have the same part of the image.
 
         Args:
-            grid: of its tokens.
-            text: its text tokens.
             shift: how many rows later the image begins in its sequence.
         """
         ends = [0]

@@ -37,8 +37,6 @@ class BlockList(NamedTuple):
     """A `ModuleList` whose blocks are called one after the other in a transformer's forward.
 
     Attributes:
-        name: its path in the transformer.
-        blocks: the modules.
         flow: how they pass tokens on.
     """
 

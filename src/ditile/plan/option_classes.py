@@ -157,7 +157,6 @@ def describe_wrong_value(
         name, value: the field or argument, and its value.
         rows: the errors that pydantic found.
         example: the value to propose; without one, the limit that was exceeded, or `default`.
-        default: the default of the field.
     """
     limits = rows[0].get("ctx", {})
     for proposed in (example, limits.get("ge"), limits.get("le"), default):

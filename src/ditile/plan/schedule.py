@@ -65,7 +65,6 @@ class Op(NamedTuple):
         kind, step, patch: what it does, and on what.
         branch: the transformer call within the step.
         peer: the other stage of a message.
-        micro_batch: which of the micro-batches of the call.
     """
 
     kind: OpKind
@@ -256,9 +255,6 @@ class PatchSchedule:
         """What a stage does before the pipeline computes a micro-step: a reader of latents takes the denoised patches.
 
         The other members of a warmup group get the whole latents.
-
-        Args:
-            calls: that this stage makes in a micro-step.
         """
         if self.stages == 1:
             return
@@ -426,7 +422,6 @@ def _count_early_patches(
     """Patches of its own step taken before a call of an asynchronous micro-step; negative if earlier ones are missing.
 
     Args:
-        patch, turn, calls: of the micro-step and the call.
         ahead: after how many calls a patch is taken.
         patches, references: of all, and the first ones that have no latents.
         left_out, before: how many of these are not computed in the step, and in the step before.

@@ -263,10 +263,7 @@ def fill_call_defaults(
     """Call arguments, completed by the pipeline's own defaults and its default size.
 
     Args:
-        parameters: of the pipeline's call, by name.
-        config: of its transformer.
         vae_scale: pixels of a latent pixel's side.
-        call: the arguments.
     """
     side = int(config.get("sample_size") or 128) * vae_scale
     complete = {"height": side, "width": side}

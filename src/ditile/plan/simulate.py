@@ -45,7 +45,6 @@ def simulate_schedule(
     steps fill each other's gaps.
 
     Args:
-        schedule: the schedule.
         cost: the time of an op on a stage; by default a whole step takes 1 on one rank, divided evenly, and only
             computing takes time.
         calls: transformer calls in every step, or a function of the step.

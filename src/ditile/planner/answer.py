@@ -48,7 +48,6 @@ class RankShare(NamedTuple):
     """What a rank has of the work.
 
     Attributes:
-        device: its hardware.
         memory_bytes: of its device.
         blocks: how many.
         tokens: share of the image, 0 to 1.

@@ -60,7 +60,6 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     """The answer to a question.
 
     Args:
-        question: the question.
         all_devices: search only plans that use every device, as when the ranks were started already.
 
     Raises:
@@ -375,7 +374,6 @@ def choose_promise_of_request(
     """The promise that keeps the bounds of a request.
 
     Args:
-        bounds, options: the request.
         plan: the plan; None searches for the fastest, if this machine was measured.
         schedule_path: the file of the schedule; by default the one that comes with the model.
         cuda_graphs: whether the steps of the image are played as recorded.

@@ -38,7 +38,6 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     Args:
         options: the request; the defaults of the model and its pipeline complete it. For a hub id only configs are
             fetched.
-        plan: the plan.
         configs: the keyword arguments for `enable_cache`.
         engine: how ranks compute, which decides what stays in the host's memory.
 

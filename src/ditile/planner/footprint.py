@@ -195,8 +195,6 @@ def make_frame_decode_counter(kind: Any, config: JsonObject, channels: str) -> C
     """The same for a VAE of frames, as a function of the number of latent frames; above `FRAMES` it is a line.
 
     Args:
-        kind: its class.
-        config: its config.
         channels: the config's name for the channels of latents.
     """
     peak_of_frames = {}

@@ -83,7 +83,6 @@ class Efficiency:
         attention_half: tokens, of queries and of keys, at which it is half of that.
         memory: share of the memory's bandwidth.
         kernel_s, micro_s: see `Profile`.
-        wire: the same of its links.
     """
 
     matmul: float

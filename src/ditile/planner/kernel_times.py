@@ -119,7 +119,6 @@ class CountedCall(NamedTuple):
 
     Attributes:
         make_inputs: makes the arguments of its forward, with one row, which count among what is alive.
-        sizes: of its tokens.
         mode: makes the mode in which it runs.
         splits_outside: whether what is computed outside of the blocks is told apart by where it is, because nothing
             says which modules embed the latents and make the prediction.
@@ -137,7 +136,6 @@ class RooflineKernel(NamedTuple):
     Attributes:
         kind: "matmul" of a token with a matrix; "attention" of a token to another; the others read every number once,
             "norm" and "gelu" with more to compute for each, "interleave" one by one (rotary embeddings).
-        stream: the tokens.
         size: of a matmul (k, n) of its matrix; of attention (channels of all heads, of one head); of the others
             (numbers that are read and written for a token, 0).
         keys: the tokens whose keys attention reads.

@@ -145,8 +145,6 @@ def count_rank_memory(
 
     Args:
         subject, job: the call under its plan.
-        profile: the machine.
-        rank: the rank.
         text_tokens: what its cross attention sees.
         records: whether calls of the model are recorded.
     """

@@ -98,8 +98,6 @@ class MachineWork:
     """One model on one machine, with the seconds of its work, which are computed once.
 
     Attributes:
-        transformer_work: the model's work.
-        profile: the machine.
         text_tokens: tokens of text that cross attention sees, which are not in the sequence.
         host: ranks on each host; None if all are on one host.
         records: whether calls are recorded, and played in later steps, where a plan and a machine allow it.
@@ -164,8 +162,6 @@ class OpPricer:
     """Seconds of the ops of one call under one plan, each kind of them priced once.
 
     Args:
-        basis: the model and the machine.
-        job: the plan and the call.
         skips: what a cache leaves out.
         rank: of each stage, the rank with the place of this one is priced; the first one has the largest even share.
     """
@@ -540,7 +536,6 @@ class UnlikeOpPricer(OpPricer):
 
     Args:
         works: the model on the device of each rank.
-        job, skips: as of `OpPricer`.
     """
 
     def __init__(self, works: Sequence[MachineWork], job: PlannedCall, skips: CacheSkips) -> None:

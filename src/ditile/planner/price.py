@@ -33,7 +33,6 @@ class Price:
     """What a plan is predicted to cost.
 
     Attributes:
-        plan: the plan.
         latency_s: seconds of the denoising loop.
         compute_s: seconds that the busiest stage computes.
         exposed_s: seconds that messages add.

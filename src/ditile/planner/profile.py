@@ -128,8 +128,6 @@ class RankDevice:
     """The device of a rank, measured while all ranks compute.
 
     Attributes:
-        name: of the hardware.
-        memory_bytes: bytes of its memory.
         speed: how many times as fast as the device of the first rank.
     """
 
@@ -155,7 +153,6 @@ class Profile:
     """A machine, or several alike.
 
     Attributes:
-        name: the name of the hardware.
         source: where the numbers are from, and when.
         memory_bytes: bytes of a device's memory.
         host_memory_bytes: bytes of a host's memory, which all of its ranks share; 0 if it is not known.

@@ -61,9 +61,7 @@ class Promise:
     """A plan and the steps that it computes, with what they are expected to take and to lose.
 
     Attributes:
-        plan: the plan.
         num_computed: how many steps compute; the others are forecast.
-        num_steps: of the call.
         seconds: of the whole call, as predicted; None where this machine was not measured.
         mean_db, worst_db: PSNR to the image of all steps, over the calibration captions; None where all steps compute,
             or it was not measured.
@@ -131,7 +129,6 @@ def find_schedule(
     """The schedule in a file, or the one that comes with ditile for a model and a number of steps, and its file.
 
     Args:
-        model, num_steps: of the call.
         path: the file; None looks for one that comes with ditile.
         size: of the call as in `Identity.size`; None where another rank has compared it.
 
@@ -186,8 +183,6 @@ def choose_promise(
 
     Args:
         bounds: at least one.
-        model: as `--model` names it.
-        num_steps: of the call.
         plans: the plans to choose from, at least one.
         schedule, path: the schedule of the model, if there is one, and its file, if it was given.
         size: of the call, for the command that would fit a schedule.

@@ -76,11 +76,7 @@ class DeviceLoad(NamedTuple):
 
 
 class RooflineDevice:
-    """A device of a machine. The seconds of each kernel are cached, because most are the same in many plans.
-
-    Args:
-        profile: the machine.
-    """
+    """A device of a machine. The seconds of each kernel are cached, because most are the same in many plans."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -131,10 +127,7 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
     """The slowest link that an axis crosses, with the bandwidth that each rank has while others share it.
 
     Args:
-        plan: the plan.
-        profile: the machine.
         host: ranks on each host.
-        axis: the name of the axis.
     """
     n = getattr(plan, axis)
     inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])

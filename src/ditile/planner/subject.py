@@ -79,8 +79,6 @@ class PlanSubject:
     """A pipeline whose transformer has no weights.
 
     Attributes:
-        name: the name of the model.
-        pipeline: the class of the pipeline.
         transformer: the transformer, on the meta device.
         vae_scale: pixels of a latent pixel's side.
         text, vae: parameters of the text encoders together, and of the VAE.
@@ -130,8 +128,6 @@ class PlanSubject:
         """The pipeline of a folder or hub id (of which only configs are read).
 
         Args:
-            name: of the model.
-            source: the folder or hub id.
             given: what its calls start from besides words, as `image`: the class of its family that generates from
                 it is taken, if its calls can be recorded.
             has_controlnet: whether there is a ControlNet besides the model's own parts.

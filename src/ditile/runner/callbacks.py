@@ -78,8 +78,6 @@ class StepEndCallbacks:
     """Does what is due at the end of each step of one call.
 
     Args:
-        pipe: the pipeline.
-        mesh: the ranks.
         call: the call's arguments; `install_callbacks` replaces the callbacks in it.
         device: the device for tensors that callbacks return.
         meter: records each step.

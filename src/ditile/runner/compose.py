@@ -398,7 +398,6 @@ class LayerAttentionBuilder:
     """Builds the attention of each layer from the strategies that divide tokens: exchange of heads, keys, kernel.
 
     Args:
-        plan, mesh: the plan, and the ranks.
         loop: knows the current generation.
         kernel: the attention kernel; None leaves it to each processor.
         warmup_group: the stages that compute the synchronous steps together, if they do.

@@ -464,7 +464,6 @@ def check_hub_access(repository: str, file: str = "*model_index.json", option: s
     Args:
         repository: its hub id.
         file: a pattern of a file that it has.
-        option: the option that names it.
     """
     from huggingface_hub import constants
 

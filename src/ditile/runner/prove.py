@@ -59,11 +59,7 @@ class StillScheduler:
 
 
 class StillPipeline(DiffusionPipeline):
-    """Calls a transformer with the same arguments in every step; in the first, with earlier calls' arguments, if any.
-
-    Args:
-        transformer: the model.
-    """
+    """Calls a transformer with the same arguments in every step; in the first with earlier calls' arguments, if any."""
 
     vae_scale_factor = 1
     transformer: Any
@@ -192,7 +188,6 @@ def ensure_anatomies(pipe: Any, build: BuildRunner, example: Mapping[str, Any] |
     Torch's random state is then what it was: random numbers that follow do not depend on the plan.
 
     Args:
-        pipe: the pipeline.
         build: makes a runner of a pipeline under a plan of one rank.
         example: the arguments of a call of the pipeline; without them it is called with a prompt and a size.
 

@@ -111,7 +111,6 @@ class _QuantizationWork:
     """The layers of a model that will be quantized to one type.
 
     Attributes:
-        model: the model.
         quant_type: under its name in `QUANT_TYPES`.
         quantizers: the path of each layer -> what quantizes it; each was tried on a layer of that shape.
         left: the paths of layers that stay as they are -> the reason.

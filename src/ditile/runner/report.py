@@ -65,8 +65,6 @@ class CallMeter:
     """Times and counts one call. Before its end it never waits for the device.
 
     Args:
-        device: of this rank.
-        trace: the trace of the call.
         traffic: what is sent in it.
         traced: whether to record a trace.
     """

@@ -21,7 +21,6 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
     """A pipeline of another class on the same modules, which stay as they are.
 
     Args:
-        kind: the class.
         pipe: the pipeline whose settings it gets.
         components: what it may consist of, by name.
 

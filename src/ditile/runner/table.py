@@ -84,7 +84,6 @@ def describe_derived_model(
 
     Args:
         pipeline, model: the names of the classes of the pipeline and its transformer.
-        plan: the plan of the ranks.
         devices, parameters: for each rank, its device and how many parameters it has.
         stages: the blocks of each stage; empty if the model is not cut.
     """

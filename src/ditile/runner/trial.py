@@ -57,10 +57,7 @@ class CodeTrial:
     """Tries what the user put on the models of a pipeline, in the first call of a runner that has it.
 
     Args:
-        pipe: the pipeline.
-        models: the hooks of its models.
         plan: how they are divided.
-        mesh: the ranks.
         owned: the blocks whose weights this rank has.
 
     Attributes:
@@ -210,9 +207,7 @@ class _ModelTrial:
     """The trial of one model.
 
     Args:
-        trial: of the pipeline.
         hooks: of the model, of which `original` is a copy.
-        codes: what is on it.
     """
 
     def __init__(
@@ -450,7 +445,6 @@ class WatchedTokens(NamedTuple):
     """The input of a block, or the result of the last one.
 
     Attributes:
-        block: the one that made it.
         digest: a few numbers of each token, `[numbers, rows, tokens]`.
         changed: which tokens were changed before the first block.
     """

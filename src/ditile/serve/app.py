@@ -120,7 +120,6 @@ class RequestGate:
 
     Args:
         app: to which it passes requests on.
-        options: of the server.
         keys: of the server. Cookies stand for them on the server's own page, and nowhere else.
     """
 

@@ -101,7 +101,6 @@ class RunningBatch:
 
     Attributes:
         open: its jobs that have not ended and are not about to.
-        is_sent: whether the replica has it.
         begun: when its ranks began it, by the monotonic clock; None before, while its jobs count as waiting.
     """
 

@@ -188,7 +188,6 @@ class LocalReplica(Replica):
     """The ranks of one replica on this machine.
 
     Args:
-        name, on_event: as of `Replica`.
         setup: what the ranks load.
     """
 

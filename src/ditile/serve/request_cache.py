@@ -26,7 +26,6 @@ class RequestCache:
 
     Args:
         runner: whose cache is replaced for a request.
-        setup: the server's plan and cache.
 
     Attributes:
         is_replaced: whether the cache is that of a request.

@@ -54,7 +54,6 @@ class Service:
 
     Args:
         options: limits, the state folder and the number of replicas.
-        make_replica: makes a replica.
         plan: what `describe_plan` says of the plan before anything was generated, in types of JSON.
     """
 
@@ -173,7 +172,6 @@ class Service:
 
         Args:
             owner: the name of the client's key.
-            kind: of the jobs.
             after: id of the job before the first.
             limit: most jobs.
             newest_first: whether the last comes first.

@@ -44,7 +44,6 @@ class CallCache(ModelCache):
 
     Args:
         transformer: the model; a U-Net, or a model whose blocks are not known, will do.
-        config: the settings.
         prepare: makes what decides with some settings.
 
     Attributes:
@@ -178,7 +177,6 @@ def prepare_policy(
         pipe: the pipeline, or a model that has none.
         models: that it calls in its loop.
         list_later_shares: the modules of a model of whose weights this rank has a share that is not the first.
-        config: the settings.
 
     Raises:
         LoadError: if a file that they name cannot be read.
@@ -222,7 +220,6 @@ class LoopForecasts:
         now: the generation under way.
         steps_scheduler: whether this rank steps the scheduler; the others forecast nothing.
         agreement: of the ranks of the image.
-        images: in the batch.
     """
 
     def __init__(

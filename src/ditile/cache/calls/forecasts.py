@@ -41,11 +41,7 @@ class _Branch:
 
 
 class CallForecasts:
-    """The outputs of one model in one generation.
-
-    Args:
-        policy: decides, and forecasts.
-    """
+    """The outputs of one model in one generation."""
 
     def __init__(self, policy: CallPolicy) -> None:
         self.policy = policy

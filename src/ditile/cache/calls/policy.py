@@ -60,7 +60,6 @@ class ComputedOutput(NamedTuple):
     """What a computed call returned.
 
     Attributes:
-        call: the call.
         tensors: the tensors that it returned, in order. They are copies: the pipeline may write into its own.
     """
 
@@ -95,7 +94,6 @@ class CallPolicy(Protocol):
         without asking.
 
         Args:
-            call: the call.
             kept: the newest computed outputs of its branch, the newest first; none on a rank that steps no scheduler.
         """
 

@@ -57,7 +57,6 @@ def fit_budgets(
     """The best steps for each number of computed steps; see `StepFit`.
 
     Args:
-        gram, gains, mean_square: as of `StepFit`.
         switches: the steps in which another model is called than before.
         has_exact_gains: whether the gains are the scheduler's own steps, and not measured.
     """

@@ -33,7 +33,6 @@ class FittedPolicies:
     Args:
         pipe: the pipeline, or a model that has none.
         models: that it calls in its loop.
-        config: the settings.
         list_later_shares: where another rank has the first numbers of weights.
 
     Raises:

@@ -99,7 +99,6 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
     """The first thing in which a generation is not what a schedule was fitted to, and what would work; "" for none.
 
     Args:
-        identity: of the schedule.
         present: some fields of the generation's, by name: as far as they are known by now.
         models: that the pipeline calls; needed where the weights are among the fields.
     """
@@ -183,7 +182,6 @@ def sample_weights(model: nn.Module, later_shares: Collection[str] = ()) -> dict
     Biases and norms are left out: a file stays small, and what changes them changes matrices too.
 
     Args:
-        model: the model.
         later_shares: paths of modules of which another rank has the first numbers; None stands for theirs.
     """
     import torch

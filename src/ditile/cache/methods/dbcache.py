@@ -43,7 +43,6 @@ class DBCache:
 
     Args:
         hooks: around the blocks, in order.
-        decider: decides.
         residuals: makes a memory for a segment, by the place of its first block.
         first, last: F and B.
         hidden: whether the probe is the tokens themselves, and not what is added to them.

@@ -59,12 +59,7 @@ class EasyCacheConfig(CallCacheConfig):
 
 
 class EasyCachePolicy(CallPolicy):
-    """Decides in one generation.
-
-    Args:
-        config: the settings.
-        num_steps: of the generation.
-    """
+    """Decides in one generation."""
 
     num_kept = 2
     keeps_latents = True

@@ -81,8 +81,6 @@ class GatedGuidance(CallPolicy):
     """Gates the guidance of one model in one generation.
 
     Args:
-        config: the settings.
-        num_steps: of the generation.
         model: what tells the arguments of a call apart.
     """
 
@@ -134,7 +132,6 @@ class GatedGuidance(CallPolicy):
         """The result of a call on all rows, of which those with the caption are computed.
 
         Args:
-            run: the call on all rows.
             change: changes each of the tensors of a result, in order.
         """
         differences = iter(self._differences[0])

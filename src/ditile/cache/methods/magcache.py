@@ -135,7 +135,6 @@ class MagCalibration:
 
     Args:
         hooks: around the blocks, in order.
-        num_steps: of the generation.
 
     Attributes:
         middle: the blocks that may be left out: none.

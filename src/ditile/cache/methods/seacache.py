@@ -108,11 +108,7 @@ class LatentGrid(NamedTuple):
 
 
 class SpectralFeature:
-    """The filtered latents of a call: what SeaCache compares.
-
-    Args:
-        config: the settings.
-    """
+    """The filtered latents of a call: what SeaCache compares."""
 
     def __init__(self, config: SeaCacheConfig) -> None:
         self._power = config.power_exp

@@ -70,7 +70,6 @@ class ChebyshevCalibratorConfig(Calibration):
     """The forecast of Spectrum in a generation.
 
     Attributes:
-        steps: of the generation.
         degree, ridge, share: `m`, `lam` and `w` of `SpectrumConfig`.
 
     The others are as in `Calibration`: what the last block returned is forecast, and nothing reads its text.

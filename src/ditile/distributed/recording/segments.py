@@ -123,7 +123,6 @@ def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: 
     """Whether a call can be captured on a GPU, and later ones still run as code; frees what the capture will need.
 
     Args:
-        device: the GPU.
         pools_bytes: of the pools of all graphs.
         own_pool_bytes: of the pool that the capture uses.
     """

@@ -306,9 +306,6 @@ def predict_cell(
     """Predicts a cell; not the seconds of a cache that decides by measured differences.
 
     Args:
-        subject, cell: what is measured.
-        job: the cell as numbers.
-        profile: the machine.
         ranks_per_host: if they are on several hosts, whose link the profile has.
     """
     # A profile is of one type of numbers; the bytes of messages depend on it.

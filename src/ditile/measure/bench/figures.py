@@ -174,7 +174,6 @@ def describe_row_method(row: Row, *, with_counts: bool = True) -> str:
     """A row's plan and cache, in words: `PipeFusion, M = 4, pipelined warmup | F=1 W=4`.
 
     Args:
-        row: the row.
         with_counts: also name degrees, M, W and the number of images.
     """
     if row["plan"] == ONE_RANK:

@@ -118,7 +118,6 @@ class RandomModel:
 
         Args:
             size: pixels of a side.
-            dtype: of the weights.
             device: where the transformer's weights are created, in `dtype` at once; by default on the CPU, in float32.
         """
         # All ranks must have the same weights.

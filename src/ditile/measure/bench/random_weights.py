@@ -32,7 +32,6 @@ class PublishedConfigs:
     """A published model, with other sizes of its transformer where a name says so.
 
     Attributes:
-        model: its name.
         sizes: word -> number, such as ("blocks", 2).
     """
 
@@ -87,7 +86,6 @@ class PublishedConfigs:
         """The pipeline without text encoders, whose weights are the same on every rank.
 
         Args:
-            dtype: of the weights.
             device: where they are created.
         """
         configs = self.read_configs()

@@ -257,7 +257,6 @@ class Evaluation:
 
     Attributes:
         job: what all images have in common.
-        captions: all captions.
         folder: where everything is written.
     """
 

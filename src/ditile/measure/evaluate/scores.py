@@ -96,7 +96,6 @@ class MetricPanel:
         Args:
             folder, rows: the images and what is known of them.
             settings: the original first.
-            count: of captions.
 
         Raises:
             ModelError: if an image cannot be read.

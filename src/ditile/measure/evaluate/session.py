@@ -69,7 +69,6 @@ class EvaluationTask:
         options: what is compared.
         session: where ranks run.
         job: what all images have in common, for the folder.
-        world: the number of ranks.
         plans: the plans that the session needs, without the original's.
         with_original: whether the original pipeline generates the captions too.
         threads: CPU threads of each rank.

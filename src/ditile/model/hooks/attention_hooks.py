@@ -42,9 +42,7 @@ def install_attention(
     """Installs cores in the layers of a block until the stack is closed.
 
     Args:
-        stack: undoes it.
         spec: may have processors of its own.
-        hook: the block.
         build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
         choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
         is_whole: whether the current call is computed whole, without cores; None if none is.
@@ -123,7 +121,6 @@ class CallsInTurn:
 
     Args:
         layer: its name in the model.
-        cores: of each turn.
         least: how many turns there are at least; the others are of IP-adapters, which a call may give no images.
     """
 
@@ -182,9 +179,6 @@ def copy_multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., An
 
 class AttentionRedirect(TorchFunctionMode):
     """While it is entered, scaled dot-product attention goes to a core.
-
-    Args:
-        core: attends.
 
     Attributes:
         calls: how many calls it has redirected.

@@ -84,9 +84,7 @@ class BatchDimFinder:
         """The batch dimensions of a call; None where they cannot be known, so that only the whole batch will do.
 
         Args:
-            arguments: of the call, by name.
             noisy: which of them is the noisy input.
-            batch_size: its rows.
 
         Raises:
             ModelError: if an argument has another number of rows.
@@ -181,7 +179,6 @@ def slice_batch_arguments(
     Args:
         arguments: by name. Tensors with `batch_size` entries in the first dimension are cut, also within dicts, lists
             and tuples; everything else (scalars, one row for all, tables per token) is the same for every row.
-        batch_size: rows of the batch.
         select: picks some rows of a tensor.
         whole: names of arguments that have no rows, whatever their length, such as position ids.
     """

@@ -78,10 +78,7 @@ class BlockCalls:
     """The calls of one transformer in a pipeline's call.
 
     Args:
-        transformer: the model.
-        chain: its blocks.
         anatomy: what its dimensions count.
-        policy: decides at each block.
         now: the generation under way.
         memo: remembers what modules outside of blocks return.
         read_grid: (transformer, arguments) -> the rows of tokens, which patches do not cut; None where any may be cut.
@@ -555,7 +552,6 @@ class _PassedStreams(NamedTuple):
     """The full-size streams that a block returned while its tokens went on from hook to hook.
 
     Attributes:
-        image, text: the streams.
         version: of the image, as PyTorch counts writes in place.
         block: its index.
     """

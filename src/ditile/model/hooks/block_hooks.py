@@ -310,7 +310,6 @@ class TransformerHooks:
         """Installs the hooks of a policy for the length of a call.
 
         Args:
-            policy: decides at each hook.
             owned: the blocks that run here.
             now: the generation under way.
             core: (layer, backend, kind) -> the attention of a layer.

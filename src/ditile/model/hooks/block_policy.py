@@ -50,10 +50,7 @@ class BlockHook:
     """A block in the chain.
 
     Attributes:
-        index: its place in the chain.
-        list_name: the list that it is in.
         name: its path in the transformer.
-        block: the module.
         anatomy: what the dimensions of the tensors of that list count.
     """
 
@@ -197,7 +194,6 @@ class CallForm(NamedTuple):
         fed: name of each block after the first -> whether it receives anything that is computed from the latents, as a
             boolean tensor of one element.
         returns_text: whether the model makes a prediction from the text tokens too, as it does if they are a sound.
-        rows: rows of the batch.
         visits: how often the forward calls each block.
         latents: the part of a single sequence that is computed from the latents; None if unknown, which means all of
             the image.

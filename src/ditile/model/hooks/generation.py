@@ -115,7 +115,6 @@ class LayoutTokens:
     Args:
         layout: how the tokens are cut into patches.
         shares: how ranks split them.
-        is_whole: whether every rank computes all of them.
     """
 
     def __init__(self, layout: Layout, shares: TokenShares, *, is_whole: bool) -> None:
@@ -200,9 +199,7 @@ class RehearsedModel:
     """A call of a model in a rehearsal.
 
     Attributes:
-        model: names it.
         is_whole: whether it was called to compute a whole.
-        rows: of the batch.
     """
 
     model: object

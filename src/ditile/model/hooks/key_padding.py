@@ -75,7 +75,6 @@ def expand_mask(mask: Tensor, batch: int) -> Tensor:
 
     Args:
         mask: `[B, keys]`, `[queries, keys]`, `[B, queries, keys]` or of four dimensions.
-        batch: B.
     """
     if mask.ndim == 2 and mask.shape[0] in (1, batch):
         # `[B, keys]`: the same keys for all heads and queries.

@@ -67,7 +67,6 @@ class KeyStore:
     Args:
         length: tokens of the whole sequence.
         segments: patches that are written apart.
-        branch: the guidance branch.
         relative_change: records how much each write changes, if given.
         make_zeros: (what it is for, shape, like) -> zeros.
 
@@ -110,7 +109,6 @@ class KeyStore:
             k, v: fresh.
             runs: the places of their tokens in the sequence.
             batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
-            batch_size: rows in all.
         """
         runs = tuple(runs)
         rows = k.shape[0] if batch_range is None else batch_size
@@ -265,11 +263,7 @@ class SliceEntry(NamedTuple):
 
 
 class GivenTensors:
-    """What a module was given, if it was tensors and numbers alone: the same tensors, unchanged, give the same output.
-
-    Args:
-        args, kwargs: of the module.
-    """
+    """What a module was given, if only tensors and numbers: the same tensors, unchanged, give the same output."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         # While they are referenced, no other tensor is one of them.
@@ -307,11 +301,7 @@ def _read_versions(values: Sequence[Any]) -> list[int] | None:
 
 
 class GivenMemory:
-    """What a module was given, by memory: other tensors of the same memory, unchanged, count as the same.
-
-    Args:
-        args, kwargs: of the module.
-    """
+    """What a module was given, by memory: other tensors of the same memory, unchanged, count as the same."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         # While the inputs are referenced, no other tensor can get their memory.
@@ -332,7 +322,6 @@ class RememberedOutput:
     """What a module returned.
 
     Args:
-        output: its output.
         given: what it was given, if that is to be compared.
 
     Attributes:
@@ -619,7 +608,6 @@ class KeptBuffers:
 
     Attributes:
         generation: the number of the current one.
-        num_bytes: of all memory.
     """
 
     def __init__(self, make_room: Callable[[int], object] = lambda num_bytes: None) -> None:

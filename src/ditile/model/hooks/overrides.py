@@ -29,11 +29,7 @@ class WatchedMethod:
 
     Args:
         watch: is called in place of the method, with the method as its first argument.
-        stock: the method.
         on_copy: (plain method of the copy) -> what the copy has instead; called when the instance is copied.
-
-    Attributes:
-        stock: the method.
     """
 
     def __init__(

@@ -102,7 +102,6 @@ def lend_parts(stack: contextlib.ExitStack, placeholder: nn.Module, block: nn.Mo
     """Lets a model's forward read from a placeholder, until the stack is closed, what all its blocks have in common.
 
     Args:
-        stack: undoes it.
         placeholder: has no parts.
         block: of the same class, which has.
     """
@@ -130,7 +129,6 @@ def refuse_saving(stack: contextlib.ExitStack, owner: Any, models: Iterable[nn.M
     """Makes a model or a pipeline refuse to be saved or copied, until the stack is closed.
 
     Args:
-        stack: undoes it.
         owner: a model of which this rank has a part, or a pipeline.
         models: of a pipeline, of which this rank has a part.
     """

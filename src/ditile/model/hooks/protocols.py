@@ -37,8 +37,6 @@ class HeadExchange(Protocol):
 
         Args:
             q, k, v: as a layer makes them.
-            tokens: of q.
-            keys: the tokens of k and v.
         """
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
@@ -155,7 +153,6 @@ class CallPosition(NamedTuple):
     """Where the pipeline is when it calls a model whose blocks may be left out.
 
     Attributes:
-        step: of the loop.
         branch: calls of the model since the scheduler was last stepped.
         patches: the patches that are computed, in order; 0 alone where the image is one patch.
         sizes: their image tokens; only known after the first block was reached.

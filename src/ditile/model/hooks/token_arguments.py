@@ -79,7 +79,6 @@ class Frames(NamedTuple):
 
     Attributes:
         first: the run of the first frame.
-        number: of frames.
         step: from a frame to the next.
     """
 
@@ -117,7 +116,6 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
     """What of an argument is not as its kinds say, in words; None if it fits.
 
     Args:
-        value: the argument.
         kinds: of its leaves; empty where it was never seen.
         lengths: of `N`, `T` and `J`.
     """
@@ -145,10 +143,7 @@ def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], 
     """The first argument of a call with something as long as its batch of which kinds do not say whether it has rows.
 
     Args:
-        arguments: of the call, by name.
-        kinds: of its arguments.
         noisy: the argument with the latents.
-        rows: of the batch.
     """
     for name, value in arguments.items():
         known = kinds.get(name, ())

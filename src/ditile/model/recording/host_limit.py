@@ -41,11 +41,7 @@ class DeviceEvents(Protocol):
 
 
 class CudaEvents:
-    """Events in the current stream of a GPU.
-
-    Args:
-        device: the GPU.
-    """
+    """Events in the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,11 +106,7 @@ class _MeasuredCall(NamedTuple):
 
 
 class HostLimit:
-    """Measures the calls of a generation that run as code.
-
-    Args:
-        make_events: makes the events of a generation.
-    """
+    """Measures the calls of a generation that run as code."""
 
     def __init__(self, make_events: Callable[[], DeviceEvents]) -> None:
         self._make_events = make_events

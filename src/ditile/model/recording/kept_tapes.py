@@ -92,7 +92,6 @@ class CallTape:
     Attributes:
         place: where the model is called, see `_describe_place`.
         size: whose memory its tape shares, see `_describe_size`.
-        last_used: the generation of its last call.
         pace: of such calls as code, which forms share that take as long.
         was_made: whether there was such a call before: the first one may load kernels.
         problem: why they cannot be recorded; empty if they can.

@@ -282,8 +282,6 @@ class StaleKeys:
     Attributes:
         now: the generation under way.
         layer: the layer's name in the model.
-        kernel: attends.
-        fresh: attends where nothing is stale or kept.
         gather: the fresh keys of all ring ranks; None where no ranks split the patch along ring.
         check: asserts that the ages of the keys are what the schedule says, if given.
     """

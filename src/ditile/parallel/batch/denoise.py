@@ -48,7 +48,6 @@ class DataCfgBatch:
 
     Args:
         mesh: the axes, and groups for agreements.
-        models: the models that the pipeline may call.
         images: how many images the pipeline generates.
         batch_dims: finds which dimension of each argument of the models is the batch, where `inputs` does not say.
         inputs: the kinds of their arguments, where these are known.
@@ -407,7 +406,6 @@ class DataCfgBatch:
         """The arguments of a call, of which what has rows is changed; None where it is not known what has.
 
         Args:
-            args, kwargs: of the call.
             change: of a tensor `[rows, ...]`, or a list with an item for each row.
 
         Raises:

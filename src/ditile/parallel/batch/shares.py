@@ -45,7 +45,6 @@ class BatchSlice(NamedTuple):
     """Some rows of a batch: those of some branches and some images.
 
     Attributes:
-        branches, images: whose rows they are.
         num_branches, num_images: how many there are in the batch.
     """
 
@@ -236,7 +235,6 @@ class ReplicaImages:
         """Each replica decodes its own images, until the stack is closed; the decoded images come in order.
 
         Args:
-            stack: undoes it.
             vae: decodes latents `[images, ...]`.
             to: which replicas get the decoded images along this axis: the others get zeros.
             over: whether the loop is over; what is decoded before is decoded whole.

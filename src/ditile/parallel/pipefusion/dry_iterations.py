@@ -28,7 +28,6 @@ class DryIterations:
     """The dry iterations of one generation.
 
     Attributes:
-        now: the generation.
         streams: what schedulers step; before the first step the loop adds each when it is first stepped.
         pipeline: the name of the pipeline's class, for messages.
     """
@@ -76,12 +75,7 @@ class DryIterations:
 
 
 class BlendIterations:
-    """Dry iterations in which a pipeline blends the latents for a step.
-
-    Args:
-        dry: the dry iterations of the generation.
-        timesteps: of the loop.
-    """
+    """Dry iterations in which a pipeline blends the latents for a step."""
 
     def __init__(self, dry: DryIterations, timesteps: Sequence[Tensor]) -> None:
         self._dry = dry
@@ -115,7 +109,6 @@ class SavedState:
     """What dry iterations must leave as it was: random states, and what guiders remember.
 
     Args:
-        pipe: the pipeline.
         generators: the sources of random numbers that it may use.
     """
 

@@ -40,7 +40,6 @@ class PipeFusion:
 
     Args:
         mesh: the stage's place and groups.
-        owned: the blocks of this stage.
         plan: the patches and their check.
         joint: where the text is in the sequence.
         trace: records each op.
@@ -239,7 +238,6 @@ class PipeFusion:
 
         Args:
             latents: of each scheduler that the pipeline steps.
-            micro: the micro-step.
             is_news: whether patches are written into them, or only received.
         """
         self._latents = latents

@@ -202,7 +202,6 @@ class CallRecognition:
     """Two iterations in which no model is called, to find out whether a call was rehearsed before.
 
     Args:
-        dry: the dry iterations of the generation.
         other_models: what else the pipeline calls in its loop.
         candidates: calls that this one may be like.
 

@@ -102,11 +102,8 @@ class PatchSchedulers:
     """Copies of one scheduler, made right after its `set_timesteps`.
 
     Args:
-        scheduler: the stock scheduler.
         hide: attributes of the instance that must not be copied (overrides).
-        timesteps: the plain timesteps.
         patches: M, or 1 where no patch is stepped.
-        steps: the number of steps.
     """
 
     def __init__(self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int) -> None:
@@ -155,7 +152,6 @@ class PatchSchedulers:
 
         Args:
             call: of `scheduler.step`.
-            sample: the latents.
             closes: whether a step ends here; otherwise only the form of the result is needed.
 
         Returns:
@@ -189,10 +185,8 @@ class PatchSchedulers:
         """Steps one patch. Returns its new latents and the scheduler's own result.
 
         Args:
-            patch: its number.
             call: of `scheduler.step`, with the full prediction, fresh at the patch.
             sample: the latents, also full.
-            piece: where the patch is.
 
         Raises:
             StateError: if the scheduler draws random numbers now and drew none in the first step, or makes latents of

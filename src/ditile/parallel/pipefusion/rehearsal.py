@@ -33,7 +33,6 @@ class Rehearsal:
     """The rehearsal of one generation.
 
     Args:
-        dry: its dry iterations.
         other_models: what else the pipeline calls in its loop.
         known_calls: calls that were rehearsed before.
         shapes: of this call, what a rehearsal depends on.
@@ -59,7 +58,6 @@ class Rehearsal:
         """The timestep of each iteration; it ends after the first one if that did not step a scheduler.
 
         Args:
-            timesteps: of the loop.
             steps: how many of its steps are rehearsed.
             patches: how many pieces of the latents are to be found.
             references: whether tokens of reference images are to be found.
@@ -229,7 +227,6 @@ class ArgumentProbe:
     later patches. So what is made for a patch must be made of its own latents only, unless all steps are synchronous.
 
     Args:
-        now: the generation.
         pipeline: the name of the pipeline's class, for messages.
 
     Attributes:

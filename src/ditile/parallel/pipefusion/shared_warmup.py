@@ -44,9 +44,6 @@ class WarmupGroup:
     """One stage's part in the steps that the warmup group computes.
 
     Args:
-        mesh: the stage's place and groups.
-        hooks: the blocks.
-        stages: the blocks of each stage.
         size: stages 0 to `size` - 1 are the members.
         weight_stream: brings the weights of other stages; None where each member holds all.
         may_rest: whether calls for which it cannot work run stage after stage, as with warmup_mode=auto.
@@ -162,11 +159,7 @@ class WarmupGroup:
         return state
 
     def gather_image_tokens(self, own: Tensor, now: Generation, ops: Iterator[Op]) -> Tensor:
-        """The image tokens after the last block `[B, N, C]`, whole on the last stage; elsewhere not to be read.
-
-        Args:
-            own: the tokens of a member.
-        """
+        """The image tokens after the last block `[B, N, C]`, whole on the last stage; elsewhere not to be read."""
         if self.weight_stream is not None:
             self.weight_stream.release_weights()
         is_last = self.stage == self.last
@@ -299,7 +292,6 @@ class WarmupGroupKeys:
         now: the generation under way.
         layer: the layer's name in the model.
         warmup_group: gathers and keeps.
-        kernel: attends.
         others: the source of keys in all other steps.
     """
 

@@ -147,7 +147,6 @@ class AdaptiveWarmup:
     """The decisions of one generation on this rank.
 
     Args:
-        mesh: the ranks of the image.
         relative_change: measures changes.
         bound: of the relative change; see `Plan.warmup_bound`.
     """

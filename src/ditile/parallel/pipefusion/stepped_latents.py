@@ -29,11 +29,9 @@ class SteppedLatents:
     """One scheduler and what it steps.
 
     Args:
-        scheduler: as the pipeline has it.
         pipe_name: the class of the pipeline, for messages.
 
     Attributes:
-        signature: of the scheduler's step.
         is_custom: whether the scheduler may have code of the user's own.
         latents: of all images, as steps make them; None before the first step.
         pieces: which of them belong to each patch; empty where they are not cut.
@@ -146,7 +144,6 @@ class SteppedLatents:
         """Checks that the rehearsed patches divide the latents, and how the pipeline changes latents between steps.
 
         Args:
-            patches: the number of patches.
             references: how many of them, the first ones, are of reference images.
             adaptive: whether the latents may have to be complete before any step.
             rows_differ: whether the places of a patch differ from row to row of a prediction.
@@ -215,7 +212,6 @@ class SteppedLatents:
 
         Args:
             sample: the latents that the scheduler is stepped with.
-            now: where the pipeline is.
             synced: the last step after which every rank had the whole latents.
 
         Raises:

@@ -36,7 +36,6 @@ class DistriFusionKeys:
         now: the generation under way.
         layer: the layer's name in the model.
         axis: the ranks that own a patch each.
-        kernel: attends.
         traffic: counts bytes.
         check: asserts that the ages of the keys are those of the schedule, if given.
     """

@@ -55,8 +55,6 @@ class GatheredKeyMaskSource:
 
         Args:
             mask: as the layer got it, of this rank's keys including dummies, or of all keys in sequence.
-            batch: rows of the keys.
-            tokens: whose keys.
             heads: how many there are, to keep this rank's; None keeps all.
 
         Raises:

@@ -26,7 +26,6 @@ class RingKeys:
     """Attends to the keys of all ranks along ring, block by block.
 
     Args:
-        axis: the ring.
         kernel: attends to a block, and knows the log-sum-exp.
         traffic: counts bytes.
     """

@@ -41,7 +41,6 @@ class HeadAndTokenShares:
     """How many tokens each rank has before the exchange, and which heads it has after it.
 
     Attributes:
-        lengths: the number of tokens of each rank.
         heads: for each rank, the heads that it gets of each tensor.
         num_heads: for each rank, the number of heads that it gets, summed over the tensors.
         index: the place of this rank among them.
@@ -163,7 +162,6 @@ class UlyssesExchange:
         """Selects this rank's heads of keys or values `[B, S, N, H]` that every rank has whole.
 
         Args:
-            x: the keys or values.
             heads: the number of heads of the queries.
         """
         x = self._repeat_uneven_heads(x, heads)

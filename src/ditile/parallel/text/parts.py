@@ -142,7 +142,6 @@ def read_partial_encoder(
     transformers' own loader does it, by its own rules of names and dtypes: it reads the parameters that the model has.
 
     Args:
-        kind: the class of the encoder.
         source: folder, or hub id.
         options: of `from_pretrained`, such as `subfolder` and `variant`.
 

@@ -56,9 +56,7 @@ class PipelineConfigs:
     """What a folder or hub id says of a pipeline.
 
     Attributes:
-        source: the folder or hub id.
         pipeline: the class whose calls are meant.
-        index: its `model_index.json`.
         kind, transformer: the class of its transformer, and its config.
         coder, vae: the class of its VAE, and its config.
         places: of components that are elsewhere.

@@ -48,7 +48,6 @@ class RecordedCall:
 
     Attributes:
         arguments: of its forward, by parameter.
-        rows: of the batch.
         image, text: tokens that go through its blocks; where these have one sequence, all of it is the image.
         channels: of an image token.
         out: numbers of the prediction, over all rows.
@@ -66,7 +65,6 @@ class RecordedStep(NamedTuple):
     """The first step of a pipeline's loop.
 
     Attributes:
-        calls: of the transformer.
         latents: their numbers.
         mode: the mode in which it ran, which knows what numbers are not known.
     """
@@ -324,8 +322,6 @@ def build_recorded_pipeline(
 
     Args:
         locate: component -> the folder or hub id with its config.
-        pipeline: the class.
-        index: its `model_index.json`.
         parts: its models that are made already.
     """
     parameters = inspect.signature(pipeline.__init__).parameters

@@ -69,9 +69,6 @@ def build_object_arguments(
     With several generators the call makes as many images, each with the noise of its own generator.
 
     Args:
-        pipe: the pipeline.
-        request: the options.
-        seeds: of the generators.
         conditions: as of `bind_conditions`.
         alone: False makes a list of one generator, as of a batch.
     """
@@ -98,10 +95,7 @@ def build_batch_call(
     """One call that makes several images of one shape, each of a prompt and a seed of its own.
 
     Args:
-        pipe: the pipeline.
         bases: the arguments of each image, which differ in the prompts alone.
-        request: the options of the first one.
-        seeds: of each image.
         conditions: what all of them start from, as of `bind_conditions`.
     """
     # The generators say how many images there are.

@@ -50,7 +50,6 @@ class CallConditions:
     """What the call of a class starts from.
 
     Attributes:
-        arguments: condition -> the name of its argument.
         needed: the conditions without which it cannot run.
         max_pictures: how many images it takes at most.
         keyframe: the class in which it takes frames and the place of the first of them, in a list; None if in none.

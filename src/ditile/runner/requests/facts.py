@@ -169,7 +169,6 @@ class ModelFacts:
     """What a served model is and takes, in the types of JSON.
 
     Attributes:
-        name: of the model.
         plan: the plan's text.
         is_video: whether it makes videos.
         call: of its own pipeline.

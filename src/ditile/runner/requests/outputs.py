@@ -135,7 +135,6 @@ class RunOptions(EngineOptions):
         Args:
             paths: of the images, or of the videos, which have posters.
             others: the other options of the command, for the files that they name.
-            video: whether they are videos.
         """
         written = []
         if self.trace is not None:

@@ -143,8 +143,6 @@ def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
 
     Args:
         pipeline: the name of the class.
-        frames: the number of frames.
-        ratio: the number of frames in a group.
         own: the default of the class, which is always allowed: some classes make windows of frames and cut them.
     """
     too_many = (frames - 1) % ratio

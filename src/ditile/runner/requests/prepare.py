@@ -246,7 +246,6 @@ def choose_warm_steps(plan: Plan, *, is_cached: bool, num_preparing_steps: int =
     """The steps of a call that meets all shapes of a longer one; None for all of its steps, on which a cache counts.
 
     Args:
-        plan: of the call.
         is_cached: whether a cache is enabled.
         num_preparing_steps: `Runner.num_preparing_steps`.
     """
@@ -259,7 +258,6 @@ def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None
     """Makes a call of few steps, and throws its result away; every rank calls it.
 
     Args:
-        runner: what is warmed.
         call: the arguments of the call that follows. Nothing remains of its prompt, seed or numbers.
         is_cached: whether a cache is enabled.
 

@@ -59,8 +59,6 @@ def build_png_texts(
     """The texts in an image's file that say how it was made, without its prompt and seed.
 
     Args:
-        request, plan, cache: the options.
-        call: the arguments of the call.
         conditions: what it starts from, as of `bind_conditions`.
         promise: what bounds promised; none without bounds.
     """
@@ -96,8 +94,6 @@ def add_picture_texts(
 
     Args:
         texts: as of `build_png_texts`.
-        pipe, call: what made it.
-        prompt, seed, drawn: of this one.
     """
     arguments = {}
     for name, parameter in list_call_parameters(pipe).items():
@@ -124,8 +120,6 @@ def format_parameters(
     Args:
         call: the arguments of the call, those by default included.
         prompt, seed, size: of this image; the size is its width and height in pixels.
-        model: its name.
-        scheduler: its class.
     """
     values = {
         "Steps": call.get("num_inference_steps"),

@@ -149,7 +149,6 @@ def parse_fields(fields_class: type[FieldsT], values: JsonObject, facts: ModelFa
     """The fields of a body. What is null or an empty text counts as missing.
 
     Args:
-        fields_class: what to parse.
         values: as they came.
         facts: of the served model, whose own values an error proposes.
 
@@ -181,7 +180,6 @@ def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values:
     """The fields of a body as they are.
 
     Args:
-        fields_class: what to validate.
         values: as they came.
         own_values: what an error proposes; for other fields it proposes their example.
 
@@ -214,9 +212,6 @@ async def submit_request(
     """Has the service take what a request asks for.
 
     Args:
-        http: the request.
-        fields: of it.
-        body: with its images.
         resize_mask: whether a mask of another size is resized to the first image.
 
     Raises:
@@ -254,7 +249,6 @@ def build_request(
     """The job's request, and its input files by name.
 
     Args:
-        fields: of the request.
         facts: of the served model.
         options: of the server, with its limits.
         images: to start from.

@@ -134,7 +134,6 @@ async def decode_uploads(
 
     Args:
         body: as it was read.
-        max_pixels: of an image.
         max_images: from which the model can start.
         resize_mask: whether a mask of another size is resized to the first image.
 

@@ -37,7 +37,6 @@ class PageGuard:
     """Passes on to Gradio's app what the page sends.
 
     Args:
-        app: of Gradio.
         blocks: the page, whose events and sessions are known.
     """
 

@@ -42,7 +42,6 @@ class Chart:
 
     Args:
         title: the title for screen readers.
-        labels: the labels of the rows.
         length: the length of the horizontal axis, in any unit.
     """
 

@@ -33,7 +33,6 @@ class MeasuredCalls:
         device: where they compute.
         steps: of a short and of a long call.
         rounds: how often each is timed; the shortest counts.
-        make_arguments: makes their arguments.
     """
 
     device: torch.device
@@ -52,7 +51,6 @@ class RankStep:
     """A step of one rank alone.
 
     Attributes:
-        rank: the rank.
         recorded: whether its calls of the model were to be recorded, and played.
         as_code: why none of them was, where they were to be; empty if some were.
         step_s: its seconds.
@@ -85,10 +83,6 @@ def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, reco
     """A step of a rank of a plan, of a whole pipeline that is as before when this returns or raises.
 
     Args:
-        pipe: the pipeline.
-        plan: the plan.
-        rank: the rank.
-        calls: how its calls are measured.
         recorded: whether calls of the model are recorded, in those that are not timed, and played.
     """
     messages = LoneMessages(rank, plan.world, calls.device)
@@ -129,8 +123,6 @@ def measure_step(run: Callable[[int], Any], calls: MeasuredCalls, rank: int = 0)
     """A step of calls of so many steps.
 
     Args:
-        run: makes a call of so many steps.
-        calls: how they are measured.
         rank: the rank that makes them.
     """
     short, long = calls.steps

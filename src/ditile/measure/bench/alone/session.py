@@ -42,8 +42,6 @@ class AloneTask:
     """What the session measures.
 
     Attributes:
-        work: the call that is measured.
-        cells: the plans.
         steps: of a short and of a long call.
         rounds: how often each call is timed.
         all_ranks: whether all ranks of a plan are measured.

@@ -35,7 +35,6 @@ class MeasuredOpPricer(OpPricer):
 
     Args:
         basis: the model and the machine, whose links count.
-        job: the plan and the call.
         stage_loads: of each stage, the device's and the host's seconds of a step.
     """
 
