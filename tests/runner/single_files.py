@@ -153,6 +153,49 @@ def save_single_file(transformer: nn.Module, family: str, path: Path, *, prefix:
     return path
 
 
+def quantize_scaled_fp8(weight: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight in fp8, a scale for each of so many blocks of its dimensions, and their product."""
+    sizes = []
+    for dim, count in enumerate(counts):
+        size = 128 if count == -(-weight.shape[dim] // 128) else weight.shape[dim] // count
+        sizes.append(torch.arange(weight.shape[dim]) // size)
+    sizes += [torch.zeros(size, dtype=torch.int64) for size in weight.shape[len(counts) :]]
+    scale = 0.01 + torch.rand(counts)
+    # Blocks by the numbers of their rows and columns, which is another way than a reader has.
+    spread = scale.reshape(*counts, *[1] * (weight.ndim - len(counts)))[torch.meshgrid(*sizes, indexing="ij")]
+    stored = (weight / spread).to(torch.float8_e4m3fn)
+    return stored, scale, stored.float() * spread
+
+
+def save_scaled_fp8(transformer: nn.Module, family: str, path: Path, plain: Path) -> None:
+    """ComfyUI's and authors' file of a transformer in fp8, each weight with the next way of scales; and its numbers."""
+    scaled: Weights = {COMFY + "scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
+    numbers = {}
+    word = torch.tensor(list(b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}'), dtype=torch.uint8)
+    for index, (name, tensor) in enumerate(ORIGINAL[family](copy_weights(transformer)).items()):
+        numbers[name] = tensor.contiguous()
+        scaled[COMFY + name] = tensor.to(torch.bfloat16).contiguous()
+        if tensor.ndim < 2 or not name.endswith(".weight"):
+            numbers[name] = scaled[COMFY + name].float()
+            continue
+        rows, *others = tensor.shape
+        columns = others[0]
+        layer = COMFY + name.removesuffix(".weight")
+        ways: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
+            ("scale_weight", (1,), ()),
+            ("weight_scale", (rows,), (rows,)),
+            ("scale_weight", (rows,), (rows, 1)),
+            ("weight_scale_inv", (-(-rows // 128), -(-columns // 128)), (-(-rows // 128), -(-columns // 128))),
+            ("weight_scale", (rows, columns // 2), (rows, columns // 2, 1)),
+        ]
+        ending, counts, shape = ways[index % len(ways) if tensor.ndim == 2 and columns % 2 == 0 else index % 3]
+        stored, scale, numbers[name] = quantize_scaled_fp8(tensor, counts)
+        scaled |= {layer + ".weight": stored, f"{layer}.{ending}": scale.reshape(shape)}
+        scaled |= {layer + ".scale_input": torch.ones(()), layer + ".comfy_quant": word.clone()}
+    save_file(scaled, path)
+    save_file(numbers, plain)
+
+
 def save_gguf(
     transformer: nn.Module, family: str, path: Path, quant_type: Any = gguf.GGMLQuantizationType.Q8_0
 ) -> Path:

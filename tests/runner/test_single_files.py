@@ -28,6 +28,7 @@ from ditile.runner.weights.checkpoint import Checkpoint
 from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
 from tests import tiny
 from tests.pool import Pool
+from tests.rotation import rotate
 from tests.runner.gguf_files import load_pipeline, make_model, write_model
 from tests.runner.single_files import (
     COMFY,
@@ -35,6 +36,7 @@ from tests.runner.single_files import (
     copy_weights,
     save_configs,
     save_gguf,
+    save_scaled_fp8,
     save_single_file,
     write_sparse_flux,
 )
@@ -97,6 +99,44 @@ def test_blocks_of_gguf_are_those_of_diffusers(tmp_path: Path, folders: dict[str
     stored = ConvertedFile.match_config(SingleFile.read_header(file), type(whole), config).count_stored_weights()
     assert quantized and stored.quantized_bytes == sum(wanted[name].numel() for name in quantized)
     assert stored.quantized + stored.plain == sum(tensor.numel() for tensor in whole.state_dict().values())
+
+
+@pytest.mark.parametrize("family", rotate(["z-image", "flux-2", "wan-2.1"], always=["z-image"]))
+def test_weights_in_fp8_are_multiplied_with_their_scales(tmp_path: Path, folders: dict[str, Path], family: str) -> None:
+    """A failure means that a scale is left out, or does not follow its numbers through renaming, cuts and shares."""
+    file, plain = tmp_path / "scaled.safetensors", tmp_path / "plain.safetensors"
+    save_scaled_fp8(EVERY[family].make().transformer, family, file, plain)
+    types = SingleFile.read_header(file).count_types()
+    assert set(types) == {"F8_E4M3 with scales", "BF16"} and types["F8_E4M3 with scales"] > 0.8 * types.total()
+    for plan, dtype in ((Plan(), torch.bfloat16), (Plan(pipefusion=2), torch.float32), (Plan(tensor=2), torch.float32)):
+        for rank in range(plan.world):
+            mine, theirs = (
+                load_transformer_file(folders[family], str(path), plan, rank, dtype).named_parameters()
+                for path in (file, plain)
+            )
+            for (name, tensor), (_, wanted) in zip(mine, theirs, strict=True):
+                assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), (plan, name)
+
+
+def test_scales_of_rows_are_those_of_diffusers(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """A failure means that the files of FLUX's authors are taken for others than diffusers takes them for."""
+    pytest.importorskip("diffusers.quantizers.bfl")
+    from diffusers.quantizers.bfl.utils import quantize_fp8r
+
+    weights = load_file(folders["flux-2"] / "model.safetensors")
+    for name in [name for name, tensor in weights.items() if tensor.ndim == 2]:
+        weights[name], weights[f"{name}_scale"] = quantize_fp8r(weights[name])
+    file = tmp_path / "model.safetensors"
+    save_file(weights, file)
+    theirs = diffusers.Flux2Transformer2DModel.from_single_file(
+        str(file),
+        config=str(folders["flux-2"] / "transformer"),
+        quantization_config=diffusers.BFLQuantizationConfig(compute_dtype=torch.float32),
+    )
+    theirs.dequantize()
+    mine = load_transformer_file(folders["flux-2"], str(file), Plan(), 0, torch.float32)
+    for (name, tensor), (_, wanted) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(tensor, wanted), name
 
 
 def draw_from_gguf(name: str, folder: str) -> list[str]:
@@ -241,6 +281,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     del lacking["proj_out.weight"]
     save_file(lacking, folder / "lacking.safetensors")
     save_file(weights | {"proj_out.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
+    fp8 = weights | {"proj_out.weight": weights["proj_out.weight"].to(torch.float8_e4m3fn)}
+    save_file(fp8, folder / "fp8.safetensors")
+    save_file(fp8 | {"proj_out.scale_of_weight": torch.ones(())}, folder / "unknown.safetensors")
+    save_file(fp8 | {"proj_out.weight_scale": torch.ones(7)}, folder / "seven.safetensors")
+    save_file(fp8 | {"proj_out.weight_scale": torch.ones(16).byte()}, folder / "mx.safetensors")
+    word = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
+    save_file(fp8 | {"proj_out.comfy_quant": word}, folder / "nvfp4.safetensors")
+    layers = json.dumps({"layers": {"proj_out": {"format": "float8_e4m3fn", "convrot": True}}})
+    save_file(fp8, folder / "turned.safetensors", {"_quantization_metadata": layers})
     save_file(weights | {"proj_out.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
     save_file({"a": torch.ones(2)}, folder / "foreign.safetensors")
     save_file(weights | {"proj_out.weight": weights["proj_out.weight"].char()}, folder / "integers.safetensors")
@@ -277,6 +326,9 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in pipe.transformer.state_dict().items())
     with pytest.raises(LoadError, match="no weights"):
         ditile.load(str(saved / "pipe"))
+    # Numbers in fp8 without a scale are what they say.
+    pipe = ditile.load(str(saved / "pipe"), transformer=str(saved / "fp8.safetensors"))
+    assert torch.equal(pipe.transformer.proj_out.weight, wanted["proj_out.weight"].to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize(
@@ -295,6 +347,11 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("pickle.ckpt", "is a pickle"),
         ("lacking.safetensors", r"lacks .*proj_out.weight"),
         ("scaled.safetensors", "does not take, such as proj_out.scale_weight"),
+        ("unknown.safetensors", "does not take, such as proj_out.scale_of_weight"),
+        ("seven.safetensors", r"proj_out.weight_scale of the shape \[7\] is no scale of proj_out.weight"),
+        ("mx.safetensors", "does not take, such as proj_out.weight_scale"),
+        ("nvfp4.safetensors", "proj_out.comfy_quant says that weights are stored as 'nvfp4'"),
+        ("turned.safetensors", "its header says that weights are stored as 'convrot'"),
         ("integers.safetensors", "weight proj_out.weight is stored as I8"),
         ("array.gguf", "its header has more than 30000 values"),
         ("red.safetensors", r"a tensor named '\\x1b\[31mred'"),

@@ -110,7 +110,7 @@ def _describe_transformer(options: GenerateOptions, subject: PlanSubject) -> str
         return ""
     size = format_bytes(Path(options.transformer).stat().st_size)
     share = subject.stored.quantized / (subject.stored.quantized + subject.stored.plain)
-    return f"transformer: {options.transformer}, {size}, {share:.0%} of its numbers quantized\n"
+    return f"transformer: {options.transformer}, {size}, {share:.0%} of its numbers stay quantized\n"
 
 
 def _describe_class(options: GenerateOptions) -> str:

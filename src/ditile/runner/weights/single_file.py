@@ -8,6 +8,7 @@ that on views of the mapped file, for each tensor that it has, so that it reads 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,24 @@ MOST_MISSING = 0.04
 """Of a model's tensors, the share that a file under diffusers' names may lack; one of other names lacks more."""
 UNKNOWN = "v1"
 """What diffusers calls a file that it does not know."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+FP8 = ("F8_E4M3", "F8_E5M2")
+"""Types of safetensors that are floating point numbers, and those of eight bits, which may have scales."""
+SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
+"""The last part of the name of what a `weight` in fp8 beside it is multiplied with: that of ComfyUI's first files, that
+of its later ones and of authors, and that of DeepSeek's convention, which is no inverse either."""
+ACTIVATION_SCALES = ("scale_input", "input_scale")
+"""What else may be beside such a weight: the scale of its inputs, where they are in fp8 too."""
+FP8_MARK = "scaled_fp8"
+"""A tensor without meaning, by which ComfyUI's first files say that they have scales."""
+FORMAT = "comfy_quant"
+"""A tensor of JSON, by which its later ones say how the weight beside it is stored, if their header does not."""
+MOST_IN_FORMAT = 4096
+"""Bytes of it that are read."""
+FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
+"""How ComfyUI's words begin for formats of fp8 with scales."""
+SCALED_BLOCK = 128
+"""Rows and columns of the blocks of a weight whose numbers do not divide them evenly."""
 _CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
 """What diffusers' functions raise for tensors of another model."""
 
@@ -87,8 +106,10 @@ class FileTensor(Tensor):
         stored_type: the type of its numbers in the file, as the format calls it.
         operation: what made it.
         block: how it is quantized, if it is; its last dimension then counts bytes.
+        scale: of a tensor of a file, what its numbers are multiplied with, in its shape.
     """
 
+    scale: FileTensor | None = None
     stored_name: str
     stored_type: str
     operation: _Operation | None
@@ -131,21 +152,21 @@ class FileTensor(Tensor):
             return shape
         return (*shape[:-1], shape[-1] // self.block.num_bytes * self.block.numbers)
 
-    def list_sources(self) -> list[str]:
-        """The names of the tensors in the file that it is made of."""
+    def list_stored(self) -> list[FileTensor]:
+        """The tensors in the file that it is made of."""
         if self.operation is None:
-            return [self.stored_name]
-        names = []
+            return [self]
+        stored = []
         for operand in _list_operands(self.operation):
-            names += operand.list_sources()
-        return names
+            stored += operand.list_stored()
+        return stored
 
-    def replay_operations(self, opened: OpenedTensors) -> Tensor:
-        """The tensor itself; a view of the open file, unless parts of it are joined."""
+    def replay_operations(self, read: Callable[[FileTensor], Tensor]) -> Tensor:
+        """The tensor, made of what is read for those of the file; a view of that, unless parts of it are joined."""
         if self.operation is None:
-            return opened.get_slice(self.stored_name)[...]
+            return read(self)
         function, args, kwargs, place = self.operation
-        args = tree_map_only(FileTensor, lambda operand: operand.replay_operations(opened), args)
+        args = tree_map_only(FileTensor, lambda operand: operand.replay_operations(read), args)
         # Joining a single tensor would copy it.
         if function is torch.cat and len(args[0]) == 1:
             return args[0][0]  # type: ignore[no-any-return]
@@ -195,7 +216,8 @@ class SingleFile:
             for name in opened.offset_keys():
                 stored = opened.get_slice(name)
                 tensors[name] = FileTensor.from_shape(name, stored.get_shape(), stored.get_dtype())
-        return cls(path, tensors, open_tensors)
+            _check_format(path, "its header", (opened.metadata() or {}).get("_quantization_metadata", ""))
+            return cls(path, _attach_scales(path, tensors, opened), open_tensors)
 
     @property
     def own_tensors(self) -> dict[str, FileTensor]:
@@ -207,7 +229,8 @@ class SingleFile:
         """Type of numbers -> how many of them the transformer has."""
         numbers = Counter[str]()
         for tensor in self.own_tensors.values():
-            numbers[tensor.stored_type] += math.prod(tensor.get_own_shape())
+            scaled = "" if tensor.scale is None else " with scales"
+            numbers[tensor.stored_type + scaled] += math.prod(tensor.get_own_shape())
         return numbers
 
     def convert_tensors(self, model_class: Any, config: Path) -> dict[str, FileTensor]:
@@ -250,7 +273,7 @@ class SingleFile:
             raise LoadError(f"{self.path} does not have the weights of a {class_name} ({reason})") from error
         used: set[str] = set()
         for tensor in renamed.values():
-            used.update(tensor.list_sources())
+            used.update(stored.stored_name for stored in tensor.list_stored())
         return renamed, {name for name, tensor in remaining.items() if tensor.stored_name not in used}
 
     def _check_tensors(
@@ -284,10 +307,9 @@ class SingleFile:
 
     def _check_floating_point(self, name: str, tensor: FileTensor) -> None:
         """Raises `LoadError` for integers in place of a weight: without their scales they mean nothing."""
-        for source in tensor.list_sources():
-            stored = self.tensors[source]
+        for stored in tensor.list_stored():
             # The types of a block are checked where the file is read.
-            if stored.block is None and not stored.stored_type.startswith(("F", "BF")):
+            if stored.block is None and stored.stored_type not in FLOATS + FP8:
                 raise LoadError(
                     f"{self.path}: weight {name} is stored as {stored.stored_type}, and a model computes with floating "
                     "point numbers; take a file of those, or of GGUF"
@@ -383,7 +405,7 @@ class _ConvertedTensors:
 
     def offset_keys(self) -> list[str]:
         places = {name: place for place, name in enumerate(self.opened.offset_keys())}
-        return sorted(self.tensors, key=lambda name: places[self.tensors[name].list_sources()[0]])
+        return sorted(self.tensors, key=lambda name: places[self.tensors[name].list_stored()[0].stored_name])
 
     def get_slice(self, name: str) -> StoredTensor:
         return _ConvertedTensor(self.opened, self.tensors[name], name in self.quantized)
@@ -399,8 +421,11 @@ class _ConvertedTensor:
         return list(self.tensor.get_own_shape())
 
     def __getitem__(self, index: Any) -> Tensor:
-        content = self.tensor.replay_operations(self.opened)
+        content = self.tensor.replay_operations(self._read_stored)
         block = self.tensor.block
+        if any(stored.scale is not None for stored in self.tensor.list_stored()):
+            # What is done to a weight moves its numbers, so the same moves their scales.
+            return content[index].float().mul_(self.tensor.replay_operations(self._read_scales)[index])
         if block is None:
             return content[index]
         if not self.stays_quantized:
@@ -412,6 +437,80 @@ class _ConvertedTensor:
             start = locate_number(content, dim, index[-1].start)
             index = (*index[:-1], slice(start, locate_number(content, dim, index[-1].stop)))
         return content[index]
+
+    def _read_stored(self, stored: FileTensor) -> Tensor:
+        return self.opened.get_slice(stored.stored_name)[...]
+
+    def _read_scales(self, stored: FileTensor) -> Tensor:
+        if stored.scale is None:
+            return torch.ones(()).expand(stored.shape)
+        return stored.scale.replay_operations(self._read_stored)
+
+
+def _attach_scales(path: Path, tensors: Mapping[str, FileTensor], opened: OpenedTensors) -> dict[str, FileTensor]:
+    """The tensors of an open file without the scales of its weights in fp8, which have them then.
+
+    Raises:
+        LoadError: if a weight has two scales, or one of another shape, or is stored in another way.
+    """
+    others = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        weight = tensors.get(f"{module}.weight")
+        is_fp8 = weight is not None and weight.stored_type in FP8
+        if leaf in SCALES and tensor.stored_type in FLOATS and weight is not None and is_fp8:
+            scale = _spread_scale(tensor, weight.shape)
+            if scale is None or weight.scale is not None:
+                raise LoadError(
+                    f"{path}: {name} of the shape {list(tensor.shape)} is no scale of {module}.weight, which has the "
+                    f"shape {list(weight.shape)}; one for it, for each of its rows or for blocks of it would be"
+                )
+            weight.scale = scale
+        elif leaf == FORMAT and tensor.stored_type == "U8" and tensor.ndim == 1:
+            text = bytes(opened.get_slice(name)[:MOST_IN_FORMAT].tolist())
+            _check_format(path, name, text.decode(errors="replace"))
+        elif leaf != FP8_MARK and not (leaf in ACTIVATION_SCALES and is_fp8):
+            others[name] = tensor
+    return others
+
+
+def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
+    """A weight's scale, repeated for each of its numbers; a view but for blocks. None if it cannot be its scale.
+
+    Files have one as [] or [1], one for each row as [rows] or [rows, 1], for blocks of rows and columns as [n, m], and
+    for blocks within rows as [rows, m, 1].
+    """
+    counts = list(scale.shape)
+    while counts and counts[-1] == 1:
+        counts.pop()
+    if len(counts) > len(shape):
+        return None
+    counts += [1] * (len(shape) - len(counts))
+    spread = scale.reshape(counts)
+    for dim, (count, size) in enumerate(zip(counts, shape, strict=True)):
+        if count in (1, size):
+            continue
+        block = SCALED_BLOCK
+        if count != -(-size // block):
+            block, rest = divmod(size, max(count, 1))
+            if rest or not block:
+                return None
+        spread = spread.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return spread.expand(shape)
+
+
+def _check_format(path: Path, name: str, text: str) -> None:
+    """Raises `LoadError` where ComfyUI's word for the format of weights says that more than a scale undoes it."""
+    unknown = []
+    for form in re.findall(r'"format"\s*:\s*"([^"]*)"', text):
+        if not form.startswith(FP8_FORMATS):
+            unknown.append(form)
+    unknown += re.findall(r'"(convrot)"\s*:\s*true', text)
+    if unknown:
+        raise LoadError(
+            f"{path}: {name} says that weights are stored as {unknown[0]!r}, which is not known here; take a file of "
+            f"{' or '.join(FP8_FORMATS)}, or of GGUF"
+        )
 
 
 def find_base_models(path: Path) -> list[str]:
