@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"pipefusion": 2, "stage_weights": (1, 0)}, "greater than 0"),
     ({"pipefusion": 2, "stage_weights": (1, NAN)}, "finite number"),
     ({"pipefusion": 2, "stage_weights": ["1", 2]}, "a valid number"),
-    ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "give one of them"),
+    ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "or use vae=rows or text=split"),
     ({"ring": 2, "ulysses": 2, "token_weights": (1, 2)}, "ring=2 x distrifusion=1 x ulysses=2 are 4; give 4 numbers"),
     ({"token_weights": (1, 2)}, "give 1 numbers"),
     ({"ring": 2, "token_weights": (1, 0)}, "greater than 0"),

@@ -76,7 +76,7 @@ def test_text_and_decode_are_in_the_call() -> None:
     work = DecodeWork(operations=1e6, exchanges=10)
     waits = dataclasses.replace(EVEN, link=Link(latency_s=0.01, bandwidth=1e18, call_s=0.02))
     assert compute_decode_seconds(work, 1000, 1, EVEN) == pytest.approx(1.0)
-    assert compute_decode_seconds(work, 2000, 4, waits) == pytest.approx(2 / 4 + 10 * 0.03)
+    assert compute_decode_seconds(work, 2000, 1 / 4, waits) == pytest.approx(2 / 4 + 10 * 0.03)
     assert subject(TURBO).count_decode_work().operations > 1e5
     for price in search(EVEN).prices:
         assert price.call_s == price.text_s + price.latency_s + price.decode_s > price.latency_s > 0

@@ -180,10 +180,11 @@ class Plan:
                 f"token_weights={_format_plan_value(self.token_weights)} makes shares of unlike size, and uaa is off; "
                 "leave one of them out"
             )
-        if self.stage_blocks is not None and self.stage_weights is not None:
+        if self.stage_blocks is not None and self.stage_weights is not None and not self.divides_ends:
             yield (
                 f"stage_blocks={_format_plan_value(self.stage_blocks)} says where to cut, and stage_weights="
-                f"{_format_plan_value(self.stage_weights)} too; give one of them"
+                f"{_format_plan_value(self.stage_weights)} too; give one of them, or use vae=rows or text=split, whose "
+                "shares are by the weights"
             )
 
     def _iterate_patch_contradictions(self) -> Iterator[str]:
@@ -331,6 +332,26 @@ class Plan:
             return None
         # All ranks with one place along ulysses have the same heads.
         return tuple(sum(self.token_weights[place :: self.ulysses]) for place in range(self.ulysses))
+
+    @property
+    def divides_ends(self) -> bool:
+        """Whether ranks have shares of the decode or of the text encoders."""
+        return self.vae == "rows" or self.text == "split"
+
+    @property
+    def rank_weights(self) -> tuple[float, ...]:
+        """Speed of each rank of an image, which divides the rows of the decode and the layers of text encoders."""
+        weights = []
+        for rank in range(self.world // self.data):
+            place = compute_coordinates(self, rank)
+            weight = 1.0
+            if self.stage_weights is not None:
+                weight *= self.stage_weights[place["pipefusion"]]
+            if self.token_weights is not None:
+                # A plan has only one of ring and distrifusion.
+                weight *= self.token_weights[(place["ring"] + place["distrifusion"]) * self.ulysses + place["ulysses"]]
+            weights.append(weight)
+        return tuple(weights)
 
     @property
     def rounds_otherwise(self) -> bool:

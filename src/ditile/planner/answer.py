@@ -13,7 +13,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.numbers import format_bytes, format_number
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
-from ditile.planner.memory import HostMemory, RankMemory
+from ditile.planner.memory import HostMemory, RankMemory, compute_decode_share
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
 from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult, StageGaps
@@ -52,6 +52,7 @@ class RankShare(NamedTuple):
         blocks: how many.
         tokens: share of the image, 0 to 1.
         heads: for which it attends.
+        decode: share of the decode, 0 to 1.
     """
 
     device: str
@@ -59,6 +60,7 @@ class RankShare(NamedTuple):
     blocks: int
     tokens: float
     heads: int
+    decode: float
 
 
 def list_rank_shares(job: PlannedCall, profile: Profile) -> tuple[RankShare, ...]:
@@ -74,7 +76,8 @@ def list_rank_shares(job: PlannedCall, profile: Profile) -> tuple[RankShare, ...
         device = profile.get_rank_profile(rank)
         share = parts[place.rank].image_tokens / tokens
         blocks = len(job.stages[place.stage])
-        shares.append(RankShare(device.name, device.memory_bytes, blocks, share, job.count_heads(place)))
+        decode = compute_decode_share(job.plan, rank)
+        shares.append(RankShare(device.name, device.memory_bytes, blocks, share, job.count_heads(place), decode))
     return tuple(shares)
 
 
@@ -345,11 +348,14 @@ def make_share_table(shares: Sequence[RankShare]) -> Table:
     from rich.table import Table
 
     table = Table("rank", "device")
-    for title in ("memory", "blocks", "tokens", "heads"):
+    for title in ("memory", "blocks", "tokens", "heads", "decode"):
         table.add_column(title, justify="right", no_wrap=True)
     for rank, share in enumerate(shares):
         memory = format_bytes(share.memory_bytes)
-        table.add_row(str(rank), share.device, memory, str(share.blocks), f"{share.tokens:.0%}", str(share.heads))
+        tokens = f"{share.tokens:.0%}"
+        table.add_row(
+            str(rank), share.device, memory, str(share.blocks), tokens, str(share.heads), f"{share.decode:.0%}"
+        )
     return table
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
@@ -128,8 +129,22 @@ def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, mode
 def _count_text_parameters(subject: PlanSubject, plan: Plan, rank: int) -> int:
     """Parameters of the text encoders on a rank."""
     if plan.text == "split":
-        return -(-subject.text // plan.world)
+        return math.ceil(subject.text * _compute_rank_share(plan, rank))
     return subject.text if plan.text == "each" or rank == 0 else 0
+
+
+def _compute_rank_share(plan: Plan, rank: int) -> float:
+    """The part of what the ranks of an image divide by their speeds."""
+    weights = plan.rank_weights
+    return weights[rank % len(weights)] / sum(weights)
+
+
+def compute_decode_share(plan: Plan, rank: int) -> float:
+    """The part of a replica's images that a rank decodes, 0 to 1."""
+    if plan.vae == "rows":
+        return _compute_rank_share(plan, rank)
+    is_first = rank % (plan.world // plan.data) == 0
+    return float(is_first)
 
 
 def count_rank_memory(
@@ -210,7 +225,7 @@ def count_peaks_of_ranks(
     ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
     ranks = {stage * ranks_of_stage for stage in (0, heaviest, last)}
-    if profile.by_rank or plan.token_weights is not None:
+    if profile.by_rank or plan.token_weights is not None or plan.stage_weights is not None:
         ranks = set(range(plan.world))
     peaks = {}
     for rank in ranks:
@@ -349,13 +364,9 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
 def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:
     """Bytes of decoding a replica's images on its first rank; with `vae=rows`, of the rows of each rank."""
     shape = job.compute_replica_shape(place.data)
-    ranks = job.plan.world // job.plan.data
-    if job.plan.vae == "whole":
-        if rank % ranks:
-            return 0
-        ranks = 1
+    share = compute_decode_share(job.plan, rank)
     pixels = (shape.height // subject.vae_scale) * (shape.width // subject.vae_scale)
-    return int(shape.images * pixels * subject.count_decode_numbers(shape.frames) * shape.element_size / ranks)
+    return int(shape.images * pixels * subject.count_decode_numbers(shape.frames) * shape.element_size * share)
 
 
 def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> float:

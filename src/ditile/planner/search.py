@@ -36,7 +36,7 @@ from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.plan.stages import weigh_shares
-from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
+from ditile.planner.memory import compute_decode_share, count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
@@ -401,7 +401,9 @@ class PlanSearch:
         blocks = [len(stage) for stage in job.stages]
         blocks[giver] -= 1
         blocks[taker] += 1
-        plan = replace(job.plan, stage_weights=None, stage_blocks=tuple(blocks))
+        # Rows of the decode and layers of text encoders are still divided by them.
+        weights = job.plan.stage_weights if job.plan.divides_ends else None
+        plan = replace(job.plan, stage_weights=weights, stage_blocks=tuple(blocks))
         return self.subject.make_plan_job(plan, self.shape)
 
     def _balance_stages(self, price: Price) -> Price:
@@ -558,33 +560,52 @@ class PlanSearch:
             return price
         subject = self.subject
         plan = price.plan
-        # All ranks of a replica decode its images.
-        ranks = plan.world // plan.data
-        images = math.ceil(shape.images / plan.data)
-        pixels = images * shape.height * shape.width // subject.vae_scale**2
-        work = subject.count_decode_work(shape.frames)
-        devices = [self.profile.get_rank_profile(rank) for rank in range(plan.world)]
-        # The first rank of each replica decodes, or all do.
-        whole = max(compute_decode_seconds(work, pixels, 1, device) for device in devices[::ranks])
-        divided = max(compute_decode_seconds(work, pixels, ranks, device) for device in devices)
-        decode = divided if plan.vae == "rows" else whole
-        completed = replace(price, text_s=self._predict_text_seconds(plan, devices), decode_s=decode)
+        completed = replace(price, text_s=self._predict_text_seconds(plan), decode_s=self._predict_decode_seconds(plan))
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
-        if whole - divided < ROWS_GAIN * completed.call_s:
+        by_rows_plan = self._divide_decode(plan)
+        divided = self._predict_decode_seconds(by_rows_plan)
+        if completed.decode_s - divided < ROWS_GAIN * completed.call_s:
             return completed
-        by_rows = self._size_plan(replace(plan, vae="rows"))
+        by_rows = self._size_plan(by_rows_plan)
         if by_rows.lacks > 0:
             return completed
         return replace(completed, plan=by_rows.job.plan, decode_s=divided, memory_bytes=by_rows.memory)
 
-    def _predict_text_seconds(self, plan: Plan, devices: Sequence[Profile]) -> float:
+    def _divide_decode(self, plan: Plan) -> Plan:
+        """The plan with the rows of the decode divided, by the speeds of the devices where its blocks are."""
+        divided = replace(plan, vae="rows")
+        if plan.stage_blocks is None or not self._device_speeds:
+            return divided
+        # Blocks that were moved say nothing of speeds.
+        return replace(divided, stage_weights=weigh_shares(divided, self._device_speeds).stage_weights)
+
+    def _predict_decode_seconds(self, plan: Plan) -> float:
+        """Seconds until the slowest rank has decoded its share."""
+        images = math.ceil(self.shape.images / plan.data)
+        pixels = images * self.shape.height * self.shape.width // self.subject.vae_scale**2
+        work = self.subject.count_decode_work(self.shape.frames)
+        slowest = 0.0
+        for rank in range(plan.world):
+            share = compute_decode_share(plan, rank)
+            if share > 0:
+                device = self.profile.get_rank_profile(rank)
+                slowest = max(slowest, compute_decode_seconds(work, pixels, share, device))
+        return slowest
+
+    def _predict_text_seconds(self, plan: Plan) -> float:
         """Seconds of the text encoders on the devices that have them."""
         tokens = self.subject.count_prompt_tokens(self.call, self.shape)
+        devices = [self.profile.get_rank_profile(rank) for rank in range(plan.world)]
         seconds = [compute_text_seconds(self.subject.text, tokens, device) for device in devices]
+        if plan.text == "each":
+            return max(seconds)
+        if plan.text == "first":
+            return seconds[0]
         # Ranks that split the layers compute one after the other.
-        by_place = {"each": max(seconds), "first": seconds[0], "split": sum(seconds) / len(seconds)}
-        return by_place[plan.text]
+        weights = plan.rank_weights * plan.data
+        in_turn = zip(weights, seconds, strict=True)
+        return sum(weight * alone for weight, alone in in_turn) / sum(weights)
 
     def _find_other_plans(
         self, prices: Sequence[Price], too_large: Sequence[SizedJob]

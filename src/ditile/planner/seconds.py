@@ -193,15 +193,15 @@ def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> floa
     return max(reading, 2 * parameters * tokens / profile.matmul.interpolate(tokens, WIDE))
 
 
-def compute_decode_seconds(work: DecodeWork, pixels: int, ranks: int, profile: Profile) -> float:
-    """Seconds of a decode of so many latent pixels, whose rows some ranks divide.
+def compute_decode_seconds(work: DecodeWork, pixels: int, share: float, profile: Profile) -> float:
+    """Seconds of a decode of so many latent pixels on a rank with a share of their rows; 1 where none are divided.
 
     Convolutions are priced as products of as many operations; what only reads and writes is not counted.
     """
     whole = work.operations * pixels / profile.matmul.interpolate(pixels, WIDE)
-    if ranks == 1:
+    if share == 1:
         return whole
-    return whole / ranks + work.exchanges * (profile.link.latency_s + profile.link.call_s)
+    return whole * share + work.exchanges * (profile.link.latency_s + profile.link.call_s)
 
 
 class WarmupBlock(NamedTuple):

@@ -521,7 +521,7 @@ def compose_strategies(
     stages = divide_into_stages(block_hooks, plan)
     kernel = _choose_named_kernel(options.attention, block_hooks.transformer, device, plan)
     encoders = TextEncoders(
-        pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=options.text_after
+        pipe, plan, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=options.text_after
     )
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
@@ -685,7 +685,13 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
     """A pipeline's autoencoder by rows, where the plan says so."""
     if plan.vae != "rows":
         return None
-    return ParallelVAE(getattr(pipe, "vae", None), mesh.image, mesh.traffic, block_size=plan.vae_block_size)
+    return ParallelVAE(
+        getattr(pipe, "vae", None),
+        mesh.image,
+        mesh.traffic,
+        block_size=plan.vae_block_size,
+        weights=plan.rank_weights,
+    )
 
 
 def _name_recorder(recorder: RecordedSteps | None) -> str:

@@ -230,7 +230,7 @@ def load_partial_components(
         LoadError: if files or weights are missing or corrupt.
     """
     image = next(ranks for ranks in list_subgroups(plan, IMAGE) if rank in ranks)
-    placement = EncoderPlacement.choose_placement(plan.text, image.index(rank), len(image))
+    placement = EncoderPlacement.choose_placement(plan, image.index(rank))
     partial: dict[str, Any] = {}
     for component in _list_components(source):
         name = component.name

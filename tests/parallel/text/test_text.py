@@ -39,13 +39,16 @@ def counts(pipe: Any) -> dict[str, int]:
     return {name: sum(p.numel() for p in part.parameters()) for name, part in find_text_encoders(pipe).items()}
 
 
-def pictures(name: str, mode: str, ranks: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def pictures(
+    name: str, mode: str, ranks: int, weights: tuple[float, ...] | None = None
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Parameters of each encoder: of all, on this rank, and after `restore`."""
     pipe = deeper(name)
     whole = counts(pipe)
     wanted = share(f"deeper {name}", lambda: [run(pipe, name, **call) for call in CALLS[name]])
     different(wanted[1][:1], wanted[0], f"{name}: the prompt has no effect")
-    runner = parallelize(pipe, Plan(pipefusion=ranks, text=mode, warmup=99), keep_weights=True)  # type: ignore[arg-type]
+    plan = Plan(pipefusion=ranks, text=mode, warmup=99, stage_weights=weights)  # type: ignore[arg-type]
+    runner = parallelize(pipe, plan, keep_weights=True)
     here = counts(pipe)
     for call, picture in zip(CALLS[name], wanted, strict=True):
         same(run(runner, name, **call), picture, f"{name}, {mode}, {call}")
@@ -74,10 +77,25 @@ def test_pictures_are_the_plain_pipelines(pool: Pool, name: str, mode: str, rank
             assert max(kept_bytes) < everything, part
 
 
-@pytest.mark.parametrize(("layers", "ranks", "wanted"), [(5, 3, [0, 1, 1, 2, 2]), (1, 3, [2]), (4, 2, [0, 0, 1, 1])])
-def test_runs_are_even(layers: int, ranks: int, wanted: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "weights", "wanted"),
+    [
+        (5, (1.0, 1.0, 1.0), [0, 1, 1, 2, 2]),
+        (1, (1.0, 1.0, 1.0), [2]),
+        (4, (1.0, 1.0), [0, 0, 1, 1]),
+        (6, (2.0, 1.0), [0, 0, 0, 0, 1, 1]),
+        (4, (1.0, 9.0, 1.0), [0, 1, 1, 2]),
+    ],
+)
+def test_runs_are_by_weight(layers: int, weights: tuple[float, ...], wanted: list[int]) -> None:
     """A failure means that a rank holds more than its share."""
-    assert assign_layer_ranks(layers, ranks) == wanted
+    assert assign_layer_ranks(layers, weights) == wanted
+
+
+def test_layers_by_speed(pool: Pool) -> None:
+    """Of five layers of one encoder and four of the other. A failure means that a fast rank waits for a slow one."""
+    [(whole, fast, _), (_, slow, _)] = pool.run(pictures, 2, "flux true cfg", "split", 2, (3, 1))
+    assert all(fast[part] > 2 * slow[part] for part in whole)
 
 
 def more_ranks_than_layers(name: str) -> None:
@@ -159,7 +177,7 @@ def test_encoders_wait_on_the_cpu() -> None:
     """
     pipe, device = MAKE["flux"](), torch.device("meta")
     mesh = parallelize(pipe, Plan()).mesh
-    encoders = TextEncoders(pipe, "each", mesh.image, None, device, mesh.traffic, after="offload")
+    encoders = TextEncoders(pipe, Plan(), mesh.image, None, device, mesh.traffic, after="offload")
     before = [list(part.state_dict()) for part in find_text_encoders(pipe).values()]
     moves: list[str] = []
     for part in find_text_encoders(pipe).values():

@@ -37,20 +37,20 @@ def applied(values: list[int], window: RowWindow) -> list[tuple[int, ...]]:
     ("height", "ranks", "window", "made"),
     [
         (8, 2, CONV, (0, 4, 8)),
-        (7, 3, CONV, (0, 2, 4, 7)),
-        (8, 3, DOWN, (0, 1, 3, 4)),  # cuts at 2 and 5: row 5 is the middle of output row 2, which begins at row 4
+        (7, 3, CONV, (0, 2, 5, 7)),
+        (8, 3, DOWN, (0, 2, 3, 4)),  # cuts at 3 and 5: row 5 is the middle of output row 2, which begins at row 4
         (37, 2, DOWN, (0, 9, 18)),  # the last row of an odd height is dropped, as the undivided encoder does
-        (3, 4, UP, (0, 0, 2, 4, 6)),  # fewer rows than ranks
+        (3, 4, UP, (0, 2, 4, 4, 6)),  # fewer rows than ranks
     ],
 )
 def test_rows_by_hand(height: int, ranks: int, window: RowWindow, made: tuple[int, ...]) -> None:
     """Worked out on paper. A failure changes who owns which rows."""
-    assert window.divide_output_rows(ImageRows.split_evenly(height, ranks)).cuts == made
+    assert window.divide_output_rows(ImageRows.split_by_weights(height, (1.0,) * ranks)).cuts == made
 
 
 def test_a_convolution_needs_a_row_of_each_neighbour() -> None:
     """A failure means that more travels than the rows next to a cut, or fewer."""
-    part = plan_halo_exchange(ImageRows.split_evenly(12, 3), CONV, 1)
+    part = plan_halo_exchange(ImageRows.split_by_weights(12, (1.0,) * 3), CONV, 1)
     assert (part.own, part.out, part.inner) == (range(4, 8), range(4, 8), range(5, 7))
     assert part.above == ((0, range(3, 4)),) and part.below == ((2, range(8, 9)),)
     assert part.sends == ((0, range(4, 5)), (2, range(7, 8)))
@@ -58,14 +58,14 @@ def test_a_convolution_needs_a_row_of_each_neighbour() -> None:
 
 def test_up_sampling_needs_a_row_before_it_is_doubled() -> None:
     """A failure means that rows travel doubled."""
-    part = plan_halo_exchange(ImageRows.split_evenly(12, 3), UP, 1)
+    part = plan_halo_exchange(ImageRows.split_by_weights(12, (1.0,) * 3), UP, 1)
     assert (part.out, part.inner) == (range(8, 16), range(9, 15))
     assert part.above == ((0, range(3, 4)),) and part.below == ((2, range(8, 9)),)
 
 
 def test_a_wide_window_takes_rows_of_more_than_one_neighbour() -> None:
     """A failure means that a strip lower than the halo is computed from zeros, or hangs."""
-    part = plan_halo_exchange(ImageRows.split_evenly(4, 4), RowWindow(7, 1, 3, 3), 2)
+    part = plan_halo_exchange(ImageRows.split_by_weights(4, (1.0,) * 4), RowWindow(7, 1, 3, 3), 2)
     assert part.above == ((0, range(1)), (1, range(1, 2))) and part.below == ((3, range(3, 4)),)
     assert part.inner == range(2, 2)
 
@@ -108,18 +108,18 @@ def test_neighbours_suffice(height: int, ranks: int, window: RowWindow) -> None:
     """With two rows each, the convolutions of an autoencoder talk to two neighbours at most, one message each way."""
     height += 2 * ranks
     for rank in range(ranks):
-        part = plan_halo_exchange(ImageRows.split_evenly(height, ranks), window, rank)
+        part = plan_halo_exchange(ImageRows.split_by_weights(height, (1.0,) * ranks), window, rank)
         assert len(part.above) <= 1 and len(part.below) <= 1 and len(part.sends) <= 2
 
 
 @given(st.integers(0, 300), st.integers(1, 16))
 def test_even_is_even(height: int, ranks: int) -> None:
     """A failure means that one rank has more to do, or to hold, than it must."""
-    sizes = ImageRows.split_evenly(height, ranks).rows_per_rank
+    sizes = ImageRows.split_by_weights(height, (1.0,) * ranks).rows_per_rank
     assert sum(sizes) == height and max(sizes) - min(sizes) <= 1
 
 
 def test_a_picture_may_be_too_low() -> None:
     """A failure means an error of a kernel, deep inside, on some ranks only."""
     with pytest.raises(ModelError, match="an image of height 1 is too low"):
-        plan_halo_exchange(ImageRows.split_evenly(1, 2), DOWN, 0)
+        plan_halo_exchange(ImageRows.split_by_weights(1, (1.0,) * 2), DOWN, 0)

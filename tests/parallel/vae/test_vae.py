@@ -43,6 +43,13 @@ class Case(NamedTuple):
     batch: int = 1
     block_size: int | None = None
     gather: Literal["all", "first"] = "all"
+    unlike: bool = False
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The share of each rank: a rank next to a small share has a large one."""
+        ranks = dist.get_world_size()
+        return (7.0, 1.0, 3.0, 1.0, 2.0, 5.0, 1.0, 1.0)[:ranks] if self.unlike else (1.0,) * ranks
 
 
 def autoencoder(layout: str) -> AutoencoderKL:
@@ -91,13 +98,15 @@ def compared(cases: list[Case]) -> list[list[float]]:
         vae = autoencoder(case.layout)
         latents, picture = inputs(vae, case)
         decoded, *encoded = share(f"whole {case}", whole, vae, latents, picture)
-        parallel = ParallelVAE(vae, axis(), Traffic(), block_size=case.block_size, gather=case.gather)
+        parallel = ParallelVAE(
+            vae, axis(), Traffic(), block_size=case.block_size, gather=case.gather, weights=case.weights
+        )
         with parallel.install_forwards():
             mine = vae.decode(latents, return_dict=False, generator=torch.Generator())[0]
             posterior = vae.encode(picture).latent_dist
         if case.gather == "first" and dist.get_rank() > 0:  # zeros around its own rows
             own, scale = (
-                ImageRows.split_evenly(case.height, dist.get_world_size()).select_rank_rows(dist.get_rank()),
+                ImageRows.split_by_weights(case.height, case.weights).select_rank_rows(dist.get_rank()),
                 mine.shape[2] // case.height,
             )
             decoded[:, :, : own.start * scale] = 0
@@ -113,6 +122,8 @@ CASES = [
     Case("pixart", height=11, pixels=77, block_size=7, batch=2),
     Case(height=3, pixels=24, batch=2, block_size=2),  # with more ranks than rows some have none
     Case("shapes-flux", height=33, pixels=100, gather="first"),
+    Case(height=14, pixels=120, block_size=3, unlike=True),
+    Case("pixart", height=9, pixels=72, gather="first", unlike=True),
 ]
 MORE = [
     *(Case(layout) for layout in LAYOUTS),

@@ -39,7 +39,7 @@ from ditile.parallel.text.parts import (
 )
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.option_classes import check_value
-from ditile.plan.plan import TEXT_AFTER
+from ditile.plan.plan import TEXT_AFTER, Plan
 
 After = Literal["keep", "offload", "free"]
 Forward = Callable[..., Any]
@@ -60,7 +60,7 @@ class TextEncoders:
     def __init__(
         self,
         pipe: Any,
-        mode: str,
+        plan: Plan,
         axis: Axis,
         control: dist.ProcessGroup | None,
         device: torch.device,
@@ -72,7 +72,7 @@ class TextEncoders:
         """Checks, and touches nothing.
 
         Args:
-            mode: `Plan.text`.
+            plan: says how they are divided.
             axis: the ranks of an image.
             control: their CPU group, for headers.
             device: where the encoders run.
@@ -86,7 +86,7 @@ class TextEncoders:
         """
         check_value(Literal[TEXT_AFTER], after, "text_after")
         self.encoders = find_text_encoders(pipe)
-        self._place = EncoderPlacement.choose_placement(mode, axis.index, axis.num_ranks)
+        self._place = EncoderPlacement.choose_placement(plan, axis.index)
         self._after = after
         self._device = device
         self._keep = keep
@@ -257,7 +257,7 @@ class _SplitEncoder:
         self._index = place.index
         self._channel = channel
         self._layers = find_encoder_layers(encoder)
-        self._owners = assign_layer_ranks(len(self._layers), place.ranks)
+        self._owners = assign_layer_ranks(len(self._layers), place.weights)
         self._extras: tuple[Any, ...] | None = None
         self._recording = False
 

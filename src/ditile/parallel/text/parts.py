@@ -19,6 +19,8 @@ from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.overrides import IN_CALL
 from ditile.model.hooks.placeholders import ModuleContents, refuse_saving, turn_into_placeholder
 from ditile.plan.errors import LoadError, ModelError, StateError
+from ditile.plan.layout import pick_weighted_chunk
+from ditile.plan.plan import Plan
 
 _PLACEHOLDER = "stand_in"
 """A parameter without elements: an encoder without weights still has a dtype and a device."""
@@ -77,15 +79,14 @@ def find_encoder_layers(encoder: nn.Module) -> nn.ModuleList:
     raise ModelError(f"{type(encoder).__name__} has no list of layers called {list_name}; use text=first")
 
 
-def assign_layer_ranks(layers: int, ranks: int) -> list[int]:
-    """The rank of each layer: runs of equal length, the last ones longer, as the first rank has the embeddings."""
-    owners = []
-    first_longer_run = ranks - layers % ranks
-    for rank in range(ranks):
-        length = layers // ranks
-        if rank >= first_longer_run:
-            length += 1
-        owners += [rank] * length
+def assign_layer_ranks(layers: int, weights: tuple[float, ...]) -> list[int]:
+    """The rank of each layer: runs in proportion to the ranks' weights."""
+    owners: list[int] = []
+    # From the last rank on: of equal shares the first ones are longer, and the first rank has the embeddings.
+    from_last = weights[::-1]
+    for place in range(len(weights)):
+        run = pick_weighted_chunk(range(layers), from_last, place)
+        owners = [len(weights) - 1 - place] * len(run) + owners
     return owners
 
 
@@ -99,7 +100,7 @@ def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn
         return list(encoder.children()) if place.has_no_weights else []
     module_names = find_encoder_modules(type(encoder))
     layers = find_encoder_layers(encoder)
-    owners = assign_layer_ranks(len(layers), place.ranks)
+    owners = assign_layer_ranks(len(layers), place.weights)
     own_modules = {id(layers)}
     for path, module in encoder.named_modules():
         if module._parameters and _find_owner_rank(path.split("."), module_names, owners) in (place.index, None):
@@ -225,16 +226,17 @@ _PLACE = "_place_by_ditile"
 
 @dataclass(frozen=True, slots=True)
 class EncoderPlacement:
-    """Which part of the text encoders a rank has: mode, place among the ranks of its image, and their number."""
+    """Which part of the text encoders a rank has: mode, place among the ranks of its image, and their weights."""
 
     mode: str = "each"
     index: int = 0
-    ranks: int = 1
+    weights: tuple[float, ...] = (1.0,)
 
     @classmethod
-    def choose_placement(cls, mode: str, index: int, ranks: int) -> EncoderPlacement:
+    def choose_placement(cls, plan: Plan, index: int) -> EncoderPlacement:
         """The part of a rank; all of it where nothing is split."""
-        return WHOLE if mode == "each" or ranks == 1 else cls(mode, index, ranks)
+        weights = plan.rank_weights
+        return WHOLE if plan.text == "each" or len(weights) == 1 else cls(plan.text, index, weights)
 
     @property
     def has_no_weights(self) -> bool:
@@ -244,7 +246,7 @@ class EncoderPlacement:
     def __str__(self) -> str:
         if self == FREED:
             return "text_after=free"
-        return f"text={self.mode} on rank {self.index} of {self.ranks}"
+        return f"text={self.mode} on rank {self.index} of {len(self.weights)}"
 
 
 WHOLE = EncoderPlacement()

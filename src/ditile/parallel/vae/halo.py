@@ -8,6 +8,7 @@ of input rows; the rank that has the input row at the same place owns the output
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -18,6 +19,7 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import IncomingShapes, OutgoingTensors, Traffic, start_exchange, start_gather
 from ditile.plan.errors import ModelError
+from ditile.plan.layout import count_weighted_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,9 @@ class ImageRows:
     cuts: tuple[int, ...]
 
     @classmethod
-    def split_evenly(cls, height: int, ranks: int) -> ImageRows:
-        """Shares that differ by one row at most."""
-        return cls(tuple(height * rank // ranks for rank in range(ranks + 1)))
+    def split_by_weights(cls, height: int, weights: tuple[float, ...]) -> ImageRows:
+        """A share for each rank in proportion to its weight; equal weights make shares that differ by a row at most."""
+        return cls((0, *itertools.accumulate(count_weighted_shares(height, weights))))
 
     @property
     def image_height(self) -> int:
@@ -235,10 +237,16 @@ class Strip:
     Attributes:
         rows: how the image is cut at the resolution of the tensor that was looked at last.
         block_size: output rows that a convolution makes at a time; None for all.
+
+    Args:
+        weights: the share of each rank, in any unit; equal by default.
     """
 
-    def __init__(self, links: RowLinks, block_size: int | None = None) -> None:
-        self.rows = ImageRows.split_evenly(0, links.num_ranks)
+    def __init__(
+        self, links: RowLinks, block_size: int | None = None, weights: tuple[float, ...] | None = None
+    ) -> None:
+        self._weights = weights or (1.0,) * links.num_ranks
+        self.rows = ImageRows.split_by_weights(0, self._weights)
         self.block_size = block_size
         self._links = links
         self._rank = links.index
@@ -272,7 +280,7 @@ class Strip:
         num_ranks = self._links.num_ranks
         while unit > 1 and (height % unit or height < unit * num_ranks):
             unit //= 2
-        rows = ImageRows.split_evenly(height // unit, num_ranks)
+        rows = ImageRows.split_by_weights(height // unit, self._weights)
         self.rows = ImageRows(tuple(cut * unit for cut in rows.cuts))
         self._known = [self.rows]
         own = self.rows.select_rank_rows(self._rank)

@@ -60,6 +60,7 @@ class ParallelVAE:
             normalized rows that it is given; None for all.
         gather: who gets the decoded image: "all", or "first": the others get zeros around their own rows, so that
             what follows in a pipeline runs as before. Latents always go to all.
+        weights: the share of each rank's rows, in any unit; equal by default. Tiles are divided equally.
 
     Raises:
         ModelError: if the autoencoder is not one that can be divided exactly.
@@ -74,6 +75,7 @@ class ParallelVAE:
         *,
         block_size: int | None = None,
         gather: Literal["all", "first"] = "all",
+        weights: tuple[float, ...] | None = None,
     ) -> None:
         check_value(Count | None, block_size, "block_size", error=PlanError, example="64, or None for all")
         if gather not in ("all", "first"):
@@ -83,6 +85,7 @@ class ParallelVAE:
         self.traffic = traffic
         self.block_size = block_size
         self.gather = gather
+        self.weights = weights
         check_vae_divisible(vae)
 
     @contextmanager
@@ -98,7 +101,7 @@ class ParallelVAE:
             if explain_rows_refusal(self.vae) is not None:
                 install_tile_forwards(stack, self.vae, GroupLinks(self.axis, self.traffic))
             elif self.axis.num_ranks > 1 or self.block_size is not None:
-                strip = Strip(GroupLinks(self.axis, self.traffic), self.block_size)
+                strip = Strip(GroupLinks(self.axis, self.traffic), self.block_size, self.weights)
                 install_row_forwards(stack, self.vae, strip, first=self.gather == "first")
             yield
 

@@ -66,8 +66,19 @@ def _compare(vae: Any, install: Install, name: str, call: Callable[[Any], Tensor
             )
 
 
-def simulate_ranks(vae: Any, install: Install, num_ranks: int, call: Callable[[Any], Tensor]) -> list[Tensor]:
+def simulate_ranks(
+    vae: Any,
+    install: Install,
+    num_ranks: int,
+    call: Callable[[Any], Tensor],
+    weights: tuple[float, ...] | None = None,
+) -> list[Tensor]:
     """What each of several ranks makes in a call of its copy of an autoencoder, which shares the weights.
+
+    Args:
+        vae, install, call: see `prove_rows`.
+        num_ranks: how many.
+        weights: the share of each rank; equal by default.
 
     Raises:
         ModelError: what a rank runs into.
@@ -76,7 +87,7 @@ def simulate_ranks(vae: Any, install: Install, num_ranks: int, call: Callable[[A
     def run(rank: ThreadRank) -> Tensor:
         divided = copy.deepcopy(vae, memo={id(p): p for p in vae.parameters()})
         with torch.no_grad(), ExitStack() as stack:
-            install(stack, divided, Strip(rank))
+            install(stack, divided, Strip(rank, weights=weights))
             return call(divided)
 
     try:
