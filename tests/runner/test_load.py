@@ -24,7 +24,7 @@ from ditile import DitileError, LoadError, ModelError, PlanError
 from ditile.model.known import ASSETS, find_known_model, list_bundled_models
 from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
-from ditile.runner.load import load, load_partial_components
+from ditile.runner.load import _check_fetched_types, load, load_partial_components
 from ditile.runner.model_files import check_weight_source, defaults, find_model_source
 from tests import tiny
 
@@ -225,6 +225,27 @@ def write_without(folder: Path, lost: str, end: str = ".safetensors", weights: s
     save_file(tensors, folder / weights.replace(".safetensors", end), {"format": "pt"})
 
 
+def write_quantized(folder: Path, dtype: torch.dtype, **scales: torch.Tensor) -> None:
+    """Stores one weight in another type, with scales beside it."""
+    tensors = load_file(folder / WEIGHTS)
+    tensors["proj_out.weight"] = tensors["proj_out.weight"].to(dtype)
+    tensors |= {f"proj_out.weight_{name}": scale for name, scale in scales.items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def test_types_of_the_hub_are_those_of_a_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that integers of the hub are cast, where diffusers does not know their scales."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--owner--model"
+    snapshot = shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    _check_fetched_types("owner/model", None)
+    write_quantized(snapshot, torch.int8)
+    with pytest.raises(LoadError, match="has proj_out.weight of I8"):
+        _check_fetched_types("owner/model", None)
+
+
 def change_config(name: str, **values: Any) -> Callable[[Path], Any]:
     """Changes a config."""
 
@@ -266,6 +287,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
             folder, "decoder.conv_in.weight", weights="vae/diffusion_pytorch_model.safetensors"
         ),
         "lacks 1 weight(s), such as decoder.conv_in.weight",
+    ),
+    "integers": (lambda folder: write_quantized(folder, torch.int8), "has proj_out.weight of I8"),
+    "scales": (
+        lambda folder: write_quantized(folder, torch.float8_e4m3fn, scale=torch.ones(())),
+        "has proj_out.weight_scale of F32, so its weights are quantized",
     ),
     "an index of numbers": (
         lambda folder: (folder / SHARD_INDEX).write_text(json.dumps({"weight_map": {"a": 3}})),

@@ -50,6 +50,7 @@ from ditile.runner.model_files import (
     TRANSFORMER,
     check_config_counts,
     check_hub_access,
+    check_stored_types,
     choose_dtype_name,
     find_model_source,
     is_hub_id,
@@ -151,9 +152,19 @@ def load(
             pipe = pipeline_class.from_pretrained(
                 source, dtype=weight_dtype, use_safetensors=True, variant=variant, **loaded
             )
+    if isinstance(source, str):
+        _check_fetched_types(source, variant)
     if partial:
         refuse_saving(ExitStack(), pipe, partial.values())
     return pipe
+
+
+def _check_fetched_types(source: str, variant: str | None) -> None:
+    """Checks the files of the hub as `find_model_source` checks those of a folder before they are read."""
+    for component in _list_components(source):
+        config = locate_component_file(source, component.name, "config.json")
+        if config is not None:
+            check_stored_types(config.parent, variant)
 
 
 def choose_weight_dtype(source: Path | str, dtype: torch.dtype | str | None) -> torch.dtype:

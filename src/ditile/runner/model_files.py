@@ -57,6 +57,12 @@ MOST_IN_GGUF_HEADER = 30_000
 vocabularies, and each takes microseconds to read."""
 _GGUF_ERRORS = (OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
 """What the reader of GGUF raises for a file that is cut short, or whose header says what cannot be."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+FP8 = ("F8_E4M3", "F8_E5M2")
+"""Types of safetensors that are floating point numbers, and those of eight bits, which may have scales."""
+SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
+"""The last part of the name of what a `weight` in fp8 beside it is multiplied with: that of ComfyUI's first files, that
+of its later ones and of authors, and that of DeepSeek's convention, which is no inverse either."""
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -311,8 +317,31 @@ def _check_component(folder: Path, variant: str | None) -> None:
     for path in weight_files:
         if not path.exists():
             raise LoadError(f"{path} is missing, and the index in its folder names it; copy the whole model")
-        with open_safetensors(path, "np"):
-            pass
+    check_stored_types(folder, variant)
+
+
+def check_stored_types(folder: Path, variant: str | None) -> None:
+    """Checks the headers of a component's files of weights, as far as they are there.
+
+    diffusers and transformers would cast integers, and leave scales out.
+
+    Raises:
+        LoadError: if a file is cut short, or weights mean nothing without a quantizer, which the config does not name.
+    """
+    is_quantized = bool(read_json_object(folder / "config.json").get("quantization_config"))
+    for path in _list_weight_files(folder, variant):
+        if not path.exists():
+            continue
+        with open_safetensors(path, "np") as tensors:
+            names = [] if is_quantized else tensors.keys()
+            for name in names:
+                leaf = name.rpartition(".")[2]
+                stored_type = tensors.get_slice(name).get_dtype()
+                if leaf in SCALES or (leaf == "weight" and stored_type not in FLOATS + FP8):
+                    raise LoadError(
+                        f"{path} has {name} of {stored_type}, so its weights are quantized, and its config.json has no "
+                        "quantization_config; take a model of floating point numbers"
+                    )
 
 
 def _list_weight_files(folder: Path, variant: str | None) -> list[Path]:

@@ -29,7 +29,10 @@ from ditile.parallel.block_formats import RowBlocks, locate_number
 from ditile.plan.errors import LoadError
 from ditile.plan.extras import require_extra
 from ditile.runner.model_files import (
+    FLOATS,
+    FP8,
     GGUF,
+    SCALES,
     check_config_counts,
     check_model_file,
     join_error_lines,
@@ -49,14 +52,8 @@ MOST_MISSING = 0.04
 """Of a model's tensors, the share that a file under diffusers' names may lack; one of other names lacks more."""
 UNKNOWN = "v1"
 """What diffusers calls a file that it does not know."""
-FLOATS = ("F64", "F32", "F16", "BF16")
-FP8 = ("F8_E4M3", "F8_E5M2")
-"""Types of safetensors that are floating point numbers, and those of eight bits, which may have scales."""
-SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
-"""The last part of the name of what a `weight` in fp8 beside it is multiplied with: that of ComfyUI's first files, that
-of its later ones and of authors, and that of DeepSeek's convention, which is no inverse either."""
 ACTIVATION_SCALES = ("scale_input", "input_scale")
-"""What else may be beside such a weight: the scale of its inputs, where they are in fp8 too."""
+"""What else may be beside a weight in fp8: the scale of its inputs, where they are in fp8 too."""
 FP8_MARK = "scaled_fp8"
 """A tensor without meaning, by which ComfyUI's first files say that they have scales."""
 FORMAT = "comfy_quant"
