@@ -365,7 +365,7 @@ def check_interrupt() -> None:
 def _describe_served(client: Client) -> str:
     """Model, its file, plan and cache. Raises `ServerError` if there is no answer."""
     plan = client.read_json("/v1/plan")
-    return json.dumps([plan.get(name) for name in ("model", "transformer", "plan", "cache")])
+    return json.dumps([plan.get(name) for name in ("model", "components", "plan", "cache")])
 
 
 NODE_CLASS_MAPPINGS: dict[str, type] = {

@@ -52,7 +52,7 @@ def test_the_image_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     assert np.array_equal(*images)
     with Image.open("a.png") as image:
-        assert image.text["transformer"].startswith("file.safetensors: ")  # type: ignore[attr-defined]
+        assert image.text["components"].startswith('{"transformer": "file.safetensors: ')  # type: ignore[attr-defined]
 
 
 def test_what_is_said_of_a_file(flux: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,4 +85,4 @@ def test_what_a_file_lacks_is_said(flux: str, words: tuple[str, ...], capsys: py
     """A failure means a traceback, or a reader who does not know what to give."""
     assert main.main([*words, "--model", flux]) == 2
     line = capsys.readouterr().err
-    assert line.count("\n") == 1 and f"--model FOLDER --transformer {flux}" in line, line
+    assert line.count("\n") == 1 and f"--model FOLDER --component transformer={flux}" in line, line

@@ -22,7 +22,7 @@ from ditile import LoadError, ModelError
 from ditile.model.known import CONFIGS
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.runner.load import load_transformer_file, split_model_file
+from ditile.runner.load import load_component_file, split_model_file
 from ditile.runner.model_files import find_model_source
 from ditile.runner.weights.checkpoint import Checkpoint
 from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
@@ -65,7 +65,7 @@ def test_tensors_are_those_of_diffusers(folders: dict[str, Path], family: str) -
     file = folder / "model.safetensors"
     whole = EVERY[family].make().transformer
     theirs = type(whole).from_single_file(str(file), config=str(folder / "transformer"))
-    mine: Any = load_transformer_file(folder, str(file), Plan(), 0, torch.float32)
+    mine: Any = load_component_file(folder, str(file), Plan(), 0, torch.float32)
     assert type(mine) is type(theirs) and not mine.training
     assert dict(mine.config) | {"_name_or_path": ""} == dict(theirs.config) | {"_name_or_path": ""}
     wanted = copy_weights(theirs)
@@ -88,7 +88,7 @@ def test_blocks_of_gguf_are_those_of_diffusers(tmp_path: Path, folders: dict[str
     wanted = dict(theirs.named_parameters())
     seen = set()
     for rank in range(2):
-        mine: Any = load_transformer_file(folders[family], str(file), Plan(pipefusion=2), rank, torch.float32)
+        mine: Any = load_component_file(folders[family], str(file), Plan(pipefusion=2), rank, torch.float32)
         for name, tensor in mine.named_parameters():
             assert hasattr(tensor, "quant_type") is hasattr(wanted[name], "quant_type"), name
             assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(wanted[name])), name
@@ -148,7 +148,7 @@ def draw_from_gguf(name: str, folder: str) -> list[str]:
     problems = []
     for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(tensor=2), 1e-5)):
         pipe = entry.make()
-        pipe.transformer = load_transformer_file(Path(folder), str(file), plan, dist.get_rank(), torch.float32)
+        pipe.transformer = load_component_file(Path(folder), str(file), plan, dist.get_rank(), torch.float32)
         got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
         if problem := compare_drawings(got, want, tolerance):
             problems.append(f"{plan}: {problem}")
@@ -172,8 +172,8 @@ def test_a_share_within_a_block_is_refused_before_it_is_read(tmp_path: Path) -> 
     write_model(folder / "transformer", "flux", "Q4_K", num_attention_heads=12)
     file = str(folder / "transformer" / "model.gguf")
     with pytest.raises(PlanError, match=r"tensor=2 does not divide the 3 blocks of 256 Q4_K .*; try 1, 3$"):
-        load_transformer_file(folder, file, Plan(tensor=2), 0, torch.float32)
-    load_transformer_file(folder, file, Plan(tensor=3), 0, torch.float32)
+        load_component_file(folder, file, Plan(tensor=2), 0, torch.float32)
+    load_component_file(folder, file, Plan(tensor=3), 0, torch.float32)
 
 
 def draw_from_file(family: str, folder: str) -> list[str]:
@@ -191,7 +191,7 @@ def draw_from_file(family: str, folder: str) -> list[str]:
     problems = []
     # Without stale keys stages compute what one rank does; Ulysses adds in another order.
     for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(ulysses=2), 1e-5)):
-        pipe.transformer = load_transformer_file(Path(folder), str(file), plan, dist.get_rank(), torch.float32)
+        pipe.transformer = load_component_file(Path(folder), str(file), plan, dist.get_rank(), torch.float32)
         got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
         pipe = entry.make()
         if problem := compare_drawings(got, want, tolerance):
@@ -234,7 +234,7 @@ def test_a_rank_holds_its_share(folders: dict[str, Path], family: str, monkeypat
             return read[0]
 
         monkeypatch.setattr(Checkpoint, "read_into_module", count_bytes)
-        load_transformer_file(folder, str(folder / "model.safetensors"), Plan(pipefusion=2), rank, torch.float32)
+        load_component_file(folder, str(folder / "model.safetensors"), Plan(pipefusion=2), rank, torch.float32)
         assert 0.2 * whole < read[0] < 0.8 * whole
         # A little more where halves of a tensor are swapped.
         assert read[0] <= made.num_bytes < 1.1 * read[0]
@@ -251,14 +251,14 @@ def test_a_file_of_comfyui_is_a_published_model(
     write_sparse_flux(path, guidance=guidance)
     assert path.stat().st_size > 2 * 10**10
     assert find_base_models(path) == [base, *others]
-    assert split_model_file(str(path), None) == (base, str(path))
+    assert split_model_file(str(path), {}) == (base, {"transformer": str(path)})
     assert [name in caplog.text for name in others] == [True] * len(others) and bool(caplog.records) is bool(others)
     # The config of the other model does not fit, and that of this one is found.
     other = CONFIGS / ("flux.1-schnell" if guidance else "flux.1-dev") / "transformer" / "config.json"
     converted = ConvertedFile.match_config(SingleFile.read_header(path), diffusers.FluxTransformer2DModel, other)
     assert json.loads(converted.config.read_text())["guidance_embeds"] is guidance
-    with pytest.raises(LoadError, match=r"text encoders and the VAE .* \(--model FOLDER --transformer"):
-        find_model_source(base, transformer=str(path))
+    with pytest.raises(LoadError, match=r"text encoders and the VAE, .* \(--model FOLDER --component transformer="):
+        find_model_source(base, components={"transformer": str(path)})
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def test_a_request_says_how_many_steps_compute(flux_server: RunningServer, tmp_p
 
 def test_a_server_with_a_cache_keeps_it(pixart_server: RunningServer) -> None:
     with pixart_server.client() as client:
-        assert client.get("/v1/plan").json()["transformer"].startswith(PIXART_FILE.name)
+        assert client.get("/v1/plan").json()["components"]["transformer"].startswith(PIXART_FILE.name)
         refusal = client.post("/v1/images/generations", json={"prompt": PROMPT, **FAST, "computed_steps": 3})
         assert "this server has a cache of its own; leave computed_steps" in refusal.json()["error"]["message"]
 

@@ -277,9 +277,9 @@ def test_another_file_of_the_transformer_is_a_change() -> None:
     read_json = {"read_json": lambda _: plan}
     describe = read_module("nodes")._describe_served
     own = describe(SimpleNamespace(**read_json))
-    plan["transformer"] = "a.gguf: 7 bytes of 1"
+    plan["components"] = {"transformer": "a.gguf: 7 bytes of 1"}
     first = describe(SimpleNamespace(**read_json))
-    plan["transformer"] = "a.gguf: 7 bytes of 2"
+    plan["components"] = {"transformer": "a.gguf: 7 bytes of 2"}
     assert len({own, first, describe(SimpleNamespace(**read_json))}) == 3
 
 

@@ -214,8 +214,10 @@ def test_a_job_dropped_from_its_batch_does_not_stop_the_others(tmp_path: Path) -
 def test_a_plan_that_divides_batches_gets_batches(tmp_path: Path) -> None:
     async def play() -> None:
         async with serve(tmp_path) as served:
-            served.group.get_ready(dataclasses.replace(FACTS, plan="data=2", transformer="a.gguf: 7 bytes of 1"))
-            assert served.service.describe_plan()["transformer"] == "a.gguf: 7 bytes of 1"
+            served.group.get_ready(
+                dataclasses.replace(FACTS, plan="data=2", components={"transformer": "a.gguf: 7 bytes of 1"})
+            )
+            assert served.service.describe_plan()["components"] == {"transformer": "a.gguf: 7 bytes of 1"}
             await served.submit()
             await served.begin(1)
             jobs = [await served.submit() for _ in range(3)]

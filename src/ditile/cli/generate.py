@@ -174,7 +174,7 @@ def build_outcome(
         totals=list(itertools.chain.from_iterable(call_result.totals for call_result in call_results)),
         tracks_memory=cache.track_memory,
         promise=promise or {},
-        transformer=request.transformer,
+        components=request.components,
     )
 
 
@@ -192,7 +192,7 @@ def _prepare_runner(
         cache,
         conditions=list(conditions),
         controlnet=request.controlnet,
-        transformer=request.transformer,
+        components=request.components,
     )
     runner.trace = run.trace is not None
     if "video" in conditions:

@@ -208,8 +208,8 @@ def _build_options(cls: type[Options], arguments: argparse.Namespace) -> Options
         _silence_libraries()
         from ditile.runner.load import split_model_file
 
-        model, transformer = split_model_file(model, options.transformer)
-        options = dataclasses.replace(options, model=model, transformer=transformer)
+        base, files = split_model_file(model, options.components)
+        options = dataclasses.replace(options, model=base, transformer=files["transformer"])
     return options  # type: ignore[no-any-return]
 
 
@@ -427,7 +427,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
         plan = resolve_plan_option(proof.plan, request, RunOptions(), plan)
     if plan == Plan():
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
-    find_model_source(proof.model, transformer=proof.transformer)
+    find_model_source(proof.model, components=proof.components)
     check_known_model(request, plan)
     try:
         verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
@@ -447,7 +447,7 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     options = _build_options(ServeOptions, arguments)
     cache = _build_options(CacheOptions, arguments)
     plan = _build_plan(arguments, cache)
-    request = GenerateOptions(model=options.model, transformer=options.transformer)
+    request = GenerateOptions(model=options.model, transformer=options.transformer, component=options.component)
     if options.plan is not None:
         run = RunOptions(cuda_graphs=options.cuda_graphs)
         plan = resolve_plan_option(options.plan, request, run, plan, options.num_groups)
@@ -470,7 +470,7 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
     if is_writing_process():
         comparison.check_output_folder(work)
     if not work.has_random_weights:
-        find_model_source(work.model, transformer=work.transformer)
+        find_model_source(work.model, components=work.components)
     plans = [Plan()]
     if comparison.plans is not None:
         plans += [cell.plan_object for cell in parse_cells(comparison.plans)]
@@ -493,7 +493,7 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     session = _build_options(SessionOptions, arguments)
     if is_writing_process():
         session.check_output_folder(options, judge)
-    find_model_source(options.model, transformer=options.transformer)
+    find_model_source(options.model, components=options.components)
     for setting in options.candidate_settings:
         check_known_model(options.build_generate_options(), Plan.parse(setting.plan))
     _silence_libraries()
@@ -529,7 +529,7 @@ def _run_fit_command(arguments: argparse.Namespace) -> int:
     options = _build_options(FitOptions, arguments)
     if options.out is not None:
         check_output_files([("out", Path(options.out))], options)
-    find_model_source(options.model, transformer=options.transformer)
+    find_model_source(options.model, components=options.components)
     check_known_model(options.to_generate_options(prompt=EXAMPLE), Plan())
     _silence_libraries()
     from ditile.measure.schedule_fit import build_schedule_table, fit_schedule

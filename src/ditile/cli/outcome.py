@@ -35,7 +35,7 @@ class Outcome:
         totals: seconds of each call that --perf measured.
         tracks_memory: whether to show the memory of stale keys and caches.
         promise: what bounds promised; empty without bounds.
-        transformer: the file with the weights of the transformer; None if they are the model's own.
+        components: component -> the file with its weights; the model's own are left out.
     """
 
     plan: str
@@ -50,7 +50,7 @@ class Outcome:
     totals: list[float] = field(default_factory=list)
     tracks_memory: bool = False
     promise: JsonObject = field(default_factory=dict)
-    transformer: str | None = None
+    components: dict[str, str] = field(default_factory=dict)
 
 
 def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
@@ -122,8 +122,8 @@ def summarize_outcome(outcome: Outcome) -> JsonObject:
 def _summarize_optional_facts(outcome: Outcome) -> JsonObject:
     """The entries of the summary that only some runs have."""
     facts: JsonObject = {}
-    if outcome.transformer is not None:
-        facts["transformer"] = outcome.transformer
+    if outcome.components:
+        facts["components"] = outcome.components
     if outcome.promise:
         facts["promise"] = outcome.promise
     if outcome.settings:
@@ -164,8 +164,7 @@ def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     facts = summarize_outcome(outcome)
     yield "videos" if outcome.has_videos else "images", _format_image_names(outcome)
     yield "model", outcome.model
-    if outcome.transformer is not None:
-        yield "transformer", outcome.transformer
+    yield from outcome.components.items()
     yield "seed", str(outcome.seed)
     yield "plan", outcome.plan
     # If all images were there, nothing was measured.

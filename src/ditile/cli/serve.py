@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from ditile.distributed import env
@@ -25,7 +26,7 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
         DitileError: if a package is missing, an option does not fit, or the server cannot listen.
     """
     require_extra("serve", "the server")
-    find_model_source(options.model, transformer=options.transformer)
+    find_model_source(options.model, components=options.components)
     for choice in cache.loras.values():
         check_weight_source(choice.source, "lora")
     if options.text_after == "free":
@@ -33,20 +34,20 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     from ditile.serve.server import run_server
 
     options = dataclasses.replace(options, attention=cache.choose_attention_backend(options.attention))
-    predict = functools.partial(predict_call, options.model, plan, options.transformer)
+    predict = functools.partial(predict_call, options.model, plan, options.components)
     return run_server(options, plan, cache, predict)
 
 
-async def predict_call(model: str, plan: Plan, transformer: str | None = None) -> dict[str, Any]:
+async def predict_call(model: str, plan: Plan, components: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What `ditile plan` predicts for a plan on this machine, as JSON types; empty if it was never measured.
 
     It runs in a process of its own, as it needs torch.
     """
     if not env.find_profile_path().exists():
         return {}
-    file = [] if transformer is None else ["--transformer", transformer]
+    flags = [f"--component={name}={file}" for name, file in (components or {}).items()]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ditile", "plan", "--model", model, *file),
+        *(sys.executable, "-m", "ditile", "plan", "--model", model, *flags),
         *("--price", str(plan), "--devices", str(plan.world), "--json", "-"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

@@ -144,7 +144,7 @@ class ScheduleFitting:
             Plan(),
             CacheOptions(),
             conditions=list(self._conditions),
-            transformer=options.transformer,
+            components=options.components,
         )
         self._pipe.set_progress_bar_config(disable=True)
         self._base = build_call_arguments(self._pipe, request, defaults(options.model))

@@ -83,7 +83,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
         conditions = read_condition_files(generate_options)
 
         def create_pipeline(plan: Plan | None) -> Any:
-            pipe: Any = load(options.model, dtype=options.dtype, plan=plan, transformer=options.transformer)
+            pipe: Any = load(options.model, dtype=options.dtype, plan=plan, components=options.components)
             if conditions:
                 pipe = switch_to_conditions(pipe, [*conditions], dtype=options.dtype)
             pipe.set_progress_bar_config(disable=True)

@@ -43,6 +43,7 @@ DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
 REQUEST_FIELDS = (
     "model",
     "transformer",
+    "component",
     "height",
     "width",
     "frames",
@@ -120,9 +121,9 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool = False, exact:
     from ditile.planner.subject import PlanSubject
 
     profile = load_machine_profile(question)
-    source = find_model_source(question.model, weights=False, transformer=question.transformer)
+    source = find_model_source(question.model, weights=False, components=question.components)
     conditions = ["image"] if question.image else []
-    subject = PlanSubject.from_configs(question.model, source, conditions, transformer=question.transformer)
+    subject = PlanSubject.from_configs(question.model, source, conditions, components=question.components)
     call = question.fill_call_arguments() | subject.bind_pictures(question.read_pictures())
     plan = question.priced_plan
     devices = question.devices

@@ -54,7 +54,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
         shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps)
     chart = render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
     host = _describe_host_memory(options, subject, plan, call, engine)
-    return f"{_describe_class(options)}{_describe_transformer(options, subject)}{table}\n{host}\n{chart}"
+    return f"{_describe_class(options)}{_describe_components(options, subject)}{table}\n{host}\n{chart}"
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
@@ -65,7 +65,7 @@ def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArgumen
 
 def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArguments]:
     """The model of a request without its weights, and the arguments of the call."""
-    source = find_model_source(options.model, weights=False, transformer=options.transformer)
+    source = find_model_source(options.model, weights=False, components=options.components)
     base = defaults(options.model)
     has_controlnet = options.controlnet is not None
     subject = PlanSubject.from_configs(
@@ -73,7 +73,7 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArgum
         source,
         [*options.conditions],
         has_controlnet=has_controlnet,
-        transformer=options.transformer,
+        components=options.components,
     )
     # Called for its check: it refuses a class that makes neither images nor videos.
     returns_videos(subject.pipeline)
@@ -104,13 +104,17 @@ def _describe_host_memory(
     )
 
 
-def _describe_transformer(options: GenerateOptions, subject: PlanSubject) -> str:
-    """A line on the file of the transformer; empty if its weights are the model's own."""
-    if options.transformer is None or subject.stored is None:
-        return ""
-    size = format_bytes(Path(options.transformer).stat().st_size)
-    share = subject.stored.quantized / (subject.stored.quantized + subject.stored.plain)
-    return f"transformer: {options.transformer}, {size}, {share:.0%} of its numbers stay quantized\n"
+def _describe_components(options: GenerateOptions, subject: PlanSubject) -> str:
+    """A line on each file of a component; empty if all weights are the model's own."""
+    lines = []
+    for name, file in options.components.items():
+        line = f"{name}: {file}, {format_bytes(Path(file).stat().st_size)}"
+        stored = subject.stored.get(name)
+        if stored is not None:
+            share = stored.quantized / (stored.quantized + stored.plain)
+            line += f", {share:.0%} of its numbers stay quantized"
+        lines.append(f"{line}\n")
+    return "".join(lines)
 
 
 def _describe_class(options: GenerateOptions) -> str:

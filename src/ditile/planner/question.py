@@ -35,7 +35,7 @@ from ditile.planner import hardware
 from ditile.planner.profile import Profile
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.facts import build_dry_run_call
-from ditile.runner.requests.options import TRANSFORMER, TRUE_CFG, GenerateOptions, Paths
+from ditile.runner.requests.options import TRUE_CFG, GenerateOptions, Paths, SourceOptions
 from ditile.runner.requests.pictures import read_picture
 
 MAX_STEPS = 1000
@@ -45,17 +45,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @options(error=PlanError)
-class PlanQuestion:
+class PlanQuestion(SourceOptions):
     """The model, the call, the machine and the bounds that a plan is searched for.
 
     Raises:
         PlanError: if a value is out of its range.
     """
 
-    model: str = define_option(
-        "shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME", reads=True
-    )
-    transformer: str | None = define_option(None, TRANSFORMER, metavar="FILE", reads=True)
     height: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
     width: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
     frames: Frames | None = define_option(None, "of a video; the model's own number by default", metavar="N")
@@ -177,7 +173,7 @@ class PlanQuestion:
             ModelError, LoadError: if there is no such model or profile, or a file is not an image.
         """
         self.read_pictures()
-        find_model_source(self.model, weights=False, transformer=self.transformer)
+        find_model_source(self.model, weights=False, components=self.components)
         load_machine_profile(self)
         if (known := find_known_model(self.model)) is not None:
             known.check_call(self.priced_plan or Plan(), self.fill_call_arguments())

@@ -55,6 +55,7 @@ from ditile.planner.recording.recorded import (
     RecordedStep,
 )
 from ditile.runner.load import convert_build_errors
+from ditile.runner.model_files import DENOISERS
 from ditile.runner.requests.conditions import bind_conditions, check_picture_count, read_call_conditions
 from ditile.runner.weights.single_file import StoredWeights
 
@@ -90,7 +91,7 @@ class PlanSubject:
         coder: the class of the VAE.
         models: transformers that are called in turns, each on every rank.
         decodes: numbers that are alive at once for each latent pixel of a decoded image, if a file says so.
-        stored: what the transformer's weights are in a file of their own, if they are in one.
+        stored: transformer -> what its weights are in a file of its own, if they are in one.
     """
 
     name: str
@@ -107,7 +108,7 @@ class PlanSubject:
     coder: type = diffusers.AutoencoderKL
     models: int = 1
     decodes: float | None = None
-    stored: StoredWeights | None = None
+    stored: Mapping[str, StoredWeights] = field(default_factory=dict)
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
     _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
     _kept: dict[tuple[range, int, int, int], float] = field(default_factory=dict, repr=False)
@@ -123,7 +124,7 @@ class PlanSubject:
         given: Collection[str] = (),
         *,
         has_controlnet: bool = False,
-        transformer: str | None = None,
+        components: Mapping[str, str] | None = None,
     ) -> PlanSubject:
         """The pipeline of a folder or hub id (of which only configs are read).
 
@@ -131,14 +132,14 @@ class PlanSubject:
             given: what its calls start from besides words, as `image`: the class of its family that generates from
                 it is taken, if its calls can be recorded.
             has_controlnet: whether there is a ControlNet besides the model's own parts.
-            transformer: the file with the weights of its transformer; by default they are the model's own.
+            components: component -> the file with its weights; by default they are the model's own.
 
         Raises:
             LoadError: if configs cannot be read.
             ModelError: if it has no transformer, or one whose calls are neither known nor can be recorded.
         """
         with convert_build_errors(name):
-            configs = PipelineConfigs.read_source(source, transformer)
+            configs = PipelineConfigs.read_source(source, components or {})
             configs = configs.choose_class(given, has_controlnet=has_controlnet)
             return cls.from_pipeline_configs(name, configs)
 
@@ -458,10 +459,10 @@ class PlanSubject:
 
     def count_weight_bytes(self, numbers: float, element_size: int, model: int = 0) -> int:
         """The bytes of some weights of one of the transformers, which may be quantized."""
-        # A file has the weights of the first transformer alone.
-        if self.stored is None or model > 0:
+        stored = self.stored.get(DENOISERS[model])
+        if stored is None:
             return int(numbers * element_size)
-        return self.stored.count_bytes(numbers, element_size)
+        return stored.count_bytes(numbers, element_size)
 
     @property
     def makes_videos(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,6 +52,7 @@ from ditile.runner.model_files import (
     check_hub_access,
     check_stored_types,
     choose_dtype_name,
+    collect_component_files,
     find_model_source,
     is_hub_id,
     join_error_lines,
@@ -100,6 +101,7 @@ def load(
     plan: Plan | None = None,
     variant: str | None = None,
     transformer: str | None = None,
+    components: Mapping[str, str] | None = None,
 ) -> DiffusionPipeline | ModularPipeline:
     """The pipeline of a bundled model, a folder or a hub id, on the CPU.
 
@@ -116,6 +118,7 @@ def load(
         variant: of the files, such as "fp16", for the components that have it.
         transformer: a file with the weights of the transformer, .safetensors or .gguf, under the names of diffusers,
             ComfyUI or the authors; by default the model's own are read.
+        components: the same for more components: the name of each, such as transformer_2 or text_encoder -> its file.
 
     Raises:
         ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned, or a
@@ -123,8 +126,8 @@ def load(
         PlanError: if the plan does not fit the model, or does not use all ranks.
         LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
     """
-    name, transformer = split_model_file(name, transformer)
-    source = find_model_source(name, variant, transformer=transformer)
+    name, files = split_model_file(name, collect_component_files(transformer, components))
+    source = find_model_source(name, variant, components=files)
     rank = 0
     if plan is not None:
         begin_watch(None, START_SECONDS)
@@ -135,12 +138,13 @@ def load(
         if isinstance(source, str):
             stack.enter_context(report_download_progress(source))
         check_component_packages(source)
+        refuse_unknown_components(source, files)
         partial: dict[str, Any] = {}
         if plan is not None:
-            partial = load_partial_components(source, plan, rank, weight_dtype, variant, transformer)
+            partial = load_partial_components(source, plan, rank, weight_dtype, variant, files)
         loaded = dict(partial)
-        if transformer is not None and TRANSFORMER not in partial:
-            loaded[TRANSFORMER] = load_transformer_file(source, transformer, Plan(), 0, weight_dtype)
+        for component in files.keys() - partial.keys():
+            loaded[component] = load_component_file(source, files[component], Plan(), 0, weight_dtype, component)
         loaded |= load_whole_models(source, weight_dtype, variant, apart=loaded)
         loaded |= load_shared_components(source, apart=loaded)
         pipe: DiffusionPipeline | ModularPipeline
@@ -205,17 +209,17 @@ def convert_build_errors(name: str, refusal: str = "is not one that diffusers ca
         raise ModelError(f"model {name!r} {refusal}: {reason}") from error
 
 
-def split_model_file(name: str, transformer: str | None) -> tuple[str, str | None]:
-    """The model and the file of its transformer: a file in place of a model is the transformer of a published one.
+def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The model and the files of its components: a file in place of a model is the transformer of a published one.
 
     Raises:
         LoadError, ModelError: if the file cannot be read, fits no published model, or there are two files.
     """
     # What is no name at all is refused by `find_model_source`.
     if not name or not os.path.isfile(name):
-        return name, transformer
-    if transformer is not None:
-        raise ModelError(f"model {name!r} is a file, and so is transformer={transformer!r}; give one of them")
+        return name, files
+    if TRANSFORMER in files:
+        raise ModelError(f"model {name!r} is a file, and so is transformer={files[TRANSFORMER]!r}; give one of them")
     base, *others = find_base_models(Path(name))
     if others:
         # Such as one of the two transformers of Wan 2.2, of which the other would be missing.
@@ -223,7 +227,7 @@ def split_model_file(name: str, transformer: str | None) -> tuple[str, str | Non
         LOG.warning("%s is taken for the transformer of %s, and may be that of %s; %s", name, base, alike, CHOOSE)
     else:
         LOG.info("%s is taken for the transformer of %s; %s", name, base, CHOOSE)
-    return base, name
+    return base, {**files, TRANSFORMER: name}
 
 
 def load_partial_components(
@@ -232,7 +236,7 @@ def load_partial_components(
     rank: int,
     dtype: torch.dtype,
     variant: str | None = None,
-    transformer: str | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The components of a pipeline that a rank of a plan reads in part; diffusers reads the others whole.
 
@@ -250,8 +254,8 @@ def load_partial_components(
         in_part = (is_denoiser and plan.divides_blocks) or (is_encoder and placement != WHOLE)
         if not in_part or component.class_name is None:
             continue
-        if name == TRANSFORMER and transformer is not None:
-            partial[name] = load_transformer_file(source, transformer, plan, rank, dtype)
+        if files is not None and name in files:
+            partial[name] = load_component_file(source, files[name], plan, rank, dtype, name)
             continue
         locate = _locate_component_files(source, name)
         config = _find_config(locate, name)
@@ -386,22 +390,22 @@ def load_partial_transformer(
     return _read_share(model, lambda _: checkpoint, config.parent, plan, rank, dtype)
 
 
-def load_transformer_file(source: Path | str, file: str, plan: Plan, rank: int, dtype: torch.dtype) -> nn.Module:
-    """The transformer of a pipeline with the weights of a file: a rank's share if the plan divides blocks.
+def load_component_file(
+    source: Path | str, file: str, plan: Plan, rank: int, dtype: torch.dtype, name: str = TRANSFORMER
+) -> nn.Module:
+    """A component of a pipeline with the weights of a file: a rank's share if the plan divides it.
 
     Raises:
-        ModelError: if its anatomy is not known, or the pipeline has no transformer of diffusers.
+        ModelError: if its anatomy is not known, or it is not a model of diffusers or transformers.
         PlanError: if it cannot be cut as the plan says.
-        LoadError: if the file is not whole, or does not fit the pipeline's transformer.
+        LoadError: if the file is not whole, or does not fit the component.
     """
-    model_class = next((part.cls for part in _list_components(source) if part.name == TRANSFORMER), None)
-    if model_class is None:
-        raise ModelError(f"model {str(source)!r} has no transformer of diffusers for which {file} could be")
-    own_config = locate_component_file(source, TRANSFORMER, "config.json")
-    converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), model_class, own_config)
-    if own_config is not None and converted.config != own_config:
-        published = converted.config.parent.parent.name
-        LOG.warning("%s does not fit the config of %s, and is built by that of %s", file, source, published)
+    refuse_unknown_components(source, [name])
+    component = next(part for part in _list_components(source) if part.name == name)
+    model_class: Any = component.cls
+    if model_class is None or not issubclass(model_class, diffusers.ModelMixin):
+        raise ModelError(f"{name} of {source} is a {component.class_name}, which is not read from one file ({file})")
+    converted = match_component_file(source, name, model_class, file)
     model = _build_empty_model(model_class, converted.config.parent, dtype)
 
     def build_checkpoint(model: Any) -> Checkpoint:
@@ -412,6 +416,28 @@ def load_transformer_file(source: Path | str, file: str, plan: Plan, rank: int, 
         return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype, row_blocks)
     build_checkpoint(model).read_into_module(model, dtype, keep_fp32=model_class._keep_in_fp32_modules or ())
     return _finish_model(model, Path(file))
+
+
+def match_component_file(source: Path | str, name: str, model_class: Any, file: str) -> ConvertedFile:
+    """The tensors of a file as those of a component, whose config in the pipeline may be that of another model.
+
+    Raises:
+        LoadError: if the file is not whole, or fits no config of such a model.
+    """
+    own_config = locate_component_file(source, name, "config.json")
+    converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), model_class, own_config)
+    if own_config is not None and converted.config != own_config:
+        published = converted.config.parent.parent.name
+        LOG.warning("%s does not fit the config of %s, and is built by that of %s", file, source, published)
+    return converted
+
+
+def refuse_unknown_components(source: Path | str, names: Iterable[str]) -> None:
+    """Raises `ModelError` if a pipeline lacks one of the components."""
+    known = [component.name for component in _list_components(source) if component.class_name is not None]
+    for name in names:
+        if name not in known:
+            raise ModelError(f"{source} has no {name} for which a file could be; it has {', '.join(known)}")
 
 
 def _read_share(

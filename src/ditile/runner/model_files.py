@@ -14,7 +14,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -43,7 +43,9 @@ MODEL_INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
 """A folder with one of these two files is a pipeline; the first one counts where both are."""
 TRANSFORMER = "transformer"
-"""The component whose weights may be in a file of their own."""
+"""The component that a file is of where nothing says which."""
+DENOISERS = (TRANSFORMER, "transformer_2")
+"""The components that are called in turns, in the order of a pipeline's `boundary_ratio`."""
 MODULAR_MARK = "_blocks_class_name"
 """The key that only the index of a modular pipeline has."""
 FRAME_RATE = "fps"
@@ -99,7 +101,7 @@ def read_generation_defaults(model: str) -> dict[str, Any]:
 
 
 def find_model_source(
-    name: str, variant: str | None = None, *, weights: bool = True, transformer: str | None = None
+    name: str, variant: str | None = None, *, weights: bool = True, components: Mapping[str, str] | None = None
 ) -> Path | str:
     """Where a model is: the folder of a bundled or local one, or the hub id itself.
 
@@ -108,32 +110,65 @@ def find_model_source(
         variant: of the files that will be read.
         weights: whether weights will be read; configs are enough to say how a model would be divided, and the package
             has the configs of published models.
-        transformer: the file with the weights of its transformer; by default the model's own are read.
+        components: component -> the file with its weights; by default the model's own are read.
 
     Raises:
-        ModelError: if `name` is none of them, or `transformer` is no file.
+        ModelError: if `name` is none of them, or what is given for a component is no file.
         LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles; or if a model of the
             hub is not in its cache, and the hub cannot be reached.
     """
-    if transformer is not None:
-        check_model_file(Path(transformer))
+    files = components or {}
+    for component, file in files.items():
+        check_model_file(Path(file), component)
     source = _locate_model(name, weights=weights)
     if isinstance(source, str):
         try:
             check_hub_access(source)
         except LoadError as error:
-            if transformer is None:
+            if not files:
                 raise
+            flags = " ".join(f"--component {component}={file}" for component, file in files.items())
             raise LoadError(
-                f"{transformer} has the transformer alone, and the text encoders and the VAE are those of {source}: "
-                f"{error} that has them (--model FOLDER --transformer {transformer})"
+                f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
+                f"and the VAE, are those of {source}: {error} that has them (--model FOLDER {flags})"
             ) from error
     elif weights:
-        _check_pipeline_folder(source, variant, has_transformer=transformer is None)
+        _check_pipeline_folder(source, variant, files)
     return source
 
 
-def check_model_file(path: Path) -> str:
+def collect_component_files(
+    transformer: str | None, components: Mapping[str, str] | Iterable[str] | None
+) -> dict[str, str]:
+    """Component -> the file with its weights.
+
+    Args:
+        transformer: the file of the component of that name; None if it has none.
+        components: the same of any component, also as texts such as transformer_2=low.gguf.
+
+    Raises:
+        ModelError: if a text has no name or no file, or a component has two files.
+    """
+    pairs: list[tuple[str, str]] = []
+    if transformer is not None:
+        pairs.append((TRANSFORMER, transformer))
+    if isinstance(components, Mapping):
+        pairs += components.items()
+    else:
+        for text in components or ():
+            name, _, file = text.partition("=")
+            if not name.isidentifier() or not file:
+                raise ModelError(f"component={text!r} is not NAME=FILE; try transformer_2={file or text}")
+            pairs.append((name, file))
+    files: dict[str, str] = {}
+    for name, file in pairs:
+        if name in files:
+            raise ModelError(f"{name} has two files, {files[name]!r} and {file!r}; give one of them")
+        files[name] = file
+    return files
+
+
+def check_model_file(path: Path, component: str = TRANSFORMER) -> str:
     """The format of a file of weights, by its ending and its content.
 
     Raises:
@@ -142,7 +177,7 @@ def check_model_file(path: Path) -> str:
             tensor cannot be printed.
     """
     if not os.path.isfile(path):
-        raise ModelError(f"transformer={str(path)!r} is no file; give a .safetensors or .gguf file")
+        raise ModelError(f"{component}={str(path)!r} is no file; give a .safetensors or .gguf file")
     if path.suffix in PICKLES:
         raise LoadError(f"{path} is a pickle, which can run code when it is read; take a .safetensors or .gguf file")
     if path.suffix not in FORMATS:
@@ -278,15 +313,16 @@ def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
     return (source / name).is_dir() or (isinstance(place, str) and Path(place).resolve() == source.resolve())
 
 
-def _check_pipeline_folder(folder: Path, variant: str | None, *, has_transformer: bool = True) -> None:
-    """Raises `LoadError` unless the weights of a pipeline (of a variant) are there, and whole by their headers."""
+def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[str]) -> None:
+    """Raises `LoadError` unless all weights but those of some components are there, and whole by their headers."""
     index = read_json_object(find_index_file(folder) or folder)
     for name, (library, _) in list_own_components(folder, index):
-        if name == TRANSFORMER and not has_transformer:
+        if name in apart:
             continue
         # An optional component that the pipeline lacks has no library.
         if library is not None:
-            _check_component(find_component_folder(folder, name), variant)
+            or_give = f", or give --component {name}=FILE"
+            _check_component(find_component_folder(folder, name), variant, or_give)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -296,10 +332,13 @@ def check_model_folder(folder: Path) -> None:
     _check_component(folder, None)
 
 
-def _check_component(folder: Path, variant: str | None) -> None:
-    """Raises `LoadError` for a component that is missing, or that has a config.json and no whole weights with it."""
+def _check_component(folder: Path, variant: str | None, or_give: str = "") -> None:
+    """Raises `LoadError` for a component that is missing, or that has a config.json and no whole weights with it.
+
+    The error ends with `or_give`, which says what may be given instead.
+    """
     if not folder.is_dir():
-        raise LoadError(f"{folder} is missing, and the index in its folder names it; copy the whole model")
+        raise LoadError(f"{folder} is missing, and the index in its folder names it; copy the whole model{or_give}")
     for path in (folder / "config.json", folder / "scheduler_config.json"):
         if path.exists():
             check_config_counts(read_json_object(path), path)
@@ -313,7 +352,7 @@ def _check_component(folder: Path, variant: str | None) -> None:
                 f"{folder} has only {pickles[0].name}, a pickle, which can run code when it is read; "
                 "convert it with save_pretrained(..., safe_serialization=True)"
             )
-        raise LoadError(f"{folder} has no weights; a *.safetensors file belongs there")
+        raise LoadError(f"{folder} has no weights; a *.safetensors file belongs there{or_give}")
     for path in weight_files:
         if not path.exists():
             raise LoadError(f"{path} is missing, and the index in its folder names it; copy the whole model")

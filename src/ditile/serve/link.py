@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ class WorkerSetup:
 
     Attributes:
         model: a bundled model, a folder or a hub id.
-        transformer: a file with the weights of its transformer; None reads the model's own.
+        components: component -> a file with its weights; the model's own are left out.
         engine, plan, cache: as of `ditile generate`.
         lora_dir: the folder of the LoRAs that requests may name; None without.
         max_loras: how many of them stay loaded.
@@ -41,7 +42,7 @@ class WorkerSetup:
     lora_dir: str | None
     max_loras: int
     local_ranks: tuple[int, int] | None = None
-    transformer: str | None = None
+    components: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ditile.distributed import env
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import Count, Seconds, define_option, options
-from ditile.runner.requests.options import TRANSFORMER, EngineOptions
+from ditile.runner.requests.options import EngineOptions, SourceOptions
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 """As browsers write it: a scheme, a host and a port, and no path."""
@@ -24,15 +24,13 @@ Port = Annotated[int, Field(ge=0, lt=2**16)]
 
 
 @options()
-class ServeOptions(EngineOptions):
+class ServeOptions(EngineOptions, SourceOptions):
     """What to serve, to whom, and within which limits.
 
     Raises:
         ModelError: if a value is out of its range.
     """
 
-    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME", reads=True)
-    transformer: str | None = define_option(None, TRANSFORMER, metavar="FILE", reads=True)
     plan: str | None = define_option(
         None,
         'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',

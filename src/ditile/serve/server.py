@@ -78,7 +78,7 @@ def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> R
         cache=cache,
         lora_dir=options.lora_dir,
         max_loras=options.max_loras,
-        transformer=options.transformer,
+        components=options.components,
     )
     if options.ray is not None:
         require_extra("ray", f"ray={options.ray!r}")

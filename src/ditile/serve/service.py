@@ -279,11 +279,11 @@ class Service:
 
     def describe_plan(self) -> JsonObject:
         """The plan, what was predicted, and the last measurement, in types of JSON."""
-        known = {}
+        known: JsonObject = {}
         if self._facts is not None:
             known = {"model": self._facts.name, "plan": self._facts.plan}
-            if self._facts.transformer:
-                known["transformer"] = self._facts.transformer
+            if self._facts.components:
+                known["components"] = self._facts.components
         return {**known, **self._plan, "last": self._last_result}
 
     def note_plan_facts(self, facts: JsonObject) -> None:

@@ -39,7 +39,7 @@ from ditile.runner.requests.arguments import (
 )
 from ditile.runner.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pictures import describe_weights_file, encode_png
+from ditile.runner.requests.pictures import describe_weight_files, encode_png
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.preflight import check_cache_steps
@@ -74,7 +74,7 @@ class RankWorker:
         self._setup = setup
         self._link = link
         self._pipe, self._runner = prepare_runner(
-            setup.model, setup.engine, setup.plan, setup.cache, transformer=setup.transformer
+            setup.model, setup.engine, setup.plan, setup.cache, components=setup.components
         )
         self._pipe.set_progress_bar_config(disable=True)
         self._request_cache = RequestCache(self._runner, setup)
@@ -86,8 +86,7 @@ class RankWorker:
             permanent = setup.cache.lora_scales
         self._loras = LoraCache(self._runner, setup.lora_dir, setup.max_loras, permanent)
         self._facts = collect_facts(self._pipe, setup.model, setup.plan)
-        if setup.transformer is not None:
-            self._facts = replace(self._facts, transformer=describe_weights_file(setup.transformer))
+        self._facts = replace(self._facts, components=describe_weight_files(setup.components))
         self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
         self._is_first = self._runner.mesh.rank == 0
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
@@ -310,8 +309,8 @@ class RankWorker:
         options = replace(request.options, model=self._setup.model)
         conditions = _decode_conditions(job)
         texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, conditions, promise)
-        if self._facts.transformer:
-            texts["transformer"] = self._facts.transformer
+        if self._facts.components:
+            texts["components"] = json.dumps(self._facts.components)
         if request.loras:
             texts["loras"] = json.dumps(request.loras)
         fps = choose_fps(self._pipe, options, call)

@@ -38,11 +38,11 @@ def create_bench_subject(work: Workload) -> BenchSubject:
         ModelError, LoadError: if there is no such model, or it cannot be read.
     """
     published = PublishedConfigs.find_by_model_name(work.model)
-    if published is not None and work.transformer is None:
+    if published is not None and not work.components:
         return RandomWeightsSubject(work, str(published))
     if work.has_random_weights:
         return RandomSubject(work, str(RandomModel.parse_model_name(work.model)))
-    find_model_source(work.model, transformer=work.transformer)
+    find_model_source(work.model, components=work.components)
     return StoredSubject(work, work.model)
 
 
@@ -56,8 +56,8 @@ class StoredSubject:
     @cached_property
     def planner_subject(self) -> PlanSubject:
         """The model without its weights, from its configs."""
-        source = find_model_source(self.name, transformer=self.work.transformer)
-        return PlanSubject.from_configs(self.name, source, transformer=self.work.transformer)
+        source = find_model_source(self.name, components=self.work.components)
+        return PlanSubject.from_configs(self.name, source, components=self.work.components)
 
     def get_num_steps(self) -> int | None:
         """Denoising steps: as given, or as the model's `generation.json` says."""
@@ -93,7 +93,7 @@ class StoredSubject:
 
     def create_pipeline(self, plan: Plan | None) -> Any:
         """The pipeline on the CPU, without its progress bar: whole, or what this rank of a plan owns."""
-        pipe: Any = load(self.name, dtype=self.work.dtype, plan=plan, transformer=self.work.transformer)
+        pipe: Any = load(self.name, dtype=self.work.dtype, plan=plan, components=self.work.components)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

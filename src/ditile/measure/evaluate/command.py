@@ -156,7 +156,7 @@ def list_table_remarks(evaluation: Row) -> Iterable[str]:
 
 def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationSetting]) -> None:
     """Raises `PlanError` or `ModelError` unless all settings fit the model and torchrun's ranks."""
-    source = find_model_source(options.model, transformer=options.transformer)
+    source = find_model_source(options.model, components=options.components)
     # Under torchrun no other ranks can be started, so every plan must use all of them.
     place = env.read_torchrun_place()
     for setting in settings:
@@ -179,10 +179,10 @@ def _build_job_record(options: EvaluateOptions, session: SessionOptions, threads
     # These two differ from caption to caption.
     del call["prompt"]
     del call["num_images_per_prompt"]
-    weights = {} if options.transformer is None else {"transformer": hide_local_path(options.transformer)}
+    weights = {name: hide_local_path(file) for name, file in options.components.items()}
     return {
         "model": options.model,
-        **weights,
+        "components": weights,
         "call": call,
         "dtype": session.dtype,
         "device": session.device,

@@ -127,7 +127,7 @@ class _EvaluationSession:
 
     def _create_pipeline(self, plan: Plan | None) -> Any:
         options = self._task.options
-        pipe: Any = load(options.model, dtype=self._task.session.dtype, plan=plan, transformer=options.transformer)
+        pipe: Any = load(options.model, dtype=self._task.session.dtype, plan=plan, components=options.components)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

@@ -26,16 +26,16 @@ from ditile.planner.recording.recorded import (
     load_component_config,
     read_prompt_table,
 )
-from ditile.runner.load import locate_component_file, read_model_index
+from ditile.runner.load import match_component_file, read_model_index
 from ditile.runner.model_files import (
+    DENOISERS,
     MODULAR_MARK,
-    TRANSFORMER,
     check_config_counts,
     list_own_components,
     read_json_object,
 )
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
-from ditile.runner.weights.single_file import ConvertedFile, SingleFile, StoredWeights
+from ditile.runner.weights.single_file import StoredWeights
 
 FACTS = "facts.json"
 """What cannot be read off the configs of a published model."""
@@ -60,7 +60,7 @@ class PipelineConfigs:
         kind, transformer: the class of its transformer, and its config.
         coder, vae: the class of its VAE, and its config.
         places: of components that are elsewhere.
-        stored: what the transformer's weights are in a file of their own, if they are in one.
+        stored: transformer -> what its weights are in a file of its own, if they are in one.
     """
 
     source: Path | str
@@ -71,21 +71,22 @@ class PipelineConfigs:
     coder: Any
     vae: JsonObject
     places: Mapping[str, Path | str] = field(default_factory=dict)
-    stored: StoredWeights | None = None
+    stored: Mapping[str, StoredWeights] = field(default_factory=dict)
 
     @classmethod
-    def read_source(cls, source: Path | str, file: str | None = None) -> PipelineConfigs:
+    def read_source(cls, source: Path | str, components: Mapping[str, str] | None = None) -> PipelineConfigs:
         """Reads configs alone.
 
         Args:
             source: the folder or hub id.
-            file: with the weights of the transformer; by default they are the pipeline's own.
+            components: component -> the file with its weights; by default they are the pipeline's own.
 
         Raises:
-            LoadError: if they cannot be read, or the file does not fit.
+            LoadError: if they cannot be read, or a file does not fit.
             ModelError: if there is no transformer.
         """
-        stored = None
+        files = components or {}
+        stored: dict[str, StoredWeights] = {}
         index = read_model_index(source)
         places = dict[str, Path | str]()
         # A modular pipeline says in an index of its own where its parts are.
@@ -97,13 +98,12 @@ class PipelineConfigs:
             if name is None:
                 raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
             kind = getattr(diffusers, name)
-            if file is None:
-                transformer = load_component_config(kind, places.get("transformer", source), "transformer")
-            else:
-                own_config = locate_component_file(source, TRANSFORMER, "config.json")
-                converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), kind, own_config)
+            for component in files.keys() & set(DENOISERS):
+                converted = match_component_file(source, component, kind, files[component])
                 transformer = read_json_object(converted.config)
-                stored = converted.count_stored_weights()
+                stored[component] = converted.count_stored_weights()
+            if "transformer" not in files:
+                transformer = load_component_config(kind, places.get("transformer", source), "transformer")
             vae = load_component_config(diffusers.AutoencoderKL, places.get("vae", source), "vae")
         except (OSError, KeyError, AttributeError, TypeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error

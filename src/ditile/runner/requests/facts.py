@@ -180,7 +180,7 @@ class ModelFacts:
         frames_ratio: a video has 1 + a multiple of it frames, or as many as the class has by default.
         fps: frames a second by default.
         example: a prompt that it knows.
-        transformer: the file with the weights of its transformer, as images name it; empty if they are its own.
+        components: component -> the file with its weights, as images name it; its own are left out.
     """
 
     name: str
@@ -195,7 +195,7 @@ class ModelFacts:
     frames_ratio: int = 1
     fps: float = 16.0
     example: str = ""
-    transformer: str = ""
+    components: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> JsonObject:
         """As JSON types."""

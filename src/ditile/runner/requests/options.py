@@ -21,6 +21,7 @@ from ditile.plan.option_classes import (
     define_option,
     options,
 )
+from ditile.runner.model_files import collect_component_files
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Frames a second. Below, a GIF has no number for how long a frame stays; above, a WebP has none.
@@ -39,16 +40,40 @@ Strength = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_make_tuple)]
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
-TRANSFORMER = "a file with the transformer's weights in place of the model's own: .safetensors or .gguf"
 TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
 
 
 @options()
-class ModelOptions:
+class SourceOptions:
+    """Where the weights of a command's model are."""
+
+    model: str = define_option(
+        "shapes-pixart", "a bundled or published model, a folder or a hub id", metavar="NAME", reads=True
+    )
+    transformer: str | None = define_option(None, "short for --component transformer=FILE", metavar="FILE", reads=True)
+    component: Paths | None = define_option(
+        None,
+        "a .safetensors or .gguf file with the weights of transformer, transformer_2, text_encoder or vae in place of "
+        "the model's own; once more for each further one",
+        metavar="NAME=FILE",
+        reads=lambda text: text.partition("=")[2],
+        repeats=True,
+    )
+
+    @property
+    def components(self) -> dict[str, str]:
+        """Component -> the file with its weights.
+
+        Raises:
+            ModelError: if a text has no name or no file, or a component has two files.
+        """
+        return collect_component_files(self.transformer, self.component or ())
+
+
+@options()
+class ModelOptions(SourceOptions):
     """The model of a command, and the size and steps of its images; None is the model's own value."""
 
-    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME", reads=True)
-    transformer: str | None = define_option(None, TRANSFORMER, metavar="FILE", reads=True)
     steps: Steps | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
     height: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
     width: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")

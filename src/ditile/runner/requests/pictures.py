@@ -158,14 +158,17 @@ def decode_exif(image: Image.Image) -> dict[str, str]:
     return texts if isinstance(texts, dict) else {}
 
 
-def describe_weights_file(path: str) -> str:
-    """A file of weights as images name it: it may be larger than the memory, so that its time stands for its content.
+def describe_weight_files(components: Mapping[str, str]) -> dict[str, str]:
+    """Component -> its file as images name it: it may be larger than the memory, so its time stands for its content.
 
     Raises:
         OSError: if there is no such file.
     """
-    stat = os.stat(path)
-    return f"{hide_local_path(path)}: {stat.st_size} bytes of {stat.st_mtime_ns}"
+    described = {}
+    for name, path in components.items():
+        stat = os.stat(path)
+        described[name] = f"{hide_local_path(path)}: {stat.st_size} bytes of {stat.st_mtime_ns}"
+    return described
 
 
 def hide_local_path(name: str) -> str:

@@ -37,7 +37,7 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
         raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
     if run.text_after == "free":
         _check_freed_encoders(request, run, cache)
-    find_model_source(request.model, weights=not run.dry_run, transformer=request.transformer)
+    find_model_source(request.model, weights=not run.dry_run, components=request.components)
     for choice in cache.loras.values():
         check_weight_source(choice.source, "lora")
     if request.controlnet is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ def prepare_runner(
     *,
     conditions: Collection[str] = (),
     controlnet: str | None = None,
-    transformer: str | None = None,
+    components: Mapping[str, str] | None = None,
 ) -> tuple[Any, Runner]:
     """A pipeline on this rank, divided, quantized and with its cache. All ranks call it.
 
@@ -46,7 +46,7 @@ def prepare_runner(
         engine, plan, cache: how to compute.
         conditions: what the calls will start from, which the pipeline's class has to take.
         controlnet: a ControlNet to load: a folder or a hub id.
-        transformer: a file with the weights of the transformer in place of the model's own.
+        components: component -> a file with its weights in place of the model's own.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -60,12 +60,12 @@ def prepare_runner(
     silence_libraries()
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    source = find_model_source(model, transformer=transformer)
+    source = find_model_source(model, components=components)
     _check_pipeline_class(source, plan)
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
     with Status(f"loading {model}{_describe_weights(source)}") as loading:
-        pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan, transformer=transformer)
+        pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan, components=components)
     enable_required_tiling(pipe)
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)

@@ -27,7 +27,7 @@ from ditile.runner.requests.videos import build_poster_path
 MIN_DIGITS = 4
 MAX_HASHED_BYTES = 2**36
 """More than any LoRA has."""
-FIELDS_NOT_COMPARED = ("prompt", "prompts_file", "seed", "num_images", "transformer")
+FIELDS_NOT_COMPARED = ("prompt", "prompts_file", "seed", "num_images", "transformer", "component")
 
 
 class PromptLine(NamedTuple):
@@ -94,11 +94,11 @@ def describe_request(
             contents |= _describe_file(path)
     for choice in cache.loras.values():
         contents |= _describe_file(choice.source)
-    if request.transformer is not None:
-        description["transformer"] = pictures.describe_weights_file(request.transformer)
+    if request.components:
+        description["components"] = pictures.describe_weight_files(request.components)
     # Earlier versions wrote images with these keys: with the same text, a run of theirs can be resumed.
     description |= {
-        "dtype": choose_dtype_name(find_model_source(request.model, transformer=request.transformer), run.dtype),
+        "dtype": choose_dtype_name(find_model_source(request.model, components=request.components), run.dtype),
         "contents": contents,
         "attention": run.attention,
         "plan": str(dataclasses.replace(plan, data=1)),

@@ -77,8 +77,8 @@ def build_png_texts(
         texts["cache"] = json.dumps(settings)
     if promise:
         texts["promise"] = json.dumps(promise)
-    if request.transformer is not None:
-        texts["transformer"] = pictures.describe_weights_file(request.transformer)
+    if request.components:
+        texts["components"] = json.dumps(pictures.describe_weight_files(request.components))
     return texts
 
 

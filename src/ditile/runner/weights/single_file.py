@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 PREFIX = "model.diffusion_model."
 """Before the names of the transformer's tensors in files of ComfyUI; in such a file other names are of other models."""
 CONFIG = Path("transformer", "config.json")
-"""Where a pipeline's folder has the config of its transformer."""
+"""Where a pipeline's folder has the config of its transformers, which are alike if there are two."""
 MOST_MISSING = 0.04
 """Of a model's tensors, the share that a file under diffusers' names may lack; one of other names lacks more."""
 UNKNOWN = "v1"

@@ -395,7 +395,7 @@ def make_paths_absolute(setup: WorkerSetup) -> WorkerSetup:
     cache = setup.cache
     model = setup.model
     lora_dir = setup.lora_dir
-    transformer = setup.transformer
+    components = {name: os.path.abspath(file) for name, file in setup.components.items()}
     if cache.lora is not None:
         absolute = tuple(choice.describe(_make_path_absolute) for choice in cache.loras.values())
         cache = dataclasses.replace(cache, lora=absolute)
@@ -403,9 +403,7 @@ def make_paths_absolute(setup: WorkerSetup) -> WorkerSetup:
         model = os.path.abspath(model)
     if lora_dir is not None:
         lora_dir = os.path.abspath(lora_dir)
-    if transformer is not None:
-        transformer = os.path.abspath(transformer)
-    return dataclasses.replace(setup, model=model, cache=cache, lora_dir=lora_dir, transformer=transformer)
+    return dataclasses.replace(setup, model=model, cache=cache, lora_dir=lora_dir, components=components)
 
 
 def _make_path_absolute(source: str) -> str:
