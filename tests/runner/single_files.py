@@ -134,11 +134,13 @@ ORIGINAL: dict[str, Callable[[Weights], Weights]] = {
 
 
 def save_configs(pipe: Any, folder: Path) -> Path:
-    """A folder that has the configs of a pipeline's transformer, and none of its weights."""
-    (folder / "transformer").mkdir(parents=True)
-    transformer = pipe.transformer
-    transformer.save_config(folder / "transformer")
-    index = {"_class_name": type(pipe).__name__, "transformer": ["diffusers", type(transformer).__name__]}
+    """A folder that has the configs of a pipeline's transformers, and none of their weights."""
+    index: dict[str, Any] = {"_class_name": type(pipe).__name__}
+    for name in ("transformer", "transformer_2"):
+        transformer = getattr(pipe, name, None)
+        if transformer is not None:
+            transformer.save_config(folder / name)
+            index[name] = ["diffusers", type(transformer).__name__]
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder
 
@@ -208,6 +210,42 @@ def save_gguf(
             writer.add_tensor(name, gguf.quants.quantize(values, quant_type), raw_dtype=quant_type)
         else:
             writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def save_encoder_gguf(
+    encoder: Any, architecture: str, path: Path, quant_type: Any = gguf.GGMLQuantizationType.Q8_0
+) -> Path:
+    """A text encoder as llama.cpp's converter writes it: under names of its own, and with a vocabulary."""
+    config = encoder.config
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(f"a {config.model_type}")
+    writer.add_token_list([f"token {number}" for number in range(config.vocab_size)])
+    writer.add_token_scores([0.0] * config.vocab_size)
+    writer.add_head_count(config.num_attention_heads)
+    if hasattr(config, "num_key_value_heads"):
+        writer.add_head_count_kv(config.num_key_value_heads)
+    for own_name, tensor in encoder.state_dict().items():
+        module, _, leaf = own_name.rpartition(".")
+        name = names.get_name(module) or names.get_name(f"model.{module}")
+        if name is None:
+            continue
+        values = tensor.float().numpy()
+        if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        if architecture.startswith("gemma") and "norm" in module:
+            values = values + 1
+        if values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[quant_type][0] == 0:
+            writer.add_tensor(f"{name}.{leaf}", gguf.quants.quantize(values, quant_type), raw_dtype=quant_type)
+        else:
+            writer.add_tensor(f"{name}.{leaf}", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

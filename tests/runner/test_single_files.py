@@ -111,7 +111,7 @@ def test_weights_in_fp8_are_multiplied_with_their_scales(tmp_path: Path, folders
     for plan, dtype in ((Plan(), torch.bfloat16), (Plan(pipefusion=2), torch.float32), (Plan(tensor=2), torch.float32)):
         for rank in range(plan.world):
             mine, theirs = (
-                load_transformer_file(folders[family], str(path), plan, rank, dtype).named_parameters()
+                load_component_file(folders[family], str(path), plan, rank, dtype).named_parameters()
                 for path in (file, plain)
             )
             for (name, tensor), (_, wanted) in zip(mine, theirs, strict=True):
@@ -134,7 +134,7 @@ def test_scales_of_rows_are_those_of_diffusers(tmp_path: Path, folders: dict[str
         quantization_config=diffusers.BFLQuantizationConfig(compute_dtype=torch.float32),
     )
     theirs.dequantize()
-    mine = load_transformer_file(folders["flux-2"], str(file), Plan(), 0, torch.float32)
+    mine = load_component_file(folders["flux-2"], str(file), Plan(), 0, torch.float32)
     for (name, tensor), (_, wanted) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(tensor, wanted), name
 
@@ -300,9 +300,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # As many tensors as no file has, and a first name as long as no file is.
     (folder / "many.gguf").write_bytes(whole[:8] + struct.pack("<Q", 2**60) + whole[16:])
     (folder / "long.gguf").write_bytes(whole[:24] + struct.pack("<Q", 2**60) + whole[32:])
-    # A first value that is an array of as many bytes as would take seconds to read.
-    array = struct.pack("<Q1sIIQ", 1, b"a", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT8, 10**6)
-    (folder / "array.gguf").write_bytes(whole[:24] + array + bytes(10**6) + whole[24:])
+    # A first value that is an array of as many strings as would take seconds to read.
+    array = struct.pack("<Q1sIIQ", 1, b"a", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, 10**9)
+    (folder / "array.gguf").write_bytes(whole[:24] + array + whole[24:])
     (folder / "red.gguf").write_bytes(whole.replace(b"proj_out.weight", b"\x1b[31mout.weight"))
     return folder
 
@@ -353,7 +353,7 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("nvfp4.safetensors", "proj_out.comfy_quant says that weights are stored as 'nvfp4'"),
         ("turned.safetensors", "its header says that weights are stored as 'convrot'"),
         ("integers.safetensors", "weight proj_out.weight is stored as I8"),
-        ("array.gguf", "its header has more than 30000 values"),
+        ("array.gguf", "its header has more than 2000000 strings"),
         ("red.safetensors", r"a tensor named '\\x1b\[31mred'"),
         ("red.gguf", r"a tensor named '.*\\x1b\[31mout.weight'"),
         ("shape.safetensors", r"weight proj_out.weight has the shape \[3, 5\]"),

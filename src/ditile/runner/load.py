@@ -62,6 +62,7 @@ from ditile.runner.model_files import (
     report_download_progress,
 )
 from ditile.runner.weights.checkpoint import Checkpoint, LocateFile, locate_in_folder
+from ditile.runner.weights.encoder_file import open_encoder_file
 from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
 
 if TYPE_CHECKING:
@@ -244,8 +245,7 @@ def load_partial_components(
         ModelError, PlanError: if the transformer cannot be divided so.
         LoadError: if files or weights are missing or corrupt.
     """
-    image = next(ranks for ranks in list_subgroups(plan, IMAGE) if rank in ranks)
-    placement = EncoderPlacement.choose_placement(plan, image.index(rank))
+    placement = _choose_placement(plan, rank)
     partial: dict[str, Any] = {}
     for component in _list_components(source):
         name = component.name
@@ -256,6 +256,8 @@ def load_partial_components(
             continue
         if files is not None and name in files:
             partial[name] = load_component_file(source, files[name], plan, rank, dtype, name)
+            if is_encoder:
+                install_guards(ExitStack(), partial[name], name)
             continue
         locate = _locate_component_files(source, name)
         config = _find_config(locate, name)
@@ -272,6 +274,12 @@ def load_partial_components(
             partial[name] = read_partial_encoder(component.cls, place, placement, dtype, **options)
             install_guards(ExitStack(), partial[name], name)
     return partial
+
+
+def _choose_placement(plan: Plan, rank: int) -> EncoderPlacement:
+    """Which part of the text encoders a rank of a plan has."""
+    image = next(ranks for ranks in list_subgroups(plan, IMAGE) if rank in ranks)
+    return EncoderPlacement.choose_placement(plan, image.index(rank))
 
 
 def find_pipeline_kind(source: Path | str) -> Any:
@@ -403,6 +411,8 @@ def load_component_file(
     refuse_unknown_components(source, [name])
     component = next(part for part in _list_components(source) if part.name == name)
     model_class: Any = component.cls
+    if model_class is not None and issubclass(model_class, transformers.PreTrainedModel):
+        return _load_encoder_file(source, name, model_class, file, _choose_placement(plan, rank), dtype)
     if model_class is None or not issubclass(model_class, diffusers.ModelMixin):
         raise ModelError(f"{name} of {source} is a {component.class_name}, which is not read from one file ({file})")
     converted = match_component_file(source, name, model_class, file)
@@ -416,6 +426,23 @@ def load_component_file(
         return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype, row_blocks)
     build_checkpoint(model).read_into_module(model, dtype, keep_fp32=model_class._keep_in_fp32_modules or ())
     return _finish_model(model, Path(file))
+
+
+def _load_encoder_file(
+    source: Path | str, name: str, model_class: Any, file: str, placement: EncoderPlacement, dtype: torch.dtype
+) -> nn.Module:
+    """A rank's part of a text encoder, or of another model of transformers, with the weights of a file."""
+    locate = _locate_component_files(source, name)
+    path = _find_config(locate, name)
+    if _is_quantized(path):
+        raise ModelError(f"{path} is of quantized weights, and those of {file} are not; remove its quantization_config")
+    config = model_class.config_class.from_pretrained(path.parent)
+    options: dict[str, Any] = {"config": config}
+    if locate("generation_config.json") is not None:
+        options["generation_config"] = transformers.GenerationConfig.from_pretrained(path.parent)
+    with open_encoder_file(Path(file), model_class, config) as weights:
+        encoder: nn.Module = read_partial_encoder(model_class, file, placement, dtype, state_dict=weights, **options)
+    return encoder
 
 
 def match_component_file(source: Path | str, name: str, model_class: Any, file: str) -> ConvertedFile:

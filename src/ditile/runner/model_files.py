@@ -11,6 +11,7 @@ import http.client
 import os
 import re
 import ssl
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -55,9 +56,12 @@ GGUF = "gguf"
 FORMATS = {".safetensors": SAFETENSORS, ".sft": SAFETENSORS, ".gguf": GGUF}
 """Ending of a file of weights -> its format."""
 MOST_IN_GGUF_HEADER = 30_000
-"""Values that a header of GGUF may have, items of arrays included: transformers have hundreds, text encoders have
-vocabularies, and each takes microseconds to read."""
-_GGUF_ERRORS = (OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
+"""Values that a header of GGUF may have: models have hundreds, and each takes microseconds to read."""
+MOST_GGUF_STRINGS = 2_000_000
+"""Strings that its arrays may have: the vocabularies of text encoders, which are passed over in tenths of a second."""
+_GGUF_ERRORS = (
+    *(OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError, struct.error),
+)
 """What the reader of GGUF raises for a file that is cut short, or whose header says what cannot be."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = ("F8_E4M3", "F8_E5M2")
@@ -429,13 +433,32 @@ def open_gguf(path: Path) -> Any:
 
     class BoundedReader(gguf.GGUFReader):
         num_values = 0
+        num_strings = 0
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            # It is called for each item of an array too.
             self.num_values += 1
             if self.num_values > MOST_IN_GGUF_HEADER:
                 raise ValueError(f"its header has more than {MOST_IN_GGUF_HEADER} values")
+            if raw_type == gguf.GGUFValueType.ARRAY:
+                return self.measure_array(orig_offs), [], [], []
             return super()._get_field_parts(orig_offs, raw_type)
+
+        def measure_array(self, start: int) -> int:
+            """The bytes of an array, whose items nobody needs."""
+            order = ">" if self.byte_order == "S" else "<"
+            content: Any = self.data
+            item_type, count = struct.unpack_from(f"{order}IQ", content, start)
+            place = start + 12
+            if item_type != gguf.GGUFValueType.STRING:
+                item = self.gguf_scalar_to_np[gguf.GGUFValueType(item_type)]
+                return int(12 + count * item().itemsize)
+            self.num_strings += count
+            if self.num_strings > MOST_GGUF_STRINGS:
+                raise ValueError(f"its header has more than {MOST_GGUF_STRINGS} strings")
+            for _ in range(count):
+                (length,) = struct.unpack_from(f"{order}Q", content, place)
+                place += 8 + length
+            return int(place - start)
 
     try:
         # Pages that are written would be copies: views of memory that cannot be written make torch warn.

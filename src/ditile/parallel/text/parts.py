@@ -143,27 +143,38 @@ def read_partial_encoder(
     transformers' own loader does it, by its own rules of names and dtypes: it reads the parameters that the model has.
 
     Args:
-        source: folder, or hub id.
-        options: of `from_pretrained`, such as `subfolder` and `variant`.
+        source: folder, or hub id; or the file of a state dict in the options.
+        options: of `from_pretrained`, such as `subfolder` and `variant`, or `config` and `state_dict`.
 
     Raises:
         ModelError: if it cannot be split.
-        LoadError: if a weight of this part is missing.
+        LoadError: if a weight of this part is missing, or of another shape.
     """
     if place.has_no_weights:
         subfolder = options.get("subfolder", "")
-        config = kind.config_class.from_pretrained(source, subfolder=subfolder)
+        config = options.get("config") or kind.config_class.from_pretrained(source, subfolder=subfolder)
         with torch.device("meta"):
             encoder = kind._from_config(config, dtype=dtype).eval()
         empty_foreign_modules(encoder, place)
         set_placeholder_parameter(encoder, dtype)
         return encoder
-    partial_class = kind if place.mode == "first" else _derive_partial_class(kind, place)
-    # The loading info has the missing weights, of which transformers only warns.
+    partial_class = _derive_partial_class(kind, place) if place.mode == "split" else kind
+    # The loading info has the weights that are missing or do not fit, which transformers would draw at random.
     encoder, info = partial_class.from_pretrained(
-        source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        None if "state_dict" in options else source,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
     )
     encoder.__class__ = kind
+    if info["mismatched_keys"]:
+        name, stored_shape, own_shape = min(info["mismatched_keys"])
+        raise LoadError(
+            f"{source}: weight {name} of a {kind.__name__} has the shape {list(stored_shape)}, and the config says "
+            f"{list(own_shape)}"
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise LoadError(

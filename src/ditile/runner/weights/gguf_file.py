@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,11 +52,13 @@ class GgufTensors:
     Attributes:
         path: the file.
         entries: name -> where the tensor is, in the order of the file.
+        architecture: of the model, as the file calls it; empty if it does not say.
         mapped: the file; None if it is closed.
     """
 
     path: Path
     entries: Mapping[str, GgufEntry]
+    architecture: str = ""
     mapped: Any = None
 
     @classmethod
@@ -67,7 +69,8 @@ class GgufTensors:
             LoadError: if the file is not whole, or has a type of weights that diffusers does not know.
         """
         entries = {}
-        for tensor in sorted(open_gguf(path).tensors, key=lambda tensor: tensor.data_offset):
+        reader = open_gguf(path)
+        for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
             block = None
             if tensor.tensor_type not in _PLAIN_TYPES:
                 block = _find_block_format(path, tensor)
@@ -79,13 +82,16 @@ class GgufTensors:
                 stored_type=tensor.tensor_type.name,
                 block=block,
             )
-        return cls(path, entries)
+        architecture = reader.get_field("general.architecture")
+        if architecture is None:
+            return cls(path, entries)
+        return cls(path, entries, str(architecture.contents()))
 
     @contextmanager
     def open_mapping(self) -> Iterator[GgufTensors]:
         """The same tensors, while the file is mapped."""
         # Views of a mapping that cannot be written would make torch warn.
-        yield GgufTensors(self.path, self.entries, np.memmap(self.path, mode="c"))
+        yield replace(self, mapped=np.memmap(self.path, mode="c"))
 
     def offset_keys(self) -> list[str]:
         """The names in the order of the file."""

@@ -64,7 +64,7 @@ FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 """How ComfyUI's words begin for formats of fp8 with scales."""
 SCALED_BLOCK = 128
 """Rows and columns of the blocks of a weight whose numbers do not divide them evenly."""
-_CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
+CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
 """What diffusers' functions raise for tensors of another model."""
 
 
@@ -265,7 +265,7 @@ class SingleFile:
             renamed: dict[str, FileTensor] = loadable["checkpoint_mapping_fn"](checkpoint=remaining, config=config)
         except KeyError as error:
             raise LoadError(f"{self.path} lacks the weight {error} of a {class_name}") from error
-        except _CONVERSION_ERRORS as error:
+        except CONVERSION_ERRORS as error:
             reason = join_error_lines(error)
             raise LoadError(f"{self.path} does not have the weights of a {class_name} ({reason})") from error
         used: set[str] = set()
@@ -405,11 +405,13 @@ class _ConvertedTensors:
         return sorted(self.tensors, key=lambda name: places[self.tensors[name].list_stored()[0].stored_name])
 
     def get_slice(self, name: str) -> StoredTensor:
-        return _ConvertedTensor(self.opened, self.tensors[name], name in self.quantized)
+        return ConvertedTensor(self.opened, self.tensors[name], name in self.quantized)
 
 
 @dataclass(frozen=True, slots=True)
-class _ConvertedTensor:
+class ConvertedTensor:
+    """A tensor of an open file as a model has it; `stays_quantized` if its blocks of GGUF are not unpacked."""
+
     opened: OpenedTensors
     tensor: FileTensor
     stays_quantized: bool
@@ -418,7 +420,7 @@ class _ConvertedTensor:
         return list(self.tensor.get_own_shape())
 
     def __getitem__(self, index: Any) -> Tensor:
-        content = self.tensor.replay_operations(self._read_stored)
+        content = self.tensor.replay_operations(self.read_stored)
         block = self.tensor.block
         if any(stored.scale is not None for stored in self.tensor.list_stored()):
             # What is done to a weight moves its numbers, so the same moves their scales.
@@ -435,13 +437,13 @@ class _ConvertedTensor:
             index = (*index[:-1], slice(start, locate_number(content, dim, index[-1].stop)))
         return content[index]
 
-    def _read_stored(self, stored: FileTensor) -> Tensor:
+    def read_stored(self, stored: FileTensor) -> Tensor:
         return self.opened.get_slice(stored.stored_name)[...]
 
     def _read_scales(self, stored: FileTensor) -> Tensor:
         if stored.scale is None:
             return torch.ones(()).expand(stored.shape)
-        return stored.scale.replay_operations(self._read_stored)
+        return stored.scale.replay_operations(self.read_stored)
 
 
 def _attach_scales(path: Path, tensors: Mapping[str, FileTensor], opened: OpenedTensors) -> dict[str, FileTensor]:
@@ -547,7 +549,7 @@ def _infer_hub_id(file: SingleFile) -> str | None:
     """The model that diffusers would take a file for; None if it does not know it."""
     try:
         kind = infer_diffusers_model_type(dict(file.tensors))
-    except (*_CONVERSION_ERRORS, NameError):
+    except (*CONVERSION_ERRORS, NameError):
         return None
     if kind == UNKNOWN:
         return None

@@ -1,0 +1,109 @@
+"""One file with the weights of a model of transformers, such as a text encoder: safetensors or GGUF.
+
+transformers' own loader makes the model, by its rules of names, types and tied weights. It gets tensors that are read
+when it asks for them, so that a rank with a part of the model reads that part. GGUF is unpacked tensor by tensor, under
+the names and with the changes that transformers knows for its architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import modeling_gguf_pytorch_utils as gguf_models
+
+from ditile.plan.errors import LoadError
+from ditile.runner.model_files import join_error_lines
+from ditile.runner.weights.single_file import CONVERSION_ERRORS, FLOATS, FP8, ConvertedTensor, FileTensor, SingleFile
+
+_SECTIONS = {"general", "tokenizer"}
+"""What transformers lists with the architectures that it reads from GGUF, and is none."""
+
+
+@contextmanager
+def open_encoder_file(path: Path, kind: Any, config: Any) -> Iterator[dict[str, EncoderTensor]]:
+    """The state dict of a model whose tensors are read from a file as long as this is open.
+
+    Args:
+        path: the file.
+        kind: the class of the model.
+        config: of the model.
+
+    Raises:
+        LoadError: if the file is not whole, or of an architecture that transformers does not read.
+        ModelError: if it is one of GGUF, and the extra is not installed.
+    """
+    file = SingleFile.read_header(path)
+    if file.gguf is None:
+        tensors = file.tensors
+        _refuse_quantized(path, tensors)
+    else:
+        tensors = _rename_tensors(path, file.gguf.architecture, file.tensors, kind, config)
+    with file.open_file(path) as opened:
+        yield {name: EncoderTensor(opened, tensor, stays_quantized=False) for name, tensor in tensors.items()}
+
+
+class EncoderTensor(ConvertedTensor):
+    """A tensor of an open file, without its quantization."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape in numbers."""
+        return torch.Size(self.tensor.get_own_shape())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        block = self.tensor.block
+        if block is None:
+            return super().__getitem__(index)
+        import gguf
+
+        # transformers unpacks so, and diffusers to 16 bits.
+        packed = self.tensor.replay_operations(self.read_stored).as_subclass(Tensor)
+        return torch.from_numpy(gguf.dequantize(packed.numpy(), block.quant_type))[index]
+
+
+def _rename_tensors(
+    path: Path, architecture: str, tensors: Mapping[str, FileTensor], kind: Any, config: Any
+) -> dict[str, FileTensor]:
+    """The tensors of GGUF under the names of a model, with what its architecture changes in them undone."""
+    known = set(gguf_models.GGUF_SUPPORTED_ARCHITECTURES) - _SECTIONS
+    # Files of T5 without a decoder are of "t5encoder".
+    model_type = architecture.removesuffix("encoder")
+    if model_type not in known:
+        raise LoadError(
+            f"{path} is of the architecture {architecture!r}, and transformers reads {', '.join(sorted(known))}; take "
+            "a .safetensors file with transformers' names"
+        )
+    processor_class: Any = gguf_models.TENSOR_PROCESSORS.get(architecture, gguf_models.TensorProcessor)
+    processor = processor_class(config=config.to_dict())
+    renamed = {}
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(config)
+        num_layers = config.get_text_config().num_hidden_layers
+        # The file's type: transformers asks for Mistral's, whose files are of "llama".
+        names = gguf_models.get_gguf_hf_weights_map(model, processor, model_type, num_layers)
+        for stored_name, tensor in tensors.items():
+            result = processor.process(tensor, stored_name, tensor_key_mapping=names, parsed_parameters={})
+            if result.name in names:
+                renamed[names[result.name]] = result.weights
+    except (*CONVERSION_ERRORS, NotImplementedError) as error:
+        raise LoadError(f"{path} does not fit a {kind.__name__} ({join_error_lines(error)})") from error
+    return renamed
+
+
+def _refuse_quantized(path: Path, tensors: Mapping[str, FileTensor]) -> None:
+    """Raises `LoadError` for integers in place of weights, and for what is beside them and would be left out."""
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        is_scale = leaf not in ("weight", "bias") and f"{module}.weight" in tensors
+        is_integer = leaf == "weight" and tensor.stored_type not in FLOATS + FP8
+        if is_scale or is_integer:
+            raise LoadError(
+                f"{path}: {name} ({tensor.stored_type}) is of weights that are quantized in another way than in fp8 "
+                "with scales; take a file of those, of float16 or bfloat16, or of GGUF"
+            )

@@ -1,0 +1,239 @@
+"""Components of a pipeline from files of their own: they are what diffusers and transformers make of the files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
+
+import ditile
+from ditile import LoadError, ModelError
+from ditile.plan.plan import Plan
+from ditile.planner.subject import PlanSubject
+from ditile.runner.load import load_component_file, load_partial_components
+from tests import tiny
+from tests.pool import Pool
+from tests.rotation import rotate
+from tests.runner.cases import run
+from tests.runner.gguf_files import make_model
+from tests.runner.single_files import copy_weights, save_configs, save_encoder_gguf, save_gguf, save_single_file
+from tests.zoo import encoders
+from tests.zoo.rows import EVERY, compare_drawings, list_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WAN = "wan-2.2"
+BOTH = ("transformer", "transformer_2")
+
+
+def read_with_diffusers(pipe: Any, folder: str, files: dict[str, str]) -> Any:
+    """The pipeline with its two transformers from files, as diffusers reads them."""
+    for name, file in files.items():
+        quantization: Any = {}
+        if file.endswith(".gguf"):
+            config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
+            quantization = {"quantization_config": config, "torch_dtype": torch.float32}
+        model = type(pipe.transformer).from_single_file(file, config=f"{folder}/{name}", **quantization)
+        # Where memory of the mapped file is not aligned, a kernel may sum in another order.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        setattr(pipe, name, model)
+    return pipe
+
+
+def draw_with_two_files(folder: str, files: dict[str, str]) -> list[str]:
+    """What is wrong where each rank reads its share of two files."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[WAN]
+    want = list_tensors(read_with_diffusers(entry.make(), folder, files)(**entry.call()))
+    problems = []
+    for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(tensor=2), 1e-5)):
+        pipe = entry.make()
+        parts = load_partial_components(Path(folder), plan, dist.get_rank(), torch.float32, None, files)
+        assert parts.keys() == set(BOTH)
+        pipe.register_modules(**parts)
+        got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
+        if problem := compare_drawings(got, want, tolerance):
+            problems.append(f"{plan}: {problem}")
+    return problems
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "gguf"])
+def test_two_transformers(pool: Pool, tmp_path: Path, ending: str) -> None:
+    """A failure means that the files of two transformers are exchanged, or that one is read from another place."""
+    pipe = EVERY[WAN].make()
+    # With rows of several blocks of the format, for two ranks.
+    for seed, name in enumerate(BOTH):
+        setattr(pipe, name, tiny.randomise(make_model("wan-2.1", num_attention_heads=2, ffn_dim=128), seed))
+    save_configs(pipe, tmp_path / "model")
+    save = save_gguf if ending == "gguf" else save_single_file
+    files = {name: str(save(getattr(pipe, name), "wan-2.1", tmp_path / f"{name}.{ending}")) for name in BOTH}
+    for problems in pool.run(draw_with_two_files, 2, str(tmp_path / "model"), files):
+        assert not problems, "\n".join(problems)
+
+
+def make_language_model(name: str) -> Any:
+    sizes = encoders.LANGUAGE | {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def make_umt5() -> Any:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2}
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes, feed_forward_proj="gated-gelu")).eval()
+
+
+ENCODERS: list[tuple[str, Callable[[], Any]]] = [
+    ("t5encoder", tiny.t5),
+    ("t5encoder", make_umt5),
+    ("qwen3", lambda: make_language_model("Qwen3")),
+    ("qwen2", lambda: make_language_model("Qwen2")),
+    ("llama", lambda: make_language_model("Llama")),
+    ("gemma2", lambda: make_language_model("Gemma2")),
+    ("gemma3", lambda: make_language_model("Gemma3Text")),
+]
+
+
+def save_encoder_config(folder: Path, name: str, encoder: Any) -> None:
+    encoder.config.save_pretrained(folder / name)
+    index = f'{{"_class_name": "FluxPipeline", "{name}": ["transformers", "{type(encoder).__name__}"]}}'
+    (folder / "model_index.json").write_text(index)
+
+
+@pytest.mark.parametrize(("architecture", "make"), rotate(ENCODERS, always=[ENCODERS[0], ENCODERS[2]]))
+def test_an_encoder_of_gguf_is_that_of_transformers(tmp_path: Path, architecture: str, make: Callable[[], Any]) -> None:
+    """A failure means that a weight is exchanged, or unpacked to other numbers."""
+    encoder = make()
+    save_encoder_config(tmp_path, "text_encoder", encoder)
+    file = save_encoder_gguf(encoder, architecture, tmp_path / "encoder.gguf")
+    place = tmp_path / "text_encoder"
+    theirs: Any = type(encoder).from_pretrained(place, gguf_file=str(file), config=encoder.config, dtype=torch.bfloat16)
+    mine: Any = load_component_file(tmp_path, str(file), Plan(), 0, torch.bfloat16, "text_encoder")
+    assert type(mine) is type(encoder) and not mine.training
+    wanted = theirs.state_dict()
+    assert wanted.keys() == mine.state_dict().keys()
+    for name, tensor in mine.state_dict().items():
+        assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline of FLUX.1 without the weights of its text encoders and its VAE, and these in files beside it."""
+    folder = tmp_path_factory.mktemp("saved")
+    pipe = tiny.flux()
+    pipe.save_pretrained(folder / "pipe")
+    for name in ("text_encoder", "text_encoder_2", "vae"):
+        next((folder / "pipe" / name).glob("*.safetensors")).unlink()
+    clip = copy_weights(pipe.text_encoder)
+    # As the authors and ComfyUI have them, whatever this version of transformers calls its modules.
+    clip = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in clip.items()}
+    save_file(clip, folder / "clip.safetensors")
+    t5 = copy_weights(pipe.text_encoder_2)
+    save_file(t5, folder / "t5.safetensors")
+    save_encoder_gguf(pipe.text_encoder_2, "t5encoder", folder / "t5.gguf")
+    save_file(copy_weights(pipe.vae), folder / "vae.safetensors")
+    matrix = "encoder.block.0.layer.0.SelfAttention.q"
+    save_file({name: t5[name] for name in t5 if not name.startswith(matrix)}, folder / "lacking.safetensors")
+    save_file(t5 | {f"{matrix}.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
+    save_file(t5 | {f"{matrix}.weight": t5[f"{matrix}.weight"].char()}, folder / "integers.safetensors")
+    save_file(t5 | {f"{matrix}.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
+    save_encoder_gguf(make_language_model("Qwen3"), "qwen3", folder / "qwen.gguf")
+    save_gguf(pipe.transformer, "flux", folder / "flux.gguf")
+    return folder
+
+
+def draw_with_encoders(folder: str) -> list[str]:
+    """What is wrong where each rank reads its part of the text encoders from files."""
+    warnings.simplefilter("ignore")
+    place = f"{folder}/pipe"
+    pipe: Any = tiny.flux()
+    pipe.text_encoder_2 = transformers.T5EncoderModel.from_pretrained(
+        f"{place}/text_encoder_2", gguf_file=f"{folder}/t5.gguf", config=pipe.text_encoder_2.config
+    )
+    want = run(pipe, "flux")
+    files = {"text_encoder": "clip.safetensors", "text_encoder_2": "t5.gguf", "vae": "vae.safetensors"}
+    files = {name: f"{folder}/{file}" for name, file in files.items()}
+    problems = []
+    for text in ("each", "first", "split"):
+        plan = Plan(pipefusion=2, warmup=99, text=text)  # type: ignore[arg-type]
+        loaded: Any = ditile.load(place, plan=plan, components=files)
+        got = run(ditile.parallelize(loaded, plan), "flux")
+        if not torch.equal(got, want):
+            problems.append(f"text={text} makes another image")
+    return problems
+
+
+def test_images_of_encoders_in_files(pool: Pool, saved: Path) -> None:
+    """A failure means that a rank has another part of a text encoder than it computes, or other weights."""
+    for problems in pool.run(draw_with_encoders, 2, str(saved)):
+        assert not problems, "\n".join(problems)
+
+
+def test_an_encoder_in_fp8_with_scales(saved: Path) -> None:
+    """A failure means that the scales of ComfyUI's files of text encoders are left out."""
+    weights = copy_weights(tiny.flux().text_encoder_2)
+    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    scaled = weights | {name: (weights[name] * 8).to(torch.float8_e4m3fn), "scaled_fp8": torch.empty(0)}
+    scaled[name.replace(".weight", ".scale_weight")] = torch.tensor(0.125)
+    save_file(scaled, saved / "fp8.safetensors")
+    file = str(saved / "fp8.safetensors")
+    mine = load_component_file(saved / "pipe", file, Plan(), 0, torch.float32, "text_encoder_2").state_dict()
+    weights[name] = scaled[name].float() / 8
+    for own_name, tensor in weights.items():
+        assert torch.equal(mine[own_name], tensor), own_name
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "message"),
+    [
+        ("text_encoder_2", "none.gguf", "text_encoder_2=.* is no file"),
+        ("text_encoder_2", "lacking.safetensors", "lacks 1 weight.*SelfAttention.q.weight"),
+        (
+            "text_encoder_2",
+            "shape.safetensors",
+            r"SelfAttention.q.weight .* has the shape \[3, 5\], and the config says",
+        ),
+        ("text_encoder_2", "integers.safetensors", r"SelfAttention.q.weight \(I8\) is of weights that are quantized"),
+        ("text_encoder_2", "scaled.safetensors", r"SelfAttention.q.scale_weight \(F32\) is of weights that"),
+        ("text_encoder_2", "qwen.gguf", "lacks .* weight"),
+        (
+            "text_encoder_2",
+            "flux.gguf",
+            "is of the architecture 'flux', and transformers reads .*; take a .safetensors",
+        ),
+        ("text_encoder_2", "clip.safetensors", "lacks .* weight"),
+        ("vae", "t5.safetensors", "AutoencoderKL"),
+        ("tokenizer", "t5.gguf", "tokenizer of .* is a .*, which is not read from one file"),
+        ("text_encoder_3", "t5.gguf", "has no text_encoder_3 for which a file could be; it has .*text_encoder_2"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(saved: Path, name: str, file: str, message: str) -> None:
+    """A failure means random weights, or a traceback."""
+    files = {"text_encoder": "clip.safetensors", "text_encoder_2": "t5.safetensors", "vae": "vae.safetensors"}
+    files |= {name: file}
+    with pytest.raises((LoadError, ModelError), match=message) as refused:
+        ditile.load(str(saved / "pipe"), components={name: str(saved / file) for name, file in files.items()})
+    assert "\n" not in str(refused.value)
+
+
+def test_what_a_folder_lacks_is_named_with_how_to_give_it(saved: Path) -> None:
+    """A failure means that nobody says what may be given in place of weights."""
+    with pytest.raises(LoadError, match="no weights; .* or give --component text_encoder=FILE"):
+        ditile.load(str(saved / "pipe"))
+
+
+def test_the_planner_counts_the_blocks_of_each_file(tmp_path: Path) -> None:
+    """A failure means that a quantized transformer counts as a plain one, or its numbers for the other one too."""
+    pipe = EVERY[WAN].make()
+    pipe.save_pretrained(tmp_path)
+    file = save_gguf(pipe.transformer_2, "wan-2.1", tmp_path / "low.gguf")
+    subject = PlanSubject.from_configs("wan", tmp_path, components={"transformer_2": str(file)})
+    plain, packed = (subject.count_weight_bytes(1000, 2, model) for model in range(2))
+    assert plain == 2000 and 1000 < packed < 2000
