@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils as gguf_models
 
 from ditile.plan.errors import LoadError
-from ditile.runner.model_files import join_error_lines
-from ditile.runner.weights.single_file import CONVERSION_ERRORS, FLOATS, FP8, ConvertedTensor, FileTensor, SingleFile
+from ditile.runner.model_files import FLOATS, FP8, join_error_lines
+from ditile.runner.weights.single_file import CONVERSION_ERRORS, ConvertedTensor, FileTensor, SingleFile
 
 _SECTIONS = {"general", "tokenizer"}
 """What transformers lists with the architectures that it reads from GGUF, and is none."""
@@ -59,11 +59,8 @@ class EncoderTensor(ConvertedTensor):
         block = self.tensor.block
         if block is None:
             return super().__getitem__(index)
-        import gguf
-
-        # transformers unpacks so, and diffusers to 16 bits.
-        packed = self.tensor.replay_operations(self.read_stored).as_subclass(Tensor)
-        return torch.from_numpy(gguf.dequantize(packed.numpy(), block.quant_type))[index]
+        # As transformers does; what diffusers unpacks has 16 bits.
+        return block.unpack_rows(self.tensor.replay_operations(self.read_stored))[index]
 
 
 def _rename_tensors(

@@ -33,6 +33,10 @@ class BlockFormat(NamedTuple):
     numbers: int
     num_bytes: int
 
+    def unpack_rows(self, packed: Tensor) -> Tensor:
+        """The numbers of a weight in float32."""
+        return torch.from_numpy(gguf.dequantize(packed.as_subclass(Tensor).numpy(), self.quant_type))
+
 
 class GgufEntry(NamedTuple):
     """Where a tensor is; the last dimension of a quantized one counts bytes."""
