@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,17 @@ from hypothesis import strategies as st
 
 from ditile import Plan, PlanError
 from ditile.plan.layout import Grid, Layout, Split
-from ditile.plan.plan import AXES, SEQUENCE, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, WIRE_DTYPES, Facts
+from ditile.plan.plan import (
+    AXES,
+    OFFLOADS,
+    SEQUENCE,
+    SPLIT_SCHEMES,
+    TEXT_PLACES,
+    VAE_PLACES,
+    WARMUP_MODES,
+    WIRE_DTYPES,
+    Facts,
+)
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 
@@ -37,6 +48,8 @@ def plans(draw: Any) -> Plan:
     shared_out = max(degrees[name] for name in ("ring", "ulysses", "tensor")) > 1
     divides_tokens = max(degrees[name] for name in SEQUENCE) > 1
     vae = draw(st.sampled_from(VAE_PLACES))
+    offload, world = draw(st.sampled_from(OFFLOADS)), math.prod(degrees.values())
+    some_ranks = st.none() | st.sets(st.integers(0, world - 1), min_size=1, max_size=4)
     mode = draw(st.sampled_from(WARMUP_MODES[:2] if shared_out else WARMUP_MODES)) if stages > 1 else "serial"
     return Plan(
         **degrees, **cut, warmup_mode=mode,
@@ -49,6 +62,7 @@ def plans(draw: Any) -> Plan:
         wire_dtype=draw(st.sampled_from((None, *WIRE_DTYPES))) if divides_tokens or stages > 1 else None,
         text=draw(st.sampled_from(TEXT_PLACES)),
         vae=vae, vae_block_size=draw(st.none() | st.integers(1, 512)) if vae == "rows" else None,
+        offload=offload, offload_ranks=draw(some_ranks.map(lambda x: x and [*x])) if offload == "blocks" else None,
     )  # fmt: skip
 
 
@@ -105,6 +119,11 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"ring": 2, "token_weights": (1, 0)}, "greater than 0"),
     ({"ring": 2, "token_weights": (1e308, 1.1e308)}, "less than or equal to 1000000000"),
     ({"ring": 2, "token_weights": (1, 2), "uaa": False}, "uaa is off; leave one of them out"),
+    ({"ring": 2, "offload_ranks": (1,)}, "offload_ranks=1 belongs to offload=blocks; add it"),
+    ({"ring": 2, "offload": "blocks", "offload_ranks": (2,)}, "offload_ranks=2 does not name ranks of this plan, each"),
+    ({"ring": 2, "offload": "blocks", "offload_ranks": (1, 1)}, "each once; there are 0 to 1"),
+    ({"offload": "blocks", "offload_ranks": ()}, "there are 0 to 0"),
+    ({"offload": "blocks", "offload_ranks": (-1,)}, "greater than or equal to 0; try offload_ranks=1"),
     ({"cfg": 3}, "try cfg=2, and data"),
     ({"distrifusion": 2, "pipefusion": 2}, "spend the same staleness; set one of them to 1"),
     ({"distrifusion": 2, "ring": 2}, "use ulysses with it"),
@@ -123,6 +142,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ("uaa=maybe", "'maybe' should be a valid boolean"),
     ("stage_blocks=1,x", "'1,x' should be a valid integer, such as 7,7,8"),
     ("vae=tiles", "'tiles' should be 'whole' or 'rows'"),
+    ("offload=blocks offload_ranks=x", "'x' should be a valid integer, such as 1"),
 ]
 """Values of fields, or a line for `Plan.parse`; and the value or the hint that the error must have."""
 

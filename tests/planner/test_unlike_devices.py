@@ -170,7 +170,8 @@ def test_blocks_go_where_there_is_memory() -> None:
     small = dataclasses.replace(whole, name="small", memory_bytes=145 * 10**8)
     one = subject("flux.1-dev")
     call = {"height": 1024, "width": 1024, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
-    request = SearchRequest(devices=2, all_devices=True)
+    # A host that has no room for weights.
+    request = SearchRequest(devices=2, all_devices=True, host_memory_bytes=10**9)
     for devices in ((whole, small), (small, whole)):
         result = search_plans(one, call, hardware.join_devices(devices), request)
         best = result.prices[0].plan
@@ -178,8 +179,44 @@ def test_blocks_go_where_there_is_memory() -> None:
         roomy = devices.index(whole)
         assert best.stage_blocks[roomy] > best.stage_blocks[1 - roomy]
         assert result.others["equal_shares"].lacks_bytes > 0
+        roomier = dataclasses.replace(request, host_memory_bytes=None)
+        faster = search_plans(one, call, hardware.join_devices(devices), roomier).prices[0]
+        assert faster.plan.offload_ranks == (1 - roomy,) and faster.latency_s < 0.95 * result.prices[0].latency_s
     with pytest.raises(PlanError, match=r"needs 2\d\.\d\d GB on rank 1, and there are 14\.50 GB"):
         answer_with_plan("pipefusion=2 patches=2", hardware.join_devices((whole, small)))
+
+
+def test_only_the_rank_that_lacks_memory_offloads() -> None:
+    """A failure means that both cards read weights from the host, or that a plan is left out which would be faster."""
+    profile = hardware.load_profile("rtx-5090,rtx-4090")
+    one = subject("flux.1-dev")
+    call = {"height": 1024, "width": 1024, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
+    request = SearchRequest(devices=2, all_devices=True, exact=True)
+    found = {str(price.plan): price for price in search_plans(one, call, profile, request).prices}
+    plan = "ring=2 token_weights=1.35,1.0 text=split offload=blocks offload_ranks=1"
+    assert "tensor=2 text=split" in found and plan in found
+    # The host's memory is that of one rank, and counts.
+    tight = dataclasses.replace(request, host_memory_bytes=40 * 10**9)
+    assert not any("offload" in str(price.plan) for price in search_plans(one, call, profile, tight).prices)
+    with pytest.raises(PlanError, match=r"keeps 40\.80 GB of weights in the host's memory, and there are 40\.00 GB"):
+        PlanSearch(one, call, profile, tight).price_plan(Plan.parse(plan))
+    answer = answer_with_plan(plan, profile)
+    shares = answer.to_json_dict()["plans"][0]["share_by_rank"]
+    assert [share["host_bytes"] for share in shares] == [0, answer.hosts[0].kept]
+    words = "".join(part for part in answer.render_tables() if isinstance(part, str))
+    assert "weights of blocks of rank 1 come from the host's memory" in words
+
+
+def test_a_rank_that_offloads_is_priced_by_itself() -> None:
+    """Where the host's link is slow. Two blocks stay on the device (docs/loading.md), so that rank costs nothing."""
+    profile = dataclasses.replace(EVEN, host_bandwidth=1e3)
+    stages = "pipefusion=2 patches=2 stage_blocks=10,2"
+    plain, both, first, last = (
+        predict(profile, stages + offload)
+        for offload in ("", *(f" offload=blocks{ranks}" for ranks in ("", " offload_ranks=0", " offload_ranks=1")))
+    )
+    assert plain == last < first == both
+    assert predict(profile, "ring=2 offload=blocks offload_ranks=1") == predict(profile, "ring=2 offload=blocks")
 
 
 def answer_with_plan(plan: str, profile: Profile) -> Any:

@@ -57,6 +57,7 @@ Frames = Annotated[int, Field(ge=1, le=100_000)]
 Scale = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_split_at_commas)]
+Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_at_commas)]
 # Sums of them stay finite, and shares of a run exact.
 Speed = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Speeds = Annotated[tuple[Speed, ...], BeforeValidator(_split_at_commas)]

@@ -17,7 +17,17 @@ from pydantic import Field
 
 from ditile.plan.errors import PlanError
 from ditile.plan.layout import Split, balance_patch_rows
-from ditile.plan.option_classes import Count, Counts, JsonObject, Seconds, Speeds, define_option, options, parse_option
+from ditile.plan.option_classes import (
+    Count,
+    Counts,
+    Indices,
+    JsonObject,
+    Seconds,
+    Speeds,
+    define_option,
+    options,
+    parse_option,
+)
 
 NumSteps = Annotated[int, Field(ge=0)]
 AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
@@ -137,6 +147,9 @@ class Plan:
     offload: Literal["none", "blocks"] = define_option(
         "none", "blocks: weights stay in the host's memory, two blocks at a time on the device"
     )
+    offload_ranks: Indices | None = define_option(
+        None, "the ranks whose blocks are offloaded, such as 1,3; all by default", metavar="A,B,..", example="1"
+    )
 
     def __post_init__(self) -> None:
         for contradiction in self._iterate_contradictions():
@@ -158,6 +171,18 @@ class Plan:
         if self.vae_block_size is not None and self.vae != "rows":
             yield f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out"
         yield from self._iterate_share_contradictions()
+        yield from self._iterate_offload_contradictions()
+
+    def _iterate_offload_contradictions(self) -> Iterator[str]:
+        """Yields the contradictions that concern weights in the host's memory."""
+        ranks = self.offload_ranks
+        if ranks is None:
+            return
+        named = f"offload_ranks={_format_plan_value(ranks)}"
+        if self.offload == "none":
+            yield f"{named} belongs to offload=blocks; add it, or leave the ranks out"
+        if not ranks or len(set(ranks)) < len(ranks) or max(ranks) >= self.world:
+            yield f"{named} does not name ranks of this plan, each once; there are 0 to {self.world - 1}"
 
     def _iterate_share_contradictions(self) -> Iterator[str]:
         """Yields the contradictions that concern the shares of stages and of ranks."""
@@ -319,6 +344,15 @@ class Plan:
         """Whether calls of its model can be recorded, which read weights in one place and decide nothing within."""
         # A sequence that is split has hooks on parts of the model.
         return self.offload == "none" and self.warmup != AUTO and self.split_scheme != "sequence"
+
+    def offloads_rank(self, rank: int) -> bool:
+        """Whether the weights of a rank's blocks stay in the host's memory."""
+        return self.offload == "blocks" and (self.offload_ranks is None or rank in self.offload_ranks)
+
+    @property
+    def has_unlike_ranks(self) -> bool:
+        """Whether ranks of one stage may differ in what they compute, or keep on their devices."""
+        return self.token_weights is not None or self.offload_ranks is not None
 
     @property
     def token_ranks(self) -> int:

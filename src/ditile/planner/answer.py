@@ -13,10 +13,11 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.numbers import format_bytes, format_number
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
-from ditile.planner.memory import HostMemory, RankMemory, compute_decode_share
+from ditile.planner.memory import HostMemory, RankMemory, compute_decode_share, count_offloaded_bytes
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
 from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult, StageGaps
+from ditile.planner.subject import PlanSubject
 from ditile.runner.requests.console import make_numbered_tables
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class RankShare(NamedTuple):
         tokens: share of the image, 0 to 1.
         heads: for which it attends.
         decode: share of the decode, 0 to 1.
+        host_bytes: weights that it keeps in the host's memory.
     """
 
     device: str
@@ -61,11 +63,12 @@ class RankShare(NamedTuple):
     tokens: float
     heads: int
     decode: float
+    host_bytes: int
 
 
-def list_rank_shares(job: PlannedCall, profile: Profile) -> tuple[RankShare, ...]:
+def list_rank_shares(subject: PlanSubject, job: PlannedCall, profile: Profile) -> tuple[RankShare, ...]:
     """The share of each rank; none where devices and shares are alike."""
-    if job.plan.world == 1 or not (profile.by_rank or job.plan.token_weights):
+    if job.plan.world == 1 or not (profile.by_rank or job.plan.has_unlike_ranks):
         return ()
     parts = job.shard_tokens(None)
     # Rows that DistriFusion does not divide and the text of every rank are left out.
@@ -74,10 +77,17 @@ def list_rank_shares(job: PlannedCall, profile: Profile) -> tuple[RankShare, ...
     for rank in range(job.plan.world):
         place = job.locate_rank(rank)
         device = profile.get_rank_profile(rank)
-        share = parts[place.rank].image_tokens / tokens
-        blocks = len(job.stages[place.stage])
-        decode = compute_decode_share(job.plan, rank)
-        shares.append(RankShare(device.name, device.memory_bytes, blocks, share, job.count_heads(place), decode))
+        shares.append(
+            RankShare(
+                device=device.name,
+                memory_bytes=device.memory_bytes,
+                blocks=len(job.stages[place.stage]),
+                tokens=parts[place.rank].image_tokens / tokens,
+                heads=job.count_heads(place),
+                decode=compute_decode_share(job.plan, rank),
+                host_bytes=count_offloaded_bytes(subject, job, rank),
+            )
+        )
     return tuple(shares)
 
 
@@ -258,11 +268,15 @@ class PlanAnswer:
     def _describe_host_memory(self) -> Iterator[str]:
         """What the first plan needs of a host's memory: where weights stay there, and where loading may not fit."""
         host = self.hosts[0]
-        stays = self.result.prices[0].plan.offload == "blocks"
+        plan = self.result.prices[0].plan
+        stays = plan.offload == "blocks"
         is_short = 0 < self.host_memory_bytes < host.loading
         if stays:
+            blocks = "blocks"
+            if plan.offload_ranks is not None:
+                blocks = f"blocks of rank {format_ranks(plan.offload_ranks)}"
             yield (
-                "weights of blocks come from the host's memory, under what is computed: all ranks of a host keep "
+                f"weights of {blocks} come from the host's memory, under what is computed: all ranks of a host keep "
                 f"{format_bytes(host.kept)} there, pinned (docs/loading.md)"
             )
         needs = f"while they load, the ranks of a host need up to {format_bytes(host.loading)} of its memory"
@@ -348,14 +362,17 @@ def make_share_table(shares: Sequence[RankShare]) -> Table:
     from rich.table import Table
 
     table = Table("rank", "device")
-    for title in ("memory", "blocks", "tokens", "heads", "decode"):
+    titles = ["memory", "blocks", "tokens", "heads", "decode"]
+    if any(share.host_bytes for share in shares):
+        titles.append("in the host")
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for rank, share in enumerate(shares):
-        memory = format_bytes(share.memory_bytes)
-        tokens = f"{share.tokens:.0%}"
-        table.add_row(
-            str(rank), share.device, memory, str(share.blocks), tokens, str(share.heads), f"{share.decode:.0%}"
-        )
+        cells = [format_bytes(share.memory_bytes), str(share.blocks), f"{share.tokens:.0%}", str(share.heads)]
+        cells.append(f"{share.decode:.0%}")
+        if "in the host" in titles:
+            cells.append(format_bytes(share.host_bytes))
+        table.add_row(str(rank), share.device, *cells)
     return table
 
 

@@ -93,7 +93,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         for rank in range(price.plan.world):
             by_rank.append(count_rank_memory(subject, job, profile, rank, tokens, records=is_recorded))
         memories.append(tuple(by_rank))
-        shares.append(list_rank_shares(job, profile))
+        shares.append(list_rank_shares(subject, job, profile))
         hosts.append(count_host_memory(subject, job, request.devices // question.hosts))
     best = result.prices[0]
     can_record = can_record_calls(best.plan, profile) and search.skips.can_be_recorded(best.plan)

@@ -105,13 +105,23 @@ def _count_host_bytes_of_rank(
     size = job.shape.element_size
     owned = select_local_blocks(job.stages, job.locate_rank(rank).stage, plan.num_whole_stages)
     text = _count_text_parameters(subject, plan, rank) * size
-    kept = text if offloads_text else 0
-    if plan.offload == "blocks":
-        for model in range(subject.models):
-            kept += sum(_count_pinned_bytes(subject, job, block, model) for block in owned)
+    kept = count_offloaded_bytes(subject, job, rank)
+    if offloads_text:
+        kept += text
     transformer = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
     read = sum(subject.count_weight_bytes(transformer, size, model) for model in range(subject.models))
     return kept, read + subject.vae * size + text
+
+
+def count_offloaded_bytes(subject: PlanSubject, job: PlannedCall, rank: int) -> int:
+    """Bytes of a rank's blocks in the host's memory while it generates; 0 if they are on its device."""
+    if not job.plan.offloads_rank(rank):
+        return 0
+    owned = select_local_blocks(job.stages, job.locate_rank(rank).stage, job.plan.num_whole_stages)
+    kept = 0
+    for model in range(subject.models):
+        kept += sum(_count_pinned_bytes(subject, job, block, model) for block in owned)
+    return kept
 
 
 def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, model: int) -> int:
@@ -170,7 +180,7 @@ def count_rank_memory(
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
     weights = job.weights.shared + subject.replicated_numbers
     buffers = 0
-    if plan.offload == "blocks":
+    if plan.offloads_rank(rank):
         buffers = min(NUM_BUFFERS, len(owned)) * _count_largest_block(subject, owned, plan.tensor)
     else:
         weights += subject.count_parameters(owned, plan.tensor)
@@ -225,7 +235,7 @@ def count_peaks_of_ranks(
     ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
     ranks = {stage * ranks_of_stage for stage in (0, heaviest, last)}
-    if profile.by_rank or plan.token_weights is not None or plan.stage_weights is not None:
+    if profile.by_rank or plan.has_unlike_ranks or plan.stage_weights is not None:
         ranks = set(range(plan.world))
     peaks = {}
     for rank in ranks:

@@ -171,6 +171,7 @@ class OpPricer:
         self.job = job
         self.skips = skips
         self._profile = basis.profile
+        self._offloads = job.plan.offloads_rank(rank)
         self.schedule = job.step_schedule
         own = job.locate_rank(rank)._replace(data=0, cfg=0)
         self._places = [own._replace(stage=stage) for stage in range(job.plan.pipefusion)]
@@ -316,7 +317,7 @@ class OpPricer:
         job = self.job
         blocks = job.stages[stage]
         # Blocks that fit the buffers stay on the device.
-        if job.plan.offload == "none" or len(blocks) <= NUM_BUFFERS:
+        if not self._offloads or len(blocks) <= NUM_BUFFERS:
             return 0.0
         numbers = sum(job.weights.blocks[block] for block in blocks) / job.plan.tensor
         return numbers * job.shape.element_size / self._profile.host_bandwidth
@@ -544,7 +545,7 @@ class UnlikeOpPricer(OpPricer):
         pricers: dict[tuple[Any, ...], OpPricer] = {}
         for rank in range(job.plan.world):
             place = job.locate_rank(rank)
-            key = id(works[rank]), place.rank, place.tensor
+            key = id(works[rank]), place.rank, place.tensor, job.plan.offloads_rank(rank)
             if key not in pricers:
                 pricers[key] = OpPricer(works[rank], job, skips, rank)
             of_stage = self._pricers_of_stages[place.stage]

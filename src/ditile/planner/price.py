@@ -70,7 +70,7 @@ class Pricer(MachineWork):
         self.profile.check_rank_count(job.plan.world)
         works = self._work_of_ranks
         # Ranks with alike devices and unlike shares differ too.
-        if not works and job.plan.token_weights is not None:
+        if not works and job.plan.has_unlike_ranks:
             works = [self] * job.plan.world
         if works and job.plan.world > 1:
             return UnlikeOpPricer(works, job, skips)

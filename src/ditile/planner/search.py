@@ -101,12 +101,14 @@ class SizedJob(NamedTuple):
         memory: bytes of the rank that needs most.
         lacks: bytes that are missing on the rank with the least room; below 0 where all fit.
         rank: this rank.
+        lacking: all ranks that lack memory; of alike ones perhaps only the first.
     """
 
     job: PlannedCall
     memory: int
     lacks: int
     rank: int
+    lacking: frozenset[int]
 
 
 OtherKind = Literal["too_large", "fewer_steps", "packed", "references", "serial", "equal_shares"]
@@ -255,17 +257,17 @@ class PlanSearch:
             # Plans come in the order of their bounds, so none of the later ones is faster than what is shown.
             if len(prices) >= num_simulated and bound > prices[SHOWN - 1].latency_s:
                 break
-            sized = self.fit_plan_to_memory(job.plan)
-            # Weights that are offloaded need the memory of the host, those that are not need that of a device.
-            lacks_on_host = self._count_missing_host_bytes(sized.job)
-            if sized.lacks > 0:
-                too_large.append(sized)
-            elif lacks_on_host > 0:
-                too_large_for_host.append((lacks_on_host, sized.job.plan))
-            else:
-                self._insert_price(prices, sized)
-        # Tapes need memory, which is tried before anything that costs more time.
-        if not prices and self.request.records:
+            for sized in self._iterate_variants(job.plan):
+                # Weights that are offloaded need the memory of the host, those that are not need that of a device.
+                lacks_on_host = self._count_missing_host_bytes(sized.job)
+                if sized.lacks > 0:
+                    too_large.append(sized)
+                elif lacks_on_host > 0:
+                    too_large_for_host.append((lacks_on_host, sized.job.plan))
+                else:
+                    self._insert_price(prices, sized)
+        # Tapes need memory, which is tried before anything that costs more time; offloaded plans have none.
+        if self.request.records and all(price.plan.offload != "none" for price in prices):
             return self._give_up_recording().find_fastest_plans()
         # Offloading costs time in every step, so it is tried only where nothing fits without it.
         if not prices and self.request.offload == "none":
@@ -358,6 +360,29 @@ class PlanSearch:
     def _give_up_recording(self) -> PlanSearch:
         """The same search without recorded steps."""
         return replace(self, request=replace(self.request, records=False))
+
+    def _iterate_variants(self, plan: Plan) -> Iterator[SizedJob]:
+        """The plan as it fits its devices, and where they are not alike also with weights in the host's memory."""
+        sized = self.fit_plan_to_memory(plan)
+        is_moved = sized.job.plan.stage_blocks != plan.stage_blocks
+        offloaded = None
+        if self.profile.by_rank and (sized.lacks > 0 or is_moved):
+            offloaded = self._offload_lacking_ranks(plan)
+        if offloaded is not None:
+            yield offloaded
+        if offloaded is None or sized.lacks <= 0:
+            yield sized
+
+    def _offload_lacking_ranks(self, plan: Plan) -> SizedJob | None:
+        """The plan with blocks of the ranks that lack memory in the host's; None where that changes nothing."""
+        smallest = replace(plan, **dict(self.subject.memory_saving_options))
+        # Calls with offloaded weights have no tapes.
+        sized = self._size_job(self.subject.make_plan_job(smallest, self.shape), with_tapes=False)
+        ranks = sized.lacking | {rank for rank in range(plan.world) if plan.offloads_rank(rank)}
+        named = None if len(ranks) == plan.world else tuple(sorted(ranks))
+        if not sized.lacking or named == plan.offload_ranks and plan.offload == "blocks":
+            return None
+        return self.fit_plan_to_memory(replace(plan, offload="blocks", offload_ranks=named))
 
     def fit_plan_to_memory(self, plan: Plan) -> SizedJob:
         """The plan, or a variant under which a call fits a device; if none fits, the one that needs least memory.
@@ -485,17 +510,18 @@ class PlanSearch:
     def _size_plan(self, plan: Plan) -> SizedJob:
         return self._size_job(self.subject.make_plan_job(plan, self.shape))
 
-    def _size_job(self, job: PlannedCall) -> SizedJob:
-        peaks = self._count_peaks(job)
+    def _size_job(self, job: PlannedCall, *, with_tapes: bool = True) -> SizedJob:
+        peaks = self._count_peaks(job, with_tapes=with_tapes)
         lacks = {}
         for rank, peak in peaks.items():
             lacks[rank] = peak - self._get_device_bytes(rank)
         shortest = max(lacks, key=lacks.__getitem__)
-        return SizedJob(job, max(peaks.values()), lacks[shortest], shortest)
+        lacking = frozenset(rank for rank in lacks if lacks[rank] > 0)
+        return SizedJob(job, max(peaks.values()), lacks[shortest], shortest, lacking)
 
-    def _count_peaks(self, job: PlannedCall) -> dict[int, int]:
+    def _count_peaks(self, job: PlannedCall, *, with_tapes: bool = True) -> dict[int, int]:
         words = self.pricer.text_tokens
-        records = self.request.records and self.skips.can_be_recorded(job.plan)
+        records = with_tapes and self.request.records and self.skips.can_be_recorded(job.plan)
         return count_peaks_of_ranks(self.subject, job, self.profile, words, records=records)
 
     def _insert_price(self, prices: list[Price], sized: SizedJob) -> None:

@@ -613,11 +613,15 @@ def _move_own_weights(
     pipe: Any, block_hooks: TransformerHooks, own: range, plan: Plan, device: torch.device, mesh: Mesh
 ) -> BlockOffload | None:
     """Moves the pipeline to the device, without blocks that are streamed from the host's memory."""
-    if plan.offload != "blocks":
+    offload = None
+    if plan.offloads_rank(mesh.rank):
+        offload = BlockOffload(block_hooks.models, own, HostCopies(device))
+    # Every rank takes part, also one that offloads nothing.
+    if plan.offload == "blocks":
+        _check_host_memory(offload, mesh)
+    if offload is None:
         move_pipeline(pipe, device)
         return None
-    offload = BlockOffload(block_hooks.models, own, HostCopies(device))
-    _check_host_memory(offload, mesh)
     with offload.hold_blocks_back():
         move_pipeline(pipe, device)
     # Pinned memory is allocated now, as that may wait for the device.
@@ -625,11 +629,12 @@ def _move_own_weights(
     return offload
 
 
-def _check_host_memory(offload: BlockOffload, mesh: Mesh) -> None:
+def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
     """Raises `PlanError` on every rank if the weights of a host's ranks need more than its memory."""
     kept = Counter[str]()
     there = {}
-    own = [platform.node(), offload.count_host_bytes(), cpus.count_memory_bytes()]
+    own_bytes = 0 if offload is None else offload.count_host_bytes()
+    own = [platform.node(), own_bytes, cpus.count_memory_bytes()]
     for host, size, memory in gather_json(own, mesh.everyone):
         kept[host] += size
         there[host] = memory

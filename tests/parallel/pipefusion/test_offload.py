@@ -146,6 +146,33 @@ def test_blocks_are_streamed_under_every_axis(pool: Pool) -> None:
             same(one, other, plan)
 
 
+def draw_with_copies(plans: list[dict[str, Any]]) -> list[tuple[Tensor, int]]:
+    """On a rank: of each plan the picture, and how many blocks came from the host's memory."""
+    drawn = []
+    for plan in plans:
+        with divided(MAKE["sd3.5 medium"](), **plan) as runner:
+            picture = run(runner, "sd3.5 medium")
+            offload = runner._parts.offload
+            drawn.append((picture, 0 if offload is None else offload.num_copies))
+    return drawn
+
+
+def test_one_rank_of_two_streams(pool: Pool) -> None:
+    """The picture of no offload, bit for bit. A failure means that ranks wait for each other, or that cards of unlike
+    memory need the host's for both."""
+    plans: list[dict[str, Any]] = [
+        {"pipefusion": 2, "patches": 3, "stage_blocks": (1, 3), "offload_ranks": (1,)},
+        {"pipefusion": 2, "patches": 2, "warmup": 2, "warmup_mode": "sequence", "offload_ranks": (0,)},
+        {"tensor": 2, "offload_ranks": (1,)},
+    ]
+    plain = pool.run(draw_with_copies, 2, [plan | {"offload_ranks": None} for plan in plans])
+    streamed = pool.run(draw_with_copies, 2, [plan | {"offload": "blocks"} for plan in plans])
+    for rank in (0, 1):
+        for plan, (wanted, _), (picture, num_copies) in zip(plans, plain[rank], streamed[rank], strict=True):
+            same(picture, wanted, plan)
+            assert (num_copies > 0) is (rank in plan["offload_ranks"]), plan
+
+
 def test_one_rank_that_calls_the_whole_model_streams_too(made: list[LateCopies]) -> None:
     with divided(MAKE["flux"](), offload="blocks") as runner:
         same(run(runner, "flux"), draw_plain("flux"))
@@ -229,8 +256,8 @@ def test_what_cannot_be_streamed_is_refused_in_one_line() -> None:
         Plan(offload="disk")  # type: ignore[arg-type]
 
 
-def refuse_for_memory(room: int) -> tuple[str, list[int]]:
-    """On a rank: what is said where a host has so many bytes more than its ranks keep, and what each keeps."""
+def refuse_for_memory(room: int, ranks: tuple[int, ...] | None) -> tuple[str, list[int]]:
+    """On a rank: what is said where a host has so many bytes more than these ranks keep, and what each keeps."""
     kept: list[int] = []
     count = BlockOffload.count_host_bytes
 
@@ -240,9 +267,9 @@ def refuse_for_memory(room: int) -> tuple[str, list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockOffload, "count_host_bytes", note_bytes)
-        plan = Plan(pipefusion=2, stage_blocks=(4, 1), offload="blocks")
+        plan = Plan(pipefusion=2, stage_blocks=(4, 1), offload="blocks", offload_ranks=ranks)
         ditile.parallelize(MAKE["flux"](), plan, keep_weights=True).restore()
-        total = sum(gather_json(kept[0], dist.group.WORLD))
+        total = sum(gather_json(sum(kept), dist.group.WORLD))
         patch.setattr(cpus, "count_memory_bytes", lambda: total + room)
         try:
             ditile.parallelize(MAKE["flux"](), plan, keep_weights=True).restore()
@@ -253,9 +280,12 @@ def refuse_for_memory(room: int) -> tuple[str, list[int]]:
 
 def test_weights_that_the_host_has_no_room_for_are_refused(pool: Pool) -> None:
     """Of all of its ranks together, on each of them. A failure means a machine that runs out of memory instead."""
-    assert [said for said, _ in pool.run(refuse_for_memory, 2, 0)] == ["", ""]
-    results = pool.run(refuse_for_memory, 2, -1)
+    assert [said for said, _ in pool.run(refuse_for_memory, 2, 0, None)] == ["", ""]
+    results = pool.run(refuse_for_memory, 2, -1, None)
     for said, kept in results:
         assert "of weights in its memory, and it has" in said and "pipefusion or tensor" in said and "\n" not in said
         assert kept[0] == kept[1] > 0
     assert results[0][1][0] > 2 * results[1][1][0], "stages of four blocks and of one"
+    # One rank alone, refused on both.
+    (first, none), (second, kept) = pool.run(refuse_for_memory, 2, -1, (1,))
+    assert first == second and "keep" in first and not none and kept == results[1][1]

@@ -96,12 +96,14 @@ def describe_request(
         contents |= _describe_file(choice.source)
     if request.components:
         description["components"] = pictures.describe_weight_files(request.components)
+    # No image depends on which replica or rank makes it.
+    plan = dataclasses.replace(plan, data=1, offload_ranks=None)
     # Earlier versions wrote images with these keys: with the same text, a run of theirs can be resumed.
     description |= {
         "dtype": choose_dtype_name(find_model_source(request.model, components=request.components), run.dtype),
         "contents": contents,
         "attention": run.attention,
-        "plan": str(dataclasses.replace(plan, data=1)),
+        "plan": str(plan),
         "defaults": dict(own),
     }
     settings = cache.describe_settings(pictures.hide_local_path)
