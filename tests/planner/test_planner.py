@@ -42,6 +42,7 @@ from ditile.planner.seconds import (
 )
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
+from ditile.runner.weights.single_file import StoredWeights
 
 RATE = Curve((1.0,), (1e9,))
 EVEN = Profile(
@@ -225,6 +226,35 @@ def test_blocks_are_offloaded_where_nothing_else_fits() -> None:
         alone = computed.get_op_seconds(0, op, free=False)
         assert streamed.get_op_seconds(0, op, free=False) == pytest.approx(max(alone, way))
         assert (way > alone) == (plan.pipefusion > 1), "one of both is bound by its weights"
+
+
+@pytest.mark.parametrize("text", ["pipefusion=2 patches=2", "tensor=2"])
+def test_weights_of_gguf_are_unpacked_in_each_call(text: str) -> None:
+    """A failure means that a plan of quantized weights is priced as one of plain weights, computed or on their way."""
+    pytest.importorskip("gguf")
+    flux = subject("flux.1-dev")
+    weights = flux.parameter_counts
+    numbers = weights.shared + sum(weights.blocks)
+    # As many weights as a file of it has, in Q8_0: 34 bytes for 32 numbers.
+    stored = StoredWeights(numbers, 0, numbers // 32 * 34, {"Q8_0": (numbers, 500)})
+    packed = dataclasses.replace(flux, stored={"transformer": stored})
+    asked, profile = call("flux.1-dev", num_inference_steps=4), hardware.load_profile("rtx-4090")
+    plan = Plan.parse(text)
+    job = flux.make_plan_job(plan, flux.make_call_shape(asked, 2))
+    plain, unpacking = (OpPricer(make_pricer(one, asked, profile), job, CacheSkips()) for one in (flux, packed))
+    op = Op(OpKind.COMPUTE, 2, 0 if plan.pipefusion > 1 else None)
+    micro = plain._make_micro_step(op)
+    loads = [ops.compute_stage_load(ops._places[0], micro, op) for ops in (plain, unpacking)]
+    own = weights.shared + sum(weights.blocks[block] for block in job.stages[0])
+    # Scales and bytes are read and halves written; these are read, and bfloat16 is written.
+    num_bytes = (2 / 32 + 1 + 2) + (2 + 2)
+    rate = profile.pointwise["pointwise"].interpolate(numbers * num_bytes / 1000)
+    seconds = own * num_bytes / rate + 1000 * own / numbers * profile.kernel_gap_s
+    assert loads[1].device - loads[0].device == pytest.approx(seconds / plan.tensor)
+    assert loads[1].host - loads[0].host == pytest.approx(1000 * own / numbers * profile.kernel_s)
+    away = flux.make_plan_job(dataclasses.replace(plan, offload="blocks"), job.shape)
+    ways = [OpPricer(ops._basis, away, CacheSkips())._get_offload_seconds(0) for ops in (plain, unpacking)]
+    assert ways[1] / ways[0] == pytest.approx(34 / 32 / 2)
 
 
 EVERY_OTHER = CacheSkips(steps=frozenset(range(0, 8, 2)), first=0)

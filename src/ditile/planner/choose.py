@@ -135,6 +135,9 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool = False, exact:
     if question.cuda_graphs is True and not profile.runs_ahead:
         raise PlanError(f"cuda_graphs=True needs a GPU, and {profile.name} is a CPU; leave it out")
     request = replace(_make_search_request(question, devices, all_devices=all_devices), exact=exact)
+    # Calls that unpack weights are not recorded.
+    if any(stored.quantized for stored in subject.stored.values()):
+        request = replace(request, records=False)
     shape = subject.make_call_shape(call, profile.element_size)
     cache = parse_cache_line(question.cache or NO_CACHE)
     config = cache["cache_config"]

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,7 @@ from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.option_classes import CallArguments
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
+from ditile.runner.weights.single_file import StoredWeights
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
@@ -265,6 +267,59 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
         key_heads=recorder.key_heads or 1.0,
         streams=tuple(recorder.streams[block] for block in first_alike),
     )
+
+
+class MemoryTraffic(NamedTuple):
+    """Bytes that some kernels read and write, and how many kernels they are."""
+
+    num_bytes: float
+    kernels: int
+
+
+def count_unpacking_traffic(stored: StoredWeights, element_size: int) -> MemoryTraffic:
+    """What a call does to unpack its quantized weights, each once, into numbers of so many bytes.
+
+    The products that read these numbers are counted as those of plain weights.
+    """
+    num_bytes = 0.0
+    kernels = 0
+    for name, (numbers, weights) in stored.formats.items():
+        of_format = _count_unpacking(name, torch.float32 if element_size == 4 else torch.bfloat16)
+        num_bytes += numbers * of_format.num_bytes
+        kernels += weights * of_format.kernels
+    return MemoryTraffic(num_bytes, kernels)
+
+
+@lru_cache
+def _count_unpacking(name: str, dtype: torch.dtype) -> MemoryTraffic:
+    """The bytes for each number of a type of GGUF, and the kernels for a weight, by diffusers' own code."""
+    from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES, GGUFParameter, dequantize_gguf_tensor
+
+    quant_type = next(quant_type for quant_type in GGML_QUANT_SIZES if quant_type.name == name)
+    numbers, size = GGML_QUANT_SIZES[quant_type]
+    # So many that what is made once for a weight, such as a table of 16 numbers, does not count.
+    num_blocks = 2**16
+    stored = torch.empty(1, num_blocks * size, dtype=torch.uint8, device="meta")
+    recorder = _TrafficRecorder()  # type: ignore[no-untyped-call]
+    with recorder:
+        dequantize_gguf_tensor(GGUFParameter(stored, quant_type=quant_type)).to(dtype)
+    return MemoryTraffic(recorder.num_bytes / (num_blocks * numbers), recorder.kernels)
+
+
+class _TrafficRecorder(TorchDispatchMode):
+    """Counts kernels, and the bytes that they read and write."""
+
+    num_bytes = 0
+    kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.name() not in FREE:
+            self.kernels += 1
+            for tensor in (*_iterate_tensors(args), *_iterate_tensors(out)):
+                # A tensor that is repeated by its strides is read once.
+                self.num_bytes += min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        return out
 
 
 def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks) -> None:

@@ -20,7 +20,7 @@ from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
-from ditile.planner.kernel_times import TransformerWork, Work, WorkMix
+from ditile.planner.kernel_times import TransformerWork, Work, WorkMix, count_unpacking_traffic
 from ditile.planner.memory import can_record_calls
 from ditile.planner.profile import FUSED, Link, Profile
 from ditile.planner.seconds import (
@@ -36,6 +36,7 @@ from ditile.planner.seconds import (
     get_bandwidth_share,
     merge_work,
 )
+from ditile.runner.weights.single_file import StoredWeights
 
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that split tokens, over all of which the prediction is gathered; the outermost first."""
@@ -101,6 +102,7 @@ class MachineWork:
         text_tokens: tokens of text that cross attention sees, which are not in the sequence.
         host: ranks on each host; None if all are on one host.
         records: whether calls are recorded, and played in later steps, where a plan and a machine allow it.
+        stored: what the weights are in a file of their own, if they are in one.
     """
 
     transformer_work: TransformerWork
@@ -108,6 +110,7 @@ class MachineWork:
     text_tokens: int = 0
     host: int | None = None
     records: bool = False
+    stored: StoredWeights | None = None
     _loads: dict[tuple[int, tuple[float, ...]], DeviceLoad] = field(default_factory=dict)
     _attends: dict[int, bool] = field(default_factory=dict)
     _attentions: dict[range, Work] = field(default_factory=dict)
@@ -151,6 +154,17 @@ class MachineWork:
         if key_of_load not in self._loads:
             self._loads[key_of_load] = self.roofline_device.compute_load(work, tokens)
         return self._loads[key_of_load]
+
+    @cached_property
+    def unpacking_load(self) -> DeviceLoad:
+        """The load of unpacking all quantized weights, as a call does before it multiplies with them."""
+        if self.stored is None or not self.stored.formats:
+            return DeviceLoad(0.0, 0.0)
+        profile = self.profile
+        traffic = count_unpacking_traffic(self.stored, profile.element_size)
+        rate = profile.pointwise["pointwise"].interpolate(traffic.num_bytes / traffic.kernels)
+        device = traffic.num_bytes / rate + traffic.kernels * profile.kernel_gap_s
+        return DeviceLoad(device, traffic.kernels * profile.kernel_s)
 
     @cached_property
     def roofline_device(self) -> RooflineDevice:
@@ -320,7 +334,10 @@ class OpPricer:
         if not self._offloads or len(blocks) <= NUM_BUFFERS:
             return 0.0
         numbers = sum(job.weights.blocks[block] for block in blocks) / job.plan.tensor
-        return numbers * job.shape.element_size / self._profile.host_bandwidth
+        num_bytes = numbers * job.shape.element_size
+        if self._basis.stored is not None:
+            num_bytes = self._basis.stored.count_bytes(numbers, job.shape.element_size)
+        return num_bytes / self._profile.host_bandwidth
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
         """Seconds of a message on its way, after those for which it occupies its sender."""
@@ -365,6 +382,7 @@ class OpPricer:
         is_group = bool(self.schedule.select_warmup_group(micro))
         blocks = range(len(work.blocks)) if is_group else job.stages[place.stage]
         skips = self.skips if op.step in self.skips.steps and not is_group else None
+        computed = self._get_computed_share(place, op.step) if skips else 1.0
         mix = self._basis.mix_blocks(blocks, skips)
         parts = [(work.every, 1.0), *mix.blocks]
         is_first_call = op.branch == 0 and op.micro_batch == 0
@@ -384,6 +402,7 @@ class OpPricer:
             total = total.combine_loads(first_load)
         if place.stage == job.plan.pipefusion - 1 or is_group:
             total = total.combine_loads(self._basis.compute_load(work.last, end_tokens))
+        total = total.combine_loads(self._compute_unpacking_load(blocks, computed))
         if self.is_played(op.step, place.stage):
             # A segment ends where activations arrive, and where they leave.
             num_segments = 1 + (place.stage > 0) + (place.stage < job.plan.pipefusion - 1)
@@ -398,6 +417,18 @@ class OpPricer:
         # A patch may be so small that its kernels are done before the host has started the next ones.
         started = sum(times for _, times in mix.blocks) * self._profile.block_s
         return total._replace(host=max(total.host, started))
+
+    def _compute_unpacking_load(self, blocks: range, computed: float) -> DeviceLoad:
+        """The load of unpacking a rank's weights, of whose blocks a share is computed."""
+        stored = self._basis.stored
+        if stored is None:
+            return DeviceLoad(0.0, 0.0)
+        weights = self.job.weights
+        numbers = weights.shared + computed * sum(weights.blocks[block] for block in blocks)
+        load = self._basis.unpacking_load
+        share = numbers / (stored.quantized + stored.plain)
+        # Each rank of the tensor axis starts all kernels, on a part of each weight.
+        return DeviceLoad(share * load.device / self.job.plan.tensor, share * load.host)
 
     def _makes_shared_outputs(self, micro: MicroStep, mix: WorkMix) -> bool:
         """Whether a recorded call makes what the calls of other patches of its step read."""

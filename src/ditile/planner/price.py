@@ -87,7 +87,9 @@ class Pricer(MachineWork):
                 works.append(works[first_alike])
                 continue
             profile = self.profile.get_rank_profile(rank)
-            works.append(MachineWork(self.transformer_work, profile, self.text_tokens, self.host, self.records))
+            works.append(
+                MachineWork(self.transformer_work, profile, self.text_tokens, self.host, self.records, self.stored)
+            )
         return works
 
     def price_call(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS, memory_bytes: int = 0) -> Price:

@@ -42,6 +42,7 @@ from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from ditile.planner.subject import PlanSubject
+from ditile.runner.model_files import DENOISERS
 
 MOST_PATCHES = 32
 FACTORS = (1, 2, 4)
@@ -726,7 +727,8 @@ def make_pricer(
         host: the number of ranks on a host; None if there is one host.
         records: see `MachineWork`.
     """
-    return Pricer(subject.transformer_work, profile, subject.count_text_tokens(call), host, records)
+    text_tokens = subject.count_text_tokens(call)
+    return Pricer(subject.transformer_work, profile, text_tokens, host, records, subject.stored.get(DENOISERS[0]))
 
 
 def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) -> Iterator[Plan]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import diffusers
@@ -74,11 +75,13 @@ class StoredWeights(NamedTuple):
     Attributes:
         quantized, plain: numbers that stay quantized, and others, which are cast to the type of the run.
         quantized_bytes: of the quantized ones.
+        formats: type of blocks -> how many numbers are stored so, and in how many weights.
     """
 
     quantized: int
     plain: int
     quantized_bytes: int
+    formats: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     def count_bytes(self, numbers: float, element_size: int) -> int:
         """The bytes of some of the numbers, as if all were alike."""
@@ -366,15 +369,18 @@ class ConvertedFile:
         quantized = 0
         plain = 0
         quantized_bytes = 0
+        formats: dict[str, tuple[int, int]] = {}
         row_blocks = self.list_row_blocks()
         for name, tensor in self.tensors.items():
             numbers = math.prod(tensor.get_own_shape())
             if name in row_blocks:
                 quantized += numbers
                 quantized_bytes += tensor.numel()
+                before, weights = formats.get(row_blocks[name].name, (0, 0))
+                formats[row_blocks[name].name] = (before + numbers, weights + 1)
             else:
                 plain += numbers
-        return StoredWeights(quantized, plain, quantized_bytes)
+        return StoredWeights(quantized, plain, quantized_bytes, formats)
 
     def build_checkpoint(self, model: Any, dtype: torch.dtype) -> Checkpoint:
         """The checkpoint of a model without weights, whose Linears are replaced if the file has quantized ones."""
