@@ -149,7 +149,7 @@ def test_the_slowest_rank_decides_outside_of_the_loop() -> None:
     for plan, decode, text in (
         ("data=2", 2, 2), ("ring=2", 1, 2), ("ring=2 vae=rows text=split", 2, 1.5), ("ring=2 text=first", 1, 1),
         ("ring=2 vae=rows text=split token_weights=2,1", 1, 4 / 3),
-        ("pipefusion=2 patches=4 vae=rows text=split stage_weights=2,1 stage_blocks=4,2", 1, 4 / 3),
+        ("pipefusion=2 patches=4 vae=rows text=split stage_weights=2,1 stage_blocks=8,4", 1, 4 / 3),
     ):  # fmt: skip
         alike = find(EVEN, plan)
         priced = find(unlike, plan)
