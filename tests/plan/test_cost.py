@@ -32,6 +32,7 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"ulysses": 2, "async_ulysses": True}, {"ring": 2, "patches": 3, "warmup": 2},
         {"ring": 2, "token_weights": (2, 1)}, {"ulysses": 2, "token_weights": (1, 3)},
         {"distrifusion": 2, "warmup": 1, "token_weights": (3, 1)}, {"pipefusion": 2, "stage_weights": (3, 1)},
+        {"tensor": 2, "tensor_weights": (3, 1)},
     ],
     3: [
         {"pipefusion": 3, "patches": 4, "warmup": 2}, {"ulysses": 3, "patches": 3},
@@ -51,6 +52,8 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"pipefusion": 2, "patches": 3, "ulysses": 2}, {"pipefusion": 2, "patches": 3, "ring": 2, "warmup": 2},
         {"pipefusion": 2, "patches": 3, "ulysses": 2, "stage_weights": (2, 1), "token_weights": (3, 1)},
         {"distrifusion": 2, "ulysses": 2, "token_weights": (4, 2, 2, 1)},
+        {"pipefusion": 2, "patches": 3, "tensor": 2, "tensor_weights": (1, 3)},
+        {"ulysses": 2, "tensor": 2, "token_weights": (2, 1), "tensor_weights": (3, 1)},
     ],
 }  # fmt: skip
 """By number of ranks."""

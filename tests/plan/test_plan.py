@@ -45,6 +45,7 @@ def plans(draw: Any) -> Plan:
     cut = {of_stages["kind"]: draw(st.lists(values, min_size=stages, max_size=stages))} if of_stages["kind"] else {}
     token_ranks = degrees["ring"] * degrees["distrifusion"] * degrees["ulysses"]
     weights = draw(st.none() | st.lists(SPEED, min_size=token_ranks, max_size=token_ranks))
+    of_tensor = draw(st.none() | st.lists(SPEED, min_size=degrees["tensor"], max_size=degrees["tensor"]))
     shared_out = max(degrees[name] for name in ("ring", "ulysses", "tensor")) > 1
     divides_tokens = max(degrees[name] for name in SEQUENCE) > 1
     vae = draw(st.sampled_from(VAE_PLACES))
@@ -56,7 +57,8 @@ def plans(draw: Any) -> Plan:
         patches=None if degrees["distrifusion"] > 1 else draw(st.none() | st.integers(1, 64)),
         warmup=draw(st.integers(0, 99) | st.just("auto")), warmup_bound=draw(SPEED),
         warmup_ranks=draw(st.none() | st.integers(1, stages)) if mode == "separate" else None,
-        token_weights=weights, uaa=draw(st.none() | st.booleans()) if weights is None else None,
+        token_weights=weights, tensor_weights=of_tensor,
+        uaa=draw(st.none() | st.booleans()) if weights is of_tensor is None else None,
         async_ulysses=degrees["ulysses"] > 1 and draw(st.booleans()),
         split_scheme=draw(st.sampled_from(SPLIT_SCHEMES)),
         wire_dtype=draw(st.sampled_from((None, *WIRE_DTYPES))) if divides_tokens or stages > 1 else None,
@@ -116,6 +118,8 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "or use vae=rows or text=split"),
     ({"ring": 2, "ulysses": 2, "token_weights": (1, 2)}, "ring=2 x distrifusion=1 x ulysses=2 are 4; give 4 numbers"),
     ({"token_weights": (1, 2)}, "give 1 numbers"),
+    ({"tensor": 2, "tensor_weights": (1, 2, 3)}, "names 3 ranks and tensor=2; give 2 numbers"),
+    ({"tensor": 2, "tensor_weights": (1, 2), "uaa": False}, "uaa is off; leave one of them out"),
     ({"ring": 2, "token_weights": (1, 0)}, "greater than 0"),
     ({"ring": 2, "token_weights": (1e308, 1.1e308)}, "less than or equal to 1000000000"),
     ({"ring": 2, "token_weights": (1, 2), "uaa": False}, "uaa is off; leave one of them out"),

@@ -61,8 +61,9 @@ def test_balanced_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject)
         # Two of one kind and two of another: each stage has one of both.
         ("pipefusion=2 ulysses=2", (2, 1, 2, 1), "token_weights=2,1"),
         ("pipefusion=2 ulysses=2", (2, 2, 1, 1), "stage_weights=2,1"),
-        # Equal shares of tensor and guidance: the slower half decides.
-        ("pipefusion=2 tensor=2", (2, 1, 1, 1), ""),
+        # A rank of tensor has its share of each stage.
+        ("pipefusion=2 tensor=2", (2, 1, 1, 1), "stage_weights=1.5,1 tensor_weights=1.5,1"),
+        # Equal halves of guidance: the slower one decides.
         ("cfg=2 pipefusion=2", (4, 2, 2, 2), ""),
         ("pipefusion=2", (1.01, 1), ""),
     ],

@@ -100,6 +100,7 @@ PLANS = [
     "pipefusion=2 ulysses=2 patches=2", "pipefusion=4 patches=4", "cfg=2 pipefusion=2 patches=4",
     "pipefusion=2 tensor=2 patches=2", "pipefusion=2 patches=2 offload=blocks", "tensor=2 offload=blocks",
     "pipefusion=2 patches=2 offload=blocks offload_ranks=1",
+    "tensor=2 tensor_weights=3,1",
     "ring=2 token_weights=1,3", "distrifusion=2 token_weights=2,1", "pipefusion=2 patches=2 stage_weights=1,2",
 ]  # fmt: skip
 OF_TWO_STREAMS = (

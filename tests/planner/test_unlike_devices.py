@@ -23,7 +23,7 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from tests.planner.test_planner import EVEN, SMALL, call, subject
 
-EQUAL: dict[str, Any] = {"stage_blocks": None, "stage_weights": None, "token_weights": None}
+EQUAL: dict[str, Any] = {"stage_blocks": None, "stage_weights": None, "token_weights": None, "tensor_weights": None}
 
 
 def rate_ranks(profile: Profile, *speeds: float, memory: int = 10**12) -> Profile:
@@ -59,6 +59,18 @@ def test_shares_by_speed_end_together(axis: str) -> None:
     assert alone / predict(profile, f"{axis} token_weights=2,1") == close
     # Devices that are alike, with shares that are not.
     assert alone / predict(EVEN, f"{axis} token_weights=2,1") == close
+
+
+def test_heads_and_features_by_speed_end_together() -> None:
+    """Three and one of four heads: what each rank computes alike, and its sums, are a part of the loop."""
+    profile = join_ranks(1.0, 1 / 3)
+    alone = predict(profile, "pipefusion=1")
+    equal = predict(profile, "tensor=2")
+    weighted = predict(profile, "tensor=2 tensor_weights=3,1")
+    assert alone / equal == pytest.approx(2 / 3, rel=0.01)
+    assert alone / weighted == pytest.approx(4 / 3, rel=0.01)
+    # Devices that are alike, with shares that are not.
+    assert alone / predict(EVEN, "tensor=2 tensor_weights=3,1") == pytest.approx(4 / 3, rel=0.01)
 
 
 def test_blocks_by_speed_end_together() -> None:

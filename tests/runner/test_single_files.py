@@ -174,6 +174,12 @@ def test_a_share_within_a_block_is_refused_before_it_is_read(tmp_path: Path) -> 
     with pytest.raises(PlanError, match=r"tensor=2 does not divide the 3 blocks of 256 Q4_K .*; try 1, 3$"):
         load_component_file(folder, file, Plan(tensor=2), 0, torch.float32)
     load_component_file(folder, file, Plan(tensor=3), 0, torch.float32)
+    large, small = (
+        load_component_file(folder, file, Plan(tensor=2, tensor_weights=(2, 1)), rank, torch.float32)
+        for rank in range(2)
+    )
+    for path in ("transformer_blocks.0.attn.to_q.weight", "transformer_blocks.0.ff.net.2.weight"):
+        assert large.get_parameter(path).numel() == 2 * small.get_parameter(path).numel()
 
 
 def draw_from_file(family: str, folder: str) -> list[str]:

@@ -29,7 +29,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ditile.plan.layout import DUMMY_TEXT, Layout, Split, TokenShard, pick_even_chunk, pick_weighted_chunk
+from ditile.plan.layout import (
+    DUMMY_TEXT,
+    Layout,
+    Split,
+    TokenShard,
+    count_weighted_shares,
+    pick_even_chunk,
+    pick_weighted_chunk,
+)
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan, compute_coordinates
 from ditile.plan.schedule import MicroStep, PatchSchedule
@@ -183,10 +191,27 @@ class PlannedCall:
             tensor=place["tensor"],
         )
 
+    @cached_property
+    def tensor_shares(self) -> tuple[int, ...]:
+        """The share of each rank of tensor, in equal parts of heads and features."""
+        if not self.plan.has_unlike_tensor_shares:
+            return (1,) * self.plan.tensor
+        return count_weighted_shares(self.weights.tensor_units, self.plan.list_tensor_weights())
+
+    def compute_tensor_divisor(self, place: RankCoordinates) -> float:
+        """What tensor divides the heads and features by that a rank has: the number of ranks, of equal shares."""
+        own = self.tensor_shares[place.tensor]
+        return sum(self.tensor_shares) / own
+
+    def count_tensor_heads(self, place: RankCoordinates) -> int:
+        """Heads of which a rank has the weights."""
+        own = self.tensor_shares[place.tensor]
+        return self.shape.heads * own // sum(self.tensor_shares)
+
     def count_heads(self, place: RankCoordinates) -> int:
         """Heads that a rank attends with."""
         weights = self.plan.head_weights or (1.0,) * self.plan.ulysses
-        return len(pick_weighted_chunk(range(self.shape.heads // self.plan.tensor), weights, place.ulysses))
+        return len(pick_weighted_chunk(range(self.count_tensor_heads(place)), weights, place.ulysses))
 
     def has_shares_of(self, other: PlannedCall) -> bool:
         """Whether each rank has the same blocks, tokens and heads as in another division by the same degrees."""
@@ -397,7 +422,7 @@ def _iterate_ulysses_exchanges(
         return
     # Heads of other ranks of tensor are not here, so they are not exchanged.
     shards = _select_ulysses_shards(job, place, micro)
-    heads = job.shape.heads // job.plan.tensor
+    heads = job.count_tensor_heads(place)
     own_heads = job.count_heads(place)
     head_bytes = job.count_packed_bytes(place, job.shape.head_dim)
     for joint, times in job.count_layers(place).items():

@@ -128,6 +128,12 @@ class Plan:
         metavar="A,B,..",
         example="2,1",
     )
+    tensor_weights: Speeds | None = define_option(
+        None,
+        "speed of each rank of tensor, such as 2,1; equal by default",
+        metavar="A,B,..",
+        example="2,1",
+    )
     uaa: bool | None = define_option(None, "force or forbid lengths and heads that ulysses does not divide")
     async_ulysses: bool = define_option(False, "exchange each projection while the next one is computed")
     split_scheme: Literal["row", "sequence"] = define_option(
@@ -200,11 +206,18 @@ class Plan:
                 f"ring={self.ring} x distrifusion={self.distrifusion} x ulysses={self.ulysses} are {ranks}; give "
                 f"{ranks} numbers"
             )
-        if self.token_weights is not None and self.uaa is False:
+        if self.tensor_weights is not None and len(self.tensor_weights) != self.tensor:
             yield (
-                f"token_weights={_format_plan_value(self.token_weights)} makes shares of unlike size, and uaa is off; "
-                "leave one of them out"
+                f"tensor_weights={_format_plan_value(self.tensor_weights)} names {len(self.tensor_weights)} ranks and "
+                f"tensor={self.tensor}; give {self.tensor} numbers"
             )
+        for name in ("token_weights", "tensor_weights"):
+            weights = getattr(self, name)
+            if weights is not None and self.uaa is False:
+                yield (
+                    f"{name}={_format_plan_value(weights)} makes shares of unlike size, and uaa is off; leave one of "
+                    "them out"
+                )
         if self.stage_blocks is not None and self.stage_weights is not None and not self.divides_ends:
             yield (
                 f"stage_blocks={_format_plan_value(self.stage_blocks)} says where to cut, and stage_weights="
@@ -352,7 +365,7 @@ class Plan:
     @property
     def has_unlike_ranks(self) -> bool:
         """Whether ranks of one stage may differ in what they compute, or keep on their devices."""
-        return self.token_weights is not None or self.offload_ranks is not None
+        return self.token_weights is not None or self.tensor_weights is not None or self.offload_ranks is not None
 
     @property
     def token_ranks(self) -> int:
@@ -383,9 +396,21 @@ class Plan:
                 weight *= self.stage_weights[place["pipefusion"]]
             if self.token_weights is not None:
                 # A plan has only one of ring and distrifusion.
-                weight *= self.token_weights[(place["ring"] + place["distrifusion"]) * self.ulysses + place["ulysses"]]
+                outer = place["ring"] + place["distrifusion"]
+                weight *= self.token_weights[outer * self.ulysses + place["ulysses"]]
+            if self.tensor_weights is not None:
+                weight *= self.tensor_weights[place["tensor"]]
             weights.append(weight)
         return tuple(weights)
+
+    def list_tensor_weights(self) -> tuple[float, ...]:
+        """The share of each rank of tensor, in any unit."""
+        return self.tensor_weights or (1.0,) * self.tensor
+
+    @property
+    def has_unlike_tensor_shares(self) -> bool:
+        """Whether shares of tensor differ."""
+        return len(set(self.list_tensor_weights())) > 1
 
     @property
     def rounds_otherwise(self) -> bool:
@@ -567,6 +592,11 @@ def _check_heads(plan: Plan, facts: Facts) -> Iterator[str]:
     if heads is None:
         return
     # Tensor parallelism splits the heads first, and Ulysses then splits the heads of one rank.
+    if plan.has_unlike_tensor_shares:
+        # The model's features decide how finely they can be cut.
+        if heads < plan.tensor:
+            yield f"tensor={plan.tensor} exceeds the {heads} heads of {model}; try 1 to {heads}"
+        return
     if heads % plan.tensor:
         yield f"tensor={plan.tensor} does not divide the {heads} heads of {model}; try {format_divisors(heads)}"
         return

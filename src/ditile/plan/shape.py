@@ -38,6 +38,7 @@ class Weights:
         exchanges: of each block, what tensor parallelism exchanges in it: ("sum" | "gather" | "norm", stream). Sums
             are of row-parallel Linears, gathers of split_scheme=sequence, norms the squares of norms over heads.
         tensors: of each block, the numbers in each of its parameters and buffers.
+        tensor_units: the equal parts that unlike shares of tensor parallelism are made of.
     """
 
     blocks: tuple[int, ...]
@@ -46,6 +47,7 @@ class Weights:
     out: int
     exchanges: tuple[tuple[tuple[str, str], ...], ...] = ()
     tensors: tuple[tuple[int, ...], ...] = ()
+    tensor_units: int = 1
 
     def count_stage_parameters(self, owned: range) -> int:
         """Parameters of a stage."""

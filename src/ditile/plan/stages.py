@@ -54,20 +54,27 @@ def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
         speeds: of each rank's device, in any unit.
     """
     token_speeds = [0.0] * (plan.token_ranks * plan.distrifusion)
+    tensor_speeds = [0.0] * plan.tensor
     places = []
     for rank in range(plan.world):
         place = compute_coordinates(plan, rank)
         # A plan has only one of ring and distrifusion.
         token_place = (place["ring"] + place["distrifusion"]) * plan.ulysses + place["ulysses"]
-        places.append((place["pipefusion"], token_place))
+        places.append((place["pipefusion"], token_place, place["tensor"]))
         token_speeds[token_place] += speeds[rank]
+        tensor_speeds[place["tensor"]] += speeds[rank]
     stage_speeds = [float("inf")] * plan.pipefusion
-    for rank, (stage, token_place) in enumerate(places):
+    for rank, (stage, token_place, tensor_place) in enumerate(places):
         # A stage is done when its last rank is.
-        share = token_speeds[token_place] / sum(token_speeds)
+        token_share = token_speeds[token_place] / sum(token_speeds)
+        tensor_share = tensor_speeds[tensor_place] / sum(tensor_speeds)
+        share = token_share * tensor_share
         stage_speeds[stage] = min(stage_speeds[stage], speeds[rank] / share)
     return dataclasses.replace(
-        plan, stage_weights=_round_weights(stage_speeds), token_weights=_round_weights(token_speeds)
+        plan,
+        stage_weights=_round_weights(stage_speeds),
+        token_weights=_round_weights(token_speeds),
+        tensor_weights=_round_weights(tensor_speeds),
     )
 
 

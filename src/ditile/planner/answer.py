@@ -52,6 +52,7 @@ class RankShare(NamedTuple):
         memory_bytes: of its device.
         blocks: how many.
         tokens: share of the image, 0 to 1.
+        weights: share of those of its blocks that `tensor` divides, 0 to 1.
         heads: for which it attends.
         decode: share of the decode, 0 to 1.
         host_bytes: weights that it keeps in the host's memory.
@@ -61,6 +62,7 @@ class RankShare(NamedTuple):
     memory_bytes: int
     blocks: int
     tokens: float
+    weights: float
     heads: int
     decode: float
     host_bytes: int
@@ -83,6 +85,7 @@ def list_rank_shares(subject: PlanSubject, job: PlannedCall, profile: Profile) -
                 memory_bytes=device.memory_bytes,
                 blocks=len(job.stages[place.stage]),
                 tokens=parts[place.rank].image_tokens / tokens,
+                weights=1 / job.compute_tensor_divisor(place),
                 heads=job.count_heads(place),
                 decode=compute_decode_share(job.plan, rank),
                 host_bytes=count_offloaded_bytes(subject, job, rank),

@@ -67,7 +67,7 @@ class LiveNumbers(NamedTuple):
     def __sub__(self, other: LiveNumbers) -> LiveNumbers:
         return LiveNumbers(*map(operator.sub, self, other))
 
-    def divide_by_ranks(self, whole: int, ranks: int) -> LiveNumbers:
+    def divide_by_ranks(self, whole: int, ranks: float) -> LiveNumbers:
         """The same on one rank, which has `whole` numbers of each kind undivided."""
         return LiveNumbers(*(min(count, whole) + max(count - whole, 0) / ranks for count in self))
 
@@ -88,7 +88,7 @@ class Footprint:
     attending: tuple[LiveNumbers, ...]
     kept: tuple[LiveNumbers, ...]
 
-    def divide_by_ranks(self, channels: int, ranks: int) -> Footprint:
+    def divide_by_ranks(self, channels: int, ranks: float) -> Footprint:
         """The footprint of one rank of tensor parallelism; `channels` is the width of a token between blocks."""
         whole = WHOLE * channels
 

@@ -108,7 +108,8 @@ def _count_host_bytes_of_rank(
     kept = count_offloaded_bytes(subject, job, rank)
     if offloads_text:
         kept += text
-    transformer = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
+    divisor = job.compute_tensor_divisor(job.locate_rank(rank))
+    transformer = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, divisor)
     read = sum(subject.count_weight_bytes(transformer, size, model) for model in range(subject.models))
     return kept, read + subject.vae * size + text
 
@@ -117,21 +118,23 @@ def count_offloaded_bytes(subject: PlanSubject, job: PlannedCall, rank: int) -> 
     """Bytes of a rank's blocks in the host's memory while it generates; 0 if they are on its device."""
     if not job.plan.offloads_rank(rank):
         return 0
-    owned = select_local_blocks(job.stages, job.locate_rank(rank).stage, job.plan.num_whole_stages)
+    place = job.locate_rank(rank)
+    divisor = job.compute_tensor_divisor(place)
+    owned = select_local_blocks(job.stages, place.stage, job.plan.num_whole_stages)
     kept = 0
     for model in range(subject.models):
-        kept += sum(_count_pinned_bytes(subject, job, block, model) for block in owned)
+        kept += sum(_count_pinned_bytes(subject, job, block, divisor, model) for block in owned)
     return kept
 
 
-def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, model: int) -> int:
+def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, divisor: float, model: int) -> int:
     """Bytes of a block of a transformer in pinned memory, which torch allocates in powers of two."""
     size = job.shape.element_size
     if job.plan.tensor == 1:
         sizes = [subject.count_weight_bytes(numbers, size, model) for numbers in job.weights.tensors[block]]
         flat = cost.count_flat_bytes(sizes)
     else:
-        numbers = subject.count_parameters(range(block, block + 1), job.plan.tensor)
+        numbers = subject.count_parameters(range(block, block + 1), divisor)
         flat = subject.count_weight_bytes(numbers, size, model)
     return 1 << max(flat - 1, 0).bit_length()
 
@@ -179,15 +182,15 @@ def count_rank_memory(
     size = job.shape.element_size
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
     weights = job.weights.shared + subject.replicated_numbers
+    divisor = job.compute_tensor_divisor(place)
     buffers = 0
     if plan.offloads_rank(rank):
-        buffers = min(NUM_BUFFERS, len(owned)) * _count_largest_block(subject, owned, plan.tensor)
+        buffers = min(NUM_BUFFERS, len(owned)) * _count_largest_block(subject, owned, divisor)
     else:
-        weights += subject.count_parameters(owned, plan.tensor)
+        weights += subject.count_parameters(owned, divisor)
     if job.step_schedule.mode == "sequence":
         # The largest block counts, since the next weights from another stage may be of any block.
-        all_blocks = range(len(job.weights.blocks))
-        buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, all_blocks, plan.tensor)
+        buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, range(len(job.weights.blocks)), divisor)
     activations = _count_activation_bytes(subject, job, profile, rank, text_tokens)
     tapes = 0
     if records and can_record_calls(plan, profile):
@@ -221,9 +224,9 @@ def can_record_calls(plan: Plan, profile: Profile) -> bool:
     return profile.runs_ahead and plan.can_be_recorded
 
 
-def _count_largest_block(subject: PlanSubject, blocks: range, ranks: int) -> int:
-    """Parameters of the largest of some blocks, on each of `ranks` ranks of tensor parallelism."""
-    return max(subject.count_parameters(range(block, block + 1), ranks) for block in blocks)
+def _count_largest_block(subject: PlanSubject, blocks: range, divisor: float) -> int:
+    """Parameters of the largest of some blocks, on a rank of tensor parallelism."""
+    return max(subject.count_parameters(range(block, block + 1), divisor) for block in blocks)
 
 
 def count_peaks_of_ranks(
@@ -251,7 +254,7 @@ def _count_activation_bytes(
     plan = job.plan
     place = job.locate_rank(rank)
     schedule = job.step_schedule
-    footprint = subject.get_footprint(plan.tensor)
+    footprint = subject.get_footprint(job.compute_tensor_divisor(place))
     if plan.rounds_otherwise and FUSED in profile.pointwise:
         # Such a plan fuses GELU in every step; other plans have steps in which it is not fused.
         footprint = replace(footprint, moments=footprint.fused)
@@ -262,7 +265,10 @@ def _count_activation_bytes(
         computed = max(computed, row * numbers + _count_prefetch_bytes(job, place, micro))
     _, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
     kept = subject.count_kept_numbers(
-        job.stages[place.stage], plan.tensor, job.image_layout.image_tokens, text or text_tokens
+        job.stages[place.stage],
+        job.compute_tensor_divisor(place),
+        job.image_layout.image_tokens,
+        text or text_tokens,
     )
     if place.stage > 0:
         # Later stages keep the embedded latents too, although they do not read them.
@@ -309,7 +315,6 @@ def _count_computed_numbers(
     footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
 ) -> float:
     """Numbers per row of the batch of what a micro-step computes, at its peak."""
-    plan = job.plan
     schedule = job.step_schedule
     micro_batches = schedule.split_micro_batches(micro)
     image, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
@@ -318,7 +323,7 @@ def _count_computed_numbers(
     elif schedule.warmup_group_size:
         image = -(-image // schedule.warmup_group_size)
         text = -(-text // schedule.warmup_group_size)
-    exchanged = _count_exchange_numbers(job, micro, image + text) / plan.tensor
+    exchanged = _count_exchange_numbers(job, micro, image + text) / job.compute_tensor_divisor(place)
     # If the sequence has no text, cross attention reads it.
     text = text or text_tokens
     most = max(moment.count_numbers(image, text) for moment in footprint.moments)
@@ -335,7 +340,7 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     plan = job.plan
     schedule = job.step_schedule
     shape = job.compute_replica_shape(place.data)
-    footprint = subject.get_footprint(plan.tensor)
+    footprint = subject.get_footprint(job.compute_tensor_divisor(place))
     micro_steps = _list_largest_micro_steps(schedule)
     # Where stale keys follow, one or two synchronous steps run as code, and so do those that are split.
     whole = MicroStep(0, None)
@@ -350,7 +355,7 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     text = job.image_layout.text or text_tokens
     # What steps keep for the next ones is computed again in a tape, which knows no other.
     image = job.image_layout.image_tokens
-    kept = subject.count_kept_numbers(job.stages[place.stage], plan.tensor, image, text)
+    kept = subject.count_kept_numbers(job.stages[place.stage], job.compute_tensor_divisor(place), image, text)
     computed += kept
     if schedule.has_stale_steps and plan.distrifusion == 1:
         # Tapes of patches hold what they share besides, with the embedded latents.

@@ -333,7 +333,7 @@ class OpPricer:
         # Blocks that fit the buffers stay on the device.
         if not self._offloads or len(blocks) <= NUM_BUFFERS:
             return 0.0
-        numbers = sum(job.weights.blocks[block] for block in blocks) / job.plan.tensor
+        numbers = sum(job.weights.blocks[block] for block in blocks) / job.compute_tensor_divisor(self._places[stage])
         num_bytes = numbers * job.shape.element_size
         if self._basis.stored is not None:
             num_bytes = self._basis.stored.count_bytes(numbers, job.shape.element_size)
@@ -476,7 +476,7 @@ class OpPricer:
             image_keys=keys.image_tokens,
             text_keys=keys.text or self._basis.text_tokens,
             heads=job.count_heads(place) / job.shape.heads,
-            split=plan.tensor,
+            split=job.compute_tensor_divisor(place),
             share=share,
             fused=self._fuses and (plan.rounds_otherwise or self.schedule.reads_stale_keys(micro.step)),
         )

@@ -631,8 +631,10 @@ class PlanSearch:
             return seconds[0]
         # Ranks that split the layers compute one after the other.
         weights = plan.rank_weights * plan.data
-        in_turn = zip(weights, seconds, strict=True)
-        return sum(weight * alone for weight, alone in in_turn) / sum(weights)
+        weighted = 0.0
+        for weight, alone in zip(weights, seconds, strict=True):
+            weighted += weight * alone
+        return weighted / sum(weights)
 
     def _find_other_plans(
         self, prices: Sequence[Price], too_large: Sequence[SizedJob]
@@ -658,7 +660,7 @@ class PlanSearch:
 
     def _find_equal_shares(self, best: Price) -> OtherPlan | None:
         """The best plan with equal shares; None where devices are alike, or its shares are equal."""
-        equal = replace(best.plan, stage_blocks=None, stage_weights=None, token_weights=None)
+        equal = replace(best.plan, stage_blocks=None, stage_weights=None, token_weights=None, tensor_weights=None)
         sized = self._size_plan(equal)
         if not self.profile.by_rank or sized.job.has_shares_of(self.subject.make_plan_job(best.plan, self.shape)):
             return None

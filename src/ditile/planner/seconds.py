@@ -30,7 +30,7 @@ class RankTokens(NamedTuple):
         image, text: tokens that it computes.
         image_keys, text_keys: tokens that they attend to.
         heads: share of the heads for which it computes attention.
-        split: ranks that split every matrix.
+        split: ranks that split every matrix; of unlike shares, the whole over the share.
         share: tokens for which it computes attention, over those that it computes: Ulysses has more, of fewer heads.
         fused: whether GELU is one kernel with the product before it.
     """
@@ -41,7 +41,7 @@ class RankTokens(NamedTuple):
     image_keys: int
     text_keys: int
     heads: float = 1.0
-    split: int = 1
+    split: float = 1
     share: float = 1.0
     fused: bool = False
 
@@ -80,7 +80,7 @@ class RooflineDevice:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._seen: dict[tuple[RooflineKernel, int, int, bool], float] = {}
+        self._seen: dict[tuple[RooflineKernel, int, float, bool], float] = {}
 
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
         """The load of some work on one rank."""
@@ -104,7 +104,7 @@ class RooflineDevice:
         rate = self._profile.attention.interpolate(queries, keys) * self._profile.head.interpolate(kernel.size[1])
         return operations / rate
 
-    def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: int, fused: bool) -> float:
+    def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: float, fused: bool) -> float:
         """Seconds of a product with a rank's share of a matrix, or of reading numbers once; for so many rows."""
         profile = self._profile
         if kernel.kind == "matmul":

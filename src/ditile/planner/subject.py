@@ -110,9 +110,9 @@ class PlanSubject:
     decodes: float | None = None
     stored: Mapping[str, StoredWeights] = field(default_factory=dict)
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
-    _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
-    _kept: dict[tuple[range, int, int, int], float] = field(default_factory=dict, repr=False)
-    _parameters: dict[tuple[range, int], int] = field(default_factory=dict, repr=False)
+    _footprints: dict[float, Footprint] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[range, float, int, int], float] = field(default_factory=dict, repr=False)
+    _parameters: dict[tuple[range, float], int] = field(default_factory=dict, repr=False)
     _decodes: dict[int, DecodeWork] = field(default_factory=dict, repr=False)
     _steps: dict[Any, RecordedStep] = field(default_factory=dict, repr=False)
 
@@ -296,8 +296,12 @@ class PlanSubject:
         """Numbers that every rank has in buffers of the transformer."""
         return sum(buffer.numel() for buffer in self.transformer.buffers())
 
-    def get_footprint(self, ranks: int) -> Footprint:
-        """The numbers that are alive in its forward, on each of so many ranks of tensor parallelism."""
+    def get_footprint(self, ranks: float) -> Footprint:
+        """The numbers that are alive in its forward, on each of so many ranks of tensor parallelism.
+
+        Args:
+            ranks: of unlike shares, the whole over the share.
+        """
         if ranks not in self._footprints:
             footprint = self.transformer_work.footprint
             if ranks > 1:
@@ -312,7 +316,7 @@ class PlanSubject:
         config: Any = self.transformer.config
         return int(config["num_attention_heads"]) * int(config["attention_head_dim"])
 
-    def count_kept_numbers(self, blocks: range, ranks: int, image: int, text: int) -> float:
+    def count_kept_numbers(self, blocks: range, ranks: float, image: int, text: int) -> float:
         """Numbers that some blocks keep for a whole generation, on each of so many ranks of tensor parallelism."""
         key = blocks, ranks, image, text
         if key not in self._kept:
@@ -323,7 +327,15 @@ class PlanSubject:
     @cached_property
     def _tensor_cuts(self) -> TensorCuts:
         table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
-        return TensorCuts.match_tensor_table(self.transformer, table, 0, 2, loaded=True)
+        return TensorCuts.match_tensor_table(self.transformer, table, 0, 2, loaded=(1, 1))
+
+    @cached_property
+    def _divisible_weights(self) -> Weights:
+        """What it is made of, with the equal parts that unlike shares of tensor parallelism are made of."""
+        table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
+        # Of shares that differ, all parts are counted.
+        cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, weights=(2.0, 1.0))
+        return replace(self.parameter_counts, tensor_units=sum(cuts.shares))
 
     @cached_property
     def sharded_parameters(self) -> tuple[int, ...]:
@@ -337,13 +349,13 @@ class PlanSubject:
             counts.append(count)
         return tuple(counts)
 
-    def count_parameters(self, blocks: range, ranks: int) -> int:
+    def count_parameters(self, blocks: range, ranks: float) -> int:
         """Parameters of some blocks on each of so many ranks of tensor parallelism."""
         if (blocks, ranks) not in self._parameters:
             count = sum(self.parameter_counts.blocks[block] for block in blocks)
             if ranks > 1:
                 cut = [self.sharded_parameters[block] for block in blocks]
-                count += sum(-(-parameters // ranks) - parameters for parameters in cut)
+                count += sum(math.ceil(parameters / ranks) - parameters for parameters in cut)
             self._parameters[blocks, ranks] = count
         return self._parameters[blocks, ranks]
 
@@ -580,9 +592,10 @@ class PlanSubject:
             if not self.is_derived:
                 costs = replace(self._cost_model, itemsize=min(size, 4))
             self._stages[key] = divide_blocks(self.block_hooks, plan, costs)
-        return PlannedCall(
-            plan=plan, spec=self.model_spec, shape=shape, weights=self.parameter_counts, stages=self._stages[key]
-        )
+        weights = self.parameter_counts
+        if plan.has_unlike_tensor_shares:
+            weights = self._divisible_weights
+        return PlannedCall(plan=plan, spec=self.model_spec, shape=shape, weights=weights, stages=self._stages[key])
 
     def _check_derived_plan(self, plan: Plan) -> None:
         kind = type(self.transformer).__name__

@@ -10,7 +10,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -572,8 +572,7 @@ def _keep_own_weights(
     keep: bool,
 ) -> tuple[Weights, ShardedTransformer]:
     """Takes the weights out of the models that other ranks hold; returns what the whole had, and this rank's share."""
-    tensor = mesh["tensor"]
-    weights = block_hooks.claim_blocks(own, keep=keep, shard=(tensor.index, tensor.num_ranks))
+    weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
     # Before the guards of tensor parallelism, which lie around these and go first.
     if plan.divides_blocks:
         block_hooks.guard_saving()
@@ -582,6 +581,7 @@ def _keep_own_weights(
         block_hooks.guard_calls()
     # After the stage split: tensor parallelism shards only the weights that this rank keeps.
     sharded = _shard_transformers(shards, mesh)
+    weights = replace(weights, tensor_units=sum(sharded.cuts.shares))
     encoders.empty_foreign_parts()
     return weights, sharded
 
@@ -891,21 +891,25 @@ def _list_shard_options(
         return shards
     for hooks in block_hooks.models:
         model = hooks.transformer
-        loaded = hooks.loaded_blocks is not None
+        loaded: tuple[int, ...] = ()
+        if hooks.loaded_blocks is not None:
+            loaded = hooks.loaded_blocks.tensor_shares
+        weights = plan.tensor_weights
         sequence = None
         if plan.split_scheme == "sequence":
             sequence = hooks.spec.tensor_tokens
         table = find_tensor_table(model, hooks.spec, hooks.anatomy.tensor)
         check_unsharded(model, sequence)
-        TensorCuts.match_tensor_table(model, table, axis.index, axis.num_ranks, loaded=loaded)
-        shards.append((model, {"table": table, "sequence": sequence, "loaded": loaded, "keep": keep}))
+        TensorCuts.match_tensor_table(model, table, axis.index, axis.num_ranks, weights=weights, loaded=loaded)
+        options = {"table": table, "sequence": sequence, "weights": weights, "loaded": loaded, "keep": keep}
+        shards.append((model, options))
     return shards
 
 
 def _shard_transformers(shards: list[tuple[nn.Module, dict[str, Any]]], mesh: Mesh) -> ShardedTransformer:
     """Keeps this rank's share of the weights of every block."""
     if not shards:
-        return ShardedTransformer(TensorCuts({}, 0, 1), keep=True)
+        return ShardedTransformer(TensorCuts({}, 0, (1,)), keep=True)
     all_sharded = []
     for model, options in shards:
         all_sharded.append(shard_weights(model, axis=mesh["tensor"], traffic=mesh.traffic, **options))

@@ -483,11 +483,15 @@ def _read_share(
     owned = select_local_blocks(stages, coordinates["pipefusion"], plan.num_whole_stages)
     # Before blocks are emptied: it describes the blocks of every stage.
     weights = block_hooks.describe_weights()
-    shard = (coordinates["tensor"], plan.tensor)
+    index = coordinates["tensor"]
     select_shard = None
+    tensor_shares: tuple[int, ...] = (1,)
     if plan.tensor > 1:
         table = find_tensor_table(model, block_hooks.spec, block_hooks.anatomy.tensor)
-        cuts = TensorCuts.match_tensor_table(model, table, *shard, stored_blocks=row_blocks)
+        cuts = TensorCuts.match_tensor_table(
+            model, table, index, plan.tensor, weights=plan.tensor_weights, stored_blocks=row_blocks
+        )
+        tensor_shares = cuts.shares
         select_shard = cuts.select_shard
     # After the cuts, which are those of plain Linears: a checkpoint of quantized weights replaces them.
     checkpoint = build_checkpoint(model)
@@ -500,7 +504,8 @@ def _read_share(
     # After the checkpoint was read: reading asks for the `state_dict` that the guards refuse.
     block_hooks.guard_calls()
     block_hooks.guard_saving()
-    block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, block_hooks.guards, shard)
+    shard = index, plan.list_tensor_weights()
+    block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, block_hooks.guards, shard, tensor_shares)
     _finish_model(model, place)
     return block_hooks.transformer
 

@@ -250,10 +250,10 @@ def _name_choices(loaded: Collection[str]) -> str:
 def _check_whole_weights(part: nn.Module) -> None:
     """Raises `ModelError` if only a share of the weights was loaded, and `parallelize` has not been called yet."""
     loaded = vars(part).get(LOADED_ATTRIBUTE)
-    if loaded is not None and loaded.shard[1] > 1:
+    if loaded is not None and len(loaded.tensor_shares) > 1:
         raise ModelError(
-            f"of this {type(part).__name__} only a share for tensor={loaded.shard[1]} was loaded, and a LoRA needs "
-            "whole weights; call parallelize, and load the LoRA into its runner's pipeline"
+            f"of this {type(part).__name__} only a share of tensor={len(loaded.tensor_shares)} was loaded, and a LoRA "
+            "needs whole weights; call parallelize, and load the LoRA into its runner's pipeline"
         )
 
 

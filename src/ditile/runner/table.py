@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ditile.plan.cost import PlannedCall, count_key_store_bytes, count_traffic_in_step
+from ditile.plan.cost import PlannedCall, RankCoordinates, count_key_store_bytes, count_traffic_in_step
 from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AXES, Plan, compute_coordinates
 from ditile.plan.simulate import bound_speedup
@@ -43,7 +43,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         if shard.text:
             tokens += f" + {len(shard.text):,}"
         # In a dry run there is no model whose parameters could be counted.
-        num_parameters = _count_expected_parameters(job, place.stage)
+        num_parameters = _count_expected_parameters(job, place)
         if parameters is not None:
             num_parameters = parameters[rank]
         # The last step but one is asynchronous if any step is, and unlike the last step it still sends latents.
@@ -129,11 +129,11 @@ def _format_rank_place(plan: Plan, rank: int) -> str:
     return "\n".join(lines) or "-"
 
 
-def _count_expected_parameters(job: PlannedCall, stage: int) -> int:
-    """The parameters of a rank of a stage: those of its blocks divided by the tensor degree, plus the shared ones."""
-    blocks = select_local_blocks(job.stages, stage, job.plan.num_whole_stages)
+def _count_expected_parameters(job: PlannedCall, place: RankCoordinates) -> int:
+    """The parameters of a rank: its share of those of its stage's blocks, plus the shared ones."""
+    blocks = select_local_blocks(job.stages, place.stage, job.plan.num_whole_stages)
     of_blocks = sum(job.weights.blocks[block] for block in blocks)
-    return job.weights.shared + math.ceil(of_blocks / job.plan.tensor)
+    return job.weights.shared + math.ceil(of_blocks / job.compute_tensor_divisor(place))
 
 
 def _format_speed_up_bound(job: PlannedCall) -> str:

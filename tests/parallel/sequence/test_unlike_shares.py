@@ -14,7 +14,10 @@ from torch import Tensor
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.runner.cases import MAKE, run
+from tests.rotation import rotate
+from tests.runner.cases import MAKE, divided, run
+from tests.zoo import ZOO
+from tests.zoo.rows import list_tensors
 
 CALL = {"height": 40, "width": 56, "max_sequence_length": 7, "num_inference_steps": 3}
 """10 rows of 14 tokens and text of 7, over four heads."""
@@ -30,6 +33,11 @@ EXACT = {
     "distrifusion=2 ulysses=2 warmup=9": "4,1,1,4",
 }
 """Plan -> the weights of its ranks."""
+OF_TENSOR = [
+    *("flux", "qwen-image", "pixart-sigma", "stable-diffusion-3", "flux-2", "chroma", "ernie-image"),
+    *("glm-image", "aura-flow", "cogview-4", "cogvideox", "prx", "bria", "stable-audio", "dit", "flux-3"),
+]
+"""Entries whose heads and features have four equal parts."""
 STALE = {"pipefusion=2 ring=2 patches=3": "3,1", "pipefusion=2 ulysses=2 patches=3": "1,2"}
 """Patches are the same, however ranks split each of them."""
 
@@ -67,6 +75,35 @@ def test_shares_change_no_image(pool: Pool, name: str, plan: str) -> None:
     for tokens, number in zip(of_stage, numbers, strict=True):
         assert tokens == pytest.approx(sum(of_stage) * number / sum(numbers), abs=14), "not what the weights say"
     assert len(set(of_stage)) > 1
+
+
+def make_zoo_image(name: str, plans: list[Plan]) -> tuple[list[Tensor], int]:
+    """On a rank: what an entry draws alone and under each plan, and the weights under the last one."""
+    pipe = ZOO[name].make()
+    images = [list_tensors(pipe(**ZOO[name].call()))[0]]
+    for plan in plans:
+        with divided(pipe, **plan.to_dict()) as runner:
+            images.append(list_tensors(runner(**ZOO[name].call()))[0])
+            weights = sum(parameter.numel() for parameter in pipe.transformer.parameters())
+    return images, weights
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", rotate(OF_TENSOR, always=OF_TENSOR[:3]))
+def test_heads_and_features_of_unlike_shares_are_those_of_the_whole(pool: Pool, name: str) -> None:
+    """A failure means that a rank sums features of another's heads, or has half of them whatever the weights say."""
+    plans = [Plan(tensor=2, tensor_weights=(3, 1))]
+    (images, large), (others, small) = pool.run(make_zoo_image, 2, name, plans)
+    assert torch.equal(images[1], others[1]) and large > 1.3 * small
+    for image in images[1:]:
+        assert float((image - images[0]).abs().max() / images[0].abs().max()) < 1e-5
+
+
+def test_shares_of_tensor_within_other_axes(pool: Pool) -> None:
+    """Stages whose ranks have three and one of four heads, which Ulysses splits again."""
+    plans = [Plan.parse("pipefusion=2 patches=2 warmup=9 ulysses=2 tensor=2 tensor_weights=3,1 vae=rows text=split")]
+    for images, _ in pool.run(make_zoo_image, 8, "flux", plans):
+        assert float((images[1] - images[0]).abs().max() / images[0].abs().max()) < 1e-5
 
 
 def test_stages_change_no_image(pool: Pool) -> None:

@@ -97,7 +97,7 @@ def test_what_needs_whole_weights_is_refused(pool: Pool, tmp_path: Path) -> None
         assert "FluxTransformer2DModel.load_lora_adapter needs whole weights" in adapter
 
 
-PLAN = Plan(tensor=2)
+PLAN = Plan(tensor=2, tensor_weights=(1, 3))
 
 
 def into_a_share(model: Path, loras: Path) -> tuple[list[str], Tensor]:
@@ -130,7 +130,7 @@ def test_a_pipeline_that_was_loaded_for_the_plan_takes_loras_after_the_cut(pool:
     wanted = run(plain, "flux")
     for said, picture in pool.run(into_a_share, 2, tmp_path / "model", tmp_path):
         for line in said:
-            assert "of this FluxTransformer2DModel only a share for tensor=2 was loaded" in line
+            assert "of this FluxTransformer2DModel only a share of tensor=2 was loaded" in line
             assert "call parallelize, and load the LoRA into its runner's pipeline" in line
         assert error(picture, wanted) < TOLERANCE
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2Transformer2DModel, WanTransformer3DModel
+from diffusers import Flux2Transformer2DModel, Lumina2Transformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.model.anatomies import find_anatomy
+from ditile.model.anatomies import find_anatomy, find_derived_cuts
 from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
@@ -54,23 +54,44 @@ def flux2() -> tuple[nn.Module, dict[str, Any]]:
     }  # fmt: skip
 
 
-MODELS = {"wan, norms across heads": (wan, WAN), "flux.2, diffusers' own plan": (flux2, None)}
+def lumina2() -> tuple[nn.Module, dict[str, Any]]:
+    """Eight heads of queries, of which two share a key each."""
+    model = Lumina2Transformer2DModel(
+        sample_size=8, hidden_size=96, num_layers=2, num_refiner_layers=1, num_attention_heads=8, num_kv_heads=4,
+        multiple_of=16, axes_dim_rope=(4, 4, 4), axes_lens=(32, 16, 16), cap_feat_dim=16, in_channels=4,
+    )  # fmt: skip
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    call = {"hidden_states": torch.randn(2, 4, 6, 8), "encoder_hidden_states": torch.randn(2, 5, 16)}
+    return tiny.randomise(model), call | {"timestep": torch.tensor([0.5, 0.5]), "encoder_attention_mask": mask}
 
 
-def divided(name: str) -> tuple[float, Tensor]:
+MODELS = {
+    "wan, norms across heads": (wan, WAN),
+    "flux.2, diffusers' own plan": (flux2, None),
+    "lumina 2, grouped heads": (lumina2, None),
+}
+
+
+def divided(name: str, weights: tuple[float, ...]) -> tuple[float, Tensor]:
     make, table = MODELS[name]
     model, call = make()
     plain = forward(model, call | {"return_dict": False})
-    shard_weights(model, table or find_tensor_table(model, None), axis(), Traffic())
+    table = table or find_tensor_table(model, None, find_derived_cuts(model))
+    sizes = {path: module.out_features for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    cuts = shard_weights(model, table, axis(), Traffic(), weights=weights).cuts
+    share = weights[axis().index] / sum(weights)
+    for path, style in cuts.styles.items():
+        if style.kind == "colwise":
+            assert model.get_submodule(path).out_features == share * sizes[path], path
     out = forward(model, call | {"return_dict": False})
     return error(out, plain), out
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1, 1), (3, 1), (1, 2, 1)])
 @pytest.mark.parametrize("name", MODELS)
-def test_other_models_predict_the_same(pool: Pool, name: str, ranks: int) -> None:
+def test_other_models_predict_the_same(pool: Pool, name: str, weights: tuple[int, ...]) -> None:
     """A failure: a norm over a share of its channels, or fused projections cut across their seams."""
-    results = pool.run(divided, ranks, name)
+    results = pool.run(divided, len(weights), name, weights)
     assert max(wrong for wrong, _ in results) < TOLERANCE
     assert all(torch.equal(out, results[0][1]) for _, out in results), "ranks differ"
 

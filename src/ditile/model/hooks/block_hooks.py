@@ -66,14 +66,16 @@ class LoadedBlocks:
         weights: the parameters of the whole.
         bytes_read: from the files.
         guards: refuse calls, and to save a part of the weights, until a runner has it.
-        shard: (index, ranks) of the part that was read of each tensor.
+        shard: (index, weights of the ranks) of the part that was read of each tensor.
+        tensor_shares: see `TensorCuts`.
     """
 
     owned: range
     weights: Weights
     bytes_read: int
     guards: ExitStack
-    shard: tuple[int, int] = (0, 1)
+    shard: tuple[int, tuple[float, ...]] = (0, (1.0,))
+    tensor_shares: tuple[int, ...] = (1,)
 
 
 WrapForward = Callable[[Generation, BlockHook, bool, ForwardCall], ForwardCall]
@@ -183,7 +185,7 @@ class TransformerHooks:
             blocks += [hook.block for hook in model.chain]
         return any(map(is_placeholder, blocks))
 
-    def claim_blocks(self, owned: range, *, keep: bool, shard: tuple[int, int] = (0, 1)) -> Weights:
+    def claim_blocks(self, owned: range, *, keep: bool, shard: tuple[int, tuple[float, ...]]) -> Weights:
         """Leaves these blocks to a runner, of a transformer that is whole or of which no others were read.
 
         Returns:
@@ -210,9 +212,8 @@ class TransformerHooks:
             )
         if (loaded.owned, loaded.shard) != (owned, shard):
             raise StateError(
-                f"of this {name} blocks {here}, shard {loaded.shard[0]} of {loaded.shard[1]}, were loaded, and here "
-                f"the plan needs {owned.start} to {owned.stop - 1}, shard {shard[0]} of {shard[1]}; load it for this "
-                "plan"
+                f"of this {name} blocks {here}, {_describe_shard(*loaded.shard)}, were loaded, and here the plan needs "
+                f"{owned.start} to {owned.stop - 1}, {_describe_shard(*shard)}; load it for this plan"
             )
         del vars(self.transformer)[LOADED_ATTRIBUTE]
         loaded.guards.close()
@@ -439,6 +440,11 @@ class CallCountHooks(TransformerHooks):
                 replace_cross_processors(stack, self.spec, hook.block, now)
             OutputMemoizer(self.transformer, self.spec, now, self._label).install_hooks(stack, compiled)
         wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now, self.transformer))
+
+
+def _describe_shard(index: int, weights: Sequence[float]) -> str:
+    numbers = [f"{weight:g}" for weight in weights]
+    return f"shard {index} of {':'.join(numbers)}"
 
 
 def _count_parameters(module: nn.Module) -> int:

@@ -41,6 +41,7 @@ from ditile.parallel.block_formats import (
 )
 from ditile.parallel.tensor.adapters import list_adapter_linears
 from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.layout import count_weighted_shares
 
 
 class TensorCut(NamedTuple):
@@ -105,13 +106,13 @@ class TensorCuts:
     Attributes:
         styles: module path -> how it is cut.
         index: this rank's place on the tensor axis.
-        size: ranks on it.
+        shares: of each rank on it, in units that every head count and every block of features is a multiple of.
         arguments: path of a block -> (argument, place among its tensors) -> the dimension of heads.
     """
 
     styles: Mapping[str, CutStyle]
     index: int
-    size: int
+    shares: tuple[int, ...]
     arguments: Mapping[str, Mapping[tuple[str, int], HeadDim]] = field(default_factory=dict)
 
     @classmethod
@@ -122,17 +123,21 @@ class TensorCuts:
         index: int,
         size: int,
         *,
-        loaded: bool = False,
+        weights: tuple[float, ...] | None = None,
+        loaded: tuple[int, ...] = (),
         stored_blocks: Mapping[str, RowBlocks] | None = None,
     ) -> TensorCuts:
         """Matches a table with a model, whose blocks may be placeholders and whose weights may be on the meta device.
 
-        With `loaded` the model has this rank's share alone, which was checked when it was read. `stored_blocks` are the
-        weights that a file will bring in blocks, by name.
+        Args:
+            transformer, table, index, size: the model, its table, this rank and how many there are.
+            weights: the share of each rank, in any unit; equal by default.
+            loaded: the `shares` by which this rank's share alone was read, and checked; empty for a whole model.
+            stored_blocks: the weights that a file will bring in blocks, by name.
 
         Raises:
             ModelError: if the table names what cannot be cut, or nothing that is there.
-            PlanError: if `size` does not divide heads or features.
+            PlanError: if `size` does not divide heads or features, or they have fewer equal parts than unlike shares.
         """
         module_rows = {pattern: row for pattern, row in table.items() if ":" not in pattern}
         # Later rows win where two patterns match one module.
@@ -153,11 +158,26 @@ class TensorCuts:
         if not styles:
             names = ", ".join(module_rows)
             raise ModelError(f"the tensor table of {type(transformer).__name__} names no module that is there: {names}")
+        shares = loaded
         if not loaded:
-            _check_tensor_degree(transformer, styles, size, stored_blocks or {})
+            shares = _divide_units(transformer, styles, size, weights, stored_blocks or {})
             _check_linears_named(transformer, styles, rows)
             _check_blocks_alike(transformer, module_rows)
-        return cls(styles, index, size, _match_argument_rows(table, transformer))
+        return cls(styles, index, shares, _match_argument_rows(table, transformer))
+
+    def locate_share(self, length: int) -> slice:
+        """This rank's run of so many heads or features."""
+        unit = length // sum(self.shares)
+        start = unit * sum(self.shares[: self.index])
+        return slice(start, start + unit * self.shares[self.index])
+
+    def measure_own(self, length: int) -> int:
+        """How many of so many heads or features this rank has."""
+        return length * self.shares[self.index] // sum(self.shares)
+
+    def measure_whole(self, own: int) -> int:
+        """How many heads or features all ranks have, if this rank has so many."""
+        return own * sum(self.shares) // self.shares[self.index]
 
     def select_shard(self, name: str, shape: Sequence[int]) -> TensorCut | None:
         """This rank's part of a parameter of the whole model; None is all of it.
@@ -173,14 +193,14 @@ class TensorCuts:
             path, _, leaf = name.rpartition(".")
         # peft moves the Linear that a LoRA wraps into this attribute.
         style = self.styles.get(path.removesuffix(".base_layer"))
-        if style is None or leaf not in _DIMS[style.kind] or self.size == 1:
+        if style is None or leaf not in _DIMS[style.kind] or len(self.shares) == 1:
             return None
         dim = _DIMS[style.kind][leaf]
         pieces = []
         start = 0
         for block in style.compute_block_sizes(shape[dim]):
-            share = block // self.size
-            pieces.append(slice(start + self.index * share, start + (self.index + 1) * share))
+            share = self.locate_share(block)
+            pieces.append(slice(start + share.start, start + share.stop))
             start += block
         return TensorCut(dim, tuple(pieces))
 
@@ -393,10 +413,14 @@ def _check_linear_shardable(path: str, module: nn.Module) -> None:
         )
 
 
-def _check_tensor_degree(
-    transformer: nn.Module, styles: Mapping[str, CutStyle], size: int, stored_blocks: Mapping[str, RowBlocks]
-) -> None:
-    """Every head and every feature of a block must have its rank."""
+def _divide_units(
+    transformer: nn.Module,
+    styles: Mapping[str, CutStyle],
+    size: int,
+    weights: tuple[float, ...] | None,
+    stored_blocks: Mapping[str, RowBlocks],
+) -> tuple[int, ...]:
+    """The shares of the ranks; every head and every feature of a block must have its rank."""
     counts: list[tuple[int, str]] = []
     attentions = find_sharded_attentions(transformer, styles)
     for path, attention in attentions.items():
@@ -412,14 +436,22 @@ def _check_tensor_degree(
         row_blocks = find_row_blocks(parameter) or stored_blocks.get(f"{path}.weight")
         if row_blocks is not None:
             counts += _count_stored_blocks(path, style, parameter, row_blocks)
+    # Of heads and features alike each rank has so many equal parts, so that shares of both belong together.
+    most = math.gcd(*(number for number, _ in counts))
+    shares = (1,) * size
+    if weights is not None and len(set(weights)) > 1:
+        shares = count_weighted_shares(most, weights)
+        if not all(shares):
+            kind = type(transformer).__name__
+            raise PlanError(f"tensor={size}: heads and features of {kind} have {most} equal parts alike; try {most}")
     for count, what in counts:
-        if count % size:
-            most = math.gcd(*(number for number, _ in counts))
+        if count % sum(shares):
             legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
             raise PlanError(f"tensor={size} does not divide the {count} {what}; try {legal}")
     # After the numbers: keys of one head have a norm as wide as all of their heads, and cannot be cut anyway.
     for path, attention in attentions.items():
         _check_attention_shardable(path, attention, styles)
+    return shares
 
 
 def _count_stored_blocks(

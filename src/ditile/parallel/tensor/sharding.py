@@ -189,7 +189,8 @@ def shard_weights(
     traffic: Traffic,
     *,
     sequence: Mapping[str, Mapping[str, str]] | None = None,
-    loaded: bool = False,
+    weights: tuple[float, ...] | None = None,
+    loaded: tuple[int, ...] = (),
     keep: bool = False,
     sum_over_ranks: TensorMap | None = None,
 ) -> ShardedTransformer:
@@ -200,7 +201,8 @@ def shard_weights(
         table: which Linears are cut and how (`ModelSpec.tensor`).
         axis, traffic: the ranks that share the weights, and where their bytes are counted, as "tensor".
         sequence: where tokens are gathered and scattered (`ModelSpec.tensor_tokens`) for "sequence"; None for "row".
-        loaded: the weights are this rank's share already: no other part was read.
+        weights: the share of each rank, in any unit; equal by default.
+        loaded: the `shares` of `TensorCuts` by which weights were read of this rank's share alone; empty if all were.
         keep: keep the whole weights aside, for `restore_whole_weights`.
         sum_over_ranks: how ranks sum, for "row"; by default by messages.
 
@@ -211,7 +213,7 @@ def shard_weights(
     """
     check_unsharded(transformer, sequence)
     # A model that cannot be cut is refused before anything is touched.
-    cuts = TensorCuts.match_tensor_table(transformer, table, axis.index, axis.num_ranks, loaded=loaded)
+    cuts = TensorCuts.match_tensor_table(transformer, table, axis.index, axis.num_ranks, weights=weights, loaded=loaded)
     sharded = ShardedTransformer(cuts, keep=keep)
     if axis.num_ranks == 1:
         return sharded
@@ -306,7 +308,7 @@ def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCu
         for name in _HEAD_ATTRIBUTES:
             value = vars(module).get(name)
             if isinstance(value, int):
-                override_attribute(stack, module, name, value // cuts.size)
+                override_attribute(stack, module, name, cuts.measure_own(value))
 
 
 def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCuts) -> None:
@@ -327,8 +329,8 @@ def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCu
                     f"{path} was given a {name} of shape {list(leaf.shape)}, and dimension {dim} should count "
                     f"{' or '.join(map(str, sorted(counts)))} heads or features; use a plan without tensor"
                 )
-            share = leaf.shape[dim] // cuts.size
-            leaves[index] = leaf.narrow(dim, cuts.index * share, share)
+            share = cuts.locate_share(leaf.shape[dim])
+            leaves[index] = leaf.narrow(dim, share.start, share.stop - share.start)
         return pytree.tree_unflatten(leaves, structure)
 
     @wraps(forward)
@@ -349,7 +351,7 @@ def _install_sums(
 ) -> None:
     """Makes a norm or Linear that needs what all ranks have sum over the ranks."""
     if kind == "rms_norm":
-        override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, cuts.size, over_ranks))
+        override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, cuts, over_ranks))
     if kind in _LORA_FACTORS:
         # The LoRAs around a Linear sum their own outputs, so that they may be removed later.
         for linear in (unwrap_lora_base(module), *_list_summing_loras(module, kind)):
@@ -385,17 +387,17 @@ def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: TensorMap, x
 
 
 def _gather_features(cuts: TensorCuts, over_ranks: TensorMap, share: Tensor) -> Tensor:
-    own = share.shape[-1]
-    out = share.new_zeros(*share.shape[:-1], own * cuts.size)
-    out[..., cuts.index * own : (cuts.index + 1) * own] = share
+    width = cuts.measure_whole(share.shape[-1])
+    out = share.new_zeros(*share.shape[:-1], width)
+    out[..., cuts.locate_share(width)] = share
     return over_ranks(out)
 
 
-def _norm_across_ranks(norm: Any, size: int, over_ranks: TensorMap, x: Tensor) -> Tensor:
+def _norm_across_ranks(norm: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Tensor) -> Tensor:
     """An RMS norm whose channels lie on all ranks: their squares are summed over the ranks."""
     # The dtypes follow diffusers' RMSNorm.
     wide = x.float()
-    squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
+    squares = over_ranks(wide.square().sum(-1, keepdim=True)) / cuts.measure_whole(x.shape[-1])
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     out = wide * torch.rsqrt(squares + eps)
     if norm.weight is None:

@@ -86,7 +86,8 @@ def assign_layer_ranks(layers: int, weights: tuple[float, ...]) -> list[int]:
     from_last = weights[::-1]
     for place in range(len(weights)):
         run = pick_weighted_chunk(range(layers), from_last, place)
-        owners = [len(weights) - 1 - place] * len(run) + owners
+        rank = len(weights) - 1 - place
+        owners = [rank] * len(run) + owners
     return owners
 
 
