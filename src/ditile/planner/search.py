@@ -366,13 +366,11 @@ class PlanSearch:
         """The plan as it fits its devices, and where they are not alike also with weights in the host's memory."""
         sized = self.fit_plan_to_memory(plan)
         is_moved = sized.job.plan.stage_blocks != plan.stage_blocks
-        offloaded = None
         if self.profile.by_rank and (sized.lacks > 0 or is_moved):
             offloaded = self._offload_lacking_ranks(plan)
-        if offloaded is not None:
-            yield offloaded
-        if offloaded is None or sized.lacks <= 0:
-            yield sized
+            if offloaded is not None and offloaded.lacks <= 0:
+                yield offloaded
+        yield sized
 
     def _offload_lacking_ranks(self, plan: Plan) -> SizedJob | None:
         """The plan with blocks of the ranks that lack memory in the host's; None where that changes nothing."""
