@@ -265,6 +265,12 @@ def test_a_file_of_comfyui_is_a_published_model(
     assert json.loads(converted.config.read_text())["guidance_embeds"] is guidance
     with pytest.raises(LoadError, match=r"text encoders and the VAE, .* \(--model FOLDER --component transformer="):
         find_model_source(base, components={"transformer": str(path)})
+    with path.open("r+b") as file:
+        header = file.read(10**6).replace(b'"BF16"', b'"I16" ')
+        file.seek(0)
+        file.write(header)
+    with pytest.raises(LoadError, match="is stored as I16, .* is like black-forest-labs/FLUX.1"):
+        find_base_models(path)
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +282,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = copy_weights(pipe.transformer)
     next((folder / "pipe" / "transformer").glob("*.safetensors")).unlink()
     save_file({COMFY + name: tensor for name, tensor in weights.items()}, folder / "good.safetensors")
+    short = {f"diffusion_model.{name}": tensor for name, tensor in weights.items()}
+    save_file(short | {"vae.weight": torch.ones(2)}, folder / "short.safetensors")
     cut = (folder / "good.safetensors").read_bytes()
     (folder / "cut.safetensors").write_bytes(cut[: len(cut) // 2])
     (folder / "long.safetensors").write_bytes(struct.pack("<Q", 2**62) + cut[8:])
@@ -298,6 +306,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(fp8, folder / "turned.safetensors", {"_quantization_metadata": layers})
     save_file(weights | {"proj_out.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
     save_file({"a": torch.ones(2)}, folder / "foreign.safetensors")
+    names = {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(30_001)}
+    header = json.dumps(names).encode()
+    (folder / "names.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     save_file(weights | {"proj_out.weight": weights["proj_out.weight"].char()}, folder / "integers.safetensors")
     save_file(weights | {"\x1b[31mred": torch.ones(2)}, folder / "red.safetensors")
     (folder / "empty.safetensors").write_bytes(b"")
@@ -327,9 +338,10 @@ def test_a_file_in_place_of_a_model(saved: Path) -> None:
 
 def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
     """A failure means that a pipeline needs weights of a transformer that it is not asked for."""
-    pipe: Any = ditile.load(str(saved / "pipe"), transformer=str(saved / "good.safetensors"))
     wanted = tiny.flux().transformer.state_dict()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in pipe.transformer.state_dict().items())
+    for name in ("good", "short"):
+        pipe: Any = ditile.load(str(saved / "pipe"), transformer=str(saved / f"{name}.safetensors"))
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in pipe.transformer.state_dict().items())
     with pytest.raises(LoadError, match="no weights"):
         ditile.load(str(saved / "pipe"))
     # Numbers in fp8 without a scale are what they say.
@@ -362,6 +374,7 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("array.gguf", "its header has more than 2000000 strings"),
         ("red.safetensors", r"a tensor named '\\x1b\[31mred'"),
         ("red.gguf", r"a tensor named '.*\\x1b\[31mout.weight'"),
+        ("names.safetensors", "has 30001 tensors, and no model has more than 30000"),
         ("shape.safetensors", r"weight proj_out.weight has the shape \[3, 5\]"),
         ("foreign.safetensors", "FluxTransformer2DModel"),
     ],

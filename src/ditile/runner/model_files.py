@@ -69,6 +69,8 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
 """The last part of the name of what a `weight` in fp8 beside it is multiplied with: that of ComfyUI's first files, that
 of its later ones and of authors, and that of DeepSeek's convention, which is no inverse either."""
+MOST_TENSORS = 30_000
+"""Tensors that a file may have: transformers have hundreds, with experts thousands, and renaming looks at all often."""
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -195,6 +197,8 @@ def check_model_file(path: Path, component: str = TRANSFORMER) -> str:
     else:
         with open_safetensors(path, "np") as opened:
             names = opened.keys()
+    if len(names) > MOST_TENSORS:
+        raise LoadError(f"{path} has {len(names)} tensors, and no model has more than {MOST_TENSORS}; copy it again")
     # Refusals quote names: none may move the cursor of a terminal, or begin a line.
     for name in names:
         if not name.isprintable():

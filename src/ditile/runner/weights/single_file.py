@@ -45,7 +45,7 @@ from ditile.runner.weights.checkpoint import Checkpoint, OpenedTensors, OpenTens
 if TYPE_CHECKING:
     from ditile.runner.weights.gguf_file import BlockFormat, GgufTensors
 
-PREFIX = "model.diffusion_model."
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """Before the names of the transformer's tensors in files of ComfyUI; in such a file other names are of other models."""
 CONFIG = Path("transformer", "config.json")
 """Where a pipeline's folder has the config of its transformers, which are alike if there are two."""
@@ -222,8 +222,11 @@ class SingleFile:
     @property
     def own_tensors(self) -> dict[str, FileTensor]:
         """The transformer's tensors, without ComfyUI's prefix."""
-        own = {name.removeprefix(PREFIX): tensor for name, tensor in self.tensors.items() if name.startswith(PREFIX)}
-        return own or dict(self.tensors)
+        for prefix in PREFIXES:
+            names = [name for name in self.tensors if name.startswith(prefix)]
+            if names:
+                return {name.removeprefix(prefix): self.tensors[name] for name in names}
+        return dict(self.tensors)
 
     def count_types(self) -> Counter[str]:
         """Type of numbers -> how many of them the transformer has."""
@@ -535,10 +538,13 @@ def find_base_models(path: Path) -> list[str]:
         alike = [model for model in _list_published(inferred.transformer) if model != inferred]
         models = [inferred, *alike]
     names: list[str] = []
+    problem: LoadError | None = None
     for model in models:
         try:
             file.convert_tensors(getattr(diffusers, model.transformer), model.folder / CONFIG)
-        except LoadError:
+        except LoadError as error:
+            # That of the model which it is most likely of.
+            problem = problem or error
             continue
         names.append(model.name)
     if names:
@@ -546,15 +552,15 @@ def find_base_models(path: Path) -> list[str]:
     if hub_id is None:
         raise LoadError(f"{path} has the transformer of no published model; give --model FOLDER --transformer {path}")
     raise LoadError(
-        f"{path} is like {hub_id}, and fits none of the configs that come with ditile; give --model FOLDER "
-        f"--transformer {path}"
+        f"{problem} ({path} is like {hub_id}, and fits none of the configs that come with ditile; with another config "
+        f"give --model FOLDER --transformer {path})"
     )
 
 
 def _infer_hub_id(file: SingleFile) -> str | None:
     """The model that diffusers would take a file for; None if it does not know it."""
     try:
-        kind = infer_diffusers_model_type(dict(file.tensors))
+        kind = infer_diffusers_model_type(dict(file.tensors) | file.own_tensors)
     except (*CONVERSION_ERRORS, NameError):
         return None
     if kind == UNKNOWN:
