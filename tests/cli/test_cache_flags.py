@@ -219,7 +219,15 @@ def test_what_is_refused(words: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["style.safetensors:0.1234567", "style.safetensors", r"C:\loras\style.safetensors"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "style.safetensors:0.1234567",
+        "style.safetensors",
+        r"C:\loras\style.safetensors",
+        "transformer_2=a.safetensors:2.5",
+    ],
+)
 def test_a_lora_is_described_as_it_was_named(text: str) -> None:
     """A failure: another scale, where an option is written and read again."""
     assert LoraChoice.parse(text).describe() == text

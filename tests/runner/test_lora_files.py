@@ -21,6 +21,8 @@ from ditile.parallel.tensor.cuts import unwrap_lora_base
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.lora import fuse_loras, list_loaded_loras, select_loras
+from ditile.runner.requests.cache_options import CacheOptions, LoraChoice
+from ditile.runner.requests.prepare import load_loras
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import Pool
@@ -265,6 +267,52 @@ def test_the_second_transformer_is_named(tmp_path: Path, caplog: pytest.LogCaptu
     caplog.clear()
     ditile.load_lora(pipe, state, adapter_name="other", load_into_transformer_2=True)
     assert not [record for record in caplog.records if record.name == "ditile.runner.lora"]
+
+
+def draw_with_two_loras(folder: Path, plan: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, list[str]]:
+    """The image of Wan 2.2 with a LoRA in each transformer, as the command loads them, and what the log says."""
+    pipe = ZOO["wan-2.2"].make()
+    runner = parallelize(pipe, Plan(**plan))
+    texts = (f"{folder}/high.safetensors:{SCALE}", f"transformer_2={folder}/low.safetensors:{SCALE}")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ditile.runner").addHandler(handler)
+    load_loras(pipe, CacheOptions(lora=texts, **options))
+    logging.getLogger("ditile.runner").removeHandler(handler)
+    return draw(runner, "wan-2.2"), lines
+
+
+def test_a_lora_for_each_of_two_transformers(pool: Pool, tmp_path: Path) -> None:
+    """A failure: a file is loaded into the other transformer, or a scale reaches one of them alone."""
+    pipe = ZOO["wan-2.2"].make()
+    plain = draw(pipe, "wan-2.2")
+    for part, into_second in (("high", False), ("low", True)):
+        factors = make_factors(getattr(pipe, "transformer_2" if into_second else "transformer"), "wan-2.1")
+        if into_second:
+            factors = {path: (down, -up) for path, (down, up) in factors.items()}
+        save_file(name_as_diffusers("wan-2.1", factors), tmp_path / f"{part}.safetensors")
+        pipe.load_lora_weights(
+            tmp_path, weight_name=f"{part}.safetensors", adapter_name=part, load_into_transformer_2=into_second
+        )
+    pipe.set_adapters(["high", "low"], [SCALE, SCALE])
+    wanted = draw(pipe, "wan-2.2")
+    different(wanted, plain)
+    for image, lines in pool.run(draw_with_two_loras, 2, tmp_path, STAGES, {}):
+        same(image, wanted)
+        assert not lines
+    for plan, options in (({"tensor": 2}, {}), (STAGES, {"fuse_lora": True})):
+        for image, _ in pool.run(draw_with_two_loras, 2, tmp_path, plan, options):
+            assert measure_error(image, wanted) < TOLERANCE, (plan, options)
+
+
+def test_a_lora_for_a_transformer_that_is_not_there() -> None:
+    """A failure: the file of the second transformer changes the first one."""
+    for text in ("transformer_3=a.safetensors", "text_encoder=a.safetensors:0.5"):
+        with pytest.raises(ModelError, match="a LoRA is loaded into transformer or transformer_2"):
+            LoraChoice.parse(text)
+    with pytest.raises(ModelError, match="is for transformer_2, which this FluxPipeline has not"):
+        ditile.load_lora(tiny.flux(), {}, load_into_transformer_2=True)
 
 
 def add_text_factors(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,6 +59,7 @@ from ditile.runner.model_files import (
     list_own_components,
     read_json_object,
     refuse_missing_weights,
+    refuse_unknown_components,
     report_download_progress,
 )
 from ditile.runner.weights.checkpoint import Checkpoint, LocateFile, locate_in_folder
@@ -139,7 +140,7 @@ def load(
         if isinstance(source, str):
             stack.enter_context(report_download_progress(source))
         check_component_packages(source)
-        refuse_unknown_components(source, files)
+        refuse_unknown_components(source, read_model_index(source), files)
         partial: dict[str, Any] = {}
         if plan is not None:
             partial = load_partial_components(source, plan, rank, weight_dtype, variant, files)
@@ -408,7 +409,7 @@ def load_component_file(
         PlanError: if it cannot be cut as the plan says.
         LoadError: if the file is not whole, or does not fit the component.
     """
-    refuse_unknown_components(source, [name])
+    refuse_unknown_components(source, read_model_index(source), [name])
     component = next(part for part in _list_components(source) if part.name == name)
     model_class: Any = component.cls
     if model_class is not None and issubclass(model_class, transformers.PreTrainedModel):
@@ -457,14 +458,6 @@ def match_component_file(source: Path | str, name: str, model_class: Any, file: 
         published = converted.config.parent.parent.name
         LOG.warning("%s does not fit the config of %s, and is built by that of %s", file, source, published)
     return converted
-
-
-def refuse_unknown_components(source: Path | str, names: Iterable[str]) -> None:
-    """Raises `ModelError` if a pipeline lacks one of the components."""
-    known = [component.name for component in _list_components(source) if component.class_name is not None]
-    for name in names:
-        if name not in known:
-            raise ModelError(f"{source} has no {name} for which a file could be; it has {', '.join(known)}")
 
 
 def _read_share(

@@ -27,9 +27,11 @@ from ditile.parallel.text.parts import FREED, read_placement
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.numbers import is_number
+from ditile.runner.model_files import DENOISERS, TRANSFORMER
 from ditile.runner.weights.lora_keys import LoraKeyFilter, NothingHereError
 
 LOG = logging.getLogger(__name__)
+SECOND = DENOISERS[1]
 _LOAD_ERRORS = (
     *(OSError, ImportError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
     *(RuntimeError, AssertionError),
@@ -47,11 +49,12 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         pipe: the pipeline.
         source: a safetensors file, folder, hub id or state dict, with the names of diffusers, kohya or ComfyUI.
         adapter_name: the name of the adapter; by default peft's own.
-        kwargs: the other arguments of `load_lora_weights`.
+        kwargs: the other arguments of `load_lora_weights`, such as `load_into_transformer_2=True`.
 
     Raises:
         ModelError: if peft is not installed, the pipeline has no loader for LoRAs, the LoRA cannot be read, nothing of
-            it fits the pipeline, or the plan cuts weights in a way in which it cannot be cut.
+            it fits the pipeline, the pipeline has no second transformer to load it into, or the plan cuts weights in a
+            way in which it cannot be cut.
     """
     require_extra("lora", "a LoRA")
     if not hasattr(pipe, "load_lora_weights"):
@@ -66,9 +69,18 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
             f"lora={label!r} is no .safetensors file ({weight_name}), and other files may run code when they are read; "
             "take one that is"
         )
+    into_second = kwargs.pop("load_into_transformer_2", None)
+    has_second = SECOND in getattr(pipe, "_lora_loadable_modules", ()) and getattr(pipe, SECOND, None) is not None
+    if into_second and not has_second:
+        raise ModelError(f"lora={label!r} is for {SECOND}, which this {type(pipe).__name__} has not; load it without")
     parts: dict[str, nn.Module] = {}
     shares: dict[str, ShardedTransformer] = {}
-    for name, part in pipe.components.items():
+    components = dict(pipe.components)
+    if into_second:
+        kwargs["load_into_transformer_2"] = True
+        # In the file of the second one too it is called transformer.
+        components[TRANSFORMER] = components.pop(SECOND)
+    for name, part in components.items():
         if not isinstance(part, nn.Module):
             continue
         parts[name] = part
@@ -86,10 +98,10 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
         _register_empty_adapter(parts[name], adapter_name)
     # Wan 2.2 has one transformer for the first steps and one for the others, and a file for each.
-    if getattr(pipe, "transformer_2", None) is not None and not kwargs.get("load_into_transformer_2"):
+    if has_second and into_second is None:
         LOG.warning(
             "lora=%r changes the first transformer alone, and transformer_2 of this %s stays as it is; load the file "
-            "for that one by ditile.load_lora with load_into_transformer_2=True",
+            "for that one by --lora transformer_2=FILE, or ditile.load_lora with load_into_transformer_2=True",
             label,
             type(pipe).__name__,
         )

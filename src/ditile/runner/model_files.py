@@ -321,9 +321,18 @@ def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
     return (source / name).is_dir() or (isinstance(place, str) and Path(place).resolve() == source.resolve())
 
 
+def refuse_unknown_components(source: Path | str, index: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises `ModelError` if a pipeline, by its index, lacks one of the components."""
+    known = [name for name, (library, _) in list_own_components(source, index) if library is not None]
+    for name in names:
+        if name not in known:
+            raise ModelError(f"{source} has no {name} for which a file could be; it has {', '.join(known)}")
+
+
 def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[str]) -> None:
     """Raises `LoadError` unless all weights but those of some components are there, and whole by their headers."""
     index = read_json_object(find_index_file(folder) or folder)
+    refuse_unknown_components(folder, index, apart)
     for name, (library, _) in list_own_components(folder, index):
         if name in apart:
             continue

@@ -30,6 +30,7 @@ from ditile.plan.extras import require_extra, require_quantizer
 from ditile.plan.flag_parser import format_flag
 from ditile.plan.option_classes import CallArguments, JsonObject, check_value, define_option
 from ditile.plan.plan import AXES, Plan
+from ditile.runner.model_files import DENOISERS, TRANSFORMER
 
 QuantizeType = Literal[
     "float8",
@@ -64,23 +65,35 @@ _SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
 
 
 class LoraChoice(NamedTuple):
-    """A LoRA as an option names it, `FILE:0.8`.
+    """A LoRA as an option names it, `FILE:0.8` or `transformer_2=FILE:0.8`.
 
     Attributes:
         source: a file, a folder or a hub id.
         scale: of what it adds.
+        component: the transformer that it is loaded into.
     """
 
     source: str
     scale: float
+    component: str = TRANSFORMER
 
     @classmethod
     def parse(cls, text: str) -> LoraChoice:
         """Reads the text of an option; without a scale it is 1.
 
         Raises:
-            ModelError: if what follows the last colon is no finite number, and there is no file of the whole name.
+            ModelError: if what follows the last colon is no finite number, or what is before a = is no transformer, and
+                there is no file of the whole name.
         """
+        component, equals, rest = text.partition("=")
+        # The name of a file may have this sign too.
+        if equals and component.isidentifier() and not os.path.exists(text.rpartition(":")[0] or text):
+            if component not in DENOISERS:
+                raise ModelError(
+                    f"lora={text!r}: a LoRA is loaded into {' or '.join(DENOISERS)}, and into the text encoders with "
+                    f"the first one; try {TRANSFORMER}={rest}"
+                )
+            return cls.parse(rest)._replace(component=component)
         source, colon, scale_text = text.rpartition(":")
         # The name of a file may have a colon, and so does one with the letter of a drive.
         if not colon or os.path.exists(text) or re.search(r"[/\\]", scale_text):
@@ -96,6 +109,8 @@ class LoraChoice(NamedTuple):
     def describe(self, name_source: Callable[[str], str] = str) -> str:
         """The text of an option that would name it, with another name of its source."""
         name = name_source(self.source)
+        if self.component != TRANSFORMER:
+            name = f"{self.component}={name}"
         return name if self.scale == 1 else f"{name}:{self.scale!r}"
 
 
@@ -171,8 +186,9 @@ class CacheOptions(Fields):
     )
     lora: tuple[str, ...] | None = define_option(
         None,
-        "a LoRA: a file, a folder or a hub id; once more for each further one",
-        metavar="FILE[:SCALE]",
+        "a LoRA: a file, a folder or a hub id; transformer_2=FILE for the second of two transformers; once more for "
+        "each further one",
+        metavar="[NAME=]FILE[:SCALE]",
         reads=read_lora_source,
         repeats=True,
     )

@@ -14,7 +14,7 @@ from ditile.plan.errors import LoadError, ModelError, PlanError
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
-from ditile.runner.model_files import find_model_source
+from ditile.runner.model_files import DENOISERS, TRANSFORMER, find_model_source, refuse_unknown_components
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import Status
 from ditile.runner.requests.options import EngineOptions
@@ -54,7 +54,7 @@ def prepare_runner(
     import torch
 
     from ditile.model.hooks.compile import set_compile_configs
-    from ditile.runner.load import load
+    from ditile.runner.load import load, read_model_index
     from ditile.runner.runner import parallelize
 
     silence_libraries()
@@ -62,6 +62,8 @@ def prepare_runner(
         torch.set_num_threads(engine.threads)
     source = find_model_source(model, components=components)
     _check_pipeline_class(source, plan)
+    transformers = {choice.component for choice in cache.loras.values()} - {TRANSFORMER}
+    refuse_unknown_components(source, read_model_index(source), transformers)
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
     with Status(f"loading {model}{_describe_weights(source)}") as loading:
@@ -70,7 +72,7 @@ def prepare_runner(
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
     if plan.tensor == 1 or needs_whole_model:
-        _load_loras(pipe, cache)
+        load_loras(pipe, cache)
     if engine.compile:
         set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
     # After the load, whose time differs from rank to rank: from here on ranks wait for each other.
@@ -87,7 +89,7 @@ def prepare_runner(
     )
     if plan.tensor > 1 and not needs_whole_model:
         # Each rank read its share of the weights, and cuts the LoRAs alike.
-        _load_loras(pipe, cache)
+        load_loras(pipe, cache)
     _enable_cache_and_quantization(runner, cache)
     loading.follow_up("the model is ready; the prompt is encoded before the first step")
     return pipe, runner
@@ -203,7 +205,7 @@ def silence_libraries() -> None:
         diffusers_logging.set_verbosity_error()
 
 
-def _load_loras(pipe: Any, cache: CacheOptions) -> None:
+def load_loras(pipe: Any, cache: CacheOptions) -> None:
     """Loads the LoRAs of every call with their scales, and adds them to the weights if the options say so.
 
     Raises:
@@ -213,8 +215,12 @@ def _load_loras(pipe: Any, cache: CacheOptions) -> None:
         return
     from ditile.runner.lora import fuse_loras, load_lora, select_loras
 
+    second = DENOISERS[1]
+    has_both = any(choice.component == second for choice in cache.loras.values())
     for name, choice in cache.loras.items():
-        load_lora(pipe, choice.source, adapter_name=name)
+        # None warns that the second transformer gets nothing.
+        into_second = choice.component == second if has_both else None
+        load_lora(pipe, choice.source, adapter_name=name, load_into_transformer_2=into_second)
     select_loras(pipe, cache.lora_scales)
     if cache.fuse_lora:
         fuse_loras(pipe)
