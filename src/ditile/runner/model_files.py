@@ -133,10 +133,12 @@ def find_model_source(
         except LoadError as error:
             if not files:
                 raise
-            flags = " ".join(f"--component {component}={file}" for component, file in files.items())
+            flags = ""
+            for component, file in files.items():
+                flags += f" --component {component}={file}"
             raise LoadError(
                 f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
-                f"and the VAE, are those of {source}: {error} that has them (--model FOLDER {flags})"
+                f"and the VAE, are those of {source}: {error} that has them (--model FOLDER{flags})"
             ) from error
     elif weights:
         _check_pipeline_folder(source, variant, files)
@@ -323,7 +325,11 @@ def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
 
 def refuse_unknown_components(source: Path | str, index: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raises `ModelError` if a pipeline, by its index, lacks one of the components."""
-    known = [name for name, (library, _) in list_own_components(source, index) if library is not None]
+    known = []
+    for name, (library, _) in list_own_components(source, index):
+        # An optional component that the pipeline lacks has no library.
+        if library is not None:
+            known.append(name)
     for name in names:
         if name not in known:
             raise ModelError(f"{source} has no {name} for which a file could be; it has {', '.join(known)}")

@@ -54,7 +54,7 @@ def prepare_runner(
     import torch
 
     from ditile.model.hooks.compile import set_compile_configs
-    from ditile.runner.load import load, read_model_index
+    from ditile.runner.load import load
     from ditile.runner.runner import parallelize
 
     silence_libraries()
@@ -62,8 +62,7 @@ def prepare_runner(
         torch.set_num_threads(engine.threads)
     source = find_model_source(model, components=components)
     _check_pipeline_class(source, plan)
-    transformers = {choice.component for choice in cache.loras.values()} - {TRANSFORMER}
-    refuse_unknown_components(source, read_model_index(source), transformers)
+    _check_lora_components(source, cache)
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
     with Status(f"loading {model}{_describe_weights(source)}") as loading:
@@ -205,6 +204,19 @@ def silence_libraries() -> None:
         diffusers_logging.set_verbosity_error()
 
 
+def _check_lora_components(source: Path | str, cache: CacheOptions) -> None:
+    """Raises `ModelError` if a LoRA is for a second transformer, and the pipeline has one alone."""
+    from ditile.runner.load import read_model_index
+
+    names = []
+    for choice in cache.loras.values():
+        # The first one has other names in some pipelines.
+        if choice.component != TRANSFORMER:
+            names.append(choice.component)
+    if names:
+        refuse_unknown_components(source, read_model_index(source), names)
+
+
 def load_loras(pipe: Any, cache: CacheOptions) -> None:
     """Loads the LoRAs of every call with their scales, and adds them to the weights if the options say so.
 
@@ -215,11 +227,13 @@ def load_loras(pipe: Any, cache: CacheOptions) -> None:
         return
     from ditile.runner.lora import fuse_loras, load_lora, select_loras
 
+    components = [choice.component for choice in cache.loras.values()]
     second = DENOISERS[1]
-    has_both = any(choice.component == second for choice in cache.loras.values())
     for name, choice in cache.loras.items():
-        # None warns that the second transformer gets nothing.
-        into_second = choice.component == second if has_both else None
+        # Of this it is warned that the second transformer gets nothing.
+        into_second = None
+        if second in components:
+            into_second = choice.component == second
         load_lora(pipe, choice.source, adapter_name=name, load_into_transformer_2=into_second)
     select_loras(pipe, cache.lora_scales)
     if cache.fuse_lora:

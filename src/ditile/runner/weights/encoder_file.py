@@ -43,8 +43,11 @@ def open_encoder_file(path: Path, kind: Any, config: Any) -> Iterator[dict[str, 
         _refuse_quantized(path, tensors)
     else:
         tensors = _rename_tensors(path, file.gguf.architecture, file.tensors, kind, config)
+    weights = {}
     with file.open_file(path) as opened:
-        yield {name: EncoderTensor(opened, tensor, stays_quantized=False) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            weights[name] = EncoderTensor(opened, tensor, stays_quantized=False)
+        yield weights
 
 
 class EncoderTensor(ConvertedTensor):
@@ -97,9 +100,11 @@ def _refuse_quantized(path: Path, tensors: Mapping[str, FileTensor]) -> None:
     """Raises `LoadError` for integers in place of weights, and for what is beside them and would be left out."""
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        is_scale = leaf not in ("weight", "bias") and f"{module}.weight" in tensors
-        is_integer = leaf == "weight" and tensor.stored_type not in FLOATS + FP8
-        if is_scale or is_integer:
+        if leaf == "weight":
+            is_quantized = tensor.stored_type not in FLOATS + FP8
+        else:
+            is_quantized = leaf != "bias" and f"{module}.weight" in tensors
+        if is_quantized:
             raise LoadError(
                 f"{path}: {name} ({tensor.stored_type}) is of weights that are quantized in another way than in fp8 "
                 "with scales; take a file of those, of float16 or bfloat16, or of GGUF"
