@@ -61,8 +61,7 @@ def prepare_runner(
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     source = find_model_source(model, components=components)
-    _check_pipeline_class(source, plan)
-    _check_lora_components(source, cache)
+    _check_pipeline_class(source, plan, cache)
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
     with Status(f"loading {model}{_describe_weights(source)}") as loading:
@@ -94,11 +93,12 @@ def prepare_runner(
     return pipe, runner
 
 
-def _check_pipeline_class(source: Path | str, plan: Plan) -> None:
+def _check_pipeline_class(source: Path | str, plan: Plan, cache: CacheOptions) -> None:
     """Raises `ModelError` for a class that cannot run here, and `PlanError` for cfg without guidance to divide."""
     from ditile.model.pipeline_calls import read_guidance_rule
     from ditile.runner.load import find_pipeline_kind, read_model_index
 
+    _check_lora_components(source, cache)
     pipeline = find_pipeline_kind(source)
     # It refuses a class that returns neither images nor videos.
     returns_videos(pipeline)
