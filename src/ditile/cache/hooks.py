@@ -129,11 +129,7 @@ class CacheHook:
         self._name = ""
 
     def lift_hook(self, stack: ExitStack) -> None:
-        """Takes the hook off until a stack is closed.
-
-        Raises:
-            StateError: if something unknown wraps it.
-        """
+        """Takes the hook off until a stack is closed. Raises `StateError` if something unknown wraps it."""
         place = self._locate_hook()
         if place is None and not is_override_lost(self.block, self._mine):
             name = type(self.block).__name__

@@ -27,11 +27,7 @@ _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed"
 
 
 def show_models(shown: ModelsOptions, console: Console) -> None:
-    """Prints what can run.
-
-    Raises:
-        ModelError: if nothing has the name, or Markdown and a name are both given.
-    """
+    """Prints what can run. Raises `ModelError` if nothing has the name, or Markdown and a name are both given."""
     matrix = read_matrix()
     if shown.markdown:
         if shown.name is not None:

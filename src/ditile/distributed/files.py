@@ -86,11 +86,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a text in JSON.
-
-    Raises:
-        ValueError: if it is none, or nested too deep.
-    """
+    """The value of a text in JSON. Raises `ValueError` if it is none, or nested too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -140,11 +136,7 @@ def _write_and_rename(path: Path, data: bytes) -> None:
 
 
 def write_json_file(path: Path, value: Any) -> None:
-    """Writes an indented file of JSON.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Writes an indented file of JSON. Raises `OSError` if it cannot be written."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 

@@ -322,11 +322,7 @@ def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
 
 
 def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> NamedBlocks:
-    """The list that auto=True finds.
-
-    Raises:
-        ModelError: if none is as the adapter wants it.
-    """
+    """The list that auto=True finds. Raises `ModelError` if none is as the adapter wants it."""
     matches = []
     others = []
     prefixes = tuple(adapter.allow_prefixes)

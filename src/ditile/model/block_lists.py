@@ -135,11 +135,7 @@ def map_pipeline_components() -> dict[str, set[str]]:
 
 
 def get_module_list(model: nn.Module, name: str) -> nn.ModuleList:
-    """The list of that name.
-
-    Raises:
-        ModelError: if there is none.
-    """
+    """The list of that name. Raises `ModelError` if there is none."""
     module = model
     for part in name.split("."):
         module = getattr(module, part, None)  # type: ignore[assignment]

@@ -10,11 +10,12 @@ import copy
 import dataclasses
 import itertools
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ditile.plan.errors import PlanError
-from ditile.plan.option_classes import get_option_types, iterate_literals, parse_option
+from ditile.plan.option_classes import Seconds, get_option_types, iterate_literals, parse_option
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -118,13 +119,25 @@ def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> t
         settings["choices"] = choices
     settings["metavar"] = metadata["metavar"]
     if settings["metavar"] is None and not choices:
-        settings["metavar"] = field.name.split("_")[-1].upper()
+        settings["metavar"] = _choose_metavar(field, kind)
     # Each use of the flag adds a value, so a value is text and not yet a tuple.
     if metadata["repeats"]:
         settings |= {"action": "append", "type": str}
     if metadata["implied"] is not None:
         settings |= {"nargs": "?", "const": metadata["implied"]}
     return names, settings
+
+
+def _choose_metavar(field: dataclasses.Field[Any], kind: Any) -> str:
+    """S for seconds, N for a whole number, X for another one, FILE for what is read; otherwise the name's last word."""
+    kinds = [kind, *typing.get_args(kind)]
+    if Seconds in kinds:
+        return "S"
+    plain_kinds = [getattr(part, "__origin__", part) for part in kinds]
+    for number, letter in {int: "N", float: "X"}.items():
+        if number in plain_kinds:
+            return letter
+    return "FILE" if field.metadata["reads"] else field.name.split("_")[-1].upper()
 
 
 def make_text_reader(cls: type, name: str) -> Any:

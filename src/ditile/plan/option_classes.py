@@ -81,7 +81,7 @@ def define_option(
         default: the value without the flag. A bool whose default is False is a switch; with the default None there is a
             `--no-` form too.
         doc: the text of `--help`, on one line.
-        metavar: as in `argparse`.
+        metavar: as in `argparse`; by default it says the type.
         positional: whether it is an argument without a flag.
         aliases: other spellings of the flag, with their dashes.
         example: the value that an error proposes; without one, the limit that was exceeded, or the default.
@@ -113,22 +113,23 @@ def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT
                 raise _convert_error(invalid, built, values, error) from None
 
         built.__init__ = initialize
-        built.__doc__ = _build_docstring(built)
+        built.__doc__ = _build_docstring(built, error)
         return cast(type[OptionsT], built)
 
     return build
 
 
-def _build_docstring(cls: Any) -> str:
-    """A class's docstring, with an `Attributes` section made of the `--help` texts of its fields."""
-    head, raises, rest = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
+def _build_docstring(cls: Any, error: type[DitileError]) -> str:
+    """A class's docstring, with the `--help` texts of its fields, and the error that each of them may raise."""
+    head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
     lines = [head.rstrip(), "", "Attributes:"]
     for field in dataclasses.fields(cls):
         line = f"    {field.name}: {field.metadata['doc']}"
         if field.default is not None:
             line += f" (default {field.default})"
         lines.append(line)
-    return "\n".join([*lines, "", raises + rest])
+    raised = rest.strip("\n") or f"    {error.__name__}: if a value is out of its range."
+    return "\n".join([*lines, "", "Raises:", raised])
 
 
 def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], kind: type[DitileError]) -> Exception:

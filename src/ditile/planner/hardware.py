@@ -289,11 +289,7 @@ def add_interlink(profile: Profile, interlink: str) -> Profile:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits a second of a text such as "100Mbit" or "10Gbit".
-
-    Raises:
-        PlanError: if the text is no bandwidth.
-    """
+    """Bits a second of a text such as "100Mbit" or "10Gbit". Raises `PlanError` if the text is no bandwidth."""
     bits = _parse_amount(text, "([kmg])()bit(?:/s)?")
     if not bits:
         raise PlanError(f"interlink={text!r} is no bandwidth; write 10Gbit, 1Gbit or 100Mbit")

@@ -264,11 +264,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, where: str = "the profile") -> Profile:
-        """The inverse of `to_json`; `where` names the text in errors.
-
-        Raises:
-            ModelError: if the text is no profile.
-        """
+        """The inverse of `to_json`; `where` names the text in errors. Raises `ModelError` if the text is no profile."""
         try:
             values = files.parse_json(text)
             if isinstance(values, dict):
@@ -288,11 +284,7 @@ class Profile:
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Profile:
-        """A profile from a file.
-
-        Raises:
-            ModelError: if the file cannot be read, or is no profile.
-        """
+        """A profile from a file. Raises `ModelError` if the file cannot be read, or is no profile."""
         try:
             text = files.read_text(path)
         except (OSError, ValueError) as error:

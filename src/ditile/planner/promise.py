@@ -34,20 +34,13 @@ PredictSeconds = Callable[[Plan, int], float]
 
 @options()
 class Bounds:
-    """Bounds on the time or the loss of an image, by which plan and computed steps are chosen.
-
-    Raises:
-        ModelError: if a value is out of its range.
-    """
+    """Bounds on the time or the loss of an image, by which plan and computed steps are chosen."""
 
     seconds: Seconds | None = define_option(
-        None, "compute as many steps as take at most so long, under the fastest plan", metavar="S", example=4
+        None, "compute as many steps as take at most so long, under the fastest plan", example=4
     )
     min_psnr: Decibels | None = define_option(
-        None,
-        "compute the fewest steps with this PSNR, on average, to the image of all steps",
-        metavar="DB",
-        example=45,
+        None, "compute the fewest steps with this PSNR, on average, to the image of all steps", metavar="DB", example=45
     )
 
     @property

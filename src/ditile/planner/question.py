@@ -46,26 +46,21 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @options(error=PlanError)
 class PlanQuestion(SourceOptions):
-    """The model, the call, the machine and the bounds that a plan is searched for.
+    """The model, the call, the machine and the bounds that a plan is searched for."""
 
-    Raises:
-        PlanError: if a value is out of its range.
-    """
-
-    height: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    width: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    frames: Frames | None = define_option(None, "of a video; the model's own number by default", metavar="N")
-    steps: SearchedSteps | None = define_option(None, "denoising steps", metavar="N")
-    guidance: Scale | None = define_option(None, "how strongly the prompt guides", metavar="X", example=3.5)
-    true_cfg: Scale | None = define_option(None, TRUE_CFG, metavar="X", example=3.5)
+    height: Pixels | None = define_option(None, "pixels; the model's own size by default")
+    width: Pixels | None = define_option(None, "pixels; the model's own size by default")
+    frames: Frames | None = define_option(None, "of a video; the model's own number by default")
+    steps: SearchedSteps | None = define_option(None, "denoising steps")
+    guidance: Scale | None = define_option(None, "how strongly the prompt guides", example=3.5)
+    true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
     negative_prompt: str | None = define_option(
         None, "what to keep out; some models are guided by a second branch with it alone", metavar="TEXT"
     )
-    num_images: Images = define_option(1, "images at once", metavar="N")
+    num_images: Images = define_option(1, "images at once")
     image: Paths | None = define_option(
         None,
         "an image that the call starts from, or its size, such as 1024x768; repeat it for each further reference",
-        metavar="FILE",
         reads=True,
         repeats=True,
     )
@@ -74,15 +69,14 @@ class PlanQuestion(SourceOptions):
         "such as l40-pcie, or the device of each rank: rtx-5090,rtx-4090; this machine, as calibrated, by default",
         metavar="NAME",
     )
-    profile: str | None = define_option(None, "a machine that `ditile calibrate` measured", metavar="FILE", reads=True)
+    profile: str | None = define_option(None, "a machine that `ditile calibrate` measured", reads=True)
     devices_of: str | None = define_option(
         None,
         "a machine that `ditile calibrate` measured, each rank with its own device, however little they differ",
-        metavar="FILE",
         reads=True,
     )
-    devices: Ranks | None = define_option(None, "devices in all; those of the machine by default", metavar="N")
-    hosts: Ranks = define_option(1, "hosts that they are in", metavar="N")
+    devices: Ranks | None = define_option(None, "devices in all; those of the machine by default")
+    hosts: Ranks = define_option(1, "hosts that they are in")
     interlink: str | None = define_option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
     memory: str | None = define_option(
         None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE"
@@ -92,16 +86,13 @@ class PlanQuestion(SourceOptions):
         "of a host, for all of its ranks, such as 64GB; that of this machine, where it is planned for",
         metavar="SIZE",
     )
-    max_latency: Seconds | None = define_option(None, "seconds that are allowed", metavar="S")
+    max_latency: Seconds | None = define_option(None, "seconds that are allowed")
     warmup: int | None = define_option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
     cache: str | None = define_option(
         None, 'a cache in one line, such as "F=1 W=4 R=0.12" (docs/caching.md); none by default', metavar="LINE"
     )
     hit_rate: Share | None = define_option(
-        None,
-        "share of the steps that the cache measures and is expected to leave out, 0 to 1",
-        metavar="X",
-        example=0.5,
+        None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", example=0.5
     )
     cuda_graphs: bool | Literal["auto"] = define_option(
         "auto",

@@ -52,11 +52,7 @@ router = APIRouter()
 
 
 def create_app(service: Service) -> FastAPI:
-    """The app of a service.
-
-    Raises:
-        ModelError: if the file of keys cannot be read, or a key in it is none.
-    """
+    """The app of a service. Raises `ModelError` if the file of keys cannot be read, or a key in it is none."""
     # By default streams end on a signal; here their jobs get the time that the server leaves them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     options = service.options

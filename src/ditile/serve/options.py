@@ -25,21 +25,15 @@ Port = Annotated[int, Field(ge=0, lt=2**16)]
 
 @options()
 class ServeOptions(EngineOptions, SourceOptions):
-    """What to serve, to whom, and within which limits.
-
-    Raises:
-        ModelError: if a value is out of its range.
-    """
+    """What to serve, to whom, and within which limits."""
 
     plan: str | None = define_option(
-        None,
-        'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
-        metavar="PLAN",
+        None, 'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first'
     )
     host: str = define_option("127.0.0.1", "the address to listen on; any but this machine's own asks for keys")
-    port: Port = define_option(8000, "the port to listen on; 0 takes a free one", metavar="N")
+    port: Port = define_option(8000, "the port to listen on; 0 takes a free one")
     api_key: str | None = define_option(
-        None, "a file with a key on each line, as key or name:key; or DITILE_API_KEY", metavar="FILE", reads=True
+        None, "a file with a key on each line, as key or name:key; or DITILE_API_KEY", reads=True
     )
     insecure: bool = define_option(False, "listen on other addresses without keys")
     cors: str | None = define_option(None, "origins whose pages may call the server, with commas", metavar="ORIGINS")
@@ -47,29 +41,29 @@ class ServeOptions(EngineOptions, SourceOptions):
         None, "folder for jobs and results, which outlive the server; by default one for each model and port",
         metavar="DIR",
     )  # fmt: skip
-    keep_results: Seconds = define_option(3600.0, "seconds for which results are kept", metavar="S")
-    replicas: Count = define_option(1, "groups of ranks, each with the whole plan", metavar="N")
+    keep_results: Seconds = define_option(3600.0, "seconds for which results are kept")
+    replicas: Count = define_option(1, "groups of ranks, each with the whole plan")
     ray: str | None = define_option(
         None, "replicas on a Ray cluster: its host:port; without one this machine's, which is started if needed",
         metavar="ADDRESS", implied="local",
     )  # fmt: skip
     ray_max_replicas: Count | None = define_option(
-        None, "with --ray: replicas while many jobs wait; --replicas by default", metavar="N"
+        None, "with --ray: replicas while many jobs wait; --replicas by default"
     )
     lora_dir: str | None = define_option(
         None, "folder of LoRAs (.safetensors) that requests may name", metavar="DIR", reads=True
     )
-    max_loras: Count = define_option(4, "LoRAs that stay loaded", metavar="N")
-    max_queue: Count = define_option(64, "jobs that may wait", metavar="N")
-    max_batch: Count = define_option(1, "images of one shape made at once; at least the plan's data", metavar="N")
-    max_pixels: Count = define_option(2**24, "pixels of an image or of a frame", metavar="N")
-    max_steps: Count = define_option(200, "steps of a request", metavar="N")
-    max_images: Count = define_option(10, "images or videos of a request", metavar="N")
-    max_frames: Count = define_option(1024, "frames of a video", metavar="N")
-    max_prompt: Count = define_option(8192, "letters of a prompt", metavar="N")
-    max_body: Count = define_option(2**26, "bytes of a request", metavar="N")
-    timeout: Seconds = define_option(3600.0, "seconds after which a job is ended", metavar="S")
-    drain: Seconds = define_option(60.0, "seconds that running jobs get when a signal stops the server", metavar="S")
+    max_loras: Count = define_option(4, "LoRAs that stay loaded")
+    max_queue: Count = define_option(64, "jobs that may wait")
+    max_batch: Count = define_option(1, "images of one shape made at once; at least the plan's data")
+    max_pixels: Count = define_option(2**24, "pixels of an image or of a frame")
+    max_steps: Count = define_option(200, "steps of a request")
+    max_images: Count = define_option(10, "images or videos of a request")
+    max_frames: Count = define_option(1024, "frames of a video")
+    max_prompt: Count = define_option(8192, "letters of a prompt")
+    max_body: Count = define_option(2**26, "bytes of a request")
+    timeout: Seconds = define_option(3600.0, "seconds after which a job is ended")
+    drain: Seconds = define_option(60.0, "seconds that running jobs get when a signal stops the server")
     exit_on_failure: bool = define_option(
         False, "end with exit code 1 when the ranks have failed three starts in the same way"
     )

@@ -30,7 +30,7 @@ class Comparison:
     """
 
     plans: str | None = define_option(
-        None, "plans with ; between them, a cache after |: 'ulysses=2; ulysses=2 | F=1 W=4 R=0.12'", metavar="PLANS"
+        None, "plans with ; between them, a cache after |: 'ulysses=2; ulysses=2 | F=1 W=4 R=0.12'"
     )
     suite: Literal["gpu"] | None = define_option(
         None, "instead of plans: everything that is to be known of a machine with GPUs, in 15 minutes"
@@ -48,26 +48,21 @@ class Comparison:
         None, "alone, measure each rank with recorded steps (cuda_graphs) too; by default where there is a GPU"
     )
     devices: Ranks | None = define_option(
-        None, "ranks of the suite; by default one for each GPU, or two that share one", metavar="N"
+        None, "ranks of the suite; by default one for each GPU, or two that share one"
     )
     sweep: str | None = define_option(None, f"instead of plans: {', '.join(SWEEPS)}, or several", metavar="NAMES")
-    ranks: Ranks | None = define_option(
-        None, "ranks of a sweep; by default all of torchrun's, one for each GPU, or 2", metavar="N"
-    )
+    ranks: Ranks | None = define_option(None, "ranks of a sweep; by default all of torchrun's, one for each GPU, or 2")
     sizes: Counts | None = define_option(
         None,
         "pixels of a side for --sweep resolution; once, twice and four times the model's own by default",
         metavar="N,N,..",
         example="256,512",
     )
-    rounds: Rounds = define_option(3, "interleaved rounds that count", metavar="N")
+    rounds: Rounds = define_option(3, "interleaved rounds that count")
     out: str = define_option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
     no_figures: bool = define_option(False, "write no figures, which need matplotlib")
     profile: str | None = define_option(
-        None,
-        "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps",
-        metavar="FILE",
-        reads=True,
+        None, "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps", reads=True
     )
     hardware: str | None = define_option(
         None, "predict for hardware of `ditile plan` instead, such as l40-pcie", metavar="NAME"
@@ -144,11 +139,7 @@ class Comparison:
 
 @options()
 class Workload(DeviceOptions, ModelOptions):
-    """The call of a model that is measured.
-
-    Raises:
-        ModelError: if a value is out of its range.
-    """
+    """The call of a model that is measured."""
 
     model: str = define_option(
         "shapes-pixart",
@@ -158,10 +149,10 @@ class Workload(DeviceOptions, ModelOptions):
     prompt: str = define_option("a red circle on a white background", "what to generate", metavar="TEXT")
     output: Literal["image", "latent"] = define_option("image", "measure whole calls, or without the decode")
     threads: Ranks | None = define_option(
-        None, "CPU threads of each rank, and of the one rank; the cores are divided by default", metavar="N"
+        None, "CPU threads of each rank, and of the one rank; the cores are divided by default"
     )
     stall_timeout: Seconds = define_option(
-        3600.0, "seconds after which a run is ended in which no rank reads, computes or makes progress", metavar="S"
+        3600.0, "seconds after which a run is ended in which no rank reads, computes or makes progress"
     )
 
     @property

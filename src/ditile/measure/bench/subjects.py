@@ -32,11 +32,7 @@ OUTPUT_TYPES = {"image": "pil", "latent": "latent"}
 
 
 def create_bench_subject(work: Workload) -> BenchSubject:
-    """The subject of a workload.
-
-    Raises:
-        ModelError, LoadError: if there is no such model, or it cannot be read.
-    """
+    """The subject of a workload. Raises `ModelError` or `LoadError` if there is no such model, or it cannot be read."""
     published = PublishedConfigs.find_by_model_name(work.model)
     if published is not None and not work.components:
         return RandomWeightsSubject(work, str(published))

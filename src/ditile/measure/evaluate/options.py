@@ -68,23 +68,17 @@ class EvaluateOptions(ModelOptions):
         PlanError: if a plan cannot be read, has data above 1, or there is none besides the original.
     """
 
-    plans: str = define_option(
-        DEFAULT_PLANS, "plans, with ; between them; pipefusion=1 is one process", metavar="PLANS"
-    )
+    plans: str = define_option(DEFAULT_PLANS, "plans, with ; between them; pipefusion=1 is one process")
     caches: str = define_option(
-        DEFAULT_CACHES,
-        f"caches for each plan, with ; between them (docs/caching.md); {NO_CACHE} is no cache",
-        metavar="CACHES",
+        DEFAULT_CACHES, f"caches for each plan, with ; between them (docs/caching.md); {NO_CACHE} is no cache"
     )
     methods: bool = define_option(
         False, "compare all methods that skip work, with some settings each, on one rank; in place of plans and caches"
     )
-    captions: str = define_option(
-        "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE", reads=True
-    )
-    num: Count | None = define_option(None, "captions to generate; 10, or all if there are fewer", metavar="N")
-    seed: int = define_option(0, "seed of the first caption; they count up", metavar="N")
-    guidance: Scale | None = define_option(None, GUIDANCE, metavar="X", example=3.5)
+    captions: str = define_option("bundled", "bundled, a file of one per line, or coco:FILE of annotations", reads=True)
+    num: Count | None = define_option(None, "captions to generate; 10, or all if there are fewer")
+    seed: int = define_option(0, "seed of the first caption; they count up")
+    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
     negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
 
     def __post_init__(self) -> None:
@@ -142,9 +136,7 @@ class JudgeOptions:
         ModelError: if a value is out of its range, or a folder has no image.
     """
 
-    resize: int | None = define_option(
-        None, "pixels of a side that images are resized to before they are judged", metavar="N"
-    )
+    resize: int | None = define_option(None, "pixels of a side that images are resized to before they are judged")
     references: str | None = define_option(
         None, "folder of reference images, for the Frechet distance", metavar="FOLDER"
     )
@@ -161,17 +153,11 @@ class JudgeOptions:
 
 @options()
 class SessionOptions(DeviceOptions):
-    """Where ranks run, and where results are written.
-
-    Raises:
-        ModelError: if a value is out of its range.
-    """
+    """Where ranks run, and where results are written."""
 
     out: str = define_option("evaluation", "folder for all that is written; resumes what is there", metavar="FOLDER")
     threads: Ranks | None = define_option(
-        None,
-        "CPU threads of each rank and of the original; by default the cores divided by the most ranks",
-        metavar="N",
+        None, "CPU threads of each rank and of the original; by default the cores divided by the most ranks"
     )
     one_at_a_time: bool = define_option(
         False, "hold one setting in memory at a time: for large models; latencies are then not interleaved"

@@ -156,9 +156,7 @@ class CacheOptions(Fields):
     steps_mask: str | None = define_cache_flag("steps_mask", "MASK")
     steps_policy: Literal["dynamic", "static"] = define_cache_flag("steps_policy", None)
     cache_line: str | None = define_option(
-        None,
-        "the cache in one line, such as steps=10 or 'F=1 W=4 R=0.12 taylor=1', or none; see docs/caching.md",
-        metavar="LINE",
+        None, "the cache in one line, such as steps=10 or 'F=1 W=4 R=0.12 taylor=1', or none; see docs/caching.md"
     )
     mag: float | None = define_method_flag("mag")
     mag_ratios: str | None = define_option(
@@ -171,13 +169,10 @@ class CacheOptions(Fields):
     schedule: str | None = define_option(
         None,
         "a file of ditile fit: steps that call the model; half of them, or as many as --cache-line steps=N says",
-        metavar="FILE",
         reads=True,
     )
     quantize: bool = define_option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
-    quantize_type: str = define_option(
-        "float8_weight_only", f"how: {', '.join(get_args(QuantizeType))}", metavar="TYPE"
-    )
+    quantize_type: str = define_option("float8_weight_only", f"how: {', '.join(get_args(QuantizeType))}")
     parallel_type: Literal["tp", "ulysses", "ring"] | None = define_option(
         None, "divide over all ranks that torchrun started", aliases=("--parallel",)
     )
@@ -196,10 +191,7 @@ class CacheOptions(Fields):
     track_memory: bool = define_option(False, "report too what stale keys and caches held")
     perf: bool = define_option(False, "generate each image 1 + 3 times, and report the medians of the 3")
     config: str | None = define_option(
-        None,
-        "a YAML or JSON file of cache, parallelism and quantization settings (docs/caching.md)",
-        metavar="FILE",
-        reads=True,
+        None, "a YAML or JSON file of cache, parallelism and quantization settings (docs/caching.md)", reads=True
     )
 
     def __post_init__(self) -> None:
@@ -295,11 +287,7 @@ class CacheOptions(Fields):
 
     @property
     def loras(self) -> dict[str, LoraChoice]:
-        """The LoRAs of every call, by the names of their adapters.
-
-        Raises:
-            ModelError: if a scale is no number.
-        """
+        """The LoRAs of every call, by the names of their adapters. Raises `ModelError` if a scale is no number."""
         return {f"lora_{number}": LoraChoice.parse(text) for number, text in enumerate(self.lora or (), 1)}
 
     @property

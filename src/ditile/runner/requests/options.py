@@ -50,7 +50,7 @@ class SourceOptions:
     model: str = define_option(
         "shapes-pixart", "a bundled or published model, a folder or a hub id", metavar="NAME", reads=True
     )
-    transformer: str | None = define_option(None, "short for --component transformer=FILE", metavar="FILE", reads=True)
+    transformer: str | None = define_option(None, "short for --component transformer=FILE", reads=True)
     component: Paths | None = define_option(
         None,
         "a .safetensors or .gguf file with the weights of transformer, transformer_2, text_encoder or vae in place of "
@@ -74,9 +74,9 @@ class SourceOptions:
 class ModelOptions(SourceOptions):
     """The model of a command, and the size and steps of its images; None is the model's own value."""
 
-    steps: Steps | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
-    height: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    width: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    steps: Steps | None = define_option(None, "denoising steps; the model's own by default")
+    height: Pixels | None = define_option(None, "pixels; the model's own size by default")
+    width: Pixels | None = define_option(None, "pixels; the model's own size by default")
 
     def to_generate_options(self, **changes: Any) -> GenerateOptions:
         """The options of `ditile generate` with the same values, as far as it has the fields.
@@ -96,13 +96,9 @@ class DeviceOptions:
     """The device of each rank, and the type in which it computes."""
 
     dtype: Dtype | None = define_option(None, "float32 for bundled models and on CPUs, otherwise bfloat16")
-    device: str | None = define_option(None, "each rank's own GPU if there are any, otherwise cpu", metavar="DEVICE")
-    threads: Ranks | None = define_option(
-        None, "CPU threads of each rank; the cores are divided by default", metavar="N"
-    )
-    stall_timeout: Seconds = define_option(
-        60.0, "seconds without progress of any rank after which a run is ended", metavar="S"
-    )
+    device: str | None = define_option(None, "each rank's own GPU if there are any, otherwise cpu")
+    threads: Ranks | None = define_option(None, "CPU threads of each rank; the cores are divided by default")
+    stall_timeout: Seconds = define_option(60.0, "seconds without progress of any rank after which a run is ended")
 
 
 @options()
@@ -131,49 +127,39 @@ class EngineOptions(DeviceOptions):
 
 @options()
 class GenerateOptions(ModelOptions):
-    """What to generate. None leaves a value to the model's `generation.json`, or to its pipeline.
-
-    Raises:
-        ModelError: if a value is out of its range.
-    """
+    """What to generate. None leaves a value to the model's `generation.json`, or to its pipeline."""
 
     prompt: str | None = define_option(None, "what to generate", positional=True)
     prompts_file: str | None = define_option(
-        None, "generate an image for each line of a file; resumes where it stopped", metavar="FILE", reads=True
+        None, "generate an image for each line of a file; resumes where it stopped", reads=True
     )
-    guidance: Scale | None = define_option(None, GUIDANCE, metavar="X", example=3.5)
-    true_cfg: Scale | None = define_option(None, TRUE_CFG, metavar="X", example=3.5)
+    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
+    true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
     negative_prompt: str | None = define_option(
         None, "what to keep out; FLUX honors it with --true-cfg", metavar="TEXT"
     )
     seed: Seed | None = define_option(
-        None, "seed of the first image; random by default, and reported; 0 with --prompts-file", metavar="N"
+        None, "seed of the first image; random by default, and reported; 0 with --prompts-file"
     )
-    num_images: Images = define_option(1, "images, with seeds that count up", metavar="N")
-    frames: Frames | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
-    fps: FrameRate | None = define_option(
-        None, "frames a second of a video; the model's own by default", metavar="X", example=16
-    )
+    num_images: Images = define_option(1, "images, with seeds that count up")
+    frames: Frames | None = define_option(None, "frames of a video; the model's own by default")
+    fps: FrameRate | None = define_option(None, "frames a second of a video; the model's own by default", example=16)
     image: Paths | None = define_option(
-        None, "an image to start from; once more for each further reference", metavar="FILE", reads=True, repeats=True
+        None, "an image to start from; once more for each further reference", reads=True, repeats=True
     )
     mask: str | None = define_option(
-        None, "where --image is generated again: white, or transparent; of its size", metavar="FILE", reads=True
+        None, "where --image is generated again: white, or transparent; of its size", reads=True
     )
-    control_image: str | None = define_option(
-        None, "an image for a ControlNet, such as of edges", metavar="FILE", reads=True
-    )
+    control_image: str | None = define_option(None, "an image for a ControlNet, such as of edges", reads=True)
     controlnet: str | None = define_option(
         None, "the ControlNet: a folder or a hub id, safetensors only", metavar="NAME", reads=True
     )
     video: str | None = define_option(
-        None, "a video to start from; with --frames only that many frames of it", metavar="FILE", reads=True
+        None, "a video to start from; with --frames only that many frames of it", reads=True
     )
-    last_image: str | None = define_option(
-        None, "the last frame of a video whose first is --image", metavar="FILE", reads=True
-    )
+    last_image: str | None = define_option(None, "the last frame of a video whose first is --image", reads=True)
     strength: Strength | None = define_option(
-        None, "how far the result may depart from --image or --video, above 0 and up to 1", metavar="X", example=0.6
+        None, "how far the result may depart from --image or --video, above 0 and up to 1", example=0.6
     )
 
     def __post_init__(self) -> None:
@@ -214,24 +200,18 @@ class GenerateOptions(ModelOptions):
 
 @options()
 class VerifyOptions(DeviceOptions, ModelOptions):
-    """The options of `ditile verify`: a model and a short call of it.
-
-    Raises:
-        ModelError: if a value is out of its range.
-    """
+    """The options of `ditile verify`: a model and a short call of it."""
 
     # Fewer steps leave nothing to be stale.
-    steps: Annotated[int, Field(ge=3, le=10_000)] = define_option(
-        6, "denoising steps, at least 3", metavar="N", example=6
-    )
-    guidance: Scale | None = define_option(None, GUIDANCE, metavar="X", example=3.5)
-    true_cfg: Scale | None = define_option(None, TRUE_CFG, metavar="X", example=3.5)
+    steps: Annotated[int, Field(ge=3, le=10_000)] = define_option(6, "denoising steps, at least 3", example=6)
+    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
+    true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
     prompt: str = define_option("a red circle on a white background", "what to generate", metavar="TEXT")
     image: Paths | None = define_option(
-        None, "an image to start from; once more for each further one", metavar="FILE", reads=True, repeats=True
+        None, "an image to start from; once more for each further one", reads=True, repeats=True
     )
-    frames: Frames | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
-    plan: str | None = define_option(None, 'a whole plan, such as "pipefusion=2 patches=4", or auto', metavar="PLAN")
+    frames: Frames | None = define_option(None, "frames of a video; the model's own by default")
+    plan: str | None = define_option(None, 'a whole plan, such as "pipefusion=2 patches=4", or auto')
 
 
 ALONE_HERE = "here"
@@ -240,26 +220,20 @@ ALONE_HERE = "here"
 
 @options()
 class FitOptions(DeviceOptions, ModelOptions):
-    """The options of `ditile fit`: a model, a call of it, and captions.
+    """The options of `ditile fit`: a model, a call of it, and captions."""
 
-    Raises:
-        ModelError: if a value is out of its range.
-    """
-
-    captions: str = define_option(
-        "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE", reads=True
-    )
-    num_captions: Annotated[int, Field(ge=1, le=1000)] = define_option(8, "captions to generate", metavar="N")
-    seed: Seed = define_option(1000, "seed of the first caption; they count up", metavar="N")
-    guidance: Scale | None = define_option(None, GUIDANCE, metavar="X", example=3.5)
-    true_cfg: Scale | None = define_option(None, TRUE_CFG, metavar="X", example=3.5)
+    captions: str = define_option("bundled", "bundled, a file of one per line, or coco:FILE of annotations", reads=True)
+    num_captions: Annotated[int, Field(ge=1, le=1000)] = define_option(8, "captions to generate")
+    seed: Seed = define_option(1000, "seed of the first caption; they count up")
+    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
+    true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
     negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
-    frames: Frames | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
+    frames: Frames | None = define_option(None, "frames of a video; the model's own by default")
     image: Paths | None = define_option(
-        None, "an image to start from; once more for each further one", metavar="FILE", reads=True, repeats=True
+        None, "an image to start from; once more for each further one", reads=True, repeats=True
     )
     strength: Strength | None = define_option(
-        None, "how far the result may depart from --image, above 0 and up to 1", metavar="X", example=0.6
+        None, "how far the result may depart from --image, above 0 and up to 1", example=0.6
     )
     out: str | None = define_option(None, "the file to write; schedule-MODEL-STEPS.json by default", metavar="FILE")
 
@@ -273,23 +247,18 @@ class FitOptions(DeviceOptions, ModelOptions):
 
 @options()
 class CalibrateOptions:
-    """What `ditile calibrate` measures.
-
-    Raises:
-        ModelError: if a value is out of its range.
-    """
+    """What `ditile calibrate` measures."""
 
     out: str | None = define_option(
         None, "where to keep it; where `ditile plan` looks for it by default", metavar="FILE"
     )
-    name: str | None = define_option(None, "of the machine; its device's by default", metavar="NAME")
-    ranks: Ranks | None = define_option(None, "ranks that compute at once; its GPUs or cores by default", metavar="N")
-    threads: Ranks = define_option(1, "CPU threads of each rank", metavar="N")
+    name: str | None = define_option(None, "of the machine; its device's by default")
+    ranks: Ranks | None = define_option(None, "ranks that compute at once; its GPUs or cores by default")
+    threads: Ranks = define_option(1, "CPU threads of each rank")
     dtype: Dtype | None = define_option(None, "float32 on CPUs, otherwise bfloat16")
     alone: str | None = define_option(
         None,
         "fit what a GPU's host needs to ranks measured alone: here, or to a file of `ditile bench --alone`",
-        metavar="FILE",
         implied=ALONE_HERE,
         reads=True,
     )

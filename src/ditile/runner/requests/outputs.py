@@ -30,16 +30,10 @@ COCO_PREFIX = "coco:"
 
 @options()
 class RunOptions(EngineOptions):
-    """Where to run, and what to write.
-
-    Raises:
-        ModelError: if a value is out of its range.
-    """
+    """Where to run, and what to write."""
 
     plan: str | None = define_option(
-        None,
-        'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
-        metavar="PLAN",
+        None, 'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first'
     )
     out: str | None = define_option(
         None,
@@ -48,7 +42,7 @@ class RunOptions(EngineOptions):
         "several files get -0, -1, ..; ditile-image.png or ditile-video.mp4 by default",
         metavar="FILE",
     )
-    out_dir: str | None = define_option(None, "folder for the images of a file of prompts: 0000.png, ..", metavar="DIR")
+    out_dir: str | None = define_option(None, "folder for the images of a file of prompts: 0000.png, ..")
     warm: bool = define_option(
         False, "generate once before, unseen and in few steps: no image pays for what is done once"
     )

@@ -146,11 +146,7 @@ def encode_exif(texts: Mapping[str, str]) -> bytes:
 
 
 def decode_exif(image: Image.Image) -> dict[str, str]:
-    """The texts that `encode_exif` kept; empty if there are none.
-
-    Raises:
-        ValueError: if they are no JSON.
-    """
+    """The texts that `encode_exif` kept; empty if there are none. Raises `ValueError` if they are no JSON."""
     description = image.getexif().get(IMAGE_DESCRIPTION)
     if not isinstance(description, str):
         return {}
