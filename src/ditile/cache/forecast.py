@@ -338,7 +338,11 @@ class DMD(Forecaster):
         weights = self._modes.compute_weights((step - last) / (last - before))
         if weights is None:
             return latest
-        return _compute_weighted_sum(snapshots, weights)
+        wide = torch.promote_types(snapshots[0].dtype, torch.float32)
+        out = snapshots[-1].to(wide) * weights[-1]
+        for tensor, weight in zip(snapshots[1:-1], weights[:-1], strict=True):
+            out.add_(tensor, alpha=weight)
+        return out
 
 
 class Chebyshev(Forecaster):
@@ -463,12 +467,3 @@ def compute_gram_matrix(tensors: list[Tensor]) -> Tensor:
         chunk = torch.stack([tensor[start : start + CHUNK_ELEMENTS] for tensor in flat]).double()
         gram.addmm_(chunk, chunk.T)
     return gram.cpu()
-
-
-def _compute_weighted_sum(tensors: list[Tensor], weights: list[float]) -> Tensor:
-    """The weighted sum of all but the first tensor, in float32 at least: weights have both signs."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    out = tensors[-1].to(wide) * weights[-1]
-    for tensor, weight in zip(tensors[1:-1], weights[:-1], strict=True):
-        out.add_(tensor, alpha=weight)
-    return out

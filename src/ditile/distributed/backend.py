@@ -93,7 +93,12 @@ def make_group_on_one_loop(
     """
     backend_options: dict[str, Any] = {"backend": backend}
     if links and has_nccl(backend) and dist.is_nccl_available():
-        backend_options["pg_options"] = _make_link_options(timeout)
+        group_class: Any = dist.ProcessGroupNCCL
+        options = group_class.Options()
+        options.config.max_ctas = LINK_CTAS
+        if timeout is not None:
+            options._timeout = timeout
+        backend_options["pg_options"] = options
     devices = _find_world_devices() if _is_gloo_only(backend) else []
     if devices:
         backend_options = {"backend": _register_backend(), "pg_options": _make_gloo_options(devices, timeout)}
@@ -126,15 +131,6 @@ LINK_CTAS = 2
 Each takes a multiprocessor, and a posted receive keeps it until its message is there. By default there are up to 32,
 which is for hundreds of GB/s; a patch of FLUX.1 at 1024 px is 7 MB in some 4 ms, which is 2 GB/s.
 """
-
-
-def _make_link_options(timeout: datetime.timedelta | None) -> Any:
-    group_class: Any = dist.ProcessGroupNCCL
-    options = group_class.Options()
-    options.config.max_ctas = LINK_CTAS
-    if timeout is not None:
-        options._timeout = timeout
-    return options
 
 
 def _find_world_devices() -> list[Any]:

@@ -102,7 +102,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            _write_to_special_file(path, data)
+            # With O_NONBLOCK a pipe without a reader raises; without it, opening the pipe would block forever.
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "wb") as file:
+                file.write(data)
         else:
             _write_and_rename(path.resolve(), data)
     except OSError as error:
@@ -110,14 +114,6 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             raise
         # The error names the file that the user gave, not the temporary one.
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _write_to_special_file(path: Path, data: bytes) -> None:
-    # With O_NONBLOCK a pipe without a reader raises; without it, opening the pipe would block forever.
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    os.set_blocking(descriptor, True)
-    with open(descriptor, "wb") as file:
-        file.write(data)
 
 
 def _write_and_rename(path: Path, data: bytes) -> None:

@@ -134,7 +134,8 @@ def run_rank_process(
     with open(Path(directory, f"stacks-{place.rank}"), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
-        job = _read_frame(control)
+        size = int.from_bytes(_read_bytes(control, HEADER), "little")
+        job = _read_bytes(control, size)
         dismissed = threading.Event()
         threading.Thread(target=_wait_for_dismissal, args=(control, dismissed), daemon=True).start()
         threading.Thread(target=send_heartbeats, args=(heartbeats,), daemon=True).start()
@@ -221,11 +222,6 @@ def _wait_for_dismissal(control: int, dismissed: threading.Event) -> None:
     if not os.read(control, 1):
         os._exit(1)
     dismissed.set()
-
-
-def _read_frame(fd: int) -> bytes:
-    size = int.from_bytes(_read_bytes(fd, HEADER), "little")
-    return _read_bytes(fd, size)
 
 
 def _read_bytes(fd: int, count: int) -> bytes:

@@ -105,7 +105,7 @@ class Mesh:
         # NCCL would make both when they are first used: in the middle of an image, while kernels wait for messages, so
         # that ranks would wait for each other forever.
         pairs = self._list_message_groups(plan)
-        for group in self._list_axis_groups():
+        for group in _deduplicate_groups(axis.group for axis in (*self.axes.values(), self.sequence, self.image)):
             connect_group(group, device, pairs=group in pairs)
         self.host_rows.allocate_rows(device)
 
@@ -130,9 +130,6 @@ class Mesh:
         """Destroys the groups, and with them their threads, unless other meshes share them. All ranks must be done."""
         if not self.shared:
             self.groups.destroy_groups()
-
-    def _list_axis_groups(self) -> list[dist.ProcessGroup]:
-        return _deduplicate_groups(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
 
     def _list_message_groups(self, plan: Plan) -> list[dist.ProcessGroup]:
         """The groups in which a plan starts several messages at once; tensor parallelism never does."""

@@ -49,14 +49,10 @@ def assign_plan_colours(plans: Iterable[str]) -> dict[str, str]:
         colour = choose_plan_colour(plan)
         # Two plans of one method must be told apart.
         count = counts.get(colour, 0)
-        colours[plan] = _lighten(colour, SHADES[count % len(SHADES)])
+        lighter = "#"
+        for start in (1, 3, 5):
+            part = int(colour[start : start + 2], 16)
+            lighter += f"{round(part + SHADES[count % len(SHADES)] * (255 - part)):02x}"
+        colours[plan] = lighter
         counts[colour] = count + 1
     return colours
-
-
-def _lighten(colour: str, share: float) -> str:
-    lighter = "#"
-    for start in (1, 3, 5):
-        part = int(colour[start : start + 2], 16)
-        lighter += f"{round(part + share * (255 - part)):02x}"
-    return lighter

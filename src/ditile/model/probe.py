@@ -55,7 +55,11 @@ def derive_from_pipeline(
     """
 
     def capture(arguments: Mapping[str, Any]) -> CapturedCall:
-        return _convert_call(capture_call(pipe, transformer, arguments, functools.partial(_run_twin, twin)))
+        call = capture_call(pipe, transformer, arguments, functools.partial(_run_twin, twin))
+        converted = CapturedCall(pytree.tree_map_only(Tensor, _convert_to_float32, dict(call)))
+        if call.before is not None:
+            converted.before = pytree.tree_map_only(Tensor, _convert_to_float32, dict(call.before))
+        return converted
 
     if example is None:
         calls = _capture_known_calls(pipe, transformer, capture)
@@ -324,13 +328,6 @@ def _advise(transformer: nn.Module) -> str:
         if isinstance(processor, nn.Module):
             return f"unload the IP-adapter that brought {type(processor).__name__} to {path}"
     return "use a plan of data or cfg"
-
-
-def _convert_call(call: CapturedCall) -> CapturedCall:
-    converted = CapturedCall(pytree.tree_map_only(Tensor, _convert_to_float32, dict(call)))
-    if call.before is not None:
-        converted.before = pytree.tree_map_only(Tensor, _convert_to_float32, dict(call.before))
-    return converted
 
 
 def _run_twin(twin: nn.Module, **call: Any) -> Any:

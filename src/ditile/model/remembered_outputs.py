@@ -321,7 +321,8 @@ class PatchWatch:
                 same.add(name)
         outermost: set[str] = set()
         for name in same:
-            if same.isdisjoint(_list_parents(name)):
+            names = name.split(".")
+            if same.isdisjoint([".".join(names[:depth]) for depth in range(1, len(names))]):
                 outermost.add(name)
         waiting: list[str] = []
         for name in outermost:
@@ -387,12 +388,6 @@ def _has_weights(module: nn.Module) -> bool:
 def _is_altered(module: nn.Module) -> bool:
     """Whether something is around the forward of a module, which may count its calls."""
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _list_parents(name: str) -> list[str]:
-    """The modules that a module is within, by name."""
-    names = name.split(".")
-    return [".".join(names[:depth]) for depth in range(1, len(names))]
 
 
 class _SurveyedModules:

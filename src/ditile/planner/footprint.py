@@ -293,7 +293,7 @@ def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
             shape: torch.Size = vae.decode(latents, return_dict=False)[0].shape
             return shape
 
-        if not _has_frames(vae):
+        if not any(p.ndim == 5 for p in vae.parameters()):
             # Some that were made of a VAE of frames take one frame.
             if "temperal_downsample" in vae.config:
                 return VaeScale(decode(1)[-1] // SCALE_SIDE, 1, channels=channels)
@@ -303,11 +303,6 @@ def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
         five = decode(5)
     frames = (five[2] - three[2]) // 2
     return VaeScale(three[-1] // SCALE_SIDE, frames, three[2] - 2 * frames, channels)
-
-
-def _has_frames(vae: nn.Module) -> bool:
-    """Whether it has convolutions over frames."""
-    return any(p.ndim == 5 for p in vae.parameters())
 
 
 def find_pareto_front(moments: Iterable[LiveNumbers]) -> tuple[LiveNumbers, ...]:

@@ -502,7 +502,10 @@ class PlanSubject:
         latents = step.latents // images
         rows = [recorded.rows for recorded in step.calls]
         first = max(step.calls, key=lambda recorded: recorded.rows)
-        references = self._count_references(first, latents)
+        out = self.parameter_counts.out
+        # If text is in the sequence, or a second stream is predicted, the numbers do not belong to the image alone.
+        is_alone = first.out == first.rows * first.image * out and latents % out == 0
+        references = first.image - latents // out if is_alone else None
         height = int(call["height"])
         width = int(call["width"])
         if references is not None and latent_frames == 1:
@@ -531,13 +534,6 @@ class PlanSubject:
             key_heads=self.transformer_work.key_heads,
             references=references,
         )
-
-    def _count_references(self, first: RecordedCall, latents: int) -> int | None:
-        """Tokens of reference images, which latents of so many numbers are not made of; None if that is not known."""
-        out = self.parameter_counts.out
-        # If text is in the sequence, or a second stream is predicted, the numbers do not belong to the image alone.
-        is_alone = first.out == first.rows * first.image * out and latents % out == 0
-        return first.image - latents // out if is_alone else None
 
     def _fit_size(self, height: int, width: int, tokens: int) -> tuple[int, int]:
         """Pixels of an image with this number of tokens: some pipelines scale images to the size of their training."""

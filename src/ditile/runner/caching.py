@@ -535,7 +535,11 @@ def _divide_and_quantize(
     if division is not None:
         runner = _divide_pipeline(stack, pipe, division, kernel)
     elif kernel is not None:
-        _set_attention_kernel(stack, transformers, kernel)
+        for transformer in transformers:
+            for _, _, processor in find_attention_processors(transformer):
+                if hasattr(processor, "_attention_backend"):
+                    stack.callback(setattr, processor, "_attention_backend", processor._attention_backend)
+                    processor._attention_backend = kernel
     # After the division, which cannot split quantized weights.
     if quantization is not None:
         quantize(pipe, quantize_config=quantization)
@@ -571,11 +575,3 @@ def _check_attention_kernel(kernel: str, transformers: Sequence[nn.Module]) -> N
     for transformer in transformers:
         parameter = next(transformer.parameters())
         choose_kernel(kernel, parameter.device, parameter.dtype, lse=False)
-
-
-def _set_attention_kernel(stack: ExitStack, transformers: Sequence[nn.Module], kernel: str) -> None:
-    for transformer in transformers:
-        for _, _, processor in find_attention_processors(transformer):
-            if hasattr(processor, "_attention_backend"):
-                stack.callback(setattr, processor, "_attention_backend", processor._attention_backend)
-                processor._attention_backend = kernel

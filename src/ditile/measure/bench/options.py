@@ -73,7 +73,12 @@ class Comparison:
             raise PlanError("give --plans 'ulysses=2; ring=2', --sweep methods or --suite gpu, and one of them alone")
         self._check_suite()
         self._check_sweeps()
-        self._check_alone()
+        if self.alone and self.plans is None:
+            raise PlanError("--alone measures ranks of --plans, such as --plans 'pipefusion=8 patches=8; ulysses=4'")
+        if self.all_ranks and not self.alone:
+            raise PlanError("all_ranks=True is for --alone; without it all ranks are measured")
+        if self.recorded is not None and not self.alone:
+            raise PlanError(f"recorded={self.recorded} is for --alone; other ranks record where that is faster")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
         # The suite only leaves its figure out, and ranks alone have none.
@@ -91,14 +96,6 @@ class Comparison:
         # One GPU can hold two ranks, but one rank has nothing to exchange.
         if self.devices == 1:
             raise PlanError("devices=1 leaves nothing to divide; one GPU is shared by devices=2")
-
-    def _check_alone(self) -> None:
-        if self.alone and self.plans is None:
-            raise PlanError("--alone measures ranks of --plans, such as --plans 'pipefusion=8 patches=8; ulysses=4'")
-        if self.all_ranks and not self.alone:
-            raise PlanError("all_ranks=True is for --alone; without it all ranks are measured")
-        if self.recorded is not None and not self.alone:
-            raise PlanError(f"recorded={self.recorded} is for --alone; other ranks record where that is faster")
 
     def _check_sweeps(self) -> None:
         for name in self.sweep_names:

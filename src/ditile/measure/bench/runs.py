@@ -92,7 +92,13 @@ def summarize_runs(runs: Iterable[Row], predictions: Mapping[str, Prediction] | 
         if row["plan"] != ONE_RANK:
             _compare_with_one_rank(row, timed)
         if predictions and key in predictions:
-            _add_prediction(row, predictions[key])
+            prediction = predictions[key]
+            if prediction.loop_s is not None:
+                row["predicted_loop_s"] = prediction.loop_s
+                row["predicted_error"] = prediction.loop_s / row["loop_s"] - 1
+            if prediction.memory_bytes is not None and "peak_memory_bytes" in row:
+                row["predicted_memory_bytes"] = prediction.memory_bytes
+                row["predicted_memory_error"] = prediction.memory_bytes / row["peak_memory_bytes"] - 1
         rows.append(row)
     return rows
 
@@ -168,15 +174,6 @@ def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
     row["exposed_warmup"] = statistics.fmean(warmup_shares)
     row["exposed_of_rank"] = shares
     row["exposed_kinds"] = dict(sorted(shares_by_kind.items()))
-
-
-def _add_prediction(row: Row, prediction: Prediction) -> None:
-    if prediction.loop_s is not None:
-        row["predicted_loop_s"] = prediction.loop_s
-        row["predicted_error"] = prediction.loop_s / row["loop_s"] - 1
-    if prediction.memory_bytes is not None and "peak_memory_bytes" in row:
-        row["predicted_memory_bytes"] = prediction.memory_bytes
-        row["predicted_memory_error"] = prediction.memory_bytes / row["peak_memory_bytes"] - 1
 
 
 def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]]]) -> float | None:

@@ -404,7 +404,12 @@ class _SurveyPass:
         if self._checks:
             self._check_arguments(hook, call)
         if hook.index:
-            self._fed[hook.name] = _is_any_nan(call, image.device)
+            flags = []
+            for leaf in pytree.tree_leaves(call):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    # Tables of positions may be on the CPU.
+                    flags.append(torch.isnan(leaf).any().to(image.device))
+            self._fed[hook.name] = torch.stack(flags).any()
         self.has_begun = True
         if self._before is not None and _are_new_streams(image, text, *self._before):
             self._glued.add(hook.index)
@@ -470,16 +475,6 @@ class _SurveyPass:
                     f"{self._model}: {hook.name} is given {name} with {misfit}; which of it belongs to a patch is not "
                     f"known, so {self._advice}, or leave out what brings it"
                 )
-
-
-def _is_any_nan(call: Mapping[str, Any], device: torch.device) -> Tensor:
-    """Whether any number among the arguments of a block is NaN, as a boolean on a device, without waiting for it."""
-    flags = []
-    for leaf in pytree.tree_leaves(call):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            # Tables of positions may be on the CPU.
-            flags.append(torch.isnan(leaf).any().to(device))
-    return torch.stack(flags).any()
 
 
 def _are_new_streams(

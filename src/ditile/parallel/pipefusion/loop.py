@@ -25,7 +25,6 @@ from ditile.distributed.transport import broadcast_tensor
 from ditile.model.hooks.generation import CallRecorder, Generation, TokenShares
 from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers, RelativeChange
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
-from ditile.model.hooks.pieces import Piece
 from ditile.model.hooks.protocols import BatchShare, StepForecasts
 from ditile.model.pipeline_calls import list_schedulers, replace_call_globals
 from ditile.parallel.pipefusion.dry_iterations import BlendIterations, DryIterations, SavedState
@@ -763,7 +762,11 @@ class Loop:
                 continue
             with self._trace.record_span("step", micro.step, patch):
                 denoised, result = copies.step_patch(patch, call, stream.sample, piece)
-                self._record_patch_change(stream, denoised, piece)
+                assert stream.latents is not None
+                if denoised.dtype != stream.latents.dtype:
+                    stream.latents = stream.latents.to(denoised.dtype)
+                if self._relative_change is not None:
+                    self._record_change(denoised, piece.take(stream.latents))
             stream.stepped_patches[patch] = denoised
             stream.held_patches[patch] = denoised
         if self._schedule.patches == 1:
@@ -797,13 +800,6 @@ class Loop:
         # The scheduler may return another dtype, which messages will have too.
         stream.latents = stream.latents.to(stepped.dtype)
         return result
-
-    def _record_patch_change(self, stream: SteppedLatents, patch: Tensor, piece: Piece) -> None:
-        assert stream.latents is not None
-        if patch.dtype != stream.latents.dtype:
-            stream.latents = stream.latents.to(patch.dtype)
-        if self._relative_change is not None:
-            self._record_change(patch, piece.take(stream.latents))
 
     def _record_change(self, after: Tensor, before: Tensor) -> None:
         if self._relative_change is not None and not self.generation.is_forecast:

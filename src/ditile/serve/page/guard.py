@@ -49,7 +49,9 @@ class PageGuard:
         path = scope["path"].rstrip("/")
         try:
             if path == EVENTS_PATH:
-                self._check_session(http.query_params.get("session_hash"))
+                # Gradio would find out in the middle of its answer.
+                if http.query_params.get("session_hash") not in self._blocks._queue.pending_messages_per_session:
+                    raise RequestError("there is no such session; load the page again", status=404, code="not_found")
             elif path in JSON_PATHS and scope["method"] == "POST":
                 body = await http.body()
                 self._check_json(path, body)
@@ -58,11 +60,6 @@ class PageGuard:
             await answer_error(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _check_session(self, session: str | None) -> None:
-        # Gradio would find out in the middle of its answer.
-        if session not in self._blocks._queue.pending_messages_per_session:
-            raise RequestError("there is no such session; load the page again", status=404, code="not_found")
 
     def _check_json(self, path: str, body: bytes) -> None:
         values = parse_json_object(body)

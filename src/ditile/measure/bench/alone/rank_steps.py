@@ -132,7 +132,12 @@ def measure_step(run: Callable[[int], Any], calls: MeasuredCalls, rank: int = 0)
     # In turns, so that a machine that becomes slower slows both.
     for _ in range(calls.rounds):
         for steps in calls.steps:
-            times[steps].append(_time_host_and_call(run, steps, calls.device))
+            _synchronize(calls.device)
+            began = time.perf_counter()
+            run(steps)
+            host = time.perf_counter() - began
+            _synchronize(calls.device)
+            times[steps].append(CallSeconds(host, time.perf_counter() - began))
     short_s = [time.total for time in times[short]]
     long_s = [time.total for time in times[long]]
     step = RankStep(
@@ -163,15 +168,6 @@ def compute_step_seconds(short: Sequence[float], long: Sequence[float], num_betw
             "--steps, or wait until this machine is quiet"
         )
     return slope
-
-
-def _time_host_and_call(run: Callable[[int], Any], steps: int, device: torch.device) -> CallSeconds:
-    _synchronize(device)
-    began = time.perf_counter()
-    run(steps)
-    host = time.perf_counter() - began
-    _synchronize(device)
-    return CallSeconds(host, time.perf_counter() - began)
 
 
 def _synchronize(device: torch.device) -> None:

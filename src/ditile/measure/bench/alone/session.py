@@ -127,7 +127,12 @@ def _measure_cell(
     pricer = None
     if job is not None:
         job = _size_job(job, task, next(find_loop_model(pipe).parameters()).element_size())
-        pricer = _make_alone_pricer(task, subject, cell, device)
+        # Links of the named machine, whose ranks each have a device of their own, like the one that measures.
+        profile = task.profile or hardware.load_profile(ANY_HARDWARE)
+        profile = replace(
+            profile, devices=max(profile.devices, cell.num_ranks), together=1.0, runs_ahead=device.type == "cuda"
+        )
+        pricer = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), profile)
     calls = _plan_calls(task, subject, cell, device)
     ranks = choose_measured_ranks(job, pricer, plan.world, all_ranks=task.all_ranks)
     rows = []
@@ -149,15 +154,6 @@ def _measure_cell(
 def _size_job(job: PlannedCall, task: AloneTask, element_size: int) -> PlannedCall:
     """The job with the steps and the type of numbers that are measured."""
     return replace(job, shape=replace(job.shape, steps=task.steps[1], element_size=element_size))
-
-
-def _make_alone_pricer(task: AloneTask, subject: BenchSubject, cell: BenchCell, device: torch.device) -> Pricer:
-    """Prices links of the named machine, whose ranks each have a device of their own, like the one that measures."""
-    profile = task.profile or hardware.load_profile(ANY_HARDWARE)
-    profile = replace(
-        profile, devices=max(profile.devices, cell.num_ranks), together=1.0, runs_ahead=device.type == "cuda"
-    )
-    return make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), profile)
 
 
 def choose_measured_ranks(job: PlannedCall | None, pricer: Pricer | None, world: int, *, all_ranks: bool) -> list[int]:
