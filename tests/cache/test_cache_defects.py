@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ditile
-from ditile.cache.cached import SingleRankAgreement
+from ditile.model.hooks.protocols import SkipAgreement
 from ditile.plan.errors import StateError
 from ditile.runner import caching
 from tests.cache.pictures import settings_for, skipped
@@ -128,9 +128,7 @@ def test_one_measure_for_all_lists() -> None:
     for name in ("ChromaTransformer2DModel", "Flux2Transformer2DModel", "HunyuanVideoTransformer3DModel"):
         model = FAMILIES[name].make()
         ditile.enable_cache(model, CACHE.reset(residual_diff_threshold=1e-9, max_warmup_steps=0, num_inference_steps=5))
-        with mock.patch.object(
-            SingleRankAgreement, "sum_over_ranks", autospec=True, side_effect=lambda _, sums: sums
-        ) as add:
+        with mock.patch.object(SkipAgreement, "sum_over_ranks", autospec=True, side_effect=lambda _, sums: sums) as add:
             outputs(name, model)
         assert add.call_count == 4, name
 

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ditile.cache.cached import SingleRankAgreement
 from ditile.cache.config import DBCacheConfig
 from ditile.cache.skip_decision import (
     WHOLE_BATCH,
@@ -28,7 +27,7 @@ from ditile.cache.skip_decision import (
     split_into_units,
 )
 from ditile.cache.skip_rules import DecisionRecord, RuleVerdict, SkipRules, relax_threshold
-from ditile.model.hooks.protocols import CallPosition
+from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 
 STEPS = 19
 
@@ -328,7 +327,7 @@ def decide(
     """One call of a model, and what is remembered of it."""
     at = CallPosition(step, images=images, **moment)
     call = CacheCall(at, step, split_into_units(len(probe), images, "image"), len(probe), control=control)
-    skips = one.decide_skips(probe, call, SingleRankAgreement())
+    skips = one.decide_skips(probe, call, SkipAgreement())
     one.store_probes(probe, call, skips)
     return skips
 
@@ -404,6 +403,6 @@ def test_units_of_single_rows() -> None:
     call = CacheCall(CallPosition(0), 0, split_into_units(3, None, "row"), 3)
     assert call.units[2] == Unit(2, 3, slice(2, 3))
     probe = torch.ones(3, 2, 2)
-    one.store_probes(probe, call, one.decide_skips(probe, call, SingleRankAgreement()))
+    one.store_probes(probe, call, one.decide_skips(probe, call, SkipAgreement()))
     now = probe * torch.tensor([1.0, 7.0, 1.2])[:, None, None]
-    assert one.decide_skips(now, call._replace(step=1), SingleRankAgreement()) == [True, False, True]
+    assert one.decide_skips(now, call._replace(step=1), SkipAgreement()) == [True, False, True]

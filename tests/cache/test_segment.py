@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditile.cache.cached import SingleRankAgreement
 from ditile.cache.forecast import Reuse
 from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals, Segment
 from ditile.cache.skip_decision import CacheCall, split_into_units
-from ditile.model.hooks.protocols import CallPosition
+from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 from ditile.plan.model_spec import Flow
 
 BLOCKS, IMAGES = 5, 3
@@ -57,7 +56,7 @@ def test_the_rows_that_run_are_told_once_a_step_without_a_copy(device: str) -> N
     tokens, temb = torch.zeros(2 * IMAGES, 4, 8, device=device), torch.ones(2 * IMAGES, device=device)
 
     def step(number: int, skips: list[bool]) -> Tensor:
-        segment.apply_decision(CacheCall(CallPosition(number), number, units, 2 * IMAGES), skips, SingleRankAgreement())
+        segment.apply_decision(CacheCall(CallPosition(number), number, units, 2 * IMAGES), skips, SkipAgreement())
         x = tokens
         for block in blocks:
             x = block(x, temb * (number + 1))

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ditile.cache.calls.policy import CallAgreement
 from ditile.distributed.mesh import Mesh, make_subgroup
 from ditile.distributed.transport import PeerChannel, connect_group, gather_numbers
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import GenerationMemory
-from ditile.model.hooks.protocols import CallPosition
+from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 from ditile.plan.plan import Plan
 
 TRAFFIC_KIND = "decisions"
@@ -139,7 +140,7 @@ class AgreementGroups:
         return cls(batch, calls, stages, starts)
 
 
-class ImageAgreement:
+class ImageAgreement(CallAgreement):
     """How the ranks of an image decide together whether a model is called.
 
     Args:
@@ -161,7 +162,7 @@ class ImageAgreement:
         return float(numbers[0])
 
 
-class StageAgreement:
+class StageAgreement(SkipAgreement):
     """One rank's part in the decisions of a call of the runner.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -79,41 +79,6 @@ class CacheClock(PipelineClock, Protocol):
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None: ...
 
     def end_generation(self) -> None: ...
-
-
-class SingleRankAgreement:
-    """One rank decides by itself."""
-
-    owned: Collection[nn.Module] | None = None
-
-    def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """The sums as they are, on the CPU: this rank has all tokens."""
-        return sums.cpu()
-
-    def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers as they are."""
-        return list(numbers)
-
-    def send_skip_decision(self, skips: Sequence[bool]) -> None:
-        """Does nothing: there is no other rank."""
-
-    def receive_skip_decision(self, count: int) -> Sequence[bool]:
-        """Raises `StateError`: there is no stage before this one."""
-        raise StateError("a cache waits for a decision that no rank makes")
-
-    def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
-        """Does nothing: this rank has the whole probe."""
-
-    def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """Raises `StateError`: this rank has the whole probe."""
-        raise StateError("a cache waits for tokens that no rank sends")
-
-    def allows_two_parts(self, first: nn.Module) -> bool:
-        """True: nothing is sent."""
-        return True
-
-    def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """Does nothing: one rank keeps no stale keys."""
 
 
 class ModelCache(abc.ABC):
@@ -340,7 +305,7 @@ class TransformerCache(ModelCache):
         self._config = config
         self._calibrator = calibrator
         self._contexts = contexts(config, calibrator)
-        self._agreement: SkipAgreement = SingleRankAgreement()
+        self._agreement: SkipAgreement = SkipAgreement()
         self._chains: list[tuple[CacheContext, Chain]] = []
         self._loop_step = -1
         self._step = -1  # counted from the first step in which the transformer was called

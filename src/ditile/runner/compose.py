@@ -46,7 +46,6 @@ from ditile.parallel.attention.core import (
     AttentionCore,
     FreshKeys,
     LocalKeyMaskSource,
-    NoExchange,
     StaleKeys,
 )
 from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel, register_backend
@@ -460,7 +459,7 @@ class LayerAttentionBuilder:
         uneven = self._plan.uaa is not False
         weights = self._plan.head_weights
         if axis.num_ranks == 1:
-            return NoExchange()
+            return HeadExchange()
         if self._plan.async_ulysses:
             return OverlappedUlysses(axis, traffic, traffic.trace, self._now, uneven=uneven, weights=weights)
         return UlyssesExchange(axis, traffic, uneven=uneven, weights=weights)

@@ -15,7 +15,8 @@ from ditile.distributed.mesh import Axis, build_mesh
 from ditile.distributed.transport import Traffic
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import expand_mask
-from ditile.parallel.attention.core import AttentionCore, FreshKeys, NoExchange
+from ditile.model.hooks.protocols import HeadExchange
+from ditile.parallel.attention.core import AttentionCore, FreshKeys
 from ditile.parallel.attention.kernel import NATIVE
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
 from ditile.parallel.sequence.ring import RingKeys, merge_attention
@@ -58,7 +59,7 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
     ranks, own = mesh.sequence.num_ranks, mesh.sequence.index
     runs = tuple((pick_even_chunk(range(LENGTH), ranks, rank),) for rank in range(ranks))
     tokens = LayerTokens(runs, own, LENGTH, range(LENGTH), 0, False)
-    exchange: Any = UlyssesExchange(mesh["ulysses"], mesh.traffic) if mesh["ulysses"].num_ranks > 1 else NoExchange()
+    exchange: Any = UlyssesExchange(mesh["ulysses"], mesh.traffic) if mesh["ulysses"].num_ranks > 1 else HeadExchange()
     keys: Any = RingKeys(mesh["ring"], NATIVE, mesh.traffic) if mesh["ring"].num_ranks > 1 else FreshKeys(NATIVE)
     random = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, LENGTH, heads, SIZE, generator=random)

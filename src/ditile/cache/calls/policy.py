@@ -16,25 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class CallAgreement(Protocol):
-    """How the ranks of an image agree on a call."""
+class CallAgreement:
+    """How the ranks of an image agree on a call. Here one rank has all images, and decides by itself."""
 
     def select_own_rows(self, batch: Tensor) -> Tensor:
         """The rows of this rank's images in a tensor `[rows, ...]`: those of others may be of any value."""
-
-    def take_first_number(self, number: Tensor) -> float:
-        """What the first rank of the image measured, where each measured the same but for the rounding."""
-
-
-class SingleRankCalls:
-    """One rank has all images, and decides by itself."""
-
-    def select_own_rows(self, batch: Tensor) -> Tensor:
-        """All rows."""
         return batch
 
     def take_first_number(self, number: Tensor) -> float:
-        """The number."""
+        """What the first rank of the image measured, where each measured the same but for the rounding."""
         return float(number)
 
 
@@ -52,7 +42,7 @@ class ModelCall(NamedTuple):
     step: int
     branch: int
     latents: Any
-    agreement: CallAgreement = SingleRankCalls()
+    agreement: CallAgreement = CallAgreement()
     images: int | None = None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditile.distributed.recording.tape import CURRENT, Action
+from ditile.distributed.recording.tape import CURRENT, Action, Segments
 
 UNFIT_TAGS = {
     torch.Tag.data_dependent_output: "whose result the host reads",
@@ -138,7 +138,7 @@ def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: 
     return free + cached >= needed + working
 
 
-class GraphSegments:
+class GraphSegments(Segments):
     """Segments as CUDA graphs that share their memory.
 
     All are captured on one stream: memory of a pool is used again only on the stream on which it was allocated. Tapes

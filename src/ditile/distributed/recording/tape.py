@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,46 +23,26 @@ from torch import Tensor
 Action = Callable[[], object]
 
 
-class Segments(Protocol):
-    """Captures what is computed on a device."""
+class Segments:
+    """Captures what is computed on a device. Here nothing: the first call of a form is only watched."""
 
     def open(self) -> None:
         """Begins a segment; after an error none is open."""
 
     def close(self) -> Action | None:
         """Ends the segment, whose work is done then; returns what does it again, or None if there was none."""
+        return None
 
     def abandon(self) -> None:
         """Ends the segment, if one is open, without its work: what was captured is of no use. Never raises."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """The same memory, which may be used for something else once the call has dropped the tensor."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the memory that segments share, as far as they did not get it from outside."""
-
-
-class NoSegments:
-    """Captures nothing: the first call of a form runs with it, and is only watched."""
-
-    def open(self) -> None:
-        """Nothing begins."""
-
-    def close(self) -> Action | None:
-        """Nothing ends."""
-        return None
-
-    def abandon(self) -> None:
-        """Nothing was begun."""
-
-    def borrow(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
         return tensor
 
     @property
     def num_bytes(self) -> int:
-        """None."""
+        """Bytes of the memory that segments share, as far as they did not get it from outside."""
         return 0
 
 

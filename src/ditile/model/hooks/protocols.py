@@ -1,5 +1,7 @@
 """The protocols by which strategies of different axes meet. `runner.compose` puts the strategies together.
 
+Those with a body are the null case as well, which a strategy overrides.
+
 In attention: a kernel, an exchange of tokens for heads, and whose keys are attended to. Between blocks: which of its
 tokens a rank has, and how ranks agree on the blocks that are left out. Around the model: which rows of the batch a rank
 computes.
@@ -14,21 +16,22 @@ from torch import Tensor, nn
 
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions, KeyPaddingMask
+from ditile.plan.errors import StateError
 
 DeferredTensor = Callable[[], Tensor]
 """Computes q, k or v `[B, S, N, H]`: projection, norm and rope."""
 
 
-class HeadExchange(Protocol):
-    """Exchanges a split over tokens for a split over heads, and back.
+class HeadExchange:
+    """Exchanges a split over tokens for a split over heads, and back. Here every rank has all heads of its tokens.
 
     Attributes:
         overlaps: whether q, k and v travel one by one, each while the next is computed.
         takes_dummies: whether there may be queries of dummies among the queries of tokens.
     """
 
-    overlaps: bool
-    takes_dummies: bool
+    overlaps = False
+    takes_dummies = True
 
     def exchange_tokens_for_heads(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
@@ -38,15 +41,19 @@ class HeadExchange(Protocol):
         Args:
             q, k, v: as a layer makes them.
         """
+        return q, k, v
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """The same of q, k and v that are yet to be made, in this order."""
+        return tuple(make() for make in makers)
 
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """The way back, `[B, tokens of the ulysses ranks, own heads, H]` to `[B, own tokens, heads, H]`."""
+        return out
 
     def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
         """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
+        return x
 
 
 class KeySource(Protocol):
@@ -88,31 +95,18 @@ class AttentionKernel(Protocol):
         """The same, and the log-sum-exp of the scores `[B, S, N]` in fp32 (in fp64 for fp64)."""
 
 
-class TokenStreams(Protocol):
-    """Which of its tokens a rank has between the Linears of a block: all, or (split_scheme=sequence) a part."""
+class TokenStreams:
+    """Which of its tokens a rank has between the Linears of a block: here all; in `SharedStreams` a part."""
 
     def set_stream_lengths(self, image: int, text: int) -> None:
         """A call is about to enter the blocks with these tokens."""
 
     def locate_own_share(self, length: int) -> slice:
         """Where a rank's share of a stream is."""
-
-    def gather_stream(self, x: Tensor, length: int) -> Tensor:
-        """The whole of a stream `[B, length, C]` from every rank's share."""
-
-
-class WholeTokenStreams:
-    """Every rank has all of its tokens: nothing is gathered."""
-
-    def set_stream_lengths(self, image: int, text: int) -> None:
-        """Does nothing."""
-
-    def locate_own_share(self, length: int) -> slice:
-        """The whole stream."""
         return slice(0, length)
 
     def gather_stream(self, x: Tensor, length: int) -> Tensor:
-        """The stream, as it came."""
+        """The whole of a stream `[B, length, C]` from every rank's share."""
         return x
 
 
@@ -218,35 +212,40 @@ class PipelineClock(Protocol):
         """It returns."""
 
 
-class SkipAgreement(Protocol):
-    """How the ranks of an image agree on the blocks that are left out.
+class SkipAgreement:
+    """How the ranks of an image agree on the blocks that are left out. Here one rank decides by itself.
 
     Attributes:
         owned: the blocks that this rank runs; None is all.
     """
 
-    owned: Collection[nn.Module] | None
+    owned: Collection[nn.Module] | None = None
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums over the ranks that split the tokens and branches of these blocks, on the CPU."""
+        return sums.cpu()
 
     def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
         """What the first of those ranks measured, where each measured the same but for the rounding."""
+        return list(numbers)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """Sends the decision to the next stage."""
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
-        """The decision of the previous stage, for so many units."""
+        """The decision of the previous stage, for so many units. Raises `StateError` if there is none."""
+        raise StateError("a cache waits for a decision that no rank makes")
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """Sends the input of a probe to the stage that has its last block, `to`."""
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """Receives the input of a probe there; `of` is its first block."""
+        """Receives the input of a probe there; `of` is its first block. Raises `StateError` if this rank has it."""
+        raise StateError("a cache waits for tokens that no rank sends")
 
     def allows_two_parts(self, first: nn.Module) -> bool:
         """Whether nothing is sent before a block, so that what comes before it may be computed twice in a call."""
+        return True
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Notes that these blocks ran for no row: their stored keys count as written in this step."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import OperatorWatch, list_tensors
-from ditile.distributed.recording.tape import NoSegments, Recording, Segments
+from ditile.distributed.recording.tape import Recording, Segments
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.protocols import CallDecision
 from ditile.model.recording.host_limit import CALLS_IN_A_ROW, HostLimit, Pace
@@ -401,7 +401,7 @@ class RecordedSteps:
         shared: Outputs = {}
         if _shares_outputs(call, now):
             shared = self._shared.looked
-        with self._hide_remembered(now, shared), constants, watch, Recording(NoSegments()).record_within():
+        with self._hide_remembered(now, shared), constants, watch, Recording(Segments()).record_within():
             result = forward(*args, **kwargs)
         call.problem = watch.problem
         call.made_stores |= now.memory.list_written_steps(now.branch).keys() - stores

@@ -201,36 +201,6 @@ class AttentionCore:
         return torch.cat(parts, dim=1)
 
 
-class NoExchange:
-    """Every rank has all heads of its tokens."""
-
-    overlaps = False
-    takes_dummies = True
-
-    def exchange_tokens_for_heads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tokens: LayerTokens,
-        keys: LayerTokens,
-    ) -> tuple[Tensor, ...]:
-        """Returns q, k and v as they are."""
-        return q, k, v
-
-    def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """Computes q, k and v, in this order."""
-        return tuple(make() for make in makers)
-
-    def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
-        """Returns the output as it is."""
-        return out
-
-    def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
-        """Returns keys or values as they are."""
-        return x
-
-
 class LocalKeyMaskSource:
     """This rank has all tokens of the current patch, so a mask may also differ from query to query."""
 

@@ -28,7 +28,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PendingMessages, Traffic, start_all_to_all
 from ditile.model.hooks.generation import Generation, LayerTokens
-from ditile.model.hooks.protocols import DeferredTensor
+from ditile.model.hooks.protocols import DeferredTensor, HeadExchange
 from ditile.plan.errors import PlanError
 from ditile.plan.layout import pick_weighted_chunk
 from ditile.plan.plan import format_divisors
@@ -84,7 +84,7 @@ def share_heads_and_tokens(
     return HeadAndTokenShares(lengths, tuple(heads_by_rank), tuple(num_heads), index, is_even)
 
 
-class UlyssesExchange:
+class UlyssesExchange(HeadExchange):
     """Exchanges tokens for heads over one axis, and back.
 
     Args:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Axis
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.overrides import list_parameter_names, match_modules
+from ditile.model.hooks.protocols import TokenStreams
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.plan.errors import ModelError, StateError
@@ -29,7 +30,7 @@ RETURN = "return"
 Gather = Callable[[Tensor], Tensor]
 
 
-class SharedStreams:
+class SharedStreams(TokenStreams):
     """Every rank has its share of each stream.
 
     Args:

@@ -41,7 +41,7 @@ from ditile.distributed.transport import Traffic
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.overrides import list_parameter_names, override_attribute
-from ditile.model.hooks.protocols import TokenStreams, WholeTokenStreams
+from ditile.model.hooks.protocols import TokenStreams
 from ditile.parallel.block_formats import make_parameter_like, measure_weight, unpack_weight
 from ditile.parallel.tensor.adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.collectives import TensorCollectives
@@ -78,7 +78,7 @@ class ShardedTransformer:
         self.cuts = cuts
         self.stream_lengths = StreamLengths()
         self.edits = ExitStack()
-        self.streams: TokenStreams = WholeTokenStreams()
+        self.streams: TokenStreams = TokenStreams()
         self.select_shard = cuts.select_shard
         self._keep = keep
         self._fused: list[tuple[str, Any, list[str]]] = []
@@ -104,7 +104,7 @@ class ShardedTransformer:
         Raises:
             ModelError: if ranks split the tokens between Linears, which LoRAs around them would not see.
         """
-        if not isinstance(self.streams, WholeTokenStreams):
+        if isinstance(self.streams, SharedStreams):
             raise ModelError(
                 "split_scheme=sequence gathers tokens within Linears, where a LoRA that is loaded later does not see "
                 "them; load it before parallelize, or use split_scheme=row"
