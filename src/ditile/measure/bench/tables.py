@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
@@ -46,22 +46,26 @@ def list_bench_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     those of the rank that sends most, memory is that of the rank that needs most. In brackets after the exposed share
     is its part in synchronous warmup steps.
     """
-    columns = select_columns(COLUMNS, rows)
+    columns = {}
+    for name, format_row in COLUMNS.items():
+        texts = [format_row(row) for row in rows]
+        if any(texts):
+            columns[name] = texts
     # The title has it.
     if len({(row["height"], row["width"]) for row in rows}) == 1:
         columns.pop("size", None)
     return columns
 
 
-def select_columns(columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Title -> a text for each row, of the columns that have any."""
-    texts = {name: [format_row(row) for row in rows] for name, format_row in columns.items()}
-    return {name: column for name, column in texts.items() if any(column)}
-
-
 def find_peak_rank(row: Row) -> dict[str, int]:
     """The memory, by use, of the rank that needs most; empty if it was not measured."""
     return max(row.get("memory") or [{}], key=lambda rank: sum(rank.values()))
+
+
+def _format_size(row: Row) -> str:
+    if row["height"] is None:
+        return ""
+    return f"{row['width']}x{row['height']}"
 
 
 def _format_row_plan(row: Row) -> str:
@@ -76,10 +80,19 @@ def _format_row_plan(row: Row) -> str:
 
 
 def _format_speedup(row: Row) -> str:
+    if "ratio" not in row:
+        return ""
     text = f"{row['ratio']:.2f}x"
     if row["rounds"] > 1:
         text += f" ({row['ratio_lowest']:.2f}-{row['ratio_highest']:.2f})"
     return text
+
+
+def _format_sent_bytes(row: Row) -> str:
+    if "bytes_sent" not in row:
+        return ""
+    # Steps that a cache skipped send nothing, so that only those that ran count.
+    return format_bytes(max(row["bytes_sent"]) / max(row["steps_run"], 1))
 
 
 def _format_exposed_share(row: Row) -> str:
@@ -92,38 +105,46 @@ def _format_exposed_share(row: Row) -> str:
     return text
 
 
-def _show(name: str, text: str | Callable[[Row], str]) -> Callable[[Row], str]:
-    """A function that formats a row, by a text with fields or by a function; "" if the row has nothing of the name."""
-    format_row = text.format_map if isinstance(text, str) else text
-    return lambda row: format_row(row) if row.get(name) else ""
+def _format_weights(row: Row) -> str:
+    rank = find_peak_rank(row)
+    if not rank:
+        return ""
+    return format_bytes(rank["parameters"])
 
 
-def _format_peak_memory(use: Callable[[dict[str, int]], int]) -> Callable[[Row], str]:
-    """A function that formats bytes of the rank that needs most memory."""
+def _format_activations(row: Row) -> str:
+    rank = find_peak_rank(row)
+    if not rank:
+        return ""
+    return format_bytes(sum(rank.values()) - rank["parameters"])
 
-    def format_row(row: Row) -> str:
-        rank = find_peak_rank(row)
-        return format_bytes(use(rank)) if rank else ""
 
-    return format_row
+def _format_predicted_memory(row: Row) -> str:
+    if "predicted_memory_bytes" not in row:
+        return ""
+    return format_bytes(row["predicted_memory_bytes"])
+
+
+def _make_formatter(name: str, text: str) -> Callable[[Row], str]:
+    """A function that formats a number of a row; "" if the row has none."""
+    return lambda row: text.format(row[name]) if row.get(name) else ""
 
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
-    "link": _show("link", "{link}"),
-    "size": _show("height", "{width}x{height}"),
-    "ranks": _show("world", "{world}"),
+    "link": _make_formatter("link", "{}"),
+    "size": _format_size,
+    "ranks": _make_formatter("world", "{}"),
     "plan": _format_row_plan,
-    "median, s": _show("median_s", "{median_s:.3f}"),
-    "loop, s": _show("loop_s", "{loop_s:.3f}"),
-    "predicted": _show("predicted_loop_s", "{predicted_loop_s:.3f}"),
-    "speed-up": _show("ratio", _format_speedup),
-    "undisturbed": _show("undisturbed_ratio", "{undisturbed_ratio:.2f}x"),
-    "bound": _show("bound", "{bound:.2f}x"),
-    # Steps that a cache skipped send nothing, so that only those that ran count.
-    "sent/step": _show("bytes_sent", lambda row: format_bytes(max(row["bytes_sent"]) / max(row["steps_run"], 1))),
+    "median, s": _make_formatter("median_s", "{:.3f}"),
+    "loop, s": _make_formatter("loop_s", "{:.3f}"),
+    "predicted": _make_formatter("predicted_loop_s", "{:.3f}"),
+    "speed-up": _format_speedup,
+    "undisturbed": _make_formatter("undisturbed_ratio", "{:.2f}x"),
+    "bound": _make_formatter("bound", "{:.2f}x"),
+    "sent/step": _format_sent_bytes,
     "exposed": _format_exposed_share,
-    "weights": _format_peak_memory(lambda rank: rank["parameters"]),
-    "activations": _format_peak_memory(lambda rank: sum(rank.values()) - rank["parameters"]),
-    "both, predicted": _show("predicted_memory_bytes", lambda row: format_bytes(row["predicted_memory_bytes"])),
+    "weights": _format_weights,
+    "activations": _format_activations,
+    "both, predicted": _format_predicted_memory,
 }
 """Column -> its text for a row, "" for none."""

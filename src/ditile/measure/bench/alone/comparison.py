@@ -16,7 +16,6 @@ from ditile.measure.bench.alone.session import ROWS, AloneTask, measure_alone
 from ditile.measure.bench.cells import ONE_RANK, BenchCell, parse_cells
 from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.bench.subjects import BenchSubject, create_bench_subject
-from ditile.measure.bench.tables import select_columns
 from ditile.measure.rows import Row
 from ditile.plan.errors import PlanError
 from ditile.planner.profile import Profile
@@ -121,7 +120,11 @@ def make_alone_tables(rows: Sequence[Row]) -> list[Table | str]:
         parts.append(f"{first['width']} x {first['height']} px")
     parts.append(f"one {device}")
     title = f"{', '.join(parts)}: milliseconds of a step"
-    columns = select_columns(COLUMNS, shown)
+    columns = {}
+    for name, format_row in COLUMNS.items():
+        texts = [format_row(row) for row in shown]
+        if any(texts):
+            columns[name] = texts
     labels = [_label_row(row) for row in shown]
     return [title, *make_numbered_tables(labels, columns)]
 
