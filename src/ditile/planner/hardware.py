@@ -118,21 +118,32 @@ of FLUX.1-dev, and more for a message of it. Least squares over ranks alone at 1
 _H200_GAP = 2.5e-6
 """Measured on one H200: ranks whose calls were recorded, so that their host limits nothing, take so much longer than
 the work of their kernels (`benchmarks/data/gpu/h200-recorded-steps-prototype.jsonl`)."""
-_H100 = Datasheet(
-    flops=989e12, bandwidth=3350e9, memory_gb=80, link="nvlink", p2p=402e9, source=_NVIDIA, host_bandwidth=50e9
-)
-# Whitepaper "NVIDIA RTX Blackwell GPU Architecture", of the RTX 5090: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
-_RTX_5090 = Datasheet(
-    flops=209.5e12, bandwidth=1792e9, memory_gb=32, link="pcie", p2p=40e9, source=_RTX, host_bandwidth=50e9
-)
 SHEETS = {
     "l40-pcie": Datasheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
     "l20-pcie": Datasheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
     "a100-pcie": Datasheet(flops=312e12, bandwidth=1935e9, memory_gb=80, link="pcie", p2p=23e9, source=_NVIDIA),
     "a100-nvlink": Datasheet(flops=312e12, bandwidth=2039e9, memory_gb=80, link="nvlink", p2p=268e9, source=_NVIDIA),
-    "h100-nvlink": dataclasses.replace(_H100, block_s=_H100_BLOCK),
-    "h200-nvlink": dataclasses.replace(
-        _H100, bandwidth=4800e9, memory_gb=141, block_s=_H200_BLOCK, kernel_gap_s=_H200_GAP, call_s=_H200_CALL
+    "h100-nvlink": Datasheet(
+        flops=989e12,
+        bandwidth=3350e9,
+        memory_gb=80,
+        link="nvlink",
+        p2p=402e9,
+        source=_NVIDIA,
+        block_s=_H100_BLOCK,
+        host_bandwidth=50e9,
+    ),
+    "h200-nvlink": Datasheet(
+        flops=989e12,
+        bandwidth=4800e9,
+        memory_gb=141,
+        link="nvlink",
+        p2p=402e9,
+        source=_NVIDIA,
+        block_s=_H200_BLOCK,
+        kernel_gap_s=_H200_GAP,
+        call_s=_H200_CALL,
+        host_bandwidth=50e9,
     ),
     # NVIDIA's product page: 112 tensor cores, 1.777 GHz, 360 GB/s, 12 GB; as many operations a clock of a core as the
     # whitepaper below says of the same architecture: 128 with 32-bit sums.
@@ -141,10 +152,27 @@ SHEETS = {
     "rtx-3090": Datasheet(flops=71e12, bandwidth=936e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
     # Whitepaper "NVIDIA Ada GPU Architecture", table of the RTX 4090: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
     "rtx-4090": Datasheet(flops=165.2e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
-    "rtx-5090": _RTX_5090,
+    # Whitepaper "NVIDIA RTX Blackwell GPU Architecture", of the RTX 5090: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
+    "rtx-5090": Datasheet(
+        flops=209.5e12,
+        bandwidth=1792e9,
+        memory_gb=32,
+        link="pcie",
+        p2p=40e9,
+        source=_RTX,
+        host_bandwidth=50e9,
+    ),
     # Whitepaper "NVIDIA RTX Blackwell PRO GPU Architecture", of the workstation's card: 503.8 TFLOPS, as sums of 32
     # bits are not slower there, 1792 GB/s, 96 GB, PCIe 5.0 x16.
-    "rtx-pro-6000": dataclasses.replace(_RTX_5090, flops=503.8e12, memory_gb=96),
+    "rtx-pro-6000": Datasheet(
+        flops=503.8e12,
+        bandwidth=1792e9,
+        memory_gb=96,
+        link="pcie",
+        p2p=40e9,
+        source=_RTX,
+        host_bandwidth=50e9,
+    ),
 }
 """P2P bandwidths of A100 PCIe, A100 NVLink and L20 are those that the PipeFusion article measured (2024-09: 23, 268 and
 26 GB/s, in this order); L40 is taken to be as L20, the others as the same share of their link. GeForce cards send
