@@ -67,7 +67,7 @@ class CacheContext:
         """The reason why no block can ever be left out, and what would work; None if one can."""
         return _explain_idle_blocks(self.name, len(self.hooks), self.config)
 
-    def build_chain(self, steps: int, agreement: SkipAgreement, keep: KeepMemory | None = None) -> Chain | None:
+    def build_chain(self, steps: int, agreement: SkipAgreement, keep: KeepMemory | None) -> Chain | None:
         """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short.
 
         Args:

@@ -336,7 +336,7 @@ class TransformerCache(ModelCache):
 
     @contextmanager
     def use_clock_and_agreement(
-        self, clock: PipelineClock, agreement: SkipAgreement, kept_buffers: KeptBuffers | None = None
+        self, clock: PipelineClock, agreement: SkipAgreement, kept_buffers: KeptBuffers | None
     ) -> Iterator[None]:
         """Takes a runner's clock and agreement, and memory where calls are recorded, for the length of a call."""
         own_agreement = self._agreement

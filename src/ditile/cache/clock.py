@@ -76,7 +76,7 @@ class SchedulerClock:
         pipe: Any,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
-        on_call: Callable[[Mapping[str, Any]], None] = lambda call: None,
+        on_call: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._pipe = pipe
         self._begun = on_begin
@@ -314,11 +314,11 @@ class CallClock:
         self,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
-        on_call: Callable[[Mapping[str, Any]], None] = lambda call: None,
-        steps: int | None = None,
+        on_call: Callable[[Mapping[str, Any]], None],
+        steps: int | None,
         *,
-        separate_cfg: bool = False,
-        pipe: Any = None,
+        separate_cfg: bool,
+        pipe: Any,
     ) -> None:
         self._begun = on_begin
         self._ended = on_end

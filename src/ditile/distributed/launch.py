@@ -173,7 +173,7 @@ def _join_network(descriptors: Sequence[int]) -> int | None:
     return network
 
 
-def _set_up_process_group(place: RankPlace, directory: str, network: int | None = None) -> None:
+def _set_up_process_group(place: RankPlace, directory: str, network: int | None) -> None:
     import torch
     import torch.distributed as dist
 

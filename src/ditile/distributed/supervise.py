@@ -66,7 +66,7 @@ class RankProcess(RankState):
         environ: Callable[[int], dict[str, str]],
         job: bytes,
         stacks: Path,
-        descriptors: Sequence[int] = (),
+        descriptors: Sequence[int],
     ) -> None:
         super().__init__(number)
         self.stacks = stacks

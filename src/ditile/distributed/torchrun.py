@@ -43,7 +43,7 @@ def join_torchrun(timeout: float | None = None, device: torch.device | None = No
         join_process_group(place, max(timeout or 0.0, STALL_SECONDS), device)
 
 
-def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
+def join_process_group(place: env.Torchrun, timeout: float, device: torch.device | None = None) -> None:
     """Joins the group that torchrun's variables describe.
 
     Args:

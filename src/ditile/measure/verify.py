@@ -123,7 +123,7 @@ def _silence_advice() -> Iterator[None]:
 
 
 def run_plan_checks(
-    make: PipelineFactory, call: ArgumentsFactory, plan: Plan, steps: int, device: str | None = None
+    make: PipelineFactory, call: ArgumentsFactory, plan: Plan, steps: int, device: str | None
 ) -> tuple[list[Check], str]:
     """All checks of a plan, and a description of the machine; every rank must call it, and gets the same.
 

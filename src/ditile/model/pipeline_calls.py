@@ -176,7 +176,7 @@ def find_offload_devices(pipe: Any) -> dict[str, torch.device]:
     return devices
 
 
-def explain_manager_refusal(pipe: Any, device: torch.device, reader: str = "") -> str | None:
+def explain_manager_refusal(pipe: Any, device: torch.device, reader: str) -> str | None:
     """Why a ComponentsManager that offloads a pipeline's components cannot go with a runner, or None.
 
     Args:

@@ -80,7 +80,7 @@ def find_token_parameters(parameters: Sequence[str]) -> tuple[str, str | None]:
     return image, None
 
 
-def infer_block_flow(block: nn.Module, call: BlockCall | None = None) -> Flow | None:
+def infer_block_flow(block: nn.Module, call: BlockCall | None) -> Flow | None:
     """How a block passes tokens on; None if the sources do not say.
 
     Args:

@@ -26,7 +26,7 @@ _OF_BLOCKS = (*_OF_LAYERS, MagCacheHeadHook)
 _REMEDY = "call disable_cache() on the model, and ditile.enable_cache(pipe) in place of it"
 
 
-def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | None = None) -> str | None:
+def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | None) -> str | None:
     """Why hooks on models give another image under a plan than without one, or None.
 
     Args:

@@ -150,9 +150,7 @@ def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], k
     return kind(describe_wrong_value(name, values.get(name), own_rows, field.metadata["example"], field.default))
 
 
-def describe_wrong_value(
-    name: str, value: Any, rows: Sequence[ErrorDetails], example: Any = None, default: Any = None
-) -> str:
+def describe_wrong_value(name: str, value: Any, rows: Sequence[ErrorDetails], example: Any, default: Any = None) -> str:
     """One line that names the field, its value, what the value should be, and a value that works.
 
     Args:

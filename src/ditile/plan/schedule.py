@@ -376,9 +376,7 @@ class PatchSchedule:
                 for reader in self.latent_readers:
                     yield Op(OpKind.SEND_STEPPED_PATCH, micro.step, patch, peer=reader)
 
-    def iter_step_ops(
-        self, stage: int, step: int, calls: int = 1, branches: Sequence[int] | None = None
-    ) -> Iterator[Op]:
+    def iter_step_ops(self, stage: int, step: int, calls: int, branches: Sequence[int] | None = None) -> Iterator[Op]:
         """All that a stage does in a step of `calls` transformer calls, or only in the calls `branches`."""
         own = range(calls) if branches is None else branches
         for micro in self.list_micro_steps(step):

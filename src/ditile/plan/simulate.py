@@ -282,7 +282,7 @@ def _compute_synchronous_time(schedule: PatchSchedule, calls: int) -> float:
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int = 1) -> str:
+def render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
     """The first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
     # The longest time of which each op takes a whole multiple.

@@ -115,7 +115,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     )
 
 
-def _prepare_search(question: PlanQuestion, *, all_devices: bool = False, exact: bool = False) -> PlanSearch:
+def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = False) -> PlanSearch:
     """The search that a question asks for. Raises as `answer_question`."""
     from ditile.planner.search import PlanSearch, predict_skipped_steps
     from ditile.planner.subject import PlanSubject

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -186,7 +185,7 @@ class FootprintTracker(StorageTracker):
         )
 
 
-def count_decoder_numbers(config: JsonObject, kind: Any = AutoencoderKL) -> float:
+def count_decoder_numbers(config: JsonObject, kind: Any) -> float:
     """The most numbers that are alive at one time for each latent pixel that a VAE decodes."""
     return _count_decoding_peak(kind, config, "latent_channels")
 

@@ -226,7 +226,7 @@ def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
     return CountedCall(make_inputs, StreamSizes(GRID.num_tokens, TEXT))
 
 
-def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: CountedCall | None = None) -> TransformerWork:
+def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: CountedCall | None) -> TransformerWork:
     """Counts a transformer, whose weights are not read.
 
     Args:

@@ -65,7 +65,7 @@ class Price:
 class Pricer(MachineWork):
     """Prices the calls of one model on one machine."""
 
-    def make_op_pricer(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> OpPricer:
+    def make_op_pricer(self, job: PlannedCall, skips: CacheSkips) -> OpPricer:
         """What prices the ops of a call. Raises `PlanError` if the devices of some ranks are not known."""
         self.profile.check_rank_count(job.plan.world)
         works = self._work_of_ranks

@@ -97,7 +97,7 @@ class StepEndCallbacks:
         device: torch.device,
         meter: CallMeter,
         is_stopped: Callable[[], bool],
-        watcher: StepWatch = NOBODY,
+        watcher: StepWatch,
     ) -> None:
         self._pipe = pipe
         self._mesh = mesh

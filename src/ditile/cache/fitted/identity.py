@@ -176,7 +176,7 @@ def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
     return [float(time) for time in scheduler.timesteps.tolist()[-num_steps:]]
 
 
-def sample_weights(model: nn.Module, later_shares: Collection[str] = ()) -> dict[str, tuple[float, ...] | None]:
+def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str, tuple[float, ...] | None]:
     """The first numbers of each matrix of weights that this rank has; none of one that is quantized or offloaded.
 
     Biases and norms are left out: a file stays small, and what changes them changes matrices too.

@@ -56,8 +56,8 @@ class DBPrune:
         first: int,
         last: int,
         *,
-        never: Sequence[int] = (),
-        dynamic: DynamicThreshold | None = None,
+        never: Sequence[int],
+        dynamic: DynamicThreshold | None,
     ) -> None:
         self._dynamic = dynamic
         places = range(first, max(first, len(hooks) - last))

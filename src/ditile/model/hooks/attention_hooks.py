@@ -37,7 +37,7 @@ def install_attention(
     hook: BlockHook,
     build: BuildAttention,
     choose_backend: Callable[[Any], Any],
-    is_whole: Callable[[], bool] | None = None,
+    is_whole: Callable[[], bool] | None,
 ) -> None:
     """Installs cores in the layers of a block until the stack is closed.
 

@@ -111,7 +111,7 @@ class BatchDimFinder:
         return self._known[key]
 
 
-def find_dims_by_length(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str] = ()) -> BatchDims:
+def find_dims_by_length(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> BatchDims:
     """Every tensor of that length has rows, by its first dimension, but for the arguments `whole`: a family's table."""
     candidates = _list_candidates(arguments, batch_size)
     return BatchDims(_exclude_arguments(candidates, whole))

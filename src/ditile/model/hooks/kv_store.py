@@ -610,7 +610,7 @@ class KeptBuffers:
         generation: the number of the current one.
     """
 
-    def __init__(self, make_room: Callable[[int], object] = lambda num_bytes: None) -> None:
+    def __init__(self, make_room: Callable[[int], object]) -> None:
         self._make_room = make_room
         self.generation = 0
         self.num_bytes = 0

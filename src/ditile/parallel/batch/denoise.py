@@ -65,7 +65,7 @@ class DataCfgBatch:
         *,
         images: int,
         batch_dims: BatchDimFinder,
-        inputs: Mapping[str, Kinds] | None = None,
+        inputs: Mapping[str, Kinds] | None,
     ) -> None:
         self._mesh = mesh
         self._models = models
@@ -98,7 +98,7 @@ class DataCfgBatch:
         return (step in whole) == (step - 1 in whole)
 
     def install_batch_hooks(
-        self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool, decodes_apart: bool = True
+        self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool, decodes_apart: bool
     ) -> None:
         """Hooks the batch into the model, and the images into the decoder, until the stack is closed.
 

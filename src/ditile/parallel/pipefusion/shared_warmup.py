@@ -331,9 +331,7 @@ def _find_kinds(hook: BlockHook) -> dict[str, str]:
     return kinds
 
 
-def _write_keys(
-    layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation, mask: Tensor | None = None
-) -> None:
+def _write_keys(layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation, mask: Tensor | None) -> None:
     store = now.memory.get_key_store(now.branch, layer, tokens.length, tokens.patches)
     store.write_keys(k, v, merge_rank_runs(tokens))
     if mask is not None:

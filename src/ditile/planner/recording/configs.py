@@ -113,7 +113,7 @@ class PipelineConfigs:
         coder = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
         return cls(source, pipeline, index, kind, transformer, coder, vae, places, stored)
 
-    def choose_class(self, given: Collection[str], *, has_controlnet: bool = False) -> PipelineConfigs:
+    def choose_class(self, given: Collection[str], *, has_controlnet: bool) -> PipelineConfigs:
         """These configs for the class that generates from what is given, if its calls can be recorded.
 
         Raises:

@@ -107,7 +107,7 @@ class CallFacts:
             renamed[rate] = int(request.fps) if request.fps == int(request.fps) else request.fps
         return renamed
 
-    def heeds_negative_prompt(self, base: CallArguments, guidance: float | None = None) -> bool:
+    def heeds_negative_prompt(self, base: CallArguments, guidance: float | None) -> bool:
         """Whether a negative prompt changes the result.
 
         Args:

@@ -53,8 +53,8 @@ def build_png_texts(
     plan: Plan,
     cache: CacheOptions,
     call: CallArguments,
-    conditions: Mapping[str, Any] | None = None,
-    promise: JsonObject | None = None,
+    conditions: Mapping[str, Any] | None,
+    promise: JsonObject | None,
 ) -> dict[str, str]:
     """The texts in an image's file that say how it was made, without its prompt and seed.
 

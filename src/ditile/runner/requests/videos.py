@@ -41,7 +41,7 @@ _MAX_DENOMINATOR = 1001
 """Of the rates of television, such as 30000 / 1001."""
 
 
-def check_encoder(path: Path, fps: float | None = None) -> None:
+def check_encoder(path: Path, fps: float | None) -> None:
     """Raises `ModelError` if what writes a video to this path is not installed, or its format has no such rate.
 
     A package is looked for, not imported.

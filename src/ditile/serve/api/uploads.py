@@ -128,7 +128,7 @@ def decode_base64(text: str, param: str) -> bytes:
 
 
 async def decode_uploads(
-    body: Body, max_pixels: int, max_images: int, *, resize_mask: bool = False
+    body: Body, max_pixels: int, max_images: int, *, resize_mask: bool
 ) -> tuple[list[Upload], bytes | None]:
     """The images of a body, and its mask as PNG, which is white where the image is generated again.
 
