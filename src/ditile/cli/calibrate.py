@@ -319,7 +319,8 @@ class _FittedCall:
         begins = times[::2]
         ends = times[1::2]
         inside = sum(end - begin for begin, end in zip(begins, ends, strict=True))
-        outside = sum(begin - end for end, begin in zip(ends[:-1], begins[1:], strict=True))
+        gaps = zip(ends[:-1], begins[1:], strict=True)
+        outside = sum(begin - end for end, begin in gaps)
         return _LoopSeconds(inside, outside, len(begins) - 1)
 
 

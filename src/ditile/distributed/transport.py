@@ -364,7 +364,8 @@ def start_all_to_all(
         x = packing.pack_vectors(x)
     received = x.new_empty((sum(receives), x.shape[1]))
     # What a rank sends to itself does not travel.
-    size = (sum(sends) - sends[dist.get_rank(group)]) * x.shape[1] * x.element_size()
+    num_sent = sum(sends) - sends[dist.get_rank(group)]
+    size = num_sent * x.shape[1] * x.element_size()
 
     def prepare(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
         lengths = (list(receives), list(sends))

@@ -143,7 +143,10 @@ def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
     rows = [row for row in rows if row["pipeline"] == pipeline] or rows
     if not rows:
         return dict.fromkeys(columns - {"data", "cfg"}, "is not in the table of families")
-    holes = {name: reason for name, reason in rows[0]["holes"].items() if all(name in row["holes"] for row in rows)}
+    holes = {}
+    for name, reason in rows[0]["holes"].items():
+        if all(name in row["holes"] for row in rows):
+            holes[name] = reason
     unproven = dict.fromkeys(columns - set(table["columns"]), "was not tried with it")
     return unproven | holes
 

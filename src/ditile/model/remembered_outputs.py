@@ -501,7 +501,8 @@ class _SurveyedInputs:
         for own, other in zip(self._leaves, leaves, strict=True):
             if isinstance(own, Tensor) and isinstance(other, Tensor):
                 # Of a tensor that is not read, its form counts.
-                is_unread = id(own) in self.unread and (own.shape, own.dtype) == (other.shape, other.dtype)
+                is_alike = (own.shape, own.dtype) == (other.shape, other.dtype)
+                is_unread = is_alike and id(own) in self.unread
                 if not is_unread and not torch.equal(own, other):
                     return False
             elif own is not other and own != other:

@@ -61,7 +61,8 @@ class ThreadRank:
     def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingThreadMessages:
         """Exchanges a tensor with every rank; theirs have these shapes. All arrive, in rank order."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.index]
-        pending = self.start_exchange([(peer, x) for peer in peers], [(peer, shapes[peer]) for peer in peers], x)
+        sends = [(peer, x) for peer in peers]
+        pending = self.start_exchange(sends, [(peer, shapes[peer]) for peer in peers], x)
 
         def receive() -> list[Tensor]:
             tensors = pending.wait_for_tensors()

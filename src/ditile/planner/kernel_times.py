@@ -493,7 +493,9 @@ def _is_interleaving(args: Any) -> bool:
     """Whether tensors are joined number by number: along a last dimension of 1, or a new one."""
     first = args[0][0]
     dim = args[1] if len(args) > 1 else 0
-    return bool(dim % (first.dim() + 1) == first.dim() or (first.shape[-1] == 1 and dim in (-1, first.dim() - 1)))
+    is_new = dim % (first.dim() + 1) == first.dim()
+    is_last = dim in (-1, first.dim() - 1)
+    return bool(is_new or (is_last and first.shape[-1] == 1))
 
 
 def _iterate_tensors(values: Any) -> Iterator[Tensor]:

@@ -301,4 +301,5 @@ def _locate_on_log_scale(points: tuple[float, ...], value: float) -> tuple[int, 
     if value >= points[-1]:
         return len(points) - 1, 0.0
     k = bisect.bisect_right(points, value) - 1
-    return k, math.log(value / points[k]) / math.log(points[k + 1] / points[k])
+    step = math.log(points[k + 1] / points[k])
+    return k, math.log(value / points[k]) / step

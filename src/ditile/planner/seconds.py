@@ -109,7 +109,8 @@ class RooflineDevice:
         profile = self._profile
         if kernel.kind == "matmul":
             k, n = kernel.size
-            return 2 * rows * k * n / split / profile.matmul.interpolate(rows, (k * n / split) ** 0.5)
+            width = (k * n / split) ** 0.5
+            return 2 * rows * k * n / split / profile.matmul.interpolate(rows, width)
         size = kernel.size[0] * rows * profile.element_size
         curves = profile.pointwise
         curve = curves.get(kernel.kind, curves["pointwise"])

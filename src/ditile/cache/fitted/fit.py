@@ -82,7 +82,9 @@ def compute_gram_matrix(predictions: Sequence[Tensor]) -> Matrix:
     flat = [prediction.detach().reshape(-1).cpu().double().numpy() for prediction in predictions]
     for row in range(count):
         for column in range(row + 1):
-            gram[row, column] = gram[column, row] = flat[row] @ flat[column] / len(flat[row])
+            product = flat[row] @ flat[column]
+            gram[row, column] = product / len(flat[row])
+            gram[column, row] = gram[row, column]
     return gram
 
 

@@ -60,7 +60,8 @@ class PublishedConfigs:
         return published
 
     def __str__(self) -> str:
-        return " ".join([RANDOM + self.model, *(f"{name}={value}" for name, value in self.sizes)])
+        sizes = [f"{name}={value}" for name, value in self.sizes]
+        return " ".join([RANDOM + self.model, *sizes])
 
     def read_configs(self) -> PipelineConfigs:
         """Its configs, with the sizes of the name.

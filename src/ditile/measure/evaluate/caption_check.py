@@ -150,7 +150,9 @@ def compute_signed_distance(shape: str, x: Field, y: Field, radius: float) -> Fi
         distance = np.maximum(np.abs(x), np.abs(y)) - np.float32(radius * 0.85)
     elif shape == "triangle":
         y = y - np.float32(0.2 * radius)
-        sides = np.maximum(0.87 * x - 0.5 * y, -0.87 * x - 0.5 * y) - np.float32(0.55 * radius)
+        right = 0.87 * x - 0.5 * y
+        left = -0.87 * x - 0.5 * y
+        sides = np.maximum(right, left) - np.float32(0.55 * radius)
         distance = np.maximum(y - np.float32(0.6 * radius), sides)
     else:
         raise ValueError(f"shape {shape!r} is unknown; one of {SHAPES}")

@@ -320,7 +320,8 @@ class StaleKeys:
 
 def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tensor]:
     """What is around `count` places from `at` on along a dimension, and what is in them."""
-    before, taken, after = x.split([at, count, x.shape[dim] - at - count], dim)
+    rest = x.shape[dim] - at - count
+    before, taken, after = x.split([at, count, rest], dim)
     # A view will do where everything else is on one side.
     if not at:
         return after, taken

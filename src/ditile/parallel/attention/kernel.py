@@ -258,7 +258,8 @@ def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     else:
         bias = mask.to(q.dtype).clamp(min=least)
     # The kernels need rows that begin at multiples of 8 numbers.
-    bias = functional.pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
+    length = bias.shape[-1]
+    bias = functional.pad(bias, (0, -length % 8))[..., :length]
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 

@@ -331,7 +331,8 @@ def build_recorded_pipeline(
     for name, entry in index.items():
         if name not in parameters or parts.get(name) is not None:
             continue
-        is_component = isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str | None)
+        is_pair = isinstance(entry, list | tuple) and len(entry) == 2
+        is_component = is_pair and isinstance(entry[0], str | None)
         if not is_component:
             made[name] = entry
         elif entry[0] not in (None, "transformers"):
