@@ -40,7 +40,10 @@ class Bounds:
         None, "compute as many steps as take at most so long, under the fastest plan", example=4
     )
     min_psnr: Decibels | None = define_option(
-        None, "compute the fewest steps with this PSNR, on average, to the image of all steps", metavar="DB", example=45
+        None,
+        "compute the fewest steps with this PSNR, on average, to the image of all steps",
+        metavar="DB",
+        example=45,
     )
 
     @property

@@ -92,7 +92,9 @@ class PlanQuestion(SourceOptions):
         None, 'a cache in one line, such as "F=1 W=4 R=0.12" (docs/caching.md); none by default', metavar="LINE"
     )
     hit_rate: Share | None = define_option(
-        None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", example=0.5
+        None,
+        "share of the steps that the cache measures and is expected to leave out, 0 to 1",
+        example=0.5,
     )
     cuda_graphs: bool | Literal["auto"] = define_option(
         "auto",

@@ -28,7 +28,8 @@ class ServeOptions(EngineOptions, SourceOptions):
     """What to serve, to whom, and within which limits."""
 
     plan: str | None = define_option(
-        None, 'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first'
+        None,
+        'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
     )
     host: str = define_option("127.0.0.1", "the address to listen on; any but this machine's own asks for keys")
     port: Port = define_option(8000, "the port to listen on; 0 takes a free one")

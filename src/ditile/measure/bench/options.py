@@ -62,7 +62,9 @@ class Comparison:
     out: str = define_option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
     no_figures: bool = define_option(False, "write no figures, which need matplotlib")
     profile: str | None = define_option(
-        None, "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps", reads=True
+        None,
+        "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps",
+        reads=True,
     )
     hardware: str | None = define_option(
         None, "predict for hardware of `ditile plan` instead, such as l40-pcie", metavar="NAME"

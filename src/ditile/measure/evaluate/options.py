@@ -70,7 +70,8 @@ class EvaluateOptions(ModelOptions):
 
     plans: str = define_option(DEFAULT_PLANS, "plans, with ; between them; pipefusion=1 is one process")
     caches: str = define_option(
-        DEFAULT_CACHES, f"caches for each plan, with ; between them (docs/caching.md); {NO_CACHE} is no cache"
+        DEFAULT_CACHES,
+        f"caches for each plan, with ; between them (docs/caching.md); {NO_CACHE} is no cache",
     )
     methods: bool = define_option(
         False, "compare all methods that skip work, with some settings each, on one rank; in place of plans and caches"
@@ -157,7 +158,8 @@ class SessionOptions(DeviceOptions):
 
     out: str = define_option("evaluation", "folder for all that is written; resumes what is there", metavar="FOLDER")
     threads: Ranks | None = define_option(
-        None, "CPU threads of each rank and of the original; by default the cores divided by the most ranks"
+        None,
+        "CPU threads of each rank and of the original; by default the cores divided by the most ranks",
     )
     one_at_a_time: bool = define_option(
         False, "hold one setting in memory at a time: for large models; latencies are then not interleaved"

@@ -156,7 +156,8 @@ class CacheOptions(Fields):
     steps_mask: str | None = define_cache_flag("steps_mask", "MASK")
     steps_policy: Literal["dynamic", "static"] = define_cache_flag("steps_policy", None)
     cache_line: str | None = define_option(
-        None, "the cache in one line, such as steps=10 or 'F=1 W=4 R=0.12 taylor=1', or none; see docs/caching.md"
+        None,
+        "the cache in one line, such as steps=10 or 'F=1 W=4 R=0.12 taylor=1', or none; see docs/caching.md",
     )
     mag: float | None = define_method_flag("mag")
     mag_ratios: str | None = define_option(
@@ -191,7 +192,9 @@ class CacheOptions(Fields):
     track_memory: bool = define_option(False, "report too what stale keys and caches held")
     perf: bool = define_option(False, "generate each image 1 + 3 times, and report the medians of the 3")
     config: str | None = define_option(
-        None, "a YAML or JSON file of cache, parallelism and quantization settings (docs/caching.md)", reads=True
+        None,
+        "a YAML or JSON file of cache, parallelism and quantization settings (docs/caching.md)",
+        reads=True,
     )
 
     def __post_init__(self) -> None:

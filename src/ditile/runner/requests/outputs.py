@@ -33,7 +33,8 @@ class RunOptions(EngineOptions):
     """Where to run, and what to write."""
 
     plan: str | None = define_option(
-        None, 'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first'
+        None,
+        'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
     )
     out: str | None = define_option(
         None,
