@@ -86,7 +86,10 @@ def read_torchrun_place() -> Torchrun | None:
     values = {name: os.environ[name].strip() for name in _PLACE_VARIABLES if name in os.environ}
     if "RANK" not in values or "WORLD_SIZE" not in values:
         return None
-    numbers = {name: int(value) for name, value in values.items() if value.isdecimal() and len(value) < 10}
+    numbers = {}
+    for name, value in values.items():
+        if value.isdecimal() and len(value) < 10:
+            numbers[name] = int(value)
     if numbers.keys() != values.keys() or numbers["RANK"] >= numbers["WORLD_SIZE"]:
         listed = ", ".join(f"{name}={value[:20]!r}" for name, value in values.items())
         raise PlanError(f"{listed} of the environment are no rank among ranks; unset them, or start with torchrun")

@@ -158,7 +158,10 @@ class ScheduleFitting:
                 runs.append(self._generate_in_full(number, caption))
                 advance(1)
         models = runs[0].steps.models
-        switches = [step for step in range(1, len(models)) if models[step] != models[step - 1]]
+        switches = []
+        for step in range(1, len(models)):
+            if models[step] != models[step - 1]:
+                switches.append(step)
         self._identity = self._describe_identity(runs[0].steps)
         gains = self._find_gains(runs, switches)
         gram = np.mean([run.gram for run in runs], axis=0)

@@ -142,7 +142,10 @@ def _find_channels(latents: Any, outputs: Sequence[Tensor]) -> tuple[int, int]:
     """The dimension in which inputs and outputs differ, and how much of it both have."""
     first = _list_inputs(latents)[0]
     output = outputs[0]
-    unlike = [dim for dim in range(output.ndim) if first.ndim != output.ndim or first.shape[dim] != output.shape[dim]]
+    unlike = []
+    for dim in range(output.ndim):
+        if first.ndim != output.ndim or first.shape[dim] != output.shape[dim]:
+            unlike.append(dim)
     if len(unlike) > 1:
         raise ModelError(
             f"EasyCacheConfig adds latents {list(first.shape)} to what the model returns, which is "

@@ -179,7 +179,11 @@ def describe_row_method(row: Row, *, with_counts: bool = True) -> str:
     if row["plan"] == ONE_RANK:
         return "one rank"
     plan = Plan.parse(row["plan"])
-    degrees = [(name, getattr(plan, axis)) for axis, name in NAMES.items() if getattr(plan, axis) > 1]
+    degrees = []
+    for axis, name in NAMES.items():
+        degree = getattr(plan, axis)
+        if degree > 1:
+            degrees.append((name, degree))
     names = [name for name, _ in degrees]
     if len(degrees) > 1 and with_counts:
         names = [f"{name} {degree}" for name, degree in degrees]

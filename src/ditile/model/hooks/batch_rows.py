@@ -152,7 +152,10 @@ def _guess_batch_dims(
 ) -> BatchDims | None:
     """The batch dimensions by lengths alone, for a model whose forward needs values."""
     # Embeddings for another number of images: the model itself refuses them.
-    embeds = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 2}
+    embeds = {}
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.ndim > 2:
+            embeds[name] = x
     if _find_misfit(embeds, batch_size, _OTHER_DIMS) is not None:
         return None
     mixed: set[object] = set()

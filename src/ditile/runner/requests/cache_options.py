@@ -339,10 +339,12 @@ class CacheOptions(Fields):
             PlanError: if --parallel-type is given without torchrun, or its ranks cannot be divided so.
         """
         parallelism = self._load_config_file().get("parallelism_config")
-        values = {}
+        values: dict[str, Any] = {}
         if parallelism is not None:
             defaults = Plan().to_dict()
-            values = {name: value for name, value in parallelism.to_plan().to_dict().items() if value != defaults[name]}
+            for name, value in parallelism.to_plan().to_dict().items():
+                if value != defaults[name]:
+                    values[name] = value
         # A flag wins over the file.
         values |= flag_values
         if self.parallel_type is None:
