@@ -233,11 +233,7 @@ class Composition:
         for cache in self.model_caches:
             cache.renew_hooks()
         with ExitStack() as stack:
-            self.loop.recorder = self.recorder
-            if self.recorder is not None:
-                self.recorder.begin_generation()
-                self.loop.when_over.append(self.recorder.end_generation)
-                stack.callback(self.loop.when_over.clear)
+            self._attach_recorder(stack)
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
@@ -267,6 +263,14 @@ class Composition:
                 if self.recorder is not None:
                     self.recorder.release_after(error)
                 raise
+
+    def _attach_recorder(self, stack: ExitStack) -> None:
+        """Lets calls of the models be recorded until the stack is closed; no hook of a call may be on them yet."""
+        self.loop.recorder = self.recorder
+        if self.recorder is not None:
+            self.recorder.begin_generation()
+            self.loop.when_over.append(self.recorder.end_generation)
+            stack.callback(self.loop.when_over.clear)
 
     def prepare_recorder(self) -> bool:
         """Looks at what is on the models before a call; returns whether this rank may record calls of them."""
@@ -528,9 +532,7 @@ def compose_strategies(
     # After all that takes weights out, so that the device never gets weights that this rank does not keep.
     offload = _move_own_weights(pipe, block_hooks, own, plan, device, mesh)
     # The loop drives the stage, and attention asks the loop for the current generation.
-    joint = block_hooks.anatomy.joint
-    stage = stages[mesh.stage_index]
-    pipefusion = PipeFusion(mesh, stage, plan, joint, mesh.traffic.trace, sharded.streams, warmup_group)
+    pipefusion = _build_pipefusion(block_hooks, stages, plan, mesh, sharded, warmup_group)
     loop = _build_loop(pipefusion, block_hooks, plan, serial_plan, mesh, options.recorder)
     attention = _build_attention(plan, mesh, loop, kernel, warmup_group, options)
     composition = Composition(
@@ -590,6 +592,20 @@ def _choose_named_kernel(
     if name is None:
         return None
     return choose_kernel(name, device, transformer.dtype, lse=plan.ring > 1)
+
+
+def _build_pipefusion(
+    block_hooks: TransformerHooks,
+    stages: list[range],
+    plan: Plan,
+    mesh: Mesh,
+    sharded: ShardedTransformer,
+    warmup_group: WarmupGroup | None,
+) -> PipeFusion:
+    """This rank's stage."""
+    joint = block_hooks.anatomy.joint
+    stage = stages[mesh.stage_index]
+    return PipeFusion(mesh, stage, plan, joint, mesh.traffic.trace, sharded.streams, warmup_group)
 
 
 def _move_own_weights(

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from ditile.distributed.recording.segments import OperatorWatch, list_tensors
 from ditile.distributed.recording.tape import Recording, Segments
 from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import GenerationMemory
 from ditile.model.hooks.protocols import CallDecision
 from ditile.model.recording.host_limit import CALLS_IN_A_ROW, HostLimit, Pace
 from ditile.model.recording.kept_tapes import CallTape, KeptTapes, StaticInput
@@ -279,13 +280,7 @@ class RecordedSteps:
         problem = self._explain_missing_tape(call, now)
         if problem:
             return self._run_code(problem, forward, args, kwargs)
-        # Before any segment: a tape only reads the constants of a generation.
-        for key in call.constant_keys:
-            value = now.memory.constants[key]
-            if key not in call.constants or not call.constants[key].fill(value):
-                # What the tape computes may depend on the numbers of a constant.
-                call.drop_tape()
-                call.constants[key] = self._tapes.make_constant((id(model), key), value)
+        self._fill_constants(call, now.memory, model)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, now, forward, args, kwargs)
         call.inputs = self._fill_inputs((id(model), now.branch), leaves)
@@ -457,10 +452,7 @@ class RecordedSteps:
             return result
         call.result = result
         call.marks = marks
-        # What is read besides weights and keys may go: a tape whose addresses differ is not played.
-        known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
-        known.update(now.memory.list_storage_addresses(now.branch))
-        recording.tape.held.append([tensor for address, tensor in watch.read.items() if address not in known])
+        recording.tape.held.append(_list_foreign_tensors(watch, now, model))
         self._keep_tape(recording, call, now, model, shared)
         return result
 
@@ -532,6 +524,15 @@ class RecordedSteps:
                 leaves[index] = static.tensor
         return inputs
 
+    def _fill_constants(self, call: CallTape, memory: GenerationMemory, model: nn.Module) -> None:
+        """Copies the constants of this generation, before any segment: a tape only reads them."""
+        for key in call.constant_keys:
+            value = memory.constants[key]
+            if key not in call.constants or not call.constants[key].fill(value):
+                # What the tape computes may depend on the numbers of a constant.
+                call.drop_tape()
+                call.constants[key] = self._tapes.make_constant((id(model), key), value)
+
     def _compare_addresses(self, call: CallTape, now: Generation, model: nn.Module) -> None:
         """Forgets a tape if something that it reads or writes has moved, and looks at the model again."""
         call.epoch = now.memory.epoch
@@ -572,6 +573,13 @@ def _make_constant_reader(call: CallTape, unknown: list[Hashable]) -> Callable[[
 def _shares_outputs(call: CallTape, now: Generation) -> bool:
     """Whether a call may read what calls of other patches computed in the same step."""
     return now.micro_step.patch is not None and call.num_lost <= LOOKS
+
+
+def _list_foreign_tensors(watch: OperatorWatch, now: Generation, model: nn.Module) -> list[Tensor]:
+    """What a call has read besides weights and keys, which may go: a tape whose addresses differ is not played."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
+    known.update(now.memory.list_storage_addresses(now.branch))
+    return [tensor for address, tensor in watch.read.items() if address not in known]
 
 
 def _find_problem(watch: OperatorWatch, unknown: list[Hashable], *, makes_stores: bool) -> str:
