@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -30,6 +31,18 @@ def build_wheel(folder: Path) -> Path:
     _run_pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(copied))
     (wheel,) = folder.glob("ditile-*.whl")
     return wheel
+
+
+def build_environment_beside(folder: Path, package: str) -> Path:
+    """The Python of an environment with the packages of this one and one more."""
+    venv.create(folder / "beside", symlinks=True)
+    (site_packages,) = (folder / "beside").glob("lib/python*/site-packages")
+    # The .pth files of a folder that a .pth names are not read: the checkout itself is a path of its own.
+    paths = [sysconfig.get_path("purelib"), str(ROOT / "src")]
+    (site_packages / "beside.pth").write_text("\n".join(paths) + "\n", "utf-8")
+    python = folder / "beside" / "bin" / "python"
+    _run_pip("--python", str(python), "install", "--no-deps", package)
+    return python
 
 
 class Environment:

@@ -19,7 +19,13 @@ import pytest
 from PIL import Image
 
 from ditile.plan.extras import EXTRAS
-from tests.packaging.environments import Environment, build_wheel
+from tests.packaging.environments import (
+    COMMAND_SECONDS,
+    ROOT,
+    Environment,
+    build_environment_beside,
+    build_wheel,
+)
 
 PROMPT = "a large red circle on the left on a gray background"
 SHORT = ("--steps", "2", "--threads", "1")
@@ -245,6 +251,24 @@ def test_gguf(make: Make) -> None:
     words = ("--model", "shapes-flux", "--transformer", "transformer.gguf", "--pipefusion", "2", "--out", "a.png")
     made.run_ditile("generate", PROMPT, *SHORT, *words)
     check_picture(made.work / "a.png")
+
+
+@pytest.mark.nightly
+def test_bitsandbytes(tmp_path: Path) -> None:
+    """It prints while it is imported, so it is beside the developers' packages here alone, with its own tests."""
+    made = build_environment_beside(tmp_path, "bitsandbytes")
+    words = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "nf4 or bitsandbytes",
+        "tests/runner/test_prequantized.py",
+    )
+    done = subprocess.run([str(made), *words], cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
 
 
 @pytest.mark.nightly

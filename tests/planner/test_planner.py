@@ -42,7 +42,7 @@ from ditile.planner.seconds import (
 )
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
-from ditile.runner.weights.single_file import StoredWeights
+from ditile.runner.weights.prequantized import StoredWeights
 
 RATE = Curve((1.0,), (1e9,))
 EVEN = Profile(

@@ -29,7 +29,7 @@ from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
-from ditile.runner.weights.single_file import StoredWeights
+from ditile.runner.weights.prequantized import StoredWeights
 from tests.planner.test_planner import EVEN, count_work_flops
 from tests.pool import Pool
 from tests.rotation import rotate

@@ -220,7 +220,7 @@ def test_what_is_quantized_is_loaded_whole_and_says_so(
     """A failure means that packed numbers are read as weights, or that nobody knows why a rank is full."""
     model = Path(shutil.copytree(models["pixart"], tmp_path / "model"))
     config = model / "transformer" / "config.json"
-    config.write_text(json.dumps(read_json(config) | {"quantization_config": {"quant_method": "torchao"}}))
+    config.write_text(json.dumps(read_json(config) | {"quantization_config": {"quant_method": "quanto"}}))
     with caplog.at_level(logging.WARNING, "ditile"):
         assert load_partial_components(model, Plan(pipefusion=2), 0, torch.float32) == {}
     assert "transformer is loaded whole" in caplog.text and "quantized" in caplog.text

@@ -108,27 +108,42 @@ def test_a_divided_pipeline_is_quantized_stage_by_stage(pool: Pool, name: str) -
         assert 0 < count < whole
 
 
-def tensor_parallel(name: str, quant_type: str) -> tuple[str, Tensor]:
-    """The refusal of a quantized pipeline, and the picture of one that is quantized afterwards."""
+def tensor_parallel(name: str, quant_type: str) -> tuple[Tensor, Tensor]:
+    """The pictures of a pipeline that is quantized before and of one that is quantized after it is cut."""
     pipe = made(name, quant_type)
-    with pytest.raises(ModelError) as refused:
-        parallelize(pipe, Plan(tensor=2))
-    run(pipe, name)  # nothing was changed
+    with divided(pipe, tensor=2) as runner:
+        before = run(runner, name)
     pipe = MAKE[name]()
     runner = parallelize(pipe, Plan(tensor=2))
     ditile.quantize(pipe, quant_type, group_size=16)
-    return str(refused.value), run(runner, name)
+    return before, run(runner, name)
 
 
 @pytest.mark.parametrize("quant_type", ["float8_weight_only", "int8_weight_only", "int8"])
-def test_tensor_parallel_shares_are_quantized_afterwards(pool: Pool, quant_type: str) -> None:
-    """Each rank has scales of its own for its share, so the picture is not that of one rank, but as near the plain."""
+def test_tensor_parallel_shares(pool: Pool, quant_type: str) -> None:
+    """Cut weights have the scales of one rank. Those of shares that are quantized apart differ, and are as near."""
     plain = run(MAKE["flux"](), "flux")
+    alone = run(made("flux", quant_type), "flux")
     results = pool.run(tensor_parallel, 2, "flux", quant_type)
-    for message, picture in results:
+    for before, after in results:
+        assert error(before, alone) < TOLERANCE[quant_type]
+        assert 0 < error(after, plain) < BOUNDS[quant_type]
+        same(before, results[0][0])
+        same(after, results[0][1])
+
+
+def refuse_cut() -> str:
+    pipe = made("flux", "int4_weight_only")
+    with pytest.raises(ModelError) as refused:
+        parallelize(pipe, Plan(tensor=2))
+    run(pipe, "flux")
+    return str(refused.value)
+
+
+def test_weights_that_are_packed_are_not_cut(pool: Pool) -> None:
+    """Nothing was changed."""
+    for message in pool.run(refuse_cut, 2):
         assert message.startswith("tensor=2 cuts plain weights, and ") and message.endswith("each rank has its share")
-        assert 0 < error(picture, plain) < BOUNDS[quant_type]
-        same(picture, results[0][1])
 
 
 def lent() -> str:

@@ -1,16 +1,21 @@
-"""Weights that are stored as blocks of bytes, as of GGUF: how they are measured, unpacked, and made of other memory.
+"""Weights that are stored in blocks, as of GGUF and torchao: how they are measured, cut, and made of other memory.
 
 A row of such a weight is a sequence of blocks, each with scales of its own: Q4_K has 256 numbers in 144 bytes, Q8_0 32
-in 34. Any rows can be taken as they are; within a row, a part begins and ends where blocks do. diffusers unpacks a
-weight each time that it is multiplied, so a rank that has a share of the blocks computes with the same numbers.
+in 34. torchao keeps scales in a tensor of their own, often one for a row. Any rows can be taken as they are; within a
+row, a part begins and ends where blocks do. A weight is unpacked each time that it is multiplied, so a rank that has a
+share of the blocks computes with the same numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+TORCHAO_CLASSES = ("Int8Tensor", "Float8Tensor")
+"""torchao's weights with an element for each number, and one scale for a row, a part of a row or the whole."""
 
 
 class RowBlocks(NamedTuple):
@@ -19,7 +24,7 @@ class RowBlocks(NamedTuple):
     Attributes:
         name: such as Q4_K.
         numbers: how many of a row are in a block.
-        size: bytes of a block.
+        size: elements of what is stored that a block takes: bytes of GGUF.
     """
 
     name: str
@@ -28,14 +33,35 @@ class RowBlocks(NamedTuple):
 
 
 def find_row_blocks(weight: Any) -> RowBlocks | None:
-    """The format of a weight; None if it has as many elements as numbers, or is quantized by another library."""
-    # By name, because diffusers' module cannot be imported where the package gguf is not installed.
-    if type(weight).__name__ != "GGUFParameter":
+    """The format of a weight that can be cut; None if it is plain, or packed by a library across its rows."""
+    # By name, because diffusers' and torchao's modules cannot be imported where the packages are not installed.
+    name = type(weight).__name__
+    # A scale for each input would have to be cut with them.
+    if getattr(weight, "act_pre_scale", None) is None and name in TORCHAO_CLASSES:
+        return describe_row_blocks(name, weight.block_size, weight.shape)
+    if name != "GGUFParameter":
         return None
     from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES
 
     numbers, size = GGML_QUANT_SIZES[weight.quant_type]
     return RowBlocks(weight.quant_type.name, numbers, size)
+
+
+def describe_row_blocks(
+    name: str,
+    block_size: Sequence[int] | None,
+    shape: Sequence[int],
+) -> RowBlocks | None:
+    """The format of a weight of torchao that can be cut, by its class, the shape of a block and its own; or None."""
+    if name not in TORCHAO_CLASSES or block_size is None or len(block_size) != 2:
+        return None
+    rows, numbers = block_size
+    # A scale of the whole weight, or of whole rows, is that of any part.
+    if numbers == shape[1] and rows in (1, shape[0]):
+        return RowBlocks(name, 1, 1)
+    if rows > 1:
+        return None
+    return RowBlocks(name, numbers, numbers)
 
 
 def is_block_linear(linear: Any) -> bool:
@@ -45,15 +71,46 @@ def is_block_linear(linear: Any) -> bool:
 
 def measure_weight(weight: Any) -> tuple[int, ...]:
     """The shape of a weight in numbers, however it is stored."""
-    if find_row_blocks(weight) is None:
-        return tuple(weight.shape)
-    return tuple(weight.quant_shape)
+    shape: Sequence[int] = getattr(weight, "quant_shape", weight.shape)
+    return tuple(shape)
 
 
 def find_compute_dtype(linear: Any) -> torch.dtype:
     """The type in which a Linear multiplies, however its weight is stored."""
     dtype: torch.dtype = getattr(linear, "compute_dtype", None) or linear.weight.dtype
     return dtype
+
+
+def take_pieces(
+    whole: Any,
+    dim: int,
+    pieces: Sequence[slice],
+) -> Tensor:
+    """Pieces of a weight side by side, in memory of their own; of one that is stored in blocks, its blocks."""
+    if type(whole).__name__ not in TORCHAO_CLASSES:
+        parts = []
+        for piece in pieces:
+            start = locate_number(whole, dim, piece.start)
+            parts.append(whole.narrow(dim, start, locate_number(whole, dim, piece.stop) - start))
+        return torch.cat(parts, dim)
+    names, attributes = whole.__tensor_flatten__()
+    tensors = {}
+    for name in names:
+        tensor = getattr(whole, name)
+        # Of scales and zero points there is one for each block, or one for all that is cut.
+        if tensor.ndim == whole.ndim and tensor.shape[dim] > 1:
+            size = whole.shape[dim] // tensor.shape[dim]
+            own_pieces = []
+            for piece in pieces:
+                own_pieces.append(slice(piece.start // size, piece.stop // size))
+            tensor = take_pieces(tensor, dim, own_pieces)
+        tensors[name] = tensor.clone()
+    block_size = list(whole.block_size)
+    # A block is no larger than the weight.
+    block_size[dim] = min(block_size[dim], sum(piece.stop - piece.start for piece in pieces))
+    attributes["block_size"] = block_size
+    taken: Tensor = type(whole).__tensor_unflatten__(tensors, attributes, None, None)
+    return taken
 
 
 def locate_number(weight: Any, dim: int, number: int) -> int:
@@ -68,7 +125,8 @@ def locate_number(weight: Any, dim: int, number: int) -> int:
 def unpack_weight(linear: Any) -> Tensor:
     """The weight of a Linear as its own forward multiplies it."""
     weight: Tensor = linear.weight
-    if find_row_blocks(weight) is None:
+    # torchao's unpack themselves.
+    if type(weight).__name__ != "GGUFParameter":
         return weight
     from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
 
@@ -78,7 +136,7 @@ def unpack_weight(linear: Any) -> Tensor:
 
 def make_parameter_like(original: Any, stored: Tensor) -> nn.Parameter:
     """A parameter that is stored as another one is, in other memory."""
-    if find_row_blocks(original) is not None:
+    if type(original).__name__ == "GGUFParameter":
         parameter: nn.Parameter = type(original)(stored, quant_type=original.quant_type)
         return parameter
     return nn.Parameter(stored, requires_grad=original.requires_grad)

@@ -50,13 +50,12 @@ def require_extra(extra: str, purpose: str, packages: Sequence[str] = (), instea
         )
 
 
-def require_quantizer(quant_type: str) -> None:
-    """Raises `ModelError` unless the package that quantizes to a type is installed."""
+def require_quantizer(quant_type: str, purpose: str = "") -> None:
+    """Raises `ModelError` unless the package that quantizes to a type is installed; `purpose` is for the message."""
+    purpose = purpose or f"quant_type={quant_type}"
     if quant_type != "bitsandbytes_4bit":
-        require_extra("quantize", f"quant_type={quant_type}")
+        require_extra("quantize", purpose)
         return
     # Needs a GPU of NVIDIA's or AMD's to be of use, and is in no extra.
     if not is_installed("bitsandbytes"):
-        raise ModelError(
-            f"quant_type={quant_type} needs bitsandbytes, which is not installed; pip install 'bitsandbytes'"
-        )
+        raise ModelError(f"{purpose} needs bitsandbytes, which is not installed; pip install 'bitsandbytes'")

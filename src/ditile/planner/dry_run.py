@@ -105,10 +105,13 @@ def _describe_host_memory(
 
 
 def _describe_components(options: GenerateOptions, subject: PlanSubject) -> str:
-    """A line on each file of a component; empty if all weights are the model's own."""
+    """A line on each component that has a file of its own, or quantized weights; empty if there is none."""
     lines = []
-    for name, file in options.components.items():
-        line = f"{name}: {file}, {format_bytes(Path(file).stat().st_size)}"
+    for name in dict.fromkeys([*options.components, *subject.stored]):
+        line = f"{name}: its own weights"
+        if name in options.components:
+            file = options.components[name]
+            line = f"{name}: {file}, {format_bytes(Path(file).stat().st_size)}"
         stored = subject.stored.get(name)
         if stored is not None:
             share = stored.quantized / (stored.quantized + stored.plain)

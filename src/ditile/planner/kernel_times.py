@@ -33,7 +33,7 @@ from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.option_classes import CallArguments
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
-from ditile.runner.weights.single_file import StoredWeights
+from ditile.runner.weights.prequantized import StoredWeights
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]

@@ -36,7 +36,7 @@ from ditile.planner.seconds import (
     get_bandwidth_share,
     merge_work,
 )
-from ditile.runner.weights.single_file import StoredWeights
+from ditile.runner.weights.prequantized import StoredWeights
 
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that split tokens, over all of which the prediction is gathered; the outermost first."""

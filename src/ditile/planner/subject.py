@@ -57,7 +57,7 @@ from ditile.planner.recording.recorded import (
 from ditile.runner.load import convert_build_errors
 from ditile.runner.model_files import DENOISERS
 from ditile.runner.requests.conditions import bind_conditions, check_picture_count, read_call_conditions
-from ditile.runner.weights.single_file import StoredWeights
+from ditile.runner.weights.prequantized import StoredWeights
 
 PROBED = Grid(22, 32)
 """Token rows and columns of the image with which a model without a `ModelSpec` is counted."""
@@ -91,7 +91,7 @@ class PlanSubject:
         coder: the class of the VAE.
         models: transformers that are called in turns, each on every rank.
         decodes: numbers that are alive at once for each latent pixel of a decoded image, if a file says so.
-        stored: transformer -> what its weights are in a file of its own, if they are in one.
+        stored: transformer -> what its weights are, if they are in a file of its own or quantized.
     """
 
     name: str

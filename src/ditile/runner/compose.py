@@ -831,7 +831,7 @@ def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks,
         raise ModelError(reason)
     uncut = ""
     for path in list_quantized_parameters(model):
-        # Blocks of GGUF are cut as they are.
+        # Weights of GGUF and most of torchao's are cut as they are.
         if find_row_blocks(model.get_parameter(path)) is None:
             uncut = uncut or path
     # Weights that were loaded by share are cut already.

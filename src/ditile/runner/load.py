@@ -44,6 +44,7 @@ from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups, r
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.compose import divide_into_stages
 from ditile.runner.model_files import (
+    DENOISERS,
     MODEL_INDEX,
     MODULAR_INDEX,
     MODULAR_MARK,
@@ -64,6 +65,7 @@ from ditile.runner.model_files import (
 )
 from ditile.runner.weights.checkpoint import Checkpoint, LocateFile, locate_in_folder
 from ditile.runner.weights.encoder_file import open_encoder_file
+from ditile.runner.weights.prequantized import PrequantizedCheckpoint, StoredWeights
 from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
 
 if TYPE_CHECKING:
@@ -265,7 +267,7 @@ def load_partial_components(
         if component.cls is None:
             reason = f"its class {component.class_name} is in neither diffusers nor transformers"
             LOG.warning(LOADED_WHOLE, name, reason)
-        elif _is_quantized(config):
+        elif _is_quantized(config) and not (is_denoiser and _is_read_by_share(config)):
             reason = "its weights are quantized, and only its quantizer can read them"
             LOG.warning(LOADED_WHOLE, name, reason)
         elif is_denoiser:
@@ -349,6 +351,8 @@ def load_whole_models(
             continue
         locate = _locate_component_files(source, name)
         config = _find_config(locate, name)
+        if issubclass(cls, diffusers.ModelMixin) and _is_read_by_share(config):
+            models[name] = load_partial_transformer(cls, locate, config, Plan(), 0, dtype, variant=variant)
         if _is_quantized(config):
             continue
         place, options = _collect_source_options(source, name, locate, variant)
@@ -388,7 +392,7 @@ def load_partial_transformer(
     """A transformer with the weights of a rank's blocks, and what every rank has, on the CPU.
 
     Raises:
-        ModelError: if its anatomy is not known.
+        ModelError: if its anatomy is not known, or its quantizer is not installed.
         PlanError: if it cannot be cut as the plan says.
         LoadError: if files or weights are missing or corrupt, also if only other ranks read them.
     """
@@ -396,7 +400,17 @@ def load_partial_transformer(
         variant = None
     model = _build_empty_model(cls, config.parent, dtype)
     checkpoint = Checkpoint.open_checkpoint(locate, STEM, variant)
-    return _read_share(model, lambda _: checkpoint, config.parent, plan, rank, dtype)
+    if not _is_quantized(config):
+        return _read_share(model, lambda _: checkpoint, config.parent, plan, rank, dtype)
+    prequantized = _open_prequantized(checkpoint, config)
+
+    row_blocks = prequantized.list_row_blocks(model.state_dict(), plan.tensor)
+    quantization = read_json_object(config)["quantization_config"]
+
+    def build_checkpoint(model: Any) -> Checkpoint:
+        return prequantized.build_checkpoint(model, dtype, quantization)
+
+    return _read_share(model, build_checkpoint, config.parent, plan, rank, dtype, row_blocks)
 
 
 def load_component_file(
@@ -422,11 +436,8 @@ def load_component_file(
     def build_checkpoint(model: Any) -> Checkpoint:
         return converted.build_checkpoint(model, dtype)
 
-    if plan.divides_blocks:
-        row_blocks = converted.list_row_blocks()
-        return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype, row_blocks)
-    build_checkpoint(model).read_into_module(model, dtype, keep_fp32=model_class._keep_in_fp32_modules or ())
-    return _finish_model(model, Path(file))
+    row_blocks = converted.list_row_blocks(plan.tensor)
+    return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype, row_blocks)
 
 
 def _load_encoder_file(
@@ -470,6 +481,12 @@ def _read_share(
     row_blocks: Mapping[str, RowBlocks] | None = None,
 ) -> nn.Module:
     """Reads a rank's share into a model without weights, which then has placeholders for the other blocks."""
+    keep_fp32 = model._keep_in_fp32_modules or ()
+    if not plan.divides_blocks:
+        checkpoint = build_checkpoint(model)
+        refuse_missing_weights(set(model.state_dict()) - set(checkpoint.files), place)
+        checkpoint.read_into_module(model, dtype, keep_fp32=keep_fp32)
+        return _finish_model(model, place)
     block_hooks = build_block_hooks(model, registry.choose_model_spec(model))
     coordinates = compute_coordinates(plan, rank)
     stages = divide_into_stages(block_hooks, plan)
@@ -491,9 +508,7 @@ def _read_share(
     # Before blocks are emptied, so that a missing weight raises on every rank and not only on its owner.
     refuse_missing_weights(set(model.state_dict()) - set(checkpoint.files), place)
     block_hooks.empty_other_blocks(owned, keep=False)
-    bytes_read = checkpoint.read_into_module(
-        model, dtype, keep_fp32=model._keep_in_fp32_modules or (), part=select_shard
-    )
+    bytes_read = checkpoint.read_into_module(model, dtype, keep_fp32=keep_fp32, part=select_shard)
     # After the checkpoint was read: reading asks for the `state_dict` that the guards refuse.
     block_hooks.guard_calls()
     block_hooks.guard_saving()
@@ -629,6 +644,45 @@ def _find_config(locate: LocateFile, name: str) -> Path:
 
 def _is_quantized(config: Path) -> bool:
     return bool(read_json_object(config).get("quantization_config"))
+
+
+def _is_read_by_share(config: Path) -> bool:
+    """Whether a model is quantized in a way of which a rank can read its share: torchao's, or bitsandbytes' 4 bits."""
+    quantization = read_json_object(config).get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method == "bitsandbytes":
+        return bool(quantization.get("load_in_4bit"))
+    return bool(method == "torchao")
+
+
+def _open_prequantized(checkpoint: Checkpoint, config: Path) -> PrequantizedCheckpoint:
+    """The quantized weights of a model whose config says that it has some. Raises `LoadError` if it has none."""
+    prequantized = PrequantizedCheckpoint.recognize(checkpoint, config.parent)
+    if prequantized is None:
+        raise LoadError(
+            f"{config} has a quantization_config, and the weights with it are plain; remove it there, or copy the "
+            "model again"
+        )
+    return prequantized
+
+
+def count_quantized_components(source: Path | str, apart: Collection[str] = ()) -> dict[str, StoredWeights]:
+    """Transformer that is not `apart` -> how much of it is quantized, by the files of a folder.
+
+    Raises:
+        LoadError: if a file or a part of a weight is missing.
+        ModelError: if they are torchao's, and it is not installed.
+    """
+    stored = {}
+    for name in set(DENOISERS).difference(apart):
+        config = None
+        # Files on the hub would have to be fetched.
+        if isinstance(source, Path):
+            config = locate_component_file(source, name, "config.json")
+        if config is not None and _is_read_by_share(config):
+            checkpoint = Checkpoint.open_checkpoint(locate_in_folder(config.parent), STEM)
+            stored[name] = _open_prequantized(checkpoint, config).count_stored_weights()
+    return stored
 
 
 def _collect_source_options(

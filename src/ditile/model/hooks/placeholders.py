@@ -218,18 +218,18 @@ def is_plain_parameter(parameter: Tensor) -> bool:
 
 def count_parameter_bytes(module: nn.Module) -> int:
     """What the parameters of a module take, scales and zero points included."""
-    return sum(_count_tensor_bytes(parameter) for parameter in module.parameters())
+    return sum(count_tensor_bytes(parameter) for parameter in module.parameters())
 
 
-def _count_tensor_bytes(tensor: Any) -> int:
+def count_tensor_bytes(tensor: Any) -> int:
     """The bytes of a tensor and of its parts: torchao has them in a subclass, bitsandbytes in a state."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return sum(_count_tensor_bytes(getattr(tensor, name)) for name in names)
+        return sum(count_tensor_bytes(getattr(tensor, name)) for name in names)
     num_bytes = int(tensor.numel() * tensor.element_size())
     state = getattr(tensor, "quant_state", None)
     # bitsandbytes may quantize the scales once more.
     while state is not None:
-        num_bytes += _count_tensor_bytes(state.absmax)
+        num_bytes += count_tensor_bytes(state.absmax)
         state = state.state2
     return num_bytes

@@ -22,11 +22,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from diffusers.models.activations import GEGLU, SwiGLU
 from diffusers.models.normalization import RMSNorm
-from torch import Tensor, nn
+from torch import nn
 
 from ditile.model.hooks.attention_processors import UNFUSE, has_fused_projections, is_unfused_leftover
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
@@ -36,7 +35,6 @@ from ditile.parallel.block_formats import (
     RowBlocks,
     find_row_blocks,
     is_block_linear,
-    locate_number,
     measure_weight,
 )
 from ditile.parallel.tensor.adapters import list_adapter_linears
@@ -203,16 +201,6 @@ class TensorCuts:
             pieces.append(slice(start + share.start, start + share.stop))
             start += block
         return TensorCut(dim, tuple(pieces))
-
-
-def take_shard(whole: Tensor, cut: TensorCut) -> Tensor:
-    """The part of a parameter that a cut is; of one that is stored in blocks, its blocks."""
-    parts = []
-    for piece in cut.pieces:
-        start = locate_number(whole, cut.dim, piece.start)
-        stop = locate_number(whole, cut.dim, piece.stop)
-        parts.append(whole.narrow(cut.dim, start, stop - start))
-    return torch.cat(parts, cut.dim)
 
 
 def _match_argument_rows(table: Mapping[str, Any], transformer: nn.Module) -> dict[str, dict[tuple[str, int], HeadDim]]:
@@ -399,7 +387,8 @@ def _check_linear_shardable(path: str, module: nn.Module) -> None:
     base = unwrap_lora_base(module)
     # A quantized Linear is another class, or has another class of weights.
     unknown = base if type(base) is not nn.Linear else base.weight
-    if type(unknown) is not nn.Parameter and not is_block_linear(base):
+    is_cut_in_blocks = is_block_linear(base) or find_row_blocks(unknown) is not None
+    if type(unknown) is not nn.Parameter and not is_cut_in_blocks:
         raise ModelError(
             f"{path} is a {type(unknown).__name__}, and tensor parallelism cuts plain Linears; load it unquantized"
         )

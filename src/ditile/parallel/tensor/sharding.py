@@ -42,10 +42,10 @@ from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.overrides import list_parameter_names, override_attribute
 from ditile.model.hooks.protocols import TokenStreams
-from ditile.parallel.block_formats import make_parameter_like, measure_weight, unpack_weight
+from ditile.parallel.block_formats import make_parameter_like, measure_weight, take_pieces, unpack_weight
 from ditile.parallel.tensor.adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.collectives import TensorCollectives
-from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, take_shard, unwrap_lora_base
+from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, unwrap_lora_base
 from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, install_token_gathers
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.model_spec import ModelSpec
@@ -125,7 +125,7 @@ class ShardedTransformer:
         if path.removesuffix(".base_layer") in self.cuts.styles and leaf.split(".")[0] not in ("A", "B"):
             raise ModelError(f"{name} is none of a plain LoRA, and tensor parallelism cuts only these; load it before")
         cut = self.cuts.select_shard(name, factor.shape)
-        return factor if cut is None else take_shard(factor, cut)
+        return factor if cut is None else take_pieces(factor, *cut)
 
     def sum_loras_over_ranks(self, transformer: nn.Module) -> None:
         """Makes the LoRAs that were loaded since the cut sum over the ranks as the Linears below them do."""
@@ -278,7 +278,7 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
             cut = cuts.select_shard(f"{path}.{name}.{leaf}".replace("..", "."), measure_weight(parameter))
             if cut is None:
                 continue
-            share = take_shard(parameter.detach(), cut)
+            share = take_pieces(parameter.detach(), *cut)
             owner._parameters[leaf] = make_parameter_like(parameter, share)
             if keep:
                 stack.callback(owner._parameters.__setitem__, leaf, parameter)

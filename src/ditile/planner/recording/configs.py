@@ -26,7 +26,7 @@ from ditile.planner.recording.recorded import (
     load_component_config,
     read_prompt_table,
 )
-from ditile.runner.load import match_component_file, read_model_index
+from ditile.runner.load import count_quantized_components, match_component_file, read_model_index
 from ditile.runner.model_files import (
     DENOISERS,
     MODULAR_MARK,
@@ -35,7 +35,7 @@ from ditile.runner.model_files import (
     read_json_object,
 )
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
-from ditile.runner.weights.single_file import StoredWeights
+from ditile.runner.weights.prequantized import StoredWeights
 
 FACTS = "facts.json"
 """What cannot be read off the configs of a published model."""
@@ -60,7 +60,7 @@ class PipelineConfigs:
         kind, transformer: the class of its transformer, and its config.
         coder, vae: the class of its VAE, and its config.
         places: of components that are elsewhere.
-        stored: transformer -> what its weights are in a file of its own, if they are in one.
+        stored: transformer -> what its weights are, if they are in a file of its own or quantized.
     """
 
     source: Path | str
@@ -98,6 +98,7 @@ class PipelineConfigs:
             if name is None:
                 raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
             kind = getattr(diffusers, name)
+            stored |= count_quantized_components(source, files)
             for component in files.keys() & set(DENOISERS):
                 converted = match_component_file(source, component, kind, files[component])
                 transformer = read_json_object(converted.config)

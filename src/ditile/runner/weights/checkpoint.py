@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ditile.distributed import env
+from ditile.model.hooks.placeholders import count_tensor_bytes
 from ditile.parallel.block_formats import make_parameter_like
-from ditile.parallel.tensor.cuts import SelectShard
+from ditile.parallel.tensor.cuts import SelectShard, TensorCut
 from ditile.plan.errors import LoadError
 from ditile.runner.model_files import open_safetensors, read_weight_map, refuse_missing_weights
 
@@ -37,11 +38,20 @@ class StoredTensor(Protocol):
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
+@runtime_checkable
+class QuantizedTensor(Protocol):
+    """A weight of an open file that several tensors make up."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def copy_share(self, cut: TensorCut | None, dtype: torch.dtype) -> Tensor: ...
+
+
 class OpenedTensors(Protocol):
-    """An open file of tensors; `offset_keys` are their names in the order of the file."""
+    """An open file; `offset_keys` are names in its order, `get_slice` a `StoredTensor` or a `QuantizedTensor`."""
 
     def offset_keys(self) -> list[str]: ...
-    def get_slice(self, name: str) -> StoredTensor: ...
+    def get_slice(self, name: str) -> Any: ...
 
 
 OpenTensors = Callable[[Path], AbstractContextManager[OpenedTensors]]
@@ -86,6 +96,13 @@ class Checkpoint:
         with open_safetensors(path, "pt") as tensors:
             return cls(dict.fromkeys(tensors.keys(), single), locate)
 
+    def locate_stored_file(self, file: str) -> Path:
+        """The path of a file. Raises `LoadError` if it is missing."""
+        path = self.locate(file)
+        if path is None:
+            raise LoadError(f"{file} is missing, and the index in its folder names it; copy the whole model")
+        return path
+
     def read_into_module(
         self, module: nn.Module, dtype: torch.dtype, *, keep_fp32: Sequence[str] = (), part: SelectShard | None = None
     ) -> int:
@@ -109,18 +126,20 @@ class Checkpoint:
             names_by_file.setdefault(self.files[name], set()).add(name)
         bytes_read = 0
         for file in sorted(names_by_file):
-            path = self.locate(file)
-            if path is None:
-                raise LoadError(f"{file} is missing, and the index in its folder names it; copy the whole model")
+            path = self.locate_stored_file(file)
             for names in _batch_tensor_names(path, self.open_file, names_by_file[file]):
                 with self.open_file(path) as tensors:
                     for name in names:
-                        mapped = _map_own_parts(tensors.get_slice(name), name, shapes[name], part)
-                        bytes_read += sum(view.numel() * view.element_size() for view in mapped.views)
-                        own_dtype = _choose_tensor_dtype(name, mapped.views[0], dtype, keep_fp32)
-                        _store_tensor(module, name, mapped.copy_to_memory(own_dtype))
-                        # The mapping stays open as long as a view of it is left.
-                        del mapped
+                        stored = tensors.get_slice(name)
+                        _check_shape(stored.get_shape(), name, shapes[name])
+                        cut = None
+                        if part is not None:
+                            cut = part(name, shapes[name])
+                        tensor, num_bytes = _copy_own_part(stored, name, cut, dtype, keep_fp32)
+                        bytes_read += num_bytes
+                        _store_tensor(module, name, tensor)
+                        # The mapping stays open as long as something of it is left.
+                        del stored
                         env.report_progress()
         return bytes_read
 
@@ -177,15 +196,30 @@ def _batch_tensor_names(path: Path, open_file: OpenTensors, names: set[str]) -> 
         yield batch
 
 
-def _map_own_parts(stored: StoredTensor, name: str, shape: tuple[int, ...], part: SelectShard | None) -> _MappedParts:
-    stored_shape = tuple(stored.get_shape())
-    if stored_shape != shape:
+def _check_shape(stored_shape: Sequence[int], name: str, shape: tuple[int, ...]) -> None:
+    if tuple(stored_shape) != shape:
         raise LoadError(
             f"weight {name} has the shape {list(stored_shape)}, and the config in its folder says {list(shape)}"
         )
-    cut = None
-    if part is not None:
-        cut = part(name, shape)
+
+
+def _copy_own_part(
+    stored: StoredTensor | QuantizedTensor,
+    name: str,
+    cut: TensorCut | None,
+    dtype: torch.dtype,
+    keep_fp32: Sequence[str],
+) -> tuple[Tensor, int]:
+    """A rank's part of a tensor, and the bytes that were read for it."""
+    if isinstance(stored, QuantizedTensor):
+        tensor = stored.copy_share(cut, dtype)
+        return tensor, count_tensor_bytes(tensor)
+    mapped = _map_own_parts(stored, cut)
+    num_bytes = sum(view.numel() * view.element_size() for view in mapped.views)
+    return mapped.copy_to_memory(_choose_tensor_dtype(name, mapped.views[0], dtype, keep_fp32)), num_bytes
+
+
+def _map_own_parts(stored: StoredTensor, cut: TensorCut | None) -> _MappedParts:
     if cut is None:
         return _MappedParts([stored[...]], 0)
     whole = (slice(None),) * cut.dim

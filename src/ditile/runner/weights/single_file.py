@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import diffusers
@@ -41,6 +40,7 @@ from ditile.runner.model_files import (
     read_json_object,
 )
 from ditile.runner.weights.checkpoint import Checkpoint, OpenedTensors, OpenTensors, StoredTensor, open_tensors
+from ditile.runner.weights.prequantized import PrequantizedCheckpoint, StoredWeights
 
 if TYPE_CHECKING:
     from ditile.runner.weights.gguf_file import BlockFormat, GgufTensors
@@ -67,26 +67,6 @@ SCALED_BLOCK = 128
 """Rows and columns of the blocks of a weight whose numbers do not divide them evenly."""
 CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
 """What diffusers' functions raise for tensors of another model."""
-
-
-class StoredWeights(NamedTuple):
-    """How many numbers a transformer has, and how many bytes those take that stay quantized.
-
-    Attributes:
-        quantized, plain: numbers that stay quantized, and others, which are cast to the type of the run.
-        quantized_bytes: of the quantized ones.
-        formats: type of blocks -> how many numbers are stored so, and in how many weights.
-    """
-
-    quantized: int
-    plain: int
-    quantized_bytes: int
-    formats: Mapping[str, tuple[int, int]] = MappingProxyType({})
-
-    def count_bytes(self, numbers: float, element_size: int) -> int:
-        """The bytes of some of the numbers, as if all were alike."""
-        total = self.quantized_bytes + self.plain * element_size
-        return int(numbers * total / (self.quantized + self.plain))
 
 
 class _Operation(NamedTuple):
@@ -187,12 +167,14 @@ class SingleFile:
         tensors: name in the file -> its tensor, in the order of the file.
         open_file: opens it.
         gguf: the same tensors of a file of GGUF, whose weights may be quantized.
+        prequantized: the same of a file that a quantizer of diffusers wrote.
     """
 
     path: Path
     tensors: Mapping[str, FileTensor]
     open_file: OpenTensors
     gguf: GgufTensors | None = None
+    prequantized: PrequantizedCheckpoint | None = None
 
     @classmethod
     def read_header(cls, path: Path) -> SingleFile:
@@ -212,12 +194,16 @@ class SingleFile:
                 tensors[name] = FileTensor.from_shape(name, entry.shape, entry.stored_type, entry.block)
             return cls(path, tensors, lambda _: stored_tensors.open_mapping(), stored_tensors)
         with open_safetensors(path, "pt") as opened:
-            tensors = {}
-            for name in opened.offset_keys():
-                stored = opened.get_slice(name)
-                tensors[name] = FileTensor.from_shape(name, stored.get_shape(), stored.get_dtype())
+            stored_checkpoint = Checkpoint(dict.fromkeys(opened.keys(), path.name), lambda _: path)
+            prequantized = PrequantizedCheckpoint.recognize(stored_checkpoint, path)
+            open_file = open_tensors if prequantized is None else prequantized.open_file
+            with open_file(path) as grouped:
+                tensors = {}
+                for name in grouped.offset_keys():
+                    stored = grouped.get_slice(name)
+                    tensors[name] = FileTensor.from_shape(name, stored.get_shape(), stored.get_dtype())
             _check_format(path, "its header", (opened.metadata() or {}).get("_quantization_metadata", ""))
-            return cls(path, _attach_scales(path, tensors, opened), open_tensors)
+            return cls(path, _attach_scales(path, tensors, opened), open_file, prequantized=prequantized)
 
     @property
     def own_tensors(self) -> dict[str, FileTensor]:
@@ -254,6 +240,11 @@ class SingleFile:
         missing = model_tensors.keys() - tensors.keys()
         # Names of diffusers need no conversion; nor do those of which a few are missing.
         if len(missing) > MOST_MISSING * len(model_tensors):
+            if self.prequantized is not None:
+                raise LoadError(
+                    f"{self.path} has quantized weights under other names than diffusers', whose parts have none "
+                    "there; take a folder of diffusers, or a file of GGUF"
+                )
             tensors, unused = self._rename_tensors(model_class.__name__, values, tensors)
         self._check_tensors(model_class.__name__, tensors, model_tensors, unused)
         return tensors
@@ -312,7 +303,8 @@ class SingleFile:
         """Raises `LoadError` for integers in place of a weight: without their scales they mean nothing."""
         for stored in tensor.list_stored():
             # The types of a block are checked where the file is read.
-            if stored.block is None and stored.stored_type not in FLOATS + FP8:
+            is_packed = self.prequantized is not None and stored.stored_name in self.prequantized.library.parts
+            if stored.block is None and not is_packed and stored.stored_type not in FLOATS + FP8:
                 raise LoadError(
                     f"{self.path}: weight {name} is stored as {stored.stored_type}, and a model computes with floating "
                     "point numbers; take a file of those, or of GGUF"
@@ -356,8 +348,14 @@ class ConvertedFile:
             f"{file.path}: no config of a {model_class.__name__} is known; give --model FOLDER with one"
         )
 
-    def list_row_blocks(self) -> dict[str, RowBlocks]:
-        """The weights that stay quantized, and how each is stored."""
+    def list_row_blocks(self, size: int = 1) -> dict[str, RowBlocks]:
+        """The weights that stay quantized, and how each is cut for a tensor axis of a size.
+
+        Raises:
+            PlanError: if they are not cut.
+        """
+        if self.file.prequantized is not None:
+            return self.file.prequantized.list_row_blocks(self.tensors, size)
         row_blocks = {}
         # diffusers unpacks the weights of these modules.
         unpacked = set(self.model_class._keep_in_fp32_modules or ())
@@ -369,6 +367,8 @@ class ConvertedFile:
 
     def count_stored_weights(self) -> StoredWeights:
         """How much of the transformer is quantized, and stays so."""
+        if self.file.prequantized is not None:
+            return self.file.prequantized.count_stored_weights()
         quantized = 0
         plain = 0
         quantized_bytes = 0
@@ -391,6 +391,8 @@ class ConvertedFile:
         if self.file.gguf is not None:
             formats = {name: tensor.block for name, tensor in self.tensors.items()}
             quantized = self.file.gguf.replace_quantized_linears(model, formats, dtype)
+        if self.file.prequantized is not None:
+            return self.file.prequantized.build_checkpoint(model, dtype)
 
         @contextmanager
         def open_converted(path: Path) -> Iterator[OpenedTensors]:
@@ -447,7 +449,7 @@ class ConvertedTensor:
         return content[index]
 
     def read_stored(self, stored: FileTensor) -> Tensor:
-        return self.opened.get_slice(stored.stored_name)[...]
+        return self.opened.get_slice(stored.stored_name)[...]  # type: ignore[no-any-return]
 
     def _read_scales(self, stored: FileTensor) -> Tensor:
         if stored.scale is None:
