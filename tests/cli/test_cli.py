@@ -33,6 +33,7 @@ from tests import tiny
 from tests.zoo.methods import build_matrix
 
 ROOT = Path(__file__).parents[2]
+WEIGHTS = next((ASSETS / "shapes-pixart" / "transformer").glob("*.safetensors"))
 SMALL = ("--steps", "2", "--seed", "7", "--threads", "1")
 
 
@@ -193,6 +194,11 @@ def opened(path: str) -> Image.Image:
         (("models", "--all"), "--all is not known"),
         (("models", "flux.1-dve"), "no model or family has 'flux.1-dve' in its name; did you mean flux.1-dev?"),
         (("models", "!"), "no model or family has '!' in its name; "),
+        (("models", "no.gguf"), "'no.gguf' is no file; give a .safetensors or .gguf file"),
+        (("generate", "a", "--component", "vae="), "component='vae=' is not NAME=FILE; try vae=FILE"),
+        (("generate", "a", "--component", "a.gguf"), "is not NAME=FILE; try transformer=a.gguf"),
+        (("generate", "a", "--component", "vae=~/a.gguf"), f"vae='{Path.home() / 'a.gguf'}' is no file"),
+        (("generate", "a", "--component", f"transformer_2={WEIGHTS}", "--dry-run"), "has no transformer_2 for which"),
         (("models", "qwen", "--markdown"), "leave out --markdown"),
         (("models", "a", "foo"), "'foo' is one argument too many; see ditile models --help"),
         (("generate", "a", "--out", "{foo}.png"), "{foo} is no placeholder; there are {seed}, {index} and {model}"),

@@ -60,6 +60,12 @@ def test_what_is_said_of_a_file(flux: str, capsys: pytest.CaptureFixture[str]) -
     assert main.main(["models", flux]) == 0
     shown = capsys.readouterr().out
     assert "flux.1-dev" in shown and "BF16 100%" in shown and "--model FOLDER --transformer FILE" in shown
+    for name in ("text_encoder", "vae"):
+        (own,) = (ASSETS / "shapes-flux" / name).glob("*.safetensors")
+        assert main.main(["models", str(own)]) == 0
+        assert f"--model FOLDER --component {name}=FILE" in capsys.readouterr().out
+        assert main.main(["generate", "a", "--model", str(own), "--dry-run"]) == 2
+        assert f"has no transformer; give --model FOLDER --component {name}=" in capsys.readouterr().err
     assert main.main(["plan", "--model", flux, "--hardware", "l40-pcie", "--devices", "2"]) == 0
     assert "flux.1-dev" in capsys.readouterr().out
     assert main.main(["generate", "a", "--model", flux, "--pipefusion", "2", "--dry-run"]) == 0

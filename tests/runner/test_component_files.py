@@ -19,6 +19,7 @@ from ditile import LoadError, ModelError
 from ditile.plan.plan import Plan
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import load_component_file, load_partial_components
+from ditile.runner.model_files import find_model_source
 from tests import tiny
 from tests.pool import Pool
 from tests.rotation import rotate
@@ -215,18 +216,26 @@ def test_an_encoder_in_fp8_with_scales(saved: Path) -> None:
     ],
 )
 def test_files_that_do_not_fit_are_refused(saved: Path, name: str, file: str, message: str) -> None:
-    """A failure means random weights, or a traceback."""
+    """A failure means random weights, a traceback, or a dry run of what cannot be loaded."""
     files = {"text_encoder": "clip.safetensors", "text_encoder_2": "t5.safetensors", "vae": "vae.safetensors"}
     files |= {name: file}
+    files = {name: str(saved / file) for name, file in files.items()}
     with pytest.raises((LoadError, ModelError), match=message) as refused:
-        ditile.load(str(saved / "pipe"), components={name: str(saved / file) for name, file in files.items()})
+        ditile.load(str(saved / "pipe"), components=files)
     assert "\n" not in str(refused.value)
+    # As a dry run does, by the header.
+    with pytest.raises((LoadError, ModelError), match=message):
+        PlanSubject.from_configs(
+            "pipe", find_model_source(str(saved / "pipe"), weights=False, components=files), components=files
+        )
 
 
 def test_what_a_folder_lacks_is_named_with_how_to_give_it(saved: Path) -> None:
     """A failure means that nobody says what may be given in place of weights."""
     with pytest.raises(LoadError, match="no weights; .* or give --component text_encoder=FILE"):
         ditile.load(str(saved / "pipe"))
+    with pytest.raises(ModelError, match="vae=5 is no file"):
+        ditile.load(str(saved / "pipe"), components={"vae": 5})  # type: ignore[dict-item]
 
 
 def test_the_planner_counts_the_blocks_of_each_file(tmp_path: Path) -> None:

@@ -310,6 +310,10 @@ def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
     spoil, says = DAMAGES[damage]
     spoil(folder)
     assert says in message(folder)
+    if damage in ("integers", "scales"):
+        # Of a dry run too, which reads no weights.
+        with pytest.raises(LoadError, match="so its weights are quantized"):
+            find_model_source(str(folder), weights=False)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ditile.model.known import (
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import JsonObject
-from ditile.runner.model_files import check_model_file
+from ditile.runner.model_files import FORMATS, TRANSFORMER, check_model_file
 from ditile.runner.requests.options import ModelsOptions
 
 _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
@@ -35,7 +35,7 @@ def show_models(shown: ModelsOptions, console: Console) -> None:
         print(format_matrix_markdown(matrix, read_families()))
         return
     tables = build_matrix_tables(matrix)
-    if shown.name is not None and os.path.isfile(shown.name):
+    if shown.name is not None and (os.path.isfile(shown.name) or Path(shown.name).suffix in FORMATS):
         tables = [build_table_of_file(Path(shown.name))]
     elif shown.name is not None:
         tables = build_tables_of_name(matrix, shown.name)
@@ -139,30 +139,34 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
 
 
 def build_table_of_file(path: Path) -> Table:
-    """What is in a file with the weights of a transformer, and what it lacks.
+    """What is in a file with the weights of a component, and what a transformer's lacks.
 
     Raises:
-        DitileError: if it is none, or that of no published model.
+        DitileError: if it is none, or a transformer of no published model.
     """
-    check_model_file(path)
+    check_model_file(path, "name")
     from ditile.runner.requests.prepare import silence_libraries
 
     silence_libraries()
     from ditile.runner.weights.single_file import SingleFile, find_base_models
 
-    base, *others = find_base_models(path)
-    known = find_known_model(base)
-    assert known is not None
     file = SingleFile.read_header(path)
     numbers = file.count_types()
     types = [f"{name} {count / numbers.total():.0%}" for name, count in numbers.most_common()]
     table = Table("file", path.name)
+    table.add_row("size", f"{format_bytes(path.stat().st_size)}, {numbers.total() / 1e9:.2f} billion numbers")
+    table.add_row("types", ", ".join(types))
+    component = file.guess_component()
+    if component != TRANSFORMER:
+        table.add_row("component", f"{component}: --model FOLDER --component {component}=FILE")
+        return table
+    base, *others = find_base_models(path)
+    known = find_known_model(base)
+    assert known is not None
     table.add_row("transformer of", f"{known.name} ({known.hub_id})")
     if others:
         table.add_row("or of", f"{', '.join(others)} (the same shapes)")
     table.add_row("class", known.transformer)
-    table.add_row("size", f"{format_bytes(path.stat().st_size)}, {numbers.total() / 1e9:.2f} billion numbers")
-    table.add_row("types", ", ".join(types))
     table.add_row("lacks", "text encoders and VAE: --model FOLDER --transformer FILE, or --model FILE with those")
     table.add_row("", f"of {known.hub_id}")
     return table

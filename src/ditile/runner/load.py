@@ -423,14 +423,10 @@ def load_component_file(
         PlanError: if it cannot be cut as the plan says.
         LoadError: if the file is not whole, or does not fit the component.
     """
-    refuse_unknown_components(source, read_model_index(source), [name])
-    component = next(part for part in _list_components(source) if part.name == name)
-    model_class: Any = component.cls
-    if model_class is not None and issubclass(model_class, transformers.PreTrainedModel):
+    model_class = _find_file_class(source, name, file)
+    if issubclass(model_class, transformers.PreTrainedModel):
         return _load_encoder_file(source, name, model_class, file, _choose_placement(plan, rank), dtype)
-    if model_class is None or not issubclass(model_class, diffusers.ModelMixin):
-        raise ModelError(f"{name} of {source} is a {component.class_name}, which is not read from one file ({file})")
-    converted = match_component_file(source, name, model_class, file)
+    converted = _match_component_file(source, name, model_class, file)
     model = _build_empty_model(model_class, converted.config.parent, dtype)
 
     def build_checkpoint(model: Any) -> Checkpoint:
@@ -440,10 +436,31 @@ def load_component_file(
     return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype, row_blocks)
 
 
+def check_component_file(source: Path | str, name: str, file: str) -> ConvertedFile | None:
+    """Checks by its header what `load_component_file` would read, with the same errors.
+
+    Returns:
+        The tensors of the component; None if it is a model of transformers.
+    """
+    model_class = _find_file_class(source, name, file)
+    if not issubclass(model_class, transformers.PreTrainedModel):
+        return _match_component_file(source, name, model_class, file)
+    _load_encoder_file(source, name, model_class, file, EncoderPlacement.choose_placement(Plan(), 0), None)
+    return None
+
+
+def _find_file_class(source: Path | str, name: str, file: str) -> Any:
+    """The class of a component whose weights are in a file. Raises `ModelError` if it is no model."""
+    component = next(part for part in _list_components(source) if part.name == name)
+    if component.cls is None or not issubclass(component.cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
+        raise ModelError(f"{name} of {source} is a {component.class_name}, which is not read from one file ({file})")
+    return component.cls
+
+
 def _load_encoder_file(
-    source: Path | str, name: str, model_class: Any, file: str, placement: EncoderPlacement, dtype: torch.dtype
+    source: Path | str, name: str, model_class: Any, file: str, placement: EncoderPlacement, dtype: torch.dtype | None
 ) -> nn.Module:
-    """A rank's part of a text encoder, or of another model of transformers, with the weights of a file."""
+    """A rank's part of a model of transformers with the weights of a file; without a dtype on the meta device."""
     locate = _locate_component_files(source, name)
     path = _find_config(locate, name)
     if _is_quantized(path):
@@ -452,12 +469,16 @@ def _load_encoder_file(
     options: dict[str, Any] = {"config": config}
     if locate("generation_config.json") is not None:
         options["generation_config"] = transformers.GenerationConfig.from_pretrained(path.parent)
-    with open_encoder_file(Path(file), model_class, config) as weights:
+    with open_encoder_file(Path(file), model_class, config) as opened:
+        weights: dict[str, Any] = {**opened}
+        if dtype is None:
+            options["device_map"] = "meta"
+            weights = {key: torch.empty(tensor.shape, device="meta") for key, tensor in opened.items()}
         encoder: nn.Module = read_partial_encoder(model_class, file, placement, dtype, state_dict=weights, **options)
     return encoder
 
 
-def match_component_file(source: Path | str, name: str, model_class: Any, file: str) -> ConvertedFile:
+def _match_component_file(source: Path | str, name: str, model_class: Any, file: str) -> ConvertedFile:
     """The tensors of a file as those of a component, whose config in the pipeline may be that of another model.
 
     Raises:

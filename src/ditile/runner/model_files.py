@@ -24,6 +24,7 @@ from typing import Any
 from ditile.distributed import env, files
 from ditile.model.known import (
     ASSETS,
+    CONFIGS,
     find_component_folder,
     find_known_model,
     list_bundled_models,
@@ -125,7 +126,7 @@ def find_model_source(
     """
     files = components or {}
     for component, file in files.items():
-        check_model_file(Path(file), component)
+        check_model_file(file, component)
     source = _locate_model(name, weights=weights)
     if isinstance(source, str):
         try:
@@ -140,8 +141,9 @@ def find_model_source(
                 f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
                 f"and the VAE, are those of {source}: {error} that has them (--model FOLDER{flags})"
             ) from error
-    elif weights:
-        _check_pipeline_folder(source, variant, files)
+    # The package has configs of published models, and no index of their text encoders.
+    elif source.parent != CONFIGS:
+        _check_pipeline_folder(source, variant, files, weights=weights)
     return source
 
 
@@ -155,7 +157,7 @@ def collect_component_files(
         components: the same of any component, also as texts such as transformer_2=low.gguf.
 
     Raises:
-        ModelError: if a text has no name or no file, or a component has two files.
+        ModelError: if a text has no name or no file, or a component has two files or what is no name of one.
     """
     pairs: list[tuple[str, str]] = []
     if transformer is not None:
@@ -166,17 +168,23 @@ def collect_component_files(
         for text in components or ():
             name, _, file = text.partition("=")
             if not name.isidentifier() or not file:
-                raise ModelError(f"component={text!r} is not NAME=FILE; try transformer_2={file or text}")
+                own_name = name.strip()
+                if not own_name.isidentifier():
+                    own_name, file = TRANSFORMER, file or own_name
+                raise ModelError(f"component={text!r} is not NAME=FILE; try {own_name}={file or 'FILE'}")
             pairs.append((name, file))
     files: dict[str, str] = {}
     for name, file in pairs:
         if name in files:
             raise ModelError(f"{name} has two files, {files[name]!r} and {file!r}; give one of them")
-        files[name] = file
+        if not isinstance(file, str | Path):
+            raise ModelError(f"{name}={file!r} is no file; give a .safetensors or .gguf file")
+        # The shell does not, after the name of a component.
+        files[name] = os.path.expanduser(file)
     return files
 
 
-def check_model_file(path: Path, component: str = TRANSFORMER) -> str:
+def check_model_file(file: Path | str, component: str = TRANSFORMER) -> str:
     """The format of a file of weights, by its ending and its content.
 
     Raises:
@@ -184,8 +192,9 @@ def check_model_file(path: Path, component: str = TRANSFORMER) -> str:
         LoadError: if it is of another format than its ending says, a pickle, or cut short; or if the name of a
             tensor cannot be printed.
     """
-    if not os.path.isfile(path):
-        raise ModelError(f"{component}={str(path)!r} is no file; give a .safetensors or .gguf file")
+    if not os.path.isfile(file):
+        raise ModelError(f"{component}={str(file)!r} is no file; give a .safetensors or .gguf file")
+    path = Path(file)
     if path.suffix in PICKLES:
         raise LoadError(f"{path} is a pickle, which can run code when it is read; take a .safetensors or .gguf file")
     if path.suffix not in FORMATS:
@@ -335,17 +344,21 @@ def refuse_unknown_components(source: Path | str, index: Mapping[str, Any], name
             raise ModelError(f"{source} has no {name} for which a file could be; it has {', '.join(known)}")
 
 
-def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[str]) -> None:
-    """Raises `LoadError` unless all weights but those of some components are there, and whole by their headers."""
+def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[str], *, weights: bool) -> None:
+    """Raises `LoadError` for weights that are not whole by their headers or, if `weights` are read, missing."""
     index = read_json_object(find_index_file(folder) or folder)
     refuse_unknown_components(folder, index, apart)
     for name, (library, _) in list_own_components(folder, index):
         if name in apart:
             continue
+        component_folder = find_component_folder(folder, name)
+        if not weights:
+            if (component_folder / "config.json").exists():
+                check_stored_types(component_folder, variant)
         # An optional component that the pipeline lacks has no library.
-        if library is not None:
+        elif library is not None:
             or_give = f", or give --component {name}=FILE"
-            _check_component(find_component_folder(folder, name), variant, or_give)
+            _check_component(component_folder, variant, or_give)
 
 
 def check_model_folder(folder: Path) -> None:

@@ -136,7 +136,7 @@ def read_partial_encoder(
     kind: type[Any],
     source: str,
     place: EncoderPlacement,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     **options: Any,
 ) -> Any:
     """A text encoder of which only this rank's part is read from its checkpoint, on the CPU.

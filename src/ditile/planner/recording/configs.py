@@ -26,13 +26,14 @@ from ditile.planner.recording.recorded import (
     load_component_config,
     read_prompt_table,
 )
-from ditile.runner.load import count_quantized_components, match_component_file, read_model_index
+from ditile.runner.load import check_component_file, count_quantized_components, read_model_index
 from ditile.runner.model_files import (
     DENOISERS,
     MODULAR_MARK,
     check_config_counts,
     list_own_components,
     read_json_object,
+    refuse_unknown_components,
 )
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.weights.prequantized import StoredWeights
@@ -99,10 +100,13 @@ class PipelineConfigs:
                 raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
             kind = getattr(diffusers, name)
             stored |= count_quantized_components(source, files)
-            for component in files.keys() & set(DENOISERS):
-                converted = match_component_file(source, component, kind, files[component])
-                transformer = read_json_object(converted.config)
-                stored[component] = converted.count_stored_weights()
+            encoders = _list_unlisted_encoders(pipeline, index)
+            refuse_unknown_components(source, read_model_index(source) | encoders, files)
+            for component in files.keys() - encoders.keys():
+                converted = check_component_file(source, component, files[component])
+                if converted is not None and component in DENOISERS:
+                    transformer = read_json_object(converted.config)
+                    stored[component] = converted.count_stored_weights()
             if "transformer" not in files:
                 transformer = load_component_config(kind, places.get("transformer", source), "transformer")
             vae = load_component_config(diffusers.AutoencoderKL, places.get("vae", source), "vae")
@@ -149,16 +153,10 @@ class PipelineConfigs:
 
         Where the index does not name them, as in the configs that come with this package, the pipeline's own code does.
         """
-        parameters = inspect.signature(self.pipeline.__init__).parameters
-        classes = [getattr(transformers, name, None) for name in self._encoder_names.values()]
-        for name in TEXT:
-            # The index of configs that come with this package has no text encoders.
-            if name in parameters and name not in self.index:
-                annotation = parameters[name].annotation
-                # It may be a union of several classes.
-                class_name = getattr(annotation, "__name__", str(annotation))
-                classes.append(getattr(transformers, class_name, None))
-        return tuple(classes)
+        names = [*self._encoder_names.values()]
+        for _, name in _list_unlisted_encoders(self.pipeline, self.index).values():
+            names.append(name)
+        return tuple(getattr(transformers, name, None) for name in names)
 
     def build_transformer(self) -> nn.Module:
         """The transformer without weights."""
@@ -202,6 +200,18 @@ class PipelineConfigs:
         with init_on_meta_device():
             coder = _count_module_parameters(self.coder.from_config(self.vae))
         return OtherParts(text, coder, tuple(uncounted))
+
+
+def _list_unlisted_encoders(pipeline: Any, index: JsonObject) -> dict[str, list[str]]:
+    """The text encoders of a class that an index does not list: those of configs that come with this package."""
+    parameters = inspect.signature(pipeline.__init__).parameters
+    encoders = {}
+    for name in TEXT:
+        if name in parameters and name not in index:
+            annotation = parameters[name].annotation
+            # It may be a union of several classes.
+            encoders[name] = ["transformers", getattr(annotation, "__name__", str(annotation))]
+    return encoders
 
 
 def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObject, dict[str, Path | str]]:

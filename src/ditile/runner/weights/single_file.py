@@ -33,6 +33,7 @@ from ditile.runner.model_files import (
     FP8,
     GGUF,
     SCALES,
+    TRANSFORMER,
     check_config_counts,
     check_model_file,
     join_error_lines,
@@ -65,6 +66,11 @@ FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 """How ComfyUI's words begin for formats of fp8 with scales."""
 SCALED_BLOCK = 128
 """Rows and columns of the blocks of a weight whose numbers do not divide them evenly."""
+COMPONENT_NAMES = {
+    "text_encoder": r"(.*\.)?(shared|embed_tokens|token_embedding|token_embd)\.weight",
+    "vae": r"((first_stage_model|vae)\.)?decoder\..*",
+}
+"""Component -> names of tensors that it has, in files of any origin, and that no transformer has."""
 CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
 """What diffusers' functions raise for tensors of another model."""
 
@@ -213,6 +219,13 @@ class SingleFile:
             if names:
                 return {name.removeprefix(prefix): self.tensors[name] for name in names}
         return dict(self.tensors)
+
+    def guess_component(self) -> str:
+        """The component that a file is of, by the names of its tensors."""
+        for component, pattern in COMPONENT_NAMES.items():
+            if any(re.fullmatch(pattern, name) for name in self.own_tensors):
+                return component
+        return TRANSFORMER
 
     def count_types(self) -> Counter[str]:
         """Type of numbers -> how many of them the transformer has."""
@@ -530,6 +543,9 @@ def find_base_models(path: Path) -> list[str]:
         LoadError: if it is not known.
     """
     file = SingleFile.read_header(path)
+    component = file.guess_component()
+    if component != TRANSFORMER:
+        raise LoadError(f"{path} has no transformer; give --model FOLDER --component {component}={path}")
     hub_id = _infer_hub_id(file)
     models = [model for model in list_known_models() if model.hub_id is not None]
     inferred = None
