@@ -221,7 +221,8 @@ def _load_clip_metric(name: str) -> Metric:
         raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {reason}") from error
     length = model.config.text_config.max_position_embeddings
 
-    def prepare_inputs(text: list[str] | None, images: list[Tensor] | None = None, **_: Any) -> Any:
+    # torchmetrics gives one of the two.
+    def prepare_inputs(text: list[str] | None = None, images: list[Tensor] | None = None, **_: Any) -> Any:
         if text is not None:
             return tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
         return processor(images=images, return_tensors="pt")
