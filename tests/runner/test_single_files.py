@@ -300,6 +300,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(fp8, folder / "fp8.safetensors")
     save_file(fp8 | {"proj_out.scale_of_weight": torch.ones(())}, folder / "unknown.safetensors")
     save_file(fp8 | {"proj_out.weight_scale": torch.ones(7)}, folder / "seven.safetensors")
+    save_file(fp8 | {"proj_out.weight_scale": torch.ones(0)}, folder / "no-scale.safetensors")
+    save_file(fp8 | {"proj_out.weight_scale": torch.tensor(float("nan"))}, folder / "nan.safetensors")
+    both = {"proj_out.scale_weight": torch.ones(()), "proj_out.weight_scale": torch.ones(())}
+    save_file(fp8 | both, folder / "both.safetensors")
     save_file(fp8 | {"proj_out.weight_scale": torch.ones(16).byte()}, folder / "mx.safetensors")
     word = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
     save_file(fp8 | {"proj_out.comfy_quant": word}, folder / "nvfp4.safetensors")
@@ -368,7 +372,10 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("scaled.safetensors", "does not take, such as proj_out.scale_weight"),
         ("unknown.safetensors", "does not take, such as proj_out.scale_of_weight"),
         ("seven.safetensors", r"proj_out.weight_scale of the shape \[7\] is no scale of proj_out.weight"),
-        ("mx.safetensors", "does not take, such as proj_out.weight_scale"),
+        ("no-scale.safetensors", r"proj_out.weight_scale of the shape \[0\] is no scale of proj_out.weight"),
+        ("nan.safetensors", "proj_out.weight_scale has numbers that are no scales"),
+        ("both.safetensors", "proj_out.weight has a second scale, proj_out"),
+        ("mx.safetensors", r"does not take, such as proj_out.weight_scale \(U8\)"),
         ("nvfp4.safetensors", "proj_out.comfy_quant says that weights are stored as 'nvfp4'"),
         ("turned.safetensors", "its header says that weights are stored as 'convrot'"),
         ("integers.safetensors", "weight proj_out.weight is stored as I8"),

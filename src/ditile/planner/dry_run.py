@@ -113,7 +113,7 @@ def _describe_components(options: GenerateOptions, subject: PlanSubject) -> str:
             file = options.components[name]
             line = f"{name}: {file}, {format_bytes(Path(file).stat().st_size)}"
         stored = subject.stored.get(name)
-        if stored is not None:
+        if stored is not None and stored.quantized:
             share = stored.quantized / (stored.quantized + stored.plain)
             line += f", {share:.0%} of its numbers stay quantized"
         lines.append(f"{line}\n")

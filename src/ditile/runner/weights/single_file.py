@@ -277,7 +277,10 @@ class SingleFile:
             raise LoadError(f"{self.path} lacks the weight {error} of a {class_name}") from error
         except CONVERSION_ERRORS as error:
             reason = join_error_lines(error)
-            raise LoadError(f"{self.path} does not have the weights of a {class_name} ({reason})") from error
+            raise LoadError(
+                f"{self.path} does not have the weights of a {class_name}: it has {len(tensors)} tensor(s), such as "
+                f"{min(tensors, default='none')} ({reason})"
+            ) from error
         used: set[str] = set()
         for tensor in renamed.values():
             used.update(stored.stored_name for stored in tensor.list_stored())
@@ -299,8 +302,13 @@ class SingleFile:
         # Such as the scales of weights in fp8, without which the weights mean nothing.
         unknown = unused | (tensors.keys() - model_tensors.keys())
         if unknown:
+            example = min(unknown)
+            stored_type = ""
+            if example in self.own_tensors:
+                stored_type = f" ({self.own_tensors[example].stored_type})"
             raise LoadError(
-                f"{self.path} has {len(unknown)} tensor(s) that a {class_name} does not take, such as {min(unknown)}"
+                f"{self.path} has {len(unknown)} tensor(s) that a {class_name} does not take, such as "
+                f"{example}{stored_type}"
             )
         for name, model_tensor in model_tensors.items():
             shape = tuple(model_tensor.shape)
@@ -474,7 +482,8 @@ def _attach_scales(path: Path, tensors: Mapping[str, FileTensor], opened: Opened
     """The tensors of an open file without the scales of its weights in fp8, which have them then.
 
     Raises:
-        LoadError: if a weight has two scales, or one of another shape, or is stored in another way.
+        LoadError: if a weight has two scales, one of another shape or of which no number can be multiplied, or is
+            stored in another way.
     """
     others = {}
     for name, tensor in tensors.items():
@@ -482,8 +491,13 @@ def _attach_scales(path: Path, tensors: Mapping[str, FileTensor], opened: Opened
         weight = tensors.get(f"{module}.weight")
         is_fp8 = weight is not None and weight.stored_type in FP8
         if leaf in SCALES and tensor.stored_type in FLOATS and weight is not None and is_fp8:
+            if weight.scale is not None:
+                raise LoadError(f"{path}: {module}.weight has a second scale, {name}; a weight has one")
+            values = opened.get_slice(name)[...].float()
+            if not values.isfinite().all() or (values < 0).any():
+                raise LoadError(f"{path}: {name} has numbers that are no scales: negative, infinite or NaN")
             scale = _spread_scale(tensor, weight.shape)
-            if scale is None or weight.scale is not None:
+            if scale is None:
                 raise LoadError(
                     f"{path}: {name} of the shape {list(tensor.shape)} is no scale of {module}.weight, which has the "
                     f"shape {list(weight.shape)}; one for it, for each of its rows or for blocks of it would be"
@@ -506,7 +520,7 @@ def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
     counts = list(scale.shape)
     while counts and counts[-1] == 1:
         counts.pop()
-    if len(counts) > len(shape):
+    if len(counts) > len(shape) or 0 in counts:
         return None
     counts += [1] * (len(shape) - len(counts))
     spread = scale.reshape(counts)
@@ -515,7 +529,7 @@ def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
             continue
         block = SCALED_BLOCK
         if count != -(-size // block):
-            block, rest = divmod(size, max(count, 1))
+            block, rest = divmod(size, count)
             if rest or not block:
                 return None
         spread = spread.repeat_interleave(block, dim).narrow(dim, 0, size)
