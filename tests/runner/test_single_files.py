@@ -292,8 +292,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "renamed.safetensors").write_bytes(b"GGUF" + cut)
     torch.save(weights, folder / "pickle.safetensors")
     torch.save(weights, folder / "pickle.ckpt")
-    lacking = dict(weights)
-    del lacking["proj_out.weight"]
+    lacking = {name: tensor for name, tensor in weights.items() if name != "proj_out.weight"}
     save_file(lacking, folder / "lacking.safetensors")
     save_file(weights | {"proj_out.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
     fp8 = weights | {"proj_out.weight": weights["proj_out.weight"].to(torch.float8_e4m3fn)}

@@ -250,11 +250,7 @@ class PrequantizedCheckpoint:
                 del files[name]
         return files
 
-    def list_row_blocks(
-        self,
-        tensors: Mapping[str, Tensor],
-        size: int,
-    ) -> dict[str, RowBlocks]:
+    def list_row_blocks(self, tensors: Mapping[str, Tensor], size: int) -> dict[str, RowBlocks]:
         """How weights, which are among tensors of the model's shapes, are cut for a tensor axis of a size.
 
         Raises:
@@ -288,18 +284,9 @@ class PrequantizedCheckpoint:
                         quantized_bytes += stored.count_bytes()
                     else:
                         plain += numbers
-        return StoredWeights(
-            quantized,
-            plain,
-            quantized_bytes,
-        )
+        return StoredWeights(quantized, plain, quantized_bytes)
 
-    def build_checkpoint(
-        self,
-        model: Any,
-        dtype: torch.dtype,
-        config: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
+    def build_checkpoint(self, model: Any, dtype: torch.dtype, config: Mapping[str, Any] | None = None) -> Checkpoint:
         """The checkpoint of a model without weights, which is made to take quantized ones, as diffusers does it.
 
         Args:

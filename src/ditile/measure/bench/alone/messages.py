@@ -115,7 +115,7 @@ class LoneMessages:
         """This rank's place in a group."""
         return self._select_group(group).rank()
 
-    def get_backend_config(self, group: Any) -> str:
+    def get_backend_config(self, group: Any = None) -> str:
         """The backends that a group would have."""
         return self._select_group(group).backend
 
