@@ -255,6 +255,12 @@ def test_weights_of_gguf_are_unpacked_in_each_call(text: str) -> None:
     away = flux.make_plan_job(dataclasses.replace(plan, offload="blocks"), job.shape)
     ways = [OpPricer(ops._basis, away, CacheSkips())._get_offload_seconds(0) for ops in (plain, unpacking)]
     assert ways[1] / ways[0] == pytest.approx(34 / 32 / 2)
+    # Of two transformers in turns, whichever has the file, half of the calls unpack.
+    for name in ("transformer", "transformer_2"):
+        turns = dataclasses.replace(flux, stored={name: stored}, models=2)
+        half = OpPricer(make_pricer(turns, asked, profile), job, CacheSkips())
+        added = half.compute_stage_load(half._places[0], micro, op).device - loads[0].device
+        assert added == pytest.approx(seconds / plan.tensor / 2)
 
 
 EVERY_OTHER = CacheSkips(steps=frozenset(range(0, 8, 2)), first=0)

@@ -285,7 +285,7 @@ def test_two_transformers_are_there_twice(saved: Any) -> None:
 @pytest.mark.parametrize("offload", ["", " offload=blocks"])
 def test_a_file_has_the_first_of_two_transformers(saved: Any, offload: str) -> None:
     """A failure means that the weights of the other one, which are not quantized, are foretold as if they were."""
-    stored = StoredWeights(quantized=1000, plain=0, quantized_bytes=500)
+    stored = {"transformer": StoredWeights(quantized=1000, plain=0, quantized_bytes=500)}
     both = PlanSubject.from_configs("both", saved("wan-2.2")[1])
     alone = PlanSubject.from_configs("alone", saved("wan-2.1")[1])
     shape = make_tiny_shape(both, "wan-2.2")

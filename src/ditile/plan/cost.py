@@ -179,14 +179,12 @@ class PlannedCall:
     def locate_rank(self, rank: int) -> RankCoordinates:
         """The place of a rank."""
         place = compute_coordinates(self.plan, rank)
-        # A plan has only one of the two.
-        outer = place["ring"] + place["distrifusion"]
         return RankCoordinates(
             data=place["data"],
             cfg=place["cfg"],
             stage=place["pipefusion"],
-            rank=outer * self.plan.ulysses + place["ulysses"],
-            outer=outer,
+            rank=self.plan.find_token_place(place),
+            outer=max(place["ring"], place["distrifusion"]),
             ulysses=place["ulysses"],
             tensor=place["tensor"],
         )

@@ -58,8 +58,8 @@ Scale = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_split_at_commas)]
 Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_at_commas)]
-# Sums of them stay finite, and shares of a run exact.
-Speed = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+# Sums of them stay finite, shares of a run exact, and products of three above 0.
+Speed = Annotated[float, Field(ge=1e-9, le=1e9, allow_inf_nan=False)]
 Speeds = Annotated[tuple[Speed, ...], BeforeValidator(_split_at_commas)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -372,6 +372,11 @@ class Plan:
         """The number of ranks that split the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses
 
+    def find_token_place(self, coordinates: Mapping[str, int]) -> int:
+        """The place, by the coordinates of a rank, among the ranks that split tokens."""
+        # A plan has only one of ring and distrifusion.
+        return (coordinates["ring"] + coordinates["distrifusion"]) * self.ulysses + coordinates["ulysses"]
+
     @property
     def head_weights(self) -> tuple[float, ...] | None:
         """Speed of each rank along ulysses, which splits the heads; None if its shares are equal."""
@@ -395,9 +400,7 @@ class Plan:
             if self.stage_weights is not None:
                 weight *= self.stage_weights[place["pipefusion"]]
             if self.token_weights is not None:
-                # A plan has only one of ring and distrifusion.
-                outer = place["ring"] + place["distrifusion"]
-                weight *= self.token_weights[outer * self.ulysses + place["ulysses"]]
+                weight *= self.token_weights[self.find_token_place(place)]
             if self.tensor_weights is not None:
                 weight *= self.tensor_weights[place["tensor"]]
             weights.append(weight)

@@ -58,8 +58,7 @@ def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
     places = []
     for rank in range(plan.world):
         place = compute_coordinates(plan, rank)
-        # A plan has only one of ring and distrifusion.
-        token_place = (place["ring"] + place["distrifusion"]) * plan.ulysses + place["ulysses"]
+        token_place = plan.find_token_place(place)
         places.append((place["pipefusion"], token_place, place["tensor"]))
         token_speeds[token_place] += speeds[rank]
         tensor_speeds[place["tensor"]] += speeds[rank]

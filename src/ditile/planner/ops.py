@@ -102,7 +102,7 @@ class MachineWork:
         text_tokens: tokens of text that cross attention sees, which are not in the sequence.
         host: ranks on each host; None if all are on one host.
         records: whether calls are recorded, and played in later steps, where a plan and a machine allow it.
-        stored: what the weights are in a file of their own, if they are in one.
+        stored: what the weights are in files of their own, if some are; two transformers in turns count as their mean.
     """
 
     transformer_work: TransformerWork

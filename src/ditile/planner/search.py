@@ -42,7 +42,6 @@ from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from ditile.planner.subject import PlanSubject
-from ditile.runner.model_files import DENOISERS
 
 MOST_PATCHES = 32
 FACTORS = (1, 2, 4)
@@ -728,7 +727,7 @@ def make_pricer(
         records: see `MachineWork`.
     """
     text_tokens = subject.count_text_tokens(call)
-    return Pricer(subject.transformer_work, profile, text_tokens, host, records, subject.stored.get(DENOISERS[0]))
+    return Pricer(subject.transformer_work, profile, text_tokens, host, records, subject.join_stored_weights())
 
 
 def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) -> Iterator[Plan]:

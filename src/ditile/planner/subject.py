@@ -476,6 +476,25 @@ class PlanSubject:
             return int(numbers * element_size)
         return stored.count_bytes(numbers, element_size)
 
+    def join_stored_weights(self) -> StoredWeights | None:
+        """What the weights of all transformers together are; None if none are in a file of their own."""
+        if not self.stored:
+            return None
+        numbers = self.parameter_counts.shared + sum(self.parameter_counts.blocks)
+        plain = StoredWeights(quantized=0, plain=numbers, quantized_bytes=0)
+        parts = [self.stored.get(name, plain) for name in DENOISERS[: self.models]]
+        formats: dict[str, tuple[int, int]] = {}
+        for part in parts:
+            for name, counts in part.formats.items():
+                before = formats.get(name, (0, 0))
+                formats[name] = before[0] + counts[0], before[1] + counts[1]
+        return StoredWeights(
+            quantized=sum(part.quantized for part in parts),
+            plain=sum(part.plain for part in parts),
+            quantized_bytes=sum(part.quantized_bytes for part in parts),
+            formats=formats,
+        )
+
     @property
     def makes_videos(self) -> bool:
         """Whether a call has frames."""

@@ -55,11 +55,11 @@ def test_tiles_of_several_ranks_are_the_tiled_call(num_ranks: int, monkeypatch: 
         return code_tile(self, *args, **kwargs)
 
     monkeypatch.setattr(SharedCoder, "code_tile", code_and_count)
-    drawn = simulate_ranks(vae, install, num_ranks, lambda mine: mine.decode(latents, return_dict=False)[0])
+    drawn = simulate_ranks(vae, install, (1.0,) * num_ranks, lambda mine: mine.decode(latents, return_dict=False)[0])
     tiles = len(coded)
     assert tiles == 12 and max(map(coded.count, range(num_ranks))) == -(-tiles // num_ranks)
     assert all(torch.equal(one, picture) for one in drawn)
-    found = simulate_ranks(vae, install, num_ranks, lambda mine: mine.encode(picture, return_dict=False)[0])
+    found = simulate_ranks(vae, install, (1.0,) * num_ranks, lambda mine: mine.encode(picture, return_dict=False)[0])
     assert all(torch.equal(one, again) for one in found)
 
 

@@ -181,7 +181,7 @@ def normed(height: int) -> list[float]:
     norm: Any = tiny.randomise(nn.GroupNorm(4, 8))
     wanted = norm(x)
     exact = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double())
-    strip = Strip(GroupLinks(axis(), Traffic()))
+    strip = Strip(GroupLinks(axis(), Traffic()), (1.0,) * axis().num_ranks)
     own = strip.select_own_rows(x)
     results = strip.gather_image(normalize_strip(norm, own, strip))
     parts = strip.start_strip_gather(

@@ -104,7 +104,7 @@ def test_rows_are_the_whole(name: str) -> None:
     ]  # fmt: skip
     for weights in ((1.0, 1.0), (4.0, 1.0), (1.0, 5.0, 2.0)):
         for call, want in calls:
-            results = simulate_ranks(vae, install_row_forwards, len(weights), call, weights)
+            results = simulate_ranks(vae, install_row_forwards, weights, call)
             assert max(distance(got, want) for got in results) < BOUND
 
 
@@ -137,7 +137,7 @@ def test_more_ranks_than_rows(name: str) -> None:
     vae = make(name)
     latents = make_latents(vae, 2)
     picture = decode(vae, latents)
-    for got in simulate_ranks(vae, install_row_forwards, 3, lambda mine: decode(mine, latents)):
+    for got in simulate_ranks(vae, install_row_forwards, (1.0,) * 3, lambda mine: decode(mine, latents)):
         assert distance(got, picture) < BOUND
 
 

@@ -239,14 +239,12 @@ class Strip:
         block_size: output rows that a convolution makes at a time; None for all.
 
     Args:
-        weights: the share of each rank, in any unit; equal by default.
+        weights: the share of each rank, in any unit.
     """
 
-    def __init__(
-        self, links: RowLinks, block_size: int | None = None, weights: tuple[float, ...] | None = None
-    ) -> None:
-        self._weights = weights or (1.0,) * links.num_ranks
-        self.rows = ImageRows.split_by_weights(0, self._weights)
+    def __init__(self, links: RowLinks, weights: tuple[float, ...], block_size: int | None = None) -> None:
+        self._weights = weights
+        self.rows = ImageRows.split_by_weights(0, weights)
         self.block_size = block_size
         self._links = links
         self._rank = links.index

@@ -85,7 +85,7 @@ class ParallelVAE:
         self.traffic = traffic
         self.block_size = block_size
         self.gather = gather
-        self.weights = weights
+        self.weights = weights or (1.0,) * axis.num_ranks
         check_vae_divisible(vae)
 
     @contextmanager
@@ -101,7 +101,7 @@ class ParallelVAE:
             if explain_rows_refusal(self.vae) is not None:
                 install_tile_forwards(stack, self.vae, GroupLinks(self.axis, self.traffic))
             elif self.axis.num_ranks > 1 or self.block_size is not None:
-                strip = Strip(GroupLinks(self.axis, self.traffic), self.block_size, self.weights)
+                strip = Strip(GroupLinks(self.axis, self.traffic), self.weights, self.block_size)
                 install_row_forwards(stack, self.vae, strip, first=self.gather == "first")
             yield
 

@@ -14,7 +14,7 @@ from ditile.parallel.thread_ranks import ThreadRank, run_thread_ranks
 from ditile.parallel.vae.halo import Strip
 from ditile.plan.errors import ModelError
 
-RANKS = 2
+WEIGHTS = (1.0, 1.0)
 ROWS = 5
 """Rows of the latents that are decoded; the ranks do not divide them."""
 COLUMNS = 4
@@ -56,7 +56,7 @@ def prove_rows(vae: Any, install: Install) -> None:
 
 def _compare(vae: Any, install: Install, name: str, call: Callable[[Any], Tensor], expected: Tensor) -> None:
     """Raises `ModelError` if a rank that has a part of the rows makes something else of a call than the whole does."""
-    for result in simulate_ranks(vae, install, RANKS, call):
+    for result in simulate_ranks(vae, install, WEIGHTS, call):
         difference = float((result - expected).abs().max() / expected.abs().max())
         # Written so that NaN is refused too.
         if not difference <= TOLERANCE:
@@ -69,16 +69,14 @@ def _compare(vae: Any, install: Install, name: str, call: Callable[[Any], Tensor
 def simulate_ranks(
     vae: Any,
     install: Install,
-    num_ranks: int,
+    weights: tuple[float, ...],
     call: Callable[[Any], Tensor],
-    weights: tuple[float, ...] | None = None,
 ) -> list[Tensor]:
     """What each of several ranks makes in a call of its copy of an autoencoder, which shares the weights.
 
     Args:
         vae, install, call: see `prove_rows`.
-        num_ranks: how many.
-        weights: the share of each rank; equal by default.
+        weights: the share of each rank, in any unit.
 
     Raises:
         ModelError: what a rank runs into.
@@ -87,11 +85,11 @@ def simulate_ranks(
     def run(rank: ThreadRank) -> Tensor:
         divided = copy.deepcopy(vae, memo={id(p): p for p in vae.parameters()})
         with torch.no_grad(), ExitStack() as stack:
-            install(stack, divided, Strip(rank, weights=weights))
+            install(stack, divided, Strip(rank, weights))
             return call(divided)
 
     try:
-        return run_thread_ranks(num_ranks, run)
+        return run_thread_ranks(len(weights), run)
     except ModelError:
         raise
     except Exception as error:

@@ -102,7 +102,8 @@ class PipelineConfigs:
             stored |= count_quantized_components(source, files)
             encoders = _list_unlisted_encoders(pipeline, index)
             refuse_unknown_components(source, read_model_index(source) | encoders, files)
-            for component in files.keys() - encoders.keys():
+            # Of two transformers the config of the first one counts, which comes last.
+            for component in sorted(files.keys() - encoders.keys(), reverse=True):
                 converted = check_component_file(source, component, files[component])
                 if converted is not None and component in DENOISERS:
                     transformer = read_json_object(converted.config)
