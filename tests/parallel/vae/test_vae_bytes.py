@@ -32,7 +32,7 @@ def test_bytes_are_the_formula(pool: Pool, ranks: int) -> None:
     row = 180 + 2 * 112 + 4 * 64 + 8 * 32  # channels of the inputs of all convolutions, by width: 4, 8, 16, 16 of them
     for rank, (size, calls) in enumerate(pool.run(sent, ranks)):
         neighbours = (rank > 0) + (rank < ranks - 1)
-        rows = HEIGHT * (rank + 1) // ranks - HEIGHT * rank // ranks
+        rows = round(HEIGHT * (rank + 1) / ranks) - round(HEIGHT * rank / ranks)
         halos = neighbours * row * WIDTH
         to_each = norms * 3 * 4 + rows * WIDTH * 2 * 16 + 3 * 8 * rows * 8 * WIDTH  # statistics, keys, the picture
         assert size == {"vae": BATCH * FLOAT * (halos + (ranks - 1) * to_each)}
