@@ -162,7 +162,7 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
         if starter == "torchrun":
             join_process_group(env.Torchrun(number, len(ranks), local_rank), 90)
         else:
-            join_launched(env.RankPlace(number, len(ranks), number, len(ranks), 1), str(tmp_path))
+            join_launched(env.RankPlace(number, len(ranks), number, len(ranks), 1), str(tmp_path), None)
 
     # The descriptors of a process are those of all its threads.
     monkeypatch.setattr(env, "redirect_native_stdout", nullcontext)

@@ -10,7 +10,7 @@ import pkgutil
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ditile.model.known import ASSETS, find_known_model, list_bundled_models
 from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.runner.load import _check_fetched_types, load, load_partial_components
-from ditile.runner.model_files import check_weight_source, defaults, find_model_source
+from ditile.runner.model_files import check_hub_access, check_weight_source, defaults, find_model_source
 from tests import tiny
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -187,9 +187,16 @@ def test_what_is_no_pipeline(call: Any, pipe: Any) -> None:
         call(pipe)
 
 
-def test_a_hub_id_that_cannot_be_had_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The hub's cache for this test; what it had there is not remembered for others."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    check_hub_access.cache_clear()
+
+
+def test_a_hub_id_that_cannot_be_had_is_refused_at_once(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, and where nothing answers. A failure means a minute of tries before a user hears of it."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert "'someone/something' is not in the hub's cache" in message("someone/something")
     assert "HF_HUB_OFFLINE is set" in message("flux.1-dev")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -197,7 +204,7 @@ def test_a_hub_id_that_cannot_be_had_is_refused_at_once(tmp_path: Path, monkeypa
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
     assert f"the network does not reach {address}" in message("black-forest-labs/FLUX.1-dev")
-    snapshot = tmp_path / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0"
+    snapshot = hub_cache / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0"
     snapshot.mkdir(parents=True)
     (snapshot / "model_index.json").touch()
     assert find_model_source("flux.1-dev") == "black-forest-labs/FLUX.1-dev"
@@ -233,10 +240,9 @@ def write_quantized(folder: Path, dtype: torch.dtype, **scales: torch.Tensor) ->
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
-def test_types_of_the_hub_are_those_of_a_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_of_the_hub_are_those_of_a_folder(folder: Path, hub_cache: Path) -> None:
     """A failure means that integers of the hub are cast, where diffusers does not know their scales."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    repository = tmp_path / "cache" / "models--owner--model"
+    repository = hub_cache / "models--owner--model"
     snapshot = shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)

@@ -12,7 +12,7 @@ from diffusers.callbacks import SD3CFGCutoffCallback
 from ditile.model.loop_source import find_timed_guidance
 from ditile.model.pipeline_calls import explain_callback_refusal, is_guidance_timed
 from ditile.plan.errors import DitileError, ModelError, StateError
-from tests.parallel.batch.test_batch import close
+from tests.parallel.batch.test_batch import close, made
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run
 from tests.zoo import ZOO
@@ -74,11 +74,12 @@ def cut_off() -> None:
         callback = SD3CFGCutoffCallback(cutoff_step_ratio=0.5)
         return {"callback_on_step_end": callback, "num_inference_steps": STEPS}
 
-    pipe = MAKE["sd3"]()
+    # In fp32 the distance would be that of two kernels, which differ by processor.
+    pipe = made("sd3")
     wanted = run(pipe, "sd3", **ends())
     for plan in EXACT:
         with divided(pipe, **plan) as runner:
-            close(run(runner, "sd3", **ends()), wanted, plan, ROUNDING)
+            close(run(runner, "sd3", **ends()), wanted, plan)
     for plan in ({"pipefusion": 2, "warmup": STEPS}, {"distrifusion": 2, "warmup": 1}):
         with divided(pipe, **plan) as runner, pytest.raises(ModelError, match="SD3CFGCutoffCallback sets _guidance_sc"):
             run(runner, "sd3", **ends())
