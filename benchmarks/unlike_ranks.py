@@ -1,6 +1,6 @@
 """What shares of unlike size bring two ranks of which one is held to half a core by a quota.
 
-    python -m benchmarks.unlike_ranks                # two minutes on two idle cores, as root
+    python -m benchmarks.unlike_ranks                # four minutes on two idle cores, as root
 
 The fast rank alone, and both with equal shares and with shares of two to one, take turns; each time is the best of
 `--rounds`. Two to one could be 1.5 times as fast as the fast rank alone. A quota of Linux's control groups lets the
@@ -39,7 +39,9 @@ STEPS = 10
 WEIGHTS = {
     "pipefusion=2 patches=2": "stage_weights=2,1",
     "ring=2": "token_weights=2,1",
+    "ulysses=2": "token_weights=2,1",
     "distrifusion=2": "token_weights=2,1",
+    "tensor=2": "tensor_weights=2,1",
 }
 """Plan -> the shares of a rank and of one of half its speed."""
 PERIOD = 10_000
