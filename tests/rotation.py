@@ -1,4 +1,5 @@
-"""Which rows of long tables of tests run on a commit: the first, those of changed classes, and a tenth of the others.
+"""Which rows of long tables of tests run on a commit: those without a mark, or the first, those of changed classes, and
+a tenth of the others.
 
     pytest --rotate tests/zoo            # as CI runs them
     python -m tests.rotation             # writes tests/proven.json, after all rows passed in `make nightly`
@@ -31,11 +32,12 @@ def choose_rows(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
     """The tests that run on this commit, and those that do not."""
     chosen, left = [], []
     tenth = choose_tenth(read_commit())
-    tables = set[str]()
+    # Tables with rows that are not marked need no first one.
+    tables = {name_table(item) for item in items if item.get_closest_marker("rotating") is None}
     for item in items:
-        table = item.nodeid.partition("[")[0]
-        is_always = item.get_closest_marker("rotating") is None or table not in tables or is_changed(item)
-        tables.add(table)
+        is_first = name_table(item) not in tables
+        is_always = item.get_closest_marker("rotating") is None or is_first or is_changed(item)
+        tables.add(name_table(item))
         runs = is_always or choose_tenth(name_row(item)) == tenth
         (chosen if runs else left).append(item)
     return chosen, left
@@ -65,6 +67,11 @@ def read_commit() -> str:
         return ""
 
 
+def name_table(item: pytest.Item) -> str:
+    """A test without its parameters."""
+    return item.nodeid.partition("[")[0]
+
+
 def name_row(item: pytest.Item) -> str:
     """The first parameter of a test, so that all tests of a family run on one commit; otherwise its own name."""
     callspec = getattr(item, "callspec", None)
@@ -75,10 +82,10 @@ def name_row(item: pytest.Item) -> str:
 
 
 def is_changed(item: pytest.Item) -> bool:
-    """Whether a row is of a family whose class is not what it was when all rows passed."""
-    classes = read_proven()["classes"]
+    """Whether a row is of a class, or of a family whose class, is not what it was when all rows passed."""
     name = name_row(item)
-    return name in classes and read_proven()["digests"].get(classes[name]) != compute_digests().get(classes[name])
+    name = read_proven()["classes"].get(name, name)
+    return read_proven()["digests"].get(name) != compute_digests().get(name)
 
 
 @functools.cache

@@ -16,6 +16,10 @@ import pytest
 def test_row(name):
     pass
 
+@pytest.mark.parametrize("name", [pytest.param("marked", marks=pytest.mark.rotating), "unmarked"])
+def test_mixed(name):
+    pass
+
 def test_always():
     pass
 """
@@ -34,9 +38,12 @@ def test_ten_commits_run_every_row(request: pytest.FixtureRequest, tmp_path: Pat
     items = [item for collected in module.collect() for item in [collected] if isinstance(item, pytest.Item)]
     commits = {rotation.choose_tenth(str(number)): str(number) for number in range(200)}
     tenths = [choose(items, commit, monkeypatch) for commit in commits.values()]
-    assert len(commits) == 10 and len(items) == 41
+    assert len(commits) == 10 and len(items) == 43
     assert set[str]().union(*tenths) == {item.name for item in items}
-    assert all({"test_always", "test_row[sana]"} <= names and len(names) < 20 for names in tenths)
+    assert sum("test_mixed[marked]" in names for names in tenths) == 1
+    assert all(
+        {"test_always", "test_mixed[unmarked]", "test_row[sana]"} <= names and len(names) < 20 for names in tenths
+    )
     proven = {"classes": {"flux": "FluxTransformer2DModel"}, "digests": {"FluxTransformer2DModel": "of another table"}}
     monkeypatch.setattr(rotation, "read_proven", lambda: proven)
     assert all("test_row[flux]" in choose(items, commit, monkeypatch) for commit in commits.values())

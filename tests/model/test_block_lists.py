@@ -71,6 +71,7 @@ def test_the_lists_are_there_and_their_blocks_have_the_parameters(name: str) -> 
             assert each.flow.text is None or each.flow.text in parameters
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTED)
 def test_the_source_says_the_same(name: str) -> None:
     """A failure means that the table is wrong, or that diffusers has changed."""
@@ -84,6 +85,7 @@ def test_the_source_says_the_same(name: str) -> None:
     assert same == (name not in UNTOLD), UNTOLD.get(name)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTED)
 def test_discovery_finds_the_same(name: str) -> None:
     model = EVERY[name].on_meta()
@@ -96,6 +98,7 @@ def test_discovery_finds_the_same(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for float32
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", RUN)
 def test_blocks_do_what_their_flow_says(name: str) -> None:
     """Each block runs once, in order; it returns what the flow says, and the next block of the list is given that."""

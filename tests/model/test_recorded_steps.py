@@ -24,6 +24,7 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
 from tests.pool import Pool
 from tests.recorded_calls import OperatorSegments, record_on_cpu
+from tests.rotation import rotate
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
@@ -484,7 +485,7 @@ def generate_with_one_recorder(name: str, plan: Plan, recording_rank: int) -> tu
     return all(map(torch.equal, *images)), recorders[0].num_played
 
 
-@pytest.mark.parametrize("recording_rank", [0, 1])
+@pytest.mark.parametrize("recording_rank", [0, *rotate([1])])
 @pytest.mark.parametrize(
     ("name", "axis"),
     [

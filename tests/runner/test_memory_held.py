@@ -37,6 +37,7 @@ def parameters(name: str, ranks: int) -> tuple[list[str], int, int]:
     return [block for block, count in blocks.items() if count], sum(blocks.values()), everything - sum(blocks.values())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTS)
 def test_parameters_are_the_share_and_the_ends(pool: Pool, name: str) -> None:
     """A failure means that a rank keeps blocks of other stages, or lacks embeddings or head."""
@@ -67,6 +68,7 @@ def moved(name: str) -> tuple[int, int, int]:
     return *seen[0], whole
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTS)
 def test_blocks_are_freed_before_anything_is_moved(pool: Pool, name: str) -> None:
     """A failure means that a model which fits two devices by half is moved to each as a whole."""

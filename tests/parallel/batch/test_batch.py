@@ -88,6 +88,7 @@ def test_every_family(pool: Pool, name: str) -> None:
     check(pool, name, 2, [(plans[-1], {})], bitwise=name in ("flux", "flux embedded guidance", "flux true cfg"))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
 def test_any_number_of_images_on_any_number_of_replicas(pool: Pool, name: str) -> None:
     """4, 2 and 1 images on 3 replicas. A failure means that images are lost or double, noise depends on the replica,
@@ -120,6 +121,7 @@ def test_no_two_images_are_alike(pool: Pool) -> None:
 FULL = {"pipefusion": 2, "patches": 3, "warmup": 99}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux true cfg", "sd3.5 medium"])
 def test_with_other_axes(pool: Pool, name: str) -> None:
     """A failure means that the halves exchange something else than one rank's prediction."""
@@ -136,6 +138,7 @@ def stale(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[
     return results
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
 def test_stale_keys(pool: Pool, name: str) -> None:
     """PipeFusion's stale schedule on each half, or replica, is the stale schedule alone, with half of the keys each.
@@ -320,7 +323,7 @@ def unguided(name: str) -> None:
         same(run(runner, name, **off), wanted, "guidance off")
 
 
-@pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3"])
+@pytest.mark.parametrize("name", ["flux", "flux true cfg", *rotate(["pixart sigma", "sd3"])])
 def test_guidance_that_is_off(pool: Pool, name: str) -> None:
     """xDiT crashes at guidance of 1 or less. A failure means that so do we, or that half of the ranks do nothing."""
     pool.run(unguided, 2, name)

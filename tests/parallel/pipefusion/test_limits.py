@@ -117,7 +117,7 @@ def unlike_before(name: str, plan: dict[str, Any], calls: list[dict[str, Any]]) 
     return results
 
 
-@pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3.5 medium"])
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", *rotate(["flux true cfg", "sd3.5 medium"])])
 def test_every_way_to_call(pool: Pool, name: str) -> None:
     """Batches, prompts, embeddings, sizes, steps, one after the other with one runner.
 
@@ -140,6 +140,7 @@ def test_a_call_knows_nothing_of_the_one_before(pool: Pool, name: str, warmup: i
         same(results[0], results[-1], "the same prompt, with others in between")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
 def test_output_types(pool: Pool, name: str) -> None:
     """A failure means that the picture is not the plain one's after decoding, or in another container."""
@@ -161,12 +162,14 @@ def tuples_and_first(name: str) -> None:
         same(runner(call.pop("prompt"), **call).images, wanted, "a positional prompt")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "pixart sigma"])
 def test_tuples_and_the_first_rank_alone(pool: Pool, name: str) -> None:
     """A failure means that the runner's result is not what the pipeline returns."""
     pool.run(tuples_and_first, 2, name)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["pixart sigma", "pixart alpha", "sd3.5 medium"])
 def test_without_guidance(pool: Pool, name: str) -> None:
     """xDiT cannot run PixArt at guidance of 1 or less. A failure means that ditile divides only doubled batches."""

@@ -19,6 +19,7 @@ from tests import tiny
 from tests.parallel.pipefusion.test_blends import draw
 from tests.parallel.pipefusion.test_loops import flux_inpaint
 from tests.pool import Pool
+from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
@@ -130,6 +131,7 @@ def test_what_is_known_of_a_call_draws_the_same(name: str) -> None:
     draw_twice(name, 1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux-controlnet", "stable-diffusion-3-inpaint", "wan-2.2-image-to-video"])
 def test_the_same_on_three_ranks(pool: Pool, name: str) -> None:
     """Latents on every stage, blends, two models. A failure means that stages disagree on what is known."""
@@ -192,7 +194,7 @@ def draw_in_turns(name: str, plan: dict[str, Any]) -> list[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("name", rotate(TURNS, always=["lumina-2", "flux-2-klein", "wan-2.1"]))
 def test_prompts_of_other_lengths_take_turns(name: str) -> None:
     """As text, or as embeddings and a mask. A failure: a picture is drawn by the patches of another prompt."""
     first, other, again = draw_in_turns(name, {"patches": 2, "warmup": 1})

@@ -137,6 +137,7 @@ def own_model(name: str, ranks: int) -> Any:
         return run(runner, name)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", OWN)
 def test_a_model_of_a_user(pool: Pool, name: str) -> None:
     """A failure means that something is read off a class or a config instead of the model that is there."""

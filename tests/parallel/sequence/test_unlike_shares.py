@@ -5,6 +5,7 @@ In float64, so that what is left is rounding. Bytes and kept keys of such plans 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -40,6 +41,10 @@ OF_TENSOR = [
 """Entries whose heads and features have four equal parts."""
 STALE = {"pipefusion=2 ring=2 patches=3": "3,1", "pipefusion=2 ulysses=2 patches=3": "1,2"}
 """Patches are the same, however ranks split each of them."""
+NAMES = ("flux", "pixart sigma", "sd3.5 medium")
+ONCE = [("flux", plan) for plan in [*EXACT, *STALE]]
+ONCE += itertools.product(NAMES[1:], ["ring=2", "ulysses=2"])
+"""Each plan, and text beside the tokens and a second attention where they are split."""
 
 
 def make_images(name: str, plans: list[str]) -> list[tuple[Tensor, int]]:
@@ -60,8 +65,7 @@ def make_images(name: str, plans: list[str]) -> list[tuple[Tensor, int]]:
     return results
 
 
-@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
-@pytest.mark.parametrize("plan", [*EXACT, *STALE])
+@pytest.mark.parametrize(("name", "plan"), rotate(itertools.product(NAMES, [*EXACT, *STALE]), always=ONCE))
 def test_shares_change_no_image(pool: Pool, name: str, plan: str) -> None:
     """A failure means that a rank with more tokens or heads computes others than its neighbours expect."""
     weights = (EXACT | STALE)[plan]
