@@ -205,45 +205,34 @@ class PeerChannel:
         return _require_work(dist.irecv(message, group=self._group, group_src=self._peer))
 
 
-class _AsyncReduction:
-    """Whole numbers of all ranks of a group that are being reduced; None for a group is this rank alone."""
+class AsyncReduction:
+    """Whole numbers of all ranks of a group that are being reduced, to the largest by default.
 
-    operation: Any
+    Args:
+        group: the ranks; None is this rank alone.
+    """
 
-    def __init__(self, group: dist.ProcessGroup | None, numbers: int | Sequence[int], traffic: Traffic) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        numbers: Sequence[int],
+        traffic: Traffic,
+        operation: Any = dist.ReduceOp.MAX,
+    ) -> None:
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self._traffic = traffic
         self._work: dist.Work | None = None
         if group is not None:
-            self._work = dist.all_reduce(self._numbers, self.operation, group, async_op=True)
+            self._work = dist.all_reduce(self._numbers, operation, group, async_op=True)
             traffic.count_message("control", self._numbers.nbytes)
 
-    def _wait_for_numbers(self) -> Any:
+    def wait_for_numbers(self) -> list[int]:
+        """Waits for all ranks and returns what the numbers were reduced to."""
         if self._work is not None:
             with self._traffic.record_wait("control"):
                 self._work.wait()
             self._work = None
-        return self._numbers.tolist()
-
-
-class AsyncMax(_AsyncReduction):
-    """An exchange under way: the largest of the numbers that the ranks of a group give."""
-
-    operation = dist.ReduceOp.MAX
-
-    def wait_for_max(self) -> int:
-        """Waits for all ranks and returns the largest number."""
-        return int(self._wait_for_numbers())
-
-
-class AsyncSum(_AsyncReduction):
-    """An exchange under way: the sums of whole numbers over the ranks of a group."""
-
-    operation = dist.ReduceOp.SUM
-
-    def wait_for_sums(self) -> list[int]:
-        """Waits for all ranks and returns the sums."""
-        return list(self._wait_for_numbers())
+        return list(self._numbers.tolist())
 
 
 @dataclass(slots=True)
@@ -606,25 +595,22 @@ def describe_dtype(tensor: Tensor) -> str:
 
 def broadcast_named_tensors(
     tensors: dict[str, Tensor],
-    source: int,
     group: dist.ProcessGroup | None,
     control: dist.ProcessGroup | None,
     device: torch.device,
     traffic: Traffic,
-    kind: str,
 ) -> dict[str, Tensor]:
-    """Named tensors of group rank `source`, on every rank, whatever their shapes. The headers are JSON."""
+    """Named tensors of group rank 0 for a callback, on every rank, whatever their shapes. The headers are JSON."""
     if group is None:
         return tensors
     own_headers = {name: [describe_dtype(t), list(t.shape)] for name, t in tensors.items()}
-    headers = gather_json(own_headers, control)[source]
+    headers = gather_json(own_headers, control)[0]
     received = {}
     for name, (dtype, shape) in headers.items():
-        if dist.get_rank(group) == source:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if dist.get_rank(group) == 0:
             tensor = tensors[name].to(device)
-        else:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        received[name] = broadcast_tensor(tensor, source, group, traffic, kind)
+        received[name] = broadcast_tensor(tensor, 0, group, traffic, "callback")
     return received
 
 
@@ -664,15 +650,17 @@ class HostCopy:
     Reading them waits for the copy alone, and not for work that was launched later.
 
     Args:
-        numbers: on a GPU.
+        numbers: on a GPU, or without a row on the host already.
         row: page-locked memory of their size and type.
     """
 
-    def __init__(self, numbers: Tensor, row: Tensor) -> None:
-        self._numbers = row.copy_(numbers, non_blocking=True)
-        self.is_read = False
-        self._done = torch.cuda.Event()
-        self._done.record(torch.cuda.current_stream(numbers.device))
+    def __init__(self, numbers: Tensor, row: Tensor | None) -> None:
+        self.is_read = row is None
+        self._numbers = numbers
+        if row is not None:
+            self._numbers = row.copy_(numbers, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record(torch.cuda.current_stream(numbers.device))
 
     def wait_for_numbers(self) -> Tensor:
         """The numbers, on the CPU."""
@@ -682,23 +670,6 @@ class HostCopy:
             self._numbers = self._numbers.clone()
             self.is_read = True
         return self._numbers
-
-
-@dataclass(frozen=True, slots=True)
-class HostNumbers:
-    """Numbers that are on the host already.
-
-    Attributes:
-        numbers: on the CPU.
-        is_read: always true: nothing is on its way.
-    """
-
-    numbers: Tensor
-    is_read: bool = True
-
-    def wait_for_numbers(self) -> Tensor:
-        """The numbers."""
-        return self.numbers
 
 
 class HostRows:
@@ -720,10 +691,10 @@ class HostRows:
         if device.type == "cuda" and not self._rows:
             self._rows = list(torch.empty(self.COUNT, self.BYTES, dtype=torch.uint8, pin_memory=True))
 
-    def start_copy(self, numbers: Tensor) -> HostCopy | HostNumbers:
+    def start_copy(self, numbers: Tensor) -> HostCopy:
         """Starts to copy numbers of any device to the host."""
         if numbers.device.type != "cuda":
-            return HostNumbers(numbers)
+            return HostCopy(numbers, None)
         index = self._find_free_row(numbers.nbytes)
         row = self._rows[index][: numbers.nbytes].view(numbers.dtype).view(numbers.shape)
         copy = HostCopy(numbers, row)

@@ -192,32 +192,24 @@ class Plan:
 
     def _iterate_share_contradictions(self) -> Iterator[str]:
         """Yields the contradictions that concern the shares of stages and of ranks."""
-        for name in ("stage_blocks", "stage_weights"):
+        tokens = self.token_ranks * self.distrifusion
+        token_degrees = f"ring={self.ring} x distrifusion={self.distrifusion} x ulysses={self.ulysses} are {tokens}"
+        stages = (self.pipefusion, "stages", f"pipefusion={self.pipefusion}")
+        counted = {
+            "stage_blocks": stages,
+            "stage_weights": stages,
+            "token_weights": (tokens, "ranks", token_degrees),
+            "tensor_weights": (self.tensor, "ranks", f"tensor={self.tensor}"),
+        }
+        for name, (number, members, degree) in counted.items():
             values = getattr(self, name)
-            if values is not None and len(values) != self.pipefusion:
-                yield (
-                    f"{name}={_format_plan_value(values)} names {len(values)} stages and pipefusion="
-                    f"{self.pipefusion}; give {self.pipefusion} numbers"
-                )
-        ranks = self.token_ranks * self.distrifusion
-        if self.token_weights is not None and len(self.token_weights) != ranks:
-            yield (
-                f"token_weights={_format_plan_value(self.token_weights)} names {len(self.token_weights)} ranks and "
-                f"ring={self.ring} x distrifusion={self.distrifusion} x ulysses={self.ulysses} are {ranks}; give "
-                f"{ranks} numbers"
-            )
-        if self.tensor_weights is not None and len(self.tensor_weights) != self.tensor:
-            yield (
-                f"tensor_weights={_format_plan_value(self.tensor_weights)} names {len(self.tensor_weights)} ranks and "
-                f"tensor={self.tensor}; give {self.tensor} numbers"
-            )
-        for name in ("token_weights", "tensor_weights"):
-            weights = getattr(self, name)
-            if weights is not None and self.uaa is False:
-                yield (
-                    f"{name}={_format_plan_value(weights)} makes shares of unlike size, and uaa is off; leave one of "
-                    "them out"
-                )
+            if values is None:
+                continue
+            option = f"{name}={_format_plan_value(values)}"
+            if len(values) != number:
+                yield f"{option} names {len(values)} {members} and {degree}; give {number} numbers"
+            if members == "ranks" and self.uaa is False:
+                yield f"{option} makes shares of unlike size, and uaa is off; leave one of them out"
         if self.stage_blocks is not None and self.stage_weights is not None and not self.divides_ends:
             yield (
                 f"stage_blocks={_format_plan_value(self.stage_blocks)} says where to cut, and stage_weights="

@@ -229,6 +229,4 @@ class StepEndCallbacks:
         group = mesh.image.group
         if mesh["data"].num_ranks > 1:
             group = mesh.within_calls
-        return answer | broadcast_named_tensors(
-            changed, 0, group, mesh.within_calls, self._device, mesh.traffic, "callback"
-        )
+        return answer | broadcast_named_tensors(changed, group, mesh.within_calls, self._device, mesh.traffic)

@@ -24,6 +24,7 @@ from diffusers.models.modeling_utils import no_init_weights
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from torch import Tensor, nn
+from transformers.modeling_utils import local_torch_dtype
 
 from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.mesh import find_process_rank
@@ -549,13 +550,13 @@ def _finish_model(model: Any, place: Path) -> nn.Module:
 def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
     """The model; tensors that the checkpoint will fill are on the meta device."""
     values, unused, _ = cls.load_config(config, return_unused_kwargs=True, return_commit_hash=True)
-    with _use_default_dtype(dtype), init_on_meta_device():
+    with local_torch_dtype(dtype), init_on_meta_device():
         model = cls.from_config(dict(values), **unused)
     # If all tensors are saved, all are made on the meta device: computing SD3's table takes more memory than a stage.
     if not any(_has_unsaved_tensors(module) for module in model.modules()):
         return model
     # A tensor that is not saved (a table of sines) needs its value, so only parameters are left empty, as in diffusers.
-    with _use_default_dtype(dtype), no_init_weights(), accelerate.init_empty_weights():
+    with local_torch_dtype(dtype), no_init_weights(), accelerate.init_empty_weights():
         return cls.from_config(dict(values), **unused)
 
 
@@ -575,17 +576,6 @@ def _has_unsaved_tensors(module: nn.Module) -> bool:
         if any(isinstance(part, Tensor) for part in parts):
             return True
     return False
-
-
-@contextmanager
-def _use_default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Sets the dtype of modules that are made within it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _locate_component_files(source: Path | str, name: str) -> LocateFile:

@@ -7,8 +7,6 @@ random-flux blocks=57 heads=24 head_dim=128      embedded guidance, 512 text tok
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -21,6 +19,7 @@ from diffusers import (
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
 )
+from transformers.modeling_utils import local_torch_dtype
 
 from ditile.measure.bench.options import RANDOM
 from ditile.plan.errors import ModelError
@@ -138,7 +137,7 @@ class RandomModel:
         if device is None:
             transformer = self.create_transformer(size)
         else:
-            with create_weights_on(device, dtype):
+            with device, local_torch_dtype(dtype):
                 transformer = self.create_transformer(size)
         parts: dict[str, Any] = dict.fromkeys(absent) | {"vae": vae, "scheduler": scheduler}
         pipe: Any = self.pipeline_class(transformer=transformer, **parts)
@@ -189,15 +188,3 @@ class RandomModel:
             "use_resolution_binning": False,
             "guidance_scale": 4.5,
         }
-
-
-@contextmanager
-def create_weights_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Makes modules on a device, in a type."""
-    default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(default_dtype)

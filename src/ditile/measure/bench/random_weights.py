@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers.modeling_utils import local_torch_dtype
 
 from ditile.measure.bench.options import RANDOM
-from ditile.measure.bench.random_models import create_weights_on
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.known import CONFIGS, find_known_model
 from ditile.model.registry import UNKNOWN_MODEL
@@ -91,7 +91,7 @@ class PublishedConfigs:
         """
         configs = self.read_configs()
         torch.manual_seed(0)
-        with create_weights_on(device, dtype):
+        with device, local_torch_dtype(dtype):
             parts = {
                 "transformer": configs.kind.from_config(configs.transformer).eval(),
                 "vae": configs.coder.from_config(configs.vae).eval(),

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.recording.tape import hide_from_recording
-from ditile.distributed.transport import HostCopy, HostNumbers, PendingMessages
+from ditile.distributed.transport import HostCopy, PendingMessages
 from ditile.model.hooks.token_arguments import group_runs, view_frames, write_runs
 from ditile.plan.errors import StateError
 from ditile.plan.plan import suggest_whole_images
@@ -692,7 +692,7 @@ class ChangeCopy:
         counts: how many changes each is the mean of.
     """
 
-    def __init__(self, means: HostCopy | HostNumbers, counts: Sequence[int]) -> None:
+    def __init__(self, means: HostCopy, counts: Sequence[int]) -> None:
         self._means = means
         self._counts = counts
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import AsyncMax, describe_dtype, gather_json
+from ditile.distributed.transport import AsyncReduction, describe_dtype, gather_json
 from ditile.model.hooks.batch_rows import BatchDimFinder
 from ditile.model.hooks.compile import wrap_model_call
 from ditile.model.hooks.generation import Generation
@@ -231,7 +231,7 @@ class DataCfgBatch:
             return
         # Every rank of the call takes part, with a prediction to look at or without.
         used_early = 0 if self._used_early is None else int(self._used_early)
-        if AsyncMax(self._mesh.control, used_early, self._mesh.traffic).wait_for_max():
+        if any(AsyncReduction(self._mesh.control, [used_early], self._mesh.traffic).wait_for_numbers()):
             raise StateError(
                 "the pipeline used one prediction before it asked for the next, as it did not in its first step, and "
                 "cfg=2 fills both in when the last one arrives; use cfg=1"

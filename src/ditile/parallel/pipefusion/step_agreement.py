@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import AsyncMax, AsyncSum, Traffic, gather_json
+from ditile.distributed.transport import AsyncReduction, Traffic, gather_json
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import ChangeCopy, ChangeKey, RelativeChange, find_largest_change
 from ditile.plan.errors import ModelError, StoppedError
@@ -79,7 +79,7 @@ class StepAgreement:
         self._traffic = traffic
         self._is_stopped = is_stopped
         self.ends_early = False
-        self._votes: list[AsyncMax] = []
+        self._votes: list[AsyncReduction] = []
         self._finite: dict[int, Tensor] = {}  # of each step, on the device until the end
 
     def begin_step(self) -> bool:
@@ -92,8 +92,8 @@ class StepAgreement:
             vote = CANCEL
         elif self.ends_early:
             vote = END_EARLY
-        self._votes.append(AsyncMax(self._group, vote, self._traffic))
-        return len(self._votes) > 1 and self._votes[-2].wait_for_max() > 0
+        self._votes.append(AsyncReduction(self._group, [vote], self._traffic))
+        return len(self._votes) > 1 and self._votes[-2].wait_for_numbers()[0] > 0
 
     def note_latents(self, step: int, latents: Iterable[Tensor]) -> None:
         """Notes whether latents of a step are finite, without waiting for the device."""
@@ -104,7 +104,8 @@ class StepAgreement:
 
     def wait_for_votes(self) -> bool:
         """Waits for all messages under way; returns whether some rank cancelled the call."""
-        return max([vote.wait_for_max() for vote in self._votes], default=0) == CANCEL
+        votes = [vote.wait_for_numbers() for vote in self._votes]
+        return [CANCEL] in votes
 
     def check_outcome(self, num_steps: int) -> None:
         """Compares how the steps ended, after `wait_for_votes`; all ranks raise the same, or none does.
@@ -121,7 +122,7 @@ class StepAgreement:
         if self.wait_for_votes() or self._is_stopped():
             remaining = num_steps + 1
         # The rank whose latents failed first has most steps remaining, and a cancelled one has more than all.
-        remaining = AsyncMax(self._group, remaining, self._traffic).wait_for_max()
+        (remaining,) = AsyncReduction(self._group, [remaining], self._traffic).wait_for_numbers()
         if remaining > num_steps:
             raise StoppedError(f"runner.stop() ended the call after step {num_steps}; there is no image")
         if remaining:
@@ -155,7 +156,7 @@ class AdaptiveWarmup:
         self._mesh = mesh
         self._relative_change = relative_change
         self._bound = bound
-        self._change_sums: list[AsyncSum] = []
+        self._change_sums: list[AsyncReduction] = []
         self._largest_changes: list[float] = []
         self._changes: ChangeCopy | None = None
         self._change_keys: list[ChangeKey] = []
@@ -171,14 +172,15 @@ class AdaptiveWarmup:
             self.start_change_sum()
         # Keys change first in step 1, and the sum of that change starts in step 2.
         if step > 2:
-            self._largest_changes.append(find_largest_change(self._change_sums[step - 1].wait_for_sums()))
+            self._largest_changes.append(find_largest_change(self._change_sums[step - 1].wait_for_numbers()))
         return should_resynchronise(self._largest_changes, self._bound)
 
     def start_change_sum(self) -> None:
         """Starts the sum of this step, once; at the latest after its first micro-step was launched."""
         if not self._has_started_sum:
             numbers = [0, 0] if self._changes is None else self._changes.wait_for_changes()
-            self._change_sums.append(AsyncSum(self._mesh.control, numbers, self._mesh.traffic))
+            change_sum = AsyncReduction(self._mesh.control, numbers, self._mesh.traffic, dist.ReduceOp.SUM)
+            self._change_sums.append(change_sum)
             self._has_started_sum = True
 
     def record_step_changes(self, now: Generation, images: int) -> None:
@@ -192,7 +194,7 @@ class AdaptiveWarmup:
     def wait_for_sums(self) -> None:
         """Waits for the sums that no step has read."""
         for change_sum in self._change_sums:
-            change_sum.wait_for_sums()
+            change_sum.wait_for_numbers()
 
 
 def _list_change_keys(halves: int, batch: int, calls: int, images: int) -> Iterator[ChangeKey]:

@@ -6,7 +6,6 @@ rank; the layers of other ranks pass their input through, and the last layer of 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,8 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import modeling_outputs
-from transformers.utils.generic import ModelOutput
+from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, broadcast_tensor, describe_dtype, gather_json
@@ -157,7 +155,7 @@ class TextEncoders:
                 # The guards let calls of the runner pass by this mark.
                 override_attribute(stack, encoder, IN_CALL, True)
                 if self._place.mode == "first":
-                    broadcast = partial(self._channel.broadcast_forward, 0, encoder, encoder.forward)
+                    broadcast = partial(self._channel.broadcast_forward, 0, encoder.forward)
                     override_attribute(stack, encoder, "forward", broadcast)
                 elif self._place.mode == "split" and read_placement(encoder) != FREED:
                     _SplitEncoder(encoder, self._place, self._channel).install_forwards(stack)
@@ -203,7 +201,7 @@ class _EncoderChannel:
         self._device = device
         self._traffic = traffic
 
-    def broadcast_result(self, source: int, make: Callable[[], Any], encoder: nn.Module) -> Any:
+    def broadcast_result(self, source: int, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank `source`, on every rank: tensors, and their containers as JSON.
 
         Raises:
@@ -211,37 +209,39 @@ class _EncoderChannel:
             ModelError: if its result cannot be described.
         """
         if self._axis.index != source:
-            return self._receive_result(source, encoder)
-        tensors: list[Tensor] = []
+            return self._receive_result(source)
         try:
             result = make()
-            header = {
-                "made": _describe_output(result, tensors),
-                "tensors": [[describe_dtype(tensor), list(tensor.shape)] for tensor in tensors],
-            }
+            # transformers registers its outputs, so that torch takes them apart and names their classes.
+            leaves, structure = pytree.tree_flatten(result)
+            header = {"structure": pytree.treespec_dumps(structure), "leaves": list(map(_describe_leaf, leaves))}
         except BaseException as error:
             # The others wait for a header, whatever happens here.
             message = " ".join(str(error).split())
             gather_json({"raised": f"{type(error).__name__}: {message}"}, self.control)
             raise
         gather_json(header, self.control)
-        for tensor in tensors:
-            self._broadcast_tensor(tensor.to(self._device), source)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._broadcast_tensor(leaf.to(self._device), source)
         return result
 
-    def _receive_result(self, source: int, encoder: nn.Module) -> Any:
+    def _receive_result(self, source: int) -> Any:
         header = gather_json(None, self.control)[source]
         if "raised" in header:
             raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
-        tensors = []
-        for dtype, shape in header["tensors"]:
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-            tensors.append(self._broadcast_tensor(empty, source))
-        return _rebuild_output(header["made"], iter(tensors), encoder)
+        leaves = []
+        for leaf in header["leaves"]:
+            if isinstance(leaf, dict):
+                empty = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=self._device)
+                leaf = self._broadcast_tensor(empty, source)
+            leaves.append(leaf)
+        # Of classes that are registered here alone: the name comes from another process.
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(header["structure"]))
 
-    def broadcast_forward(self, source: int, encoder: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def broadcast_forward(self, source: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """What a forward returns on rank `source`."""
-        return self.broadcast_result(source, lambda: forward(*args, **kwargs), encoder)
+        return self.broadcast_result(source, lambda: forward(*args, **kwargs))
 
     def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         # A single rank broadcasts nothing.
@@ -269,7 +269,7 @@ class _SplitEncoder:
         first = find_encoder_modules(type(encoder)).first
         for name, module in encoder.named_modules():
             if name.rpartition(".")[2] in first:
-                broadcast = partial(self._channel.broadcast_forward, 0, encoder, module.forward)
+                broadcast = partial(self._channel.broadcast_forward, 0, module.forward)
                 override_attribute(stack, module, "forward", broadcast)
         for index, layer in enumerate(self._layers):
             override_attribute(stack, layer, "forward", partial(self._forward_layer, index, layer.forward))
@@ -287,7 +287,7 @@ class _SplitEncoder:
         owner = self._owners[index]
         if index == 0:
             # All ranks get everything that the first layer returns: in T5 the position bias, which every layer adds.
-            out = self._channel.broadcast_forward(owner, self._encoder, forward, hidden_states, *args, **kwargs)
+            out = self._channel.broadcast_forward(owner, forward, hidden_states, *args, **kwargs)
             self._extras = out[1:] if isinstance(out, tuple) else None
             return out
 
@@ -297,7 +297,7 @@ class _SplitEncoder:
 
         is_last_of_run = self._owners[index + 1 : index + 2] != [owner]
         if is_last_of_run or self._recording:
-            return self._append_extras(self._channel.broadcast_result(owner, forward_own_tokens, self._encoder))
+            return self._append_extras(self._channel.broadcast_result(owner, forward_own_tokens))
         if owner == self._index:
             return forward(hidden_states, *args, **kwargs)
         return self._append_extras(hidden_states)
@@ -306,40 +306,10 @@ class _SplitEncoder:
         return hidden_states if self._extras is None else (hidden_states, *self._extras)
 
 
-def _describe_output(value: Any, tensors: list[Tensor]) -> Any:
-    """JSON that `_rebuild_output` reads; the tensors are appended in its order."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {"kind": "tensor"}
-    if isinstance(value, ModelOutput):
-        fields = {name: _describe_output(part, tensors) for name, part in value.items()}
-        return {"kind": "output", "class": type(value).__name__, "fields": fields}
-    if isinstance(value, list | tuple):
-        return {"kind": type(value).__name__, "parts": [_describe_output(part, tensors) for part in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"kind": "plain", "value": value}
-    raise ModelError(f"a text encoder returned a {type(value).__name__}, which does not travel; use text=each")
-
-
-def _rebuild_output(made: dict[str, Any], tensors: Iterator[Tensor], encoder: nn.Module) -> Any:
-    match made["kind"]:
-        case "tensor":
-            return next(tensors)
-        case "output":
-            fields = {name: _rebuild_output(part, tensors, encoder) for name, part in made["fields"].items()}
-            return _find_output_class(made["class"], encoder)(**fields)
-        case "plain":
-            return made["value"]
-        case kind:
-            parts = [_rebuild_output(part, tensors, encoder) for part in made["parts"]]
-            return parts if kind == "list" else tuple(parts)
-
-
-def _find_output_class(name: str, encoder: nn.Module) -> type[ModelOutput]:
-    """The class of an output: transformers' own, or one from the module of the encoder."""
-    # Only these modules: the name comes from another process, and must not name any other class.
-    for module in (sys.modules[type(encoder).__module__], modeling_outputs):
-        candidate = getattr(module, name, None)
-        if isinstance(candidate, type) and issubclass(candidate, ModelOutput):
-            return candidate
-    raise ModelError(f"the text encoder returned a {name}, which is not known here; use text=each")
+def _describe_leaf(leaf: Any) -> Any:
+    """A part of an output as JSON; a tensor, which follows, as its type and shape."""
+    if isinstance(leaf, Tensor):
+        return {"dtype": describe_dtype(leaf), "shape": list(leaf.shape)}
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return leaf
+    raise ModelError(f"a text encoder returned a {type(leaf).__name__}, which does not travel; use text=each")

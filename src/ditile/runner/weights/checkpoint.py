@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ditile.distributed import env
 from ditile.model.hooks.placeholders import count_tensor_bytes
-from ditile.parallel.block_formats import make_parameter_like
 from ditile.parallel.tensor.cuts import SelectShard, TensorCut
 from ditile.plan.errors import LoadError
 from ditile.runner.model_files import open_safetensors, read_weight_map, refuse_missing_weights
@@ -144,28 +143,6 @@ class Checkpoint:
         return bytes_read
 
 
-class _MappedParts(NamedTuple):
-    """Views of a mapped file, and the dim along which they are joined."""
-
-    views: list[Tensor]
-    dim: int
-
-    def copy_to_memory(self, dtype: torch.dtype) -> Tensor:
-        """The views joined, in memory of their own."""
-        first = self.views[0]
-        shape = list(first.shape)
-        if len(self.views) == 1:
-            # A view of a class of its own, such as a quantized one, makes this one of its class.
-            return torch.empty(shape, dtype=dtype).copy_(first)
-        sizes = [view.shape[self.dim] for view in self.views]
-        shape[self.dim] = sum(sizes)
-        joined = torch.empty(shape, dtype=dtype)
-        for target, view in zip(joined.split(sizes, self.dim), self.views, strict=True):
-            target.copy_(view)
-        # Parts of a quantized weight are joined as bytes.
-        return make_parameter_like(first, joined) if isinstance(first, nn.Parameter) else joined
-
-
 def locate_in_folder(path: Path) -> LocateFile:
     """The files of a folder."""
 
@@ -214,16 +191,20 @@ def _copy_own_part(
     if isinstance(stored, QuantizedTensor):
         tensor = stored.copy_share(cut, dtype)
         return tensor, count_tensor_bytes(tensor)
-    mapped = _map_own_parts(stored, cut)
-    num_bytes = sum(view.numel() * view.element_size() for view in mapped.views)
-    return mapped.copy_to_memory(_choose_tensor_dtype(name, mapped.views[0], dtype, keep_fp32)), num_bytes
-
-
-def _map_own_parts(stored: StoredTensor, cut: TensorCut | None) -> _MappedParts:
+    dim = 0
+    views = []
     if cut is None:
-        return _MappedParts([stored[...]], 0)
-    whole = (slice(None),) * cut.dim
-    return _MappedParts([stored[whole + (piece,)] for piece in cut.pieces], cut.dim)
+        views.append(stored[...])
+    else:
+        dim = cut.dim
+        whole = (slice(None),) * dim
+        views += [stored[whole + (piece,)] for piece in cut.pieces]
+    num_bytes = sum(view.nbytes for view in views)
+    own_dtype = _choose_tensor_dtype(name, views[0], dtype, keep_fp32)
+    # A view of a class of its own, such as a quantized one, makes these of its class.
+    if len(views) == 1:
+        return torch.empty(views[0].shape, dtype=own_dtype).copy_(views[0]), num_bytes
+    return torch.cat(views, dim, out=torch.empty(0, dtype=own_dtype)), num_bytes
 
 
 def _choose_tensor_dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:

@@ -27,7 +27,7 @@ from ditile.measure.bench.cells import ONE_RANK, BenchCell
 from ditile.measure.bench.gpu import items as suite
 from ditile.measure.bench.gpu.items import SuiteItem, SuiteTask
 from ditile.measure.bench.random_models import RandomModel
-from ditile.measure.bench.subjects import SIZE, RandomSubject, create_bench_subject
+from ditile.measure.bench.subjects import create_bench_subject
 from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr
 from ditile.measure.rows import Row, RowFile
 from ditile.measure.sessions import release_memory, time_call, use_cache_within
@@ -127,12 +127,8 @@ class SuiteSession:
     def pipe(self) -> Any:
         """The pipeline that is timed, whole and on the device."""
         if self._pipe is None:
-            if isinstance(self.subject, RandomSubject):
-                # The weights of a large model are made on the device: on the CPU that takes minutes.
-                size = self.task.work.height or SIZE
-                self._pipe = self.subject.random_model.create_pipeline(size, self.subject.torch_dtype, self.device)
-            else:
-                self._pipe = self.subject.create_pipeline(None).to(self.device)
+            # The weights of a large random model are made on the device: on the CPU that takes minutes.
+            self._pipe = self.subject.create_whole_pipeline(self.device)
         return self._pipe
 
     def make_call(self, size: int) -> CallArguments:
