@@ -232,6 +232,7 @@ def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
         assert distance(stale[0][0], plain[0][0]) > 100 * TOLERANCE
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("row", [row for row in HYBRIDS if Plan.parse(row.plan).warmup == 0], ids=names)
 def test_warmed_up_to_the_end_is_the_plain_pipeline(drawn_by: Drawn, row: Hybrid) -> None:
     """A failure means that the exact parts of a hybrid are not."""

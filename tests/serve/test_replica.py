@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import signal
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from diffusers import FluxPipeline
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 
@@ -90,15 +92,12 @@ def list_files(events: list[ReplicaEvent]) -> list[dict[str, bytes]]:
     return [event.files for event in events if event.kind == "done"]
 
 
-def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
-    """A failure would mean another picture than that of `ditile generate`, before, after or between other requests."""
-    out = tmp_path / "a.png"
-    words = ["--model", "shapes-pixart", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
-    assert main.main(["generate", PROMPT, *words]) == 0
+def test_ranks_draw_refuse_and_stop() -> None:
+    """A failure would mean another picture after or between other requests; test_clients compares with the command."""
 
     async def script(driven: Driven) -> None:
         events = await driven.draw("first", make_job("a"))
-        assert list_files(events) == [{"0.png": out.read_bytes()}]
+        (files,) = first = list_files(events)
         assert [event.step for event in events if event.kind == "step"] == [1, 2, 3, 4]
         # What the pipeline refuses ends the job alone.
         (_, failed, _) = await driven.draw("refused", make_job("b", height=33))
@@ -117,13 +116,13 @@ def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
         four = list_files(await driven.draw("four", *(make_job(f"d{seed}", seed=seed) for seed in (5, 6, 7, 8))))
         assert len(four) == 4
         alone, batched = (
-            np.asarray(Image.open(io.BytesIO(png)), np.int16) for png in (out.read_bytes(), four[0]["0.png"])
+            np.asarray(Image.open(io.BytesIO(png)), np.int16) for png in (files["0.png"], four[0]["0.png"])
         )
         assert np.abs(alone - batched).max() <= 1
         mixed = await driven.draw("mixed", make_job("g"), make_job("h", height=33))
         assert [event.job_id for event in mixed if event.kind == "done"] == ["image_g"]
         assert [event.job_id for event in mixed if event.kind == "failed"] == ["image_h"]
-        assert list_files(await driven.draw("again", make_job("f"))) == [{"0.png": out.read_bytes()}]
+        assert list_files(await driven.draw("again", make_job("f"))) == first
 
     drive("shapes-pixart", "pipefusion=2", script)
 
@@ -166,16 +165,19 @@ def test_pictures_to_start_from_are_drawn_by_the_classes_that_take_them(tmp_path
     drive("shapes-flux", "pipefusion=2", script)
 
 
+@functools.cache
+def make_lora_shapes() -> dict[str, torch.Size]:
+    """Shapes of the factors of a LoRA of the attention of shapes-flux, by name."""
+    transformer = ditile.load("shapes-flux").transformer
+    get_peft_model(transformer, LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
+    return {name: factor.shape for name, factor in get_peft_model_state_dict(transformer).items()}
+
+
 def write_lora(path: Path, seed: int) -> None:
     """Saves a random LoRA of the attention of shapes-flux."""
-    pipe = ditile.load("shapes-flux")
-    config = LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"])
     random = torch.Generator().manual_seed(seed)
-    for name, parameter in get_peft_model(pipe.transformer, config).named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.2 * torch.randn(parameter.shape, generator=random)
-    factors = get_peft_model_state_dict(pipe.transformer)
-    pipe.save_lora_weights(path.parent, transformer_lora_layers=factors, weight_name=path.name)
+    factors = {name: 0.2 * torch.randn(shape, generator=random) for name, shape in make_lora_shapes().items()}
+    FluxPipeline.save_lora_weights(path.parent, transformer_lora_layers=factors, weight_name=path.name)
 
 
 def read_pixels(events: list[ReplicaEvent]) -> Any:
@@ -184,13 +186,11 @@ def read_pixels(events: list[ReplicaEvent]) -> Any:
 
 def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
     """A failure would mean that a request is drawn with the LoRA of another one, or ends the ranks."""
-    wanted = {}
     for seed, name in enumerate(("ink.v1", "oil")):
         write_lora(tmp_path / f"{name}.safetensors", seed)
-        out = tmp_path / f"{name}.png"
-        words = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
-        assert main.main(["generate", PROMPT, *words, "--lora", str(tmp_path / f"{name}.safetensors")]) == 0
-        wanted[name] = np.asarray(Image.open(out))
+    out, file = tmp_path / "ink.png", tmp_path / "ink.v1.safetensors"
+    words = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
+    assert main.main(["generate", PROMPT, *words, "--lora", str(file)]) == 0
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
 
     async def script(driven: Driven) -> None:
@@ -199,8 +199,11 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
             return replace(job, request=replace(job.request, loras=dict.fromkeys(names, 1.0)))
 
         plain = list_files(await driven.draw("plain", make()))
+        # What is drawn before another LoRA was there is what is drawn after it.
+        wanted = {"oil": read_pixels(await driven.draw("lora", make("oil"))), "ink.v1": np.asarray(Image.open(out))}
         for number, name in enumerate(("ink.v1", "oil", "ink.v1")):
             assert (read_pixels(await driven.draw(f"lora-{number}", make(name))) == wanted[name]).all()
+        assert (wanted["oil"] != wanted["ink.v1"]).any()
         (_, failed, _) = await driven.draw("broken", make("broken"))
         assert failed.kind == "failed"
         assert "lora='broken' cannot be loaded" in failed.failure.message
@@ -283,6 +286,7 @@ def test_a_model_that_cannot_be_divided_so_is_told() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("model, plan", [("shapes-flux", "pipefusion=2 patches=2"), ("shapes-wan", "ulysses=2")])
 def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it(model: str, plan: str) -> None:
     """A failure would mean a client that waits without a picture, or another picture for one who looks."""

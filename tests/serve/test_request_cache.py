@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -29,14 +30,14 @@ class Answers(NoServer):
         self.sent.append(message)
 
 
-def serve_requests(plan: Plan, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def serve_requests(plan: Plan, requests: list[dict[str, Any]], **cache: Any) -> list[dict[str, Any]]:
     """The last answer of a rank to each of some requests; of ranks that answer nothing, no answers."""
     link = Answers()
     setup = WorkerSetup(
         model="shapes-flux",
         engine=EngineOptions(device="cpu"),
         plan=plan,
-        cache=CacheOptions(),
+        cache=CacheOptions(**cache),
         lora_dir=None,
         max_loras=1,
     )
@@ -62,3 +63,9 @@ def test_a_promise_that_leaves_no_step_out(pool: Pool) -> None:
     assert best["result"]["facts"]["promise"]["computed_steps"] == 20 and best["result"]["facts"]["left_out"] == []
     assert fewer["result"]["facts"]["promise"]["computed_steps"] < 20 and fewer["result"]["facts"]["left_out"]
     assert refused["failure"]["message"] == "computed_steps=30 is more than the 20 steps of the call; give 20 or less"
+
+
+def test_a_server_with_a_cache_keeps_it(pool: Pool) -> None:
+    ask = functools.partial(serve_requests, cache=True, max_warmup_steps=1, rdt=0.5)
+    [(refused,)] = pool.run(ask, 1, Plan(), [{"computed_steps": 3}])
+    assert "this server has a cache of its own; leave computed_steps" in refused["failure"]["message"]

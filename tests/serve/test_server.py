@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,8 @@ import psutil
 import pytest
 
 from ditile.cli import main
+from ditile.serve import replica
+from ditile.serve.link import WorkerSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.server import open_listener
 from tests.serve.running import RunningServer, run_server
@@ -71,8 +74,7 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-@pytest.mark.parametrize("flags", [(), ("--exit-on-failure",)])
-def test_ranks_that_fail_in_each_start_are_told_at_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_ranks_that_fail_in_each_start_are_told_at_once(tmp_path: Path) -> None:
     """A failure would mean a server that starts its ranks for ever, and says for minutes that they start."""
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -80,26 +82,43 @@ def test_ranks_that_fail_in_each_start_are_told_at_once(tmp_path: Path, flags: t
     paths = os.pathsep.join([str(broken), *filter(None, [os.environ.get("PYTHONPATH")])])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-    server = RunningServer("shapes-pixart", ("--port", port, *flags), tmp_path / "state", PYTHONPATH=paths)
+    server = RunningServer("shapes-pixart", ("--port", port), tmp_path / "state", PYTHONPATH=paths)
     reason = "rank 0: RuntimeError: libcudnn.so.9 is missing; 3 starts of the ranks ended so; mend this and start"
     try:
-        if flags:
-            assert server.process.wait(60) == 1
-        else:
-            health = wait_for_failure(f"http://127.0.0.1:{port}")
-            assert health["reason"].startswith(reason)
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/images/generations", json={"prompt": PROMPT})
-            assert answer.status_code == 503
-            assert answer.json()["error"]["message"].startswith(reason)
-            # They are left alone.
-            time.sleep(2.5)
-            assert not psutil.Process(server.process.pid).children()
-            assert server.end(signal.SIGTERM) == 0
+        health = wait_for_failure(f"http://127.0.0.1:{port}")
+        assert health["reason"].startswith(reason)
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/images/generations", json={"prompt": PROMPT})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"].startswith(reason)
+        # They are left alone.
+        time.sleep(2.5)
+        assert not psutil.Process(server.process.pid).children()
+        assert server.end(signal.SIGTERM) == 0
     finally:
         server.end(signal.SIGKILL)
     (line,) = [line for line in server.log.splitlines() if "has failed" in line]
     assert line.startswith(f"replica 0 has failed: {reason}")
     assert server.log.count("Traceback") == 1
+
+
+def fail_to_start(setup: WorkerSetup) -> None:
+    """In place of `run_worker`, on a rank."""
+    raise RuntimeError("libcudnn.so.9 is missing")
+
+
+def test_a_server_exits_when_its_ranks_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is told to. A failure would mean a service manager that never starts it again."""
+    monkeypatch.setattr(replica, "run_worker", fail_to_start)
+    monkeypatch.setattr(replica, "FAILED_STARTS", 1)
+    # A server that goes on is ended by a signal.
+    too_late = threading.Timer(300, os.kill, (os.getpid(), signal.SIGTERM))
+    too_late.start()
+    try:
+        words = ["--port", "0", "--state", str(tmp_path / "state"), "--no-page", "--exit-on-failure"]
+        assert main.main(["serve", *words]) == 1
+        assert too_late.is_alive()
+    finally:
+        too_late.cancel()
 
 
 def wait_for_failure(url: str) -> dict[str, Any]:

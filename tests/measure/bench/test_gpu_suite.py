@@ -68,6 +68,8 @@ def test_every_part_runs_here(parts: str, tmp_path: Path, capsys: pytest.Capture
     timed = [row for row in rows if "seconds" in row]
     assert all(row["finite"] and row["relative"] < 0.1 for row in timed)
     shown = capsys.readouterr().out
+    tables = [line for line in shown.splitlines() if line and line[0] in "┏┃┡│├└"]
+    assert tables and all(len(line) == LINE_WIDTH for line in tables)
     if parts == TIMED:
         assert {row["ranks"] for row in timed} == {1, 2}
         assert "offload=blocks" in shown and "ulysses=2" in shown
@@ -87,13 +89,7 @@ def test_an_item_that_ends_its_rank_is_a_line_and_the_next_goes_on(tmp_path: Pat
     assert open_suite_file(path).read()[-1]["skipped"] == "no time left"
 
 
-def test_parts_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "--suite", "gpu", "--device", "cpu", "--small", "--only", "caches", "--out", str(tmp_path)]
-    assert main(words) == 0
-    rows = open_suite_file(tmp_path / "gpu.jsonl").read()
-    assert {row["part"] for row in rows} == {"machine", "caches"}
-    tables = [line for line in capsys.readouterr().out.splitlines() if line[0] in "┏┃┡│├└"]
-    assert tables and all(len(line) == LINE_WIDTH for line in tables)
+def test_parts_that_are_none_are_refused() -> None:
     with pytest.raises(PlanError, match="'speed' is no part of the suite; there are exact, methods"):
         Comparison(suite="gpu", only="exact, speed")
     assert set(SUITE_PARTS) == ANSWERS.keys()

@@ -77,16 +77,10 @@ def arguments(case: Case) -> dict[str, Any]:
     return tiny.arguments(case.family, **changes)
 
 
-def draw(cases: list[Case]) -> list[Tensor]:
-    """What a rank gets, with the pipelines' own calls."""
-    pipes: dict[tuple[Any, ...], Any] = {}
-    latents = []
-    for case in cases:
-        pipe = pipes.setdefault(case.model, None) or pipeline(case)
-        pipes[case.model] = pipe
-        runner = ditile.parallelize(pipe, case.plan(torch.distributed.get_world_size()), keep_weights=True)
-        latents.append(runner(**arguments(case)).images)
-        runner.restore()
+def draw(case: Case) -> Tensor:
+    """What a rank gets, with the pipeline's own call."""
+    runner = ditile.parallelize(pipeline(case), case.plan(torch.distributed.get_world_size()))
+    latents: Tensor = runner(**arguments(case)).images
     return latents
 
 
@@ -95,18 +89,11 @@ class Pictures:
 
     def __init__(self, pool: Pool, cases: Mapping[str, Case]) -> None:
         self._pool, self._cases = pool, cases
-        self._drawn: dict[int, dict[str, list[Tensor]]] = {}
         self._made: dict[tuple[str, str], Tensor] = {}
 
     def real(self, name: str, ranks: int) -> list[Tensor]:
-        """The latents of each rank; the cases of as many ranks share one process group."""
-        if ranks not in self._drawn:
-            names = [name for name, case in self._cases.items() if ranks in case.ranks]
-            of_rank = self._pool.run(draw, ranks, [self._cases[name] for name in names])
-            self._drawn[ranks] = {
-                name: list(latents) for name, latents in zip(names, zip(*of_rank, strict=True), strict=True)
-            }
-        return self._drawn[ranks][name]
+        """The latents of each rank."""
+        return self._pool.run(draw, ranks, self._cases[name])
 
     def simulated(self, name: str, keys: Keys = "stale", **changes: Any) -> Tensor:
         """The latents of the simulation, by this or another method or warmup."""
