@@ -50,7 +50,8 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 COMPOSED = (
     "pipefusion=2 patches=2 warmup=0", "pipefusion=4 patches=4 warmup=2", "cfg=2 distrifusion=2",
-    "data=2 cfg=2 pipefusion=2 patches=3",
+    "data=2 cfg=2 pipefusion=2 patches=3", "pipefusion=3 patches=3 warmup=auto warmup_mode=sequence",
+    "pipefusion=2 patches=3 ulysses=2",
 )  # fmt: skip
 """Plans whose messages are those of others here, between more ranks or fewer, or of two of them at once."""
 MECHANISMS = [row for row in ROWS if row[1] not in COMPOSED]

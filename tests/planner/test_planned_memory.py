@@ -113,7 +113,7 @@ OF_TWO_STREAMS = (
 COMPOSED = (
     "pipefusion=2 patches=4 warmup=0", "pipefusion=2 ulysses=2 patches=2", "pipefusion=4 patches=4",
     "cfg=2 pipefusion=2 patches=4", "pipefusion=2 tensor=2 patches=2", "tensor=2 offload=blocks",
-    "distrifusion=2 token_weights=2,1",
+    "distrifusion=2 token_weights=2,1", "ring=2",
 )  # fmt: skip
 """What these hold on a rank is what two others of the list hold, or one of them with other numbers."""
 ROWS = [*(("pixart", plan) for plan in PLANS), *(("flux", plan) for plan in OF_TWO_STREAMS)]

@@ -23,6 +23,7 @@ from ditile.plan.errors import RankError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import Runner, parallelize
 from tests.pool import Pool, fork_ranks
+from tests.rotation import rotate
 from tests.runner.cases import MAKE, draw_plain, run, same
 
 NAME, STEPS, LAST = "flux true cfg", 6, 3
@@ -115,13 +116,16 @@ CASES: list[tuple[dict[str, Any], str, int, tuple[str, ...]]] = [
     ({"pipefusion": 2, "warmup": 2, "warmup_mode": "sequence"}, "refusal", 2, ("pipefusion", "cfg")),
     ({"ulysses": 2, "text": "split", "vae": "rows"}, "callback", 2, ("ring",)),
     ({"tensor": 2, "split_scheme": "sequence"}, "callback", 2, ("tensor",)),
-    ({"ring": 2}, "callback", 2, ("ring",)),
     ({"pipefusion": 2, "warmup": 1, "cache": True}, "callback", 2, ("pipefusion",)),
+]
+ALIKE: list[tuple[dict[str, Any], str, int, tuple[str, ...]]] = [
+    ({"ring": 2}, "callback", 2, ("ring",)),
     ({"pipefusion": 3, "warmup": 1}, "callback", 3, ("ring", "distrifusion", "data")),
 ]
+"""Of another axis, and on more ranks."""
 
 
-@pytest.mark.parametrize(("plan", "way", "ranks", "axes"), CASES, ids=str)
+@pytest.mark.parametrize(("plan", "way", "ranks", "axes"), [*CASES, *rotate(ALIKE)], ids=str)
 def test_after_an_error_of_all_ranks(
     pool: Pool, plan: dict[str, Any], way: str, ranks: int, axes: tuple[str, ...]
 ) -> None:
