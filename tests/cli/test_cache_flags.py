@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -231,6 +232,11 @@ def test_what_is_refused(words: str, says: str) -> None:
 def test_a_lora_is_described_as_it_was_named(text: str) -> None:
     """A failure: another scale, where an option is written and read again."""
     assert LoraChoice.parse(text).describe() == text
+
+
+def test_a_lora_lies_in_the_home_of_its_user() -> None:
+    """A failure: bash leaves ~ in `--lora=~/a` and in what is quoted, and the file would not be found."""
+    assert LoraChoice.parse("transformer_2=~/a.safetensors:0.5").source == os.path.expanduser("~/a.safetensors")
 
 
 def test_no_flag_is_there_twice() -> None:

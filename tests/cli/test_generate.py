@@ -98,9 +98,13 @@ def test_a_dry_run_says_what_stays_in_the_hosts_memory() -> None:
 
     stages = Plan(pipefusion=2, patches=2)
     assert "host's memory" not in describe(stages)
-    in_bfloat16 = "host's memory, of all ranks together in bfloat16: "
-    assert f"{in_bfloat16}40.80 GB of weights stay there" in describe(dataclasses.replace(stages, offload="blocks"))
-    assert f"{in_bfloat16}19.54 GB of weights stay there" in describe(stages, text_after="offload")
+    # 4608 tokens, 3072 wide, in numbers of 2 and of 4 bytes.
+    assert "28.3 MB" in describe(stages) and "56.6 MB" in describe(stages, dtype="float32")
+    cut = dataclasses.replace(stages, stage_blocks=(56, 1))
+    assert "at most 1.90x with equal shares on equal devices" in describe(cut)
+    of_all_ranks = "numbers: bfloat16\n\nhost's memory, of all ranks together: "
+    assert f"{of_all_ranks}40.80 GB of weights stay there" in describe(dataclasses.replace(stages, offload="blocks"))
+    assert f"{of_all_ranks}19.54 GB of weights stay there" in describe(stages, text_after="offload")
 
 
 TURBO = ("generate", "a red circle", "--model", "shapes-flux-turbo", "--steps", "1", "--threads", "1", "--seed", "7")

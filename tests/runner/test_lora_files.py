@@ -408,6 +408,8 @@ def write_hostile(folder: Path) -> dict[str, str]:
     norm = "text_encoder.final_layer_norm"
     late = {f"{norm}.lora_A.weight": torch.ones(4, tiny.WIDTH), f"{norm}.lora_B.weight": torch.ones(tiny.WIDTH, 4)}
     save_file(add_text_factors(good) | late, folder / "late.safetensors")
+    infinite = {name: factor / 0 for name, factor in good.items() if "lora_A" in name}
+    save_file(good | infinite, folder / "infinite.safetensors")
     half = {name: factor for name, factor in good.items() if "lora_A" in name}
     save_file(half, folder / "half.safetensors")
     return {
@@ -423,6 +425,8 @@ def write_hostile(folder: Path) -> dict[str, str]:
         "nan.safetensors": ".alpha is [nan], and an alpha is one finite number",
         "bias.safetensors": ".lora_B.bias of shape [7] does not fit a layer of 32 outputs",
         "integers.safetensors": ".lora_A.weight has numbers of torch.int8, and factors are floating-point numbers",
+        "infinite.safetensors": ".lora_A.weight has numbers that are not finite",
+        ".": " files (alphas.safetensors, bias.safetensors, control.safetensors), and one of them is a LoRA's; give it",
         "late.safetensors": "cannot be loaded: Target module LayerNorm",
         "wan.safetensors": "changes nothing of this FluxPipeline: no layer takes its ",
         "wan-kohya.safetensors": "cannot be loaded: Incompatible keys detected",

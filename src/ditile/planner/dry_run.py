@@ -46,15 +46,22 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
             does not fit the plan or the cache.
     """
     subject, call = _read_planned_call(options)
-    job = build_subject_job(subject, plan, call, configs)
+    # Who asks how a model would be divided means GPUs, on whichever machine.
+    dtype = choose_dtype_name(find_model_source(options.model, weights=False), engine.dtype, on_gpu=True)
+    element_size = getattr(torch, dtype).itemsize
+    job = build_subject_job(subject, plan, call, configs, element_size)
     table = describe_plan(options.model, job, ["any"] * plan.world)
     # The steps before stale keys are used, and two after them.
     shown = STEPS_SHOWN
     if plan.least_warmup < 2:
         shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps)
     chart = render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
-    host = _describe_host_memory(options, subject, plan, call, engine)
-    return f"{_describe_class(options)}{_describe_components(options, subject)}{table}\n{host}\n{chart}"
+    host = ""
+    offloads_text = engine.text_after == "offload"
+    if plan.offload != "none" or offloads_text:
+        host = _describe_host_memory(subject, job, offloads_text=offloads_text)
+    parts = (_describe_class(options), _describe_components(options, subject), table)
+    return f"{''.join(parts)}\nnumbers: {dtype}\n{host}\n{chart}"
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
@@ -83,23 +90,15 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArgum
     return subject, build_dry_run_call(options, base) | subject.bind_pictures(pictures)
 
 
-def _describe_host_memory(
-    options: GenerateOptions, subject: PlanSubject, plan: Plan, call: CallArguments, engine: EngineOptions
-) -> str:
-    """Describes the weights of all ranks that stay in the host's memory; empty if there are none."""
-    offloads_text = engine.text_after == "offload"
-    if plan.offload == "none" and not offloads_text:
-        return ""
-    # Only a run on a GPU keeps weights in the host's memory, so they have the dtype that is used on a GPU.
-    dtype = choose_dtype_name(find_model_source(options.model, weights=False), engine.dtype, on_gpu=True)
-    job = subject.make_plan_job(plan, subject.make_call_shape(call, getattr(torch, dtype).itemsize))
+def _describe_host_memory(subject: PlanSubject, job: PlannedCall, *, offloads_text: bool) -> str:
+    """Describes the weights of all ranks that stay in the host's memory."""
     host = count_host_memory(subject, job, offloads_text=offloads_text)
     machine_bytes = count_memory_bytes()
     short = ""
     if max(host) > machine_bytes:
         short = f"; this machine has {format_bytes(machine_bytes)}"
     return (
-        f"\nhost's memory, of all ranks together in {dtype}: {format_bytes(host.kept)} of weights stay there,\n"
+        f"\nhost's memory, of all ranks together: {format_bytes(host.kept)} of weights stay there,\n"
         f"and up to {format_bytes(host.loading)} are needed while they load{short}\n"
     )
 
@@ -128,13 +127,15 @@ def _describe_class(options: GenerateOptions) -> str:
     return "" if own is None else f"pipeline: {describe_choice(kind, own, [*options.conditions])}\n"
 
 
-def build_subject_job(subject: PlanSubject, plan: Plan, call: CallArguments, configs: CallArguments) -> PlannedCall:
-    """Plans a call of a model.
+def build_subject_job(
+    subject: PlanSubject, plan: Plan, call: CallArguments, configs: CallArguments, element_size: int = 4
+) -> PlannedCall:
+    """Plans a call of a model whose numbers have `element_size` bytes.
 
     Raises:
         ModelError, PlanError: if the model has no spec, or does not fit the plan or the cache.
     """
-    job = subject.make_plan_job(plan, subject.make_call_shape(call))
+    job = subject.make_plan_job(plan, subject.make_call_shape(call, element_size))
     config = configs["cache_config"]
     if config is None:
         return job

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from torch import nn
 
 from ditile.distributed.heartbeat import is_out_of_memory
@@ -64,6 +65,8 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         kwargs["weight_name"] = Path(source).name
         source = str(Path(source).parent)
     weight_name = kwargs.get("weight_name")
+    if weight_name is None and not isinstance(source, Mapping):
+        _check_lora_folder(Path(source))
     if weight_name is not None and not weight_name.endswith(".safetensors"):
         raise ModelError(
             f"lora={label!r} is no .safetensors file ({weight_name}), and other files may run code when they are read; "
@@ -104,6 +107,17 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
             "for that one by --lora transformer_2=FILE, or ditile.load_lora with load_into_transformer_2=True",
             label,
             type(pipe).__name__,
+        )
+
+
+def _check_lora_folder(folder: Path) -> None:
+    """Raises `ModelError` if a folder has several files, of which diffusers would take any."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    has_default = any(name.endswith(LORA_WEIGHT_NAME_SAFE) for name in names)
+    if len(names) > 1 and not has_default:
+        raise ModelError(
+            f"lora={str(folder)!r} has {len(names)} files ({', '.join(names[:3])}), and one of them is a LoRA's; "
+            f"give it, such as {folder / names[0]}"
         )
 
 

@@ -140,6 +140,11 @@ def _format_speed_up_bound(job: PlannedCall) -> str:
     """The product of the bounds of all axes, with its factors; data parallelism counts, as it makes more images."""
     bounds = compute_axis_bounds(job)
     product = f"{math.prod(bounds.values()):.2f}x"
+    # Shares of unlike size are for devices of unlike speed, of which a plan without devices knows nothing.
+    plan = job.plan
+    shares = (plan.stage_blocks, plan.stage_weights, plan.token_weights, plan.tensor_weights)
+    if any(share is not None for share in shares):
+        product += " with equal shares on equal devices"
     if len(bounds) < 2:
         return product
     factors = [f"{name} {bound:.2f}".removesuffix(".00") for name, bound in bounds.items()]

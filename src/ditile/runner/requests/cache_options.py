@@ -94,6 +94,8 @@ class LoraChoice(NamedTuple):
                     f"the first one; try {TRANSFORMER}={rest}"
                 )
             return cls.parse(rest)._replace(component=component)
+        # The shell leaves a home that stands behind the sign of a flag.
+        text = os.path.expanduser(text)
         source, colon, scale_text = text.rpartition(":")
         # The name of a file may have a colon, and so does one with the letter of a drive.
         if not colon or os.path.exists(text) or re.search(r"[/\\]", scale_text):

@@ -151,6 +151,8 @@ class LoraKeyFilter:
             return ""
         if not value.is_floating_point():
             return f"has numbers of {value.dtype}, and factors are floating-point numbers"
+        if not bool(value.isfinite().all()):
+            return "has numbers that are not finite"
         if not isinstance(layer, nn.Linear):
             return ""
         if key.endswith(".lora_B.bias") and shape != [layer.out_features]:
