@@ -294,6 +294,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(weights, folder / "pickle.ckpt")
     lacking = {name: tensor for name, tensor in weights.items() if name != "proj_out.weight"}
     save_file(lacking, folder / "lacking.safetensors")
+    shorter = {name: tensor for name, tensor in weights.items() if not name.startswith("transformer_blocks.0.")}
+    save_file(shorter, folder / "shorter.safetensors")
+    factors = {f"transformer.proj_out.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
+    save_file(factors, folder / "lora.safetensors")
     save_file(weights | {"proj_out.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
     fp8 = weights | {"proj_out.weight": weights["proj_out.weight"].to(torch.float8_e4m3fn)}
     save_file(fp8, folder / "fp8.safetensors")
@@ -368,6 +372,8 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("pickle.safetensors", "its content is a pickle"),
         ("pickle.ckpt", "is a pickle"),
         ("lacking.safetensors", r"lacks .*proj_out.weight"),
+        ("shorter.safetensors", r"lacks .*transformer_blocks\.0\."),
+        ("lora.safetensors", "is a LoRA, which changes the weights of a model; give --lora "),
         ("scaled.safetensors", "does not take, such as proj_out.scale_weight"),
         ("unknown.safetensors", "does not take, such as proj_out.scale_of_weight"),
         ("seven.safetensors", r"proj_out.weight_scale of the shape \[7\] is no scale of proj_out.weight"),

@@ -36,7 +36,6 @@ from ditile.runner.model_files import (
     TRANSFORMER,
     check_config_counts,
     check_model_file,
-    join_error_lines,
     open_safetensors,
     read_json_object,
 )
@@ -71,6 +70,8 @@ COMPONENT_NAMES = {
     "vae": r"((first_stage_model|vae)\.)?decoder\..*",
 }
 """Component -> names of tensors that it has, in files of any origin, and that no transformer has."""
+LORA_FACTORS = r"\.lora_(A|B|up|down)\."
+"""What is in the names of a LoRA's tensors."""
 CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
 """What diffusers' functions raise for tensors of another model."""
 
@@ -208,6 +209,8 @@ class SingleFile:
                 for name in grouped.offset_keys():
                     stored = grouped.get_slice(name)
                     tensors[name] = FileTensor.from_shape(name, stored.get_shape(), stored.get_dtype())
+            if any(re.search(LORA_FACTORS, name) for name in tensors):
+                raise LoadError(f"{path} is a LoRA, which changes the weights of a model; give --lora {path}")
             _check_format(path, "its header", (opened.metadata() or {}).get("_quantization_metadata", ""))
             return cls(path, _attach_scales(path, tensors, opened), open_file, prequantized=prequantized)
 
@@ -251,8 +254,8 @@ class SingleFile:
         tensors = self.own_tensors
         unused: set[str] = set()
         missing = model_tensors.keys() - tensors.keys()
-        # Names of diffusers need no conversion; nor do those of which a few are missing.
-        if len(missing) > MOST_MISSING * len(model_tensors):
+        # Names of diffusers need no conversion; nor do those of which a few are missing, or of which no other is there.
+        if len(missing) > MOST_MISSING * len(model_tensors) and tensors.keys() - model_tensors.keys():
             if self.prequantized is not None:
                 raise LoadError(
                     f"{self.path} has quantized weights under other names than diffusers', whose parts have none "
@@ -276,10 +279,9 @@ class SingleFile:
         except KeyError as error:
             raise LoadError(f"{self.path} lacks the weight {error} of a {class_name}") from error
         except CONVERSION_ERRORS as error:
-            reason = join_error_lines(error)
             raise LoadError(
                 f"{self.path} does not have the weights of a {class_name}: it has {len(tensors)} tensor(s), such as "
-                f"{min(tensors, default='none')} ({reason})"
+                f"{min(tensors)}"
             ) from error
         used: set[str] = set()
         for tensor in renamed.values():
