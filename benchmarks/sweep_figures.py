@@ -33,10 +33,11 @@ from ditile.measure.bench.figures import (
     save_bench_figure,
 )
 from ditile.measure.bench.runs import ROWS
+from ditile.measure.bench.sweeps import WARMUP_MODES
 from ditile.measure.bench.tables import find_peak_rank, make_rows_title
 from ditile.measure.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour
 from ditile.measure.rows import Row
-from ditile.plan.plan import WARMUP_MODES, Plan
+from ditile.plan.plan import Plan
 
 MEMORY_PARTS = (
     ("parameters", "weights, text encoders included", "#4477aa"),
@@ -258,7 +259,7 @@ def tabulate_warmups(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     methods = dict.fromkeys((name, cfg) for name, cfg, _ in seconds)
     columns = []
     for name, cfg in methods:
-        for mode in WARMUP_MODES:
+        for mode in (*WARMUP_MODES, "auto"):
             column = (name, cfg, mode)
             # A column of W = 0 alone would repeat the serial one.
             if set(seconds.get(column, ())) - {0}:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import json
 import math
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -16,18 +16,14 @@ from ditile import Plan, PlanError
 from ditile.plan.layout import Grid, Layout, Split
 from ditile.plan.plan import (
     AXES,
-    OFFLOADS,
     SEQUENCE,
-    SPLIT_SCHEMES,
-    TEXT_PLACES,
-    VAE_PLACES,
-    WARMUP_MODES,
-    WIRE_DTYPES,
     Facts,
 )
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 
+CHOICES = {name: get_args(kind) for name, kind in get_type_hints(Plan).items()}
+MODES = CHOICES["warmup_mode"]
 PER_STAGE = st.integers(1, 50)
 SPEED = st.floats(0.01, 100)
 
@@ -48,10 +44,10 @@ def plans(draw: Any) -> Plan:
     of_tensor = draw(st.none() | st.lists(SPEED, min_size=degrees["tensor"], max_size=degrees["tensor"]))
     shared_out = max(degrees[name] for name in ("ring", "ulysses", "tensor")) > 1
     divides_tokens = max(degrees[name] for name in SEQUENCE) > 1
-    vae = draw(st.sampled_from(VAE_PLACES))
-    offload, world = draw(st.sampled_from(OFFLOADS)), math.prod(degrees.values())
+    vae = draw(st.sampled_from(CHOICES["vae"]))
+    offload, world = draw(st.sampled_from(CHOICES["offload"])), math.prod(degrees.values())
     some_ranks = st.none() | st.sets(st.integers(0, world - 1), min_size=1, max_size=4)
-    mode = draw(st.sampled_from(WARMUP_MODES[:2] if shared_out else WARMUP_MODES)) if stages > 1 else "serial"
+    mode = draw(st.sampled_from(MODES[:2] if shared_out else MODES)) if stages > 1 else "serial"
     return Plan(
         **degrees, **cut, warmup_mode=mode,
         patches=None if degrees["distrifusion"] > 1 else draw(st.none() | st.integers(1, 64)),
@@ -60,9 +56,9 @@ def plans(draw: Any) -> Plan:
         token_weights=weights, tensor_weights=of_tensor,
         uaa=draw(st.none() | st.booleans()) if weights is of_tensor is None else None,
         async_ulysses=degrees["ulysses"] > 1 and draw(st.booleans()),
-        split_scheme=draw(st.sampled_from(SPLIT_SCHEMES)),
-        wire_dtype=draw(st.sampled_from((None, *WIRE_DTYPES))) if divides_tokens or stages > 1 else None,
-        text=draw(st.sampled_from(TEXT_PLACES)),
+        split_scheme=draw(st.sampled_from(CHOICES["split_scheme"])),
+        wire_dtype=draw(st.sampled_from((None, "fp8", "int8"))) if divides_tokens or stages > 1 else None,
+        text=draw(st.sampled_from(CHOICES["text"])),
         vae=vae, vae_block_size=draw(st.none() | st.integers(1, 512)) if vae == "rows" else None,
         offload=offload, offload_ranks=draw(some_ranks.map(lambda x: x and [*x])) if offload == "blocks" else None,
     )  # fmt: skip

@@ -8,12 +8,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditile.plan.plan import WARMUP_MODES
+from ditile.plan.plan import Plan
 from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, PatchSchedule
 from ditile.plan.simulate import Span, bound_speedup, compute_makespan, measure_occupancy, simulate_schedule
 
@@ -29,7 +30,7 @@ def schedules(draw: st.DrawFn, most: int = 5) -> PatchSchedule:
     """Every warmup mode; where it is adaptive, any later step may be synchronous again."""
     numbers = st.integers(1, most)
     stages, patches, steps = draw(numbers), draw(numbers), draw(numbers)
-    mode = draw(st.sampled_from(WARMUP_MODES))
+    mode = draw(st.sampled_from(get_args(get_type_hints(Plan)["warmup_mode"])))
     group_size = {"sequence": stages, "separate": draw(st.integers(1, stages))}.get(mode, 0)
     adaptive = draw(st.booleans())
     again = draw(st.frozensets(st.integers(0, steps))) if adaptive else frozenset()

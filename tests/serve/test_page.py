@@ -34,14 +34,17 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromiu
 def test_a_word_of_a_cookie_stands_for_its_key_and_no_other() -> None:
     """A failure would be an open door, or a closed one."""
     keys = ApiKeys([("ann", ANN.encode()), ("bob", BOB.encode())])
-    word = keys.find_word(BOB.encode())
-    assert word is not None and BOB not in word
-    assert keys.find_owner_of_cookie(f"a=b; {COOKIE}={word}") == "bob"
-    assert keys.find_word(b"key-of-eve") is None
+    key = keys.find_key(BOB.encode())
+    assert key is not None
+    word = key.word.decode()
+    assert BOB not in word
+    assert keys.find_key_of_cookie(f"a=b; {COOKIE}={word}") == key
+    assert key.owner == "bob"
+    assert keys.find_key(b"key-of-eve") is None
     assert [
-        keys.find_owner_of_cookie(text) for text in ("", f"{COOKIE}=", f"{COOKIE}={word[:-1]}", f"{COOKIE}={BOB}")
+        keys.find_key_of_cookie(text) for text in ("", f"{COOKIE}=", f"{COOKIE}={word[:-1]}", f"{COOKIE}={BOB}")
     ] == [None] * 4
-    assert ApiKeys([("bob", BOB.encode())]).find_word(BOB.encode()) != word, "the next server asks again"
+    assert ApiKeys([("bob", BOB.encode())]).find_key(BOB.encode()) != key, "the next server asks again"
 
 
 def test_only_what_the_page_needs_of_gradio_is_served() -> None:

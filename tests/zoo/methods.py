@@ -17,7 +17,9 @@ from typing import Any
 import diffusers
 from torch import nn
 
-from ditile.model.registry import list_families, list_model_specs
+from ditile.model.block_table import find_diffusers_class, read_transformer_table
+from ditile.model.known import ASSETS
+from ditile.model.registry import list_model_specs, name_family
 from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import ModelSpec
@@ -29,6 +31,20 @@ YES = "yes"
 NO = "-"
 GUIDED_CALL = {"guidance_scale": 5.0, "true_cfg_scale": 5.0, "negative_prompt": ""}
 """Arguments of a call with guidance, under the names of all families."""
+
+
+RUNGS = ("PipeFusion, ulysses, ring", "ulysses, ring", "caches", "data, cfg")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of `ditile models`: a family, and the rung of the ladder that it is on."""
+
+    name: str
+    transformer: str
+    pipelines: tuple[str, ...]
+    rung: str
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,53 @@ METHOD_COLUMNS = (
     MethodColumn("cache", "--cache", _describe_blocks),
     MethodColumn("text", "", _describe_text_attention),
 )
+
+
+def list_families() -> list[Family]:
+    """Every family with the rung of the ladder that it is on, and why."""
+    specs = list_model_specs()
+    families = []
+    for cls, spec in specs.items():
+        families.append(Family(spec.name, cls.__name__, spec.pipelines, RUNGS[0].split(",")[0], "has a ModelSpec"))
+    proven = _read_proven_families()
+    with_lists = {name for name, entry in read_transformer_table().items() if not entry.refusal}
+    described = []
+    for name in sorted({*proven, *with_lists} - {cls.__name__ for cls in specs}):
+        transformer = find_diffusers_class(name)
+        if transformer is not None:
+            described.append(_describe_family(transformer, *proven.get(name, ((), set()))))
+    described.sort(key=lambda family: RUNGS.index(family.rung.removesuffix(", caches")))
+    unets = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
+    return [*families, *described, Family("any other", "any, U-Nets too", unets, "data, cfg", "nothing need be known")]
+
+
+def _describe_family(transformer: type[nn.Module], pipelines: tuple[str, ...], columns: set[str]) -> Family:
+    """A family without a `ModelSpec`."""
+    rungs = []
+    notes = []
+    if columns >= {"ulysses", "ring", "distrifusion"}:
+        rungs.append(RUNGS[0] if columns >= {"pipefusion", "stale"} else RUNGS[1])
+        notes.append("its anatomy is derived")
+    entry = read_transformer_table().get(transformer.__name__)
+    if entry is not None and not entry.refusal:
+        rungs.append("caches")
+        notes.append("its blocks are listed")
+    if entry is not None and entry.note:
+        notes.append(entry.note)
+    rung = ", ".join(rungs) or RUNGS[-1]
+    return Family(name_family(transformer), transformer.__name__, pipelines, rung, "; ".join(notes))
+
+
+def _read_proven_families() -> dict[str, tuple[tuple[str, ...], set[str]]]:
+    """Transformer class -> its pipelines, and the columns of `assets/families.json` that one of their calls holds."""
+    table = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    proven: dict[str, tuple[tuple[str, ...], set[str]]] = {}
+    for family in table["families"]:
+        pipelines, columns = proven.get(family["transformer"], ((), set()))
+        if family["pipeline"] not in pipelines:
+            pipelines = (*pipelines, family["pipeline"])
+        proven[family["transformer"]] = (pipelines, columns | (set(table["columns"]) - set(family["holes"])))
+    return proven
 
 
 def build_matrix() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from ditile.model.hooks.overrides import WatchedMethod, override_attribute
+from ditile.model.hooks.overrides import WatchedMethod, give_own_class, override_attribute
 from ditile.model.hooks.protocols import CallPosition, LabelledModel
 from ditile.model.source import list_pipeline_parts
 from ditile.plan.errors import StateError
@@ -38,12 +38,11 @@ _WATCHED = ("set_timesteps", "step")
 
 def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., AbstractContextManager[None]]) -> None:
     """Gives a pipeline its own subclass, whose call runs within `enter(..)`, until the stack is closed."""
-    pipeline_class = type(pipe)
     if not callable(pipe):
         return
 
     # A wrapped function, so that a runner can unwrap it and find the pipeline's own code.
-    pipeline_call = pipeline_class.__call__
+    pipeline_call = type(pipe).__call__
 
     @functools.wraps(pipeline_call)
     def run_pipeline_call(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,10 +52,7 @@ def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., Abstr
         with enter(*args, **kwargs):
             return pipeline_call(this, *args, **kwargs)
 
-    names = {"__call__": run_pipeline_call}
-    names |= {name: getattr(pipeline_class, name) for name in ("__module__", "__qualname__")}
-    pipe.__class__ = type(pipeline_class.__name__, (pipeline_class,), names)
-    stack.callback(setattr, pipe, "__class__", pipeline_class)
+    give_own_class(stack, pipe, {"__call__": run_pipeline_call})
 
 
 class SchedulerClock:

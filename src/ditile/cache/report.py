@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -135,42 +137,27 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
 
 def _merge_context_reports(stage: int, reports_by_half: dict[tuple[int, int], ContextReport]) -> ContextReport:
     """One context of one stage, by replica and half of guidance."""
+    # The decisions on a branch in a replica, by each half that has some.
+    choices: dict[tuple[int, int], list[list[Decisions]]] = {}
+    get_branch = operator.attrgetter("branch")
+    for (replica, _), report in reports_by_half.items():
+        for branch, decisions in itertools.groupby(sorted(report.decisions, key=get_branch), get_branch):
+            choices.setdefault((replica, branch), []).append(list(decisions))
     merged: list[Decisions] = []
-    units = 0
-    for replica in sorted({replica for replica, _ in reports_by_half}):
-        best_by_branch: dict[int, list[Decisions]] = {}
-        for (half_replica, _), report in reports_by_half.items():
-            if half_replica == replica:
-                _keep_best_decisions(best_by_branch, report.decisions)
-        for _, decisions in sorted(best_by_branch.items()):
-            merged += [replace(decision, unit=units + decision.unit) for decision in decisions]
-        units = 1 + max((decision.unit for decision in merged), default=units - 1)
+    first_units: dict[int, int] = {}
+    for (replica, _), by_half in sorted(choices.items()):
+        first_unit = first_units.setdefault(replica, 1 + max((decision.unit for decision in merged), default=-1))
+        # The half that computed a branch knows most of its decisions.
+        for decision in max(by_half, key=_count_known):
+            merged.append(replace(decision, unit=first_unit + decision.unit))
     kept_bytes = max(report.kept_bytes for report in reports_by_half.values())
     first = next(iter(reports_by_half.values()))
     return replace(first, stage=stage, kept_bytes=kept_bytes, decisions=merged)
 
 
-def _keep_best_decisions(best_by_branch: dict[int, list[Decisions]], decisions: Sequence[Decisions]) -> None:
-    """Keeps for each branch the decisions of the half that computed it, which knows most of them."""
-    by_branch: dict[int, list[Decisions]] = {}
-    for decision in decisions:
-        by_branch.setdefault(decision.branch, []).append(decision)
-    for branch, branch_decisions in by_branch.items():
-        if _count_known(branch_decisions) > _count_known(best_by_branch.get(branch, [])):
-            best_by_branch[branch] = branch_decisions
-
-
 def _count_known(decisions: Sequence[Decisions]) -> tuple[int, int]:
     known = sum(len(decision.skipped) + len(decision.differences) for decision in decisions)
     return known, len(decisions)
-
-
-def interpolate_percentile(numbers: Sequence[float], percent: float) -> float:
-    """A percentile of ascending numbers, interpolated linearly between neighbours."""
-    place = (len(numbers) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(numbers) - 1)
-    return numbers[low] + (numbers[high] - numbers[low]) * (place - low)
 
 
 def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Table:
@@ -209,7 +196,9 @@ def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Ta
 def _format_percentile(differences: Sequence[float], percent: float) -> str:
     if not differences:
         return "-"
-    return f"{interpolate_percentile(differences, percent):.3f}"
+    import numpy as np
+
+    return f"{np.percentile(differences, percent):.3f}"
 
 
 def format_steps(steps: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ machine that becomes slower favours none of them.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
 import time
@@ -29,7 +30,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
 from ditile.runner.caching import disable_cache, enable_cache
-from ditile.runner.runner import Runner, parallelize
+from ditile.runner.runner import LOG, Runner, parallelize
 
 Item = TypeVar("Item")
 PLAIN = ""
@@ -133,14 +134,15 @@ def rotate(items: Sequence[Item], number: int) -> list[Item]:
 def time_call(call: Callable[[], Item], device: torch.device) -> tuple[Item, float]:
     """The result of a call, and its seconds until the device has finished."""
     # A GPU computes asynchronously: what was started before must not count.
-    _synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     result = call()
-    _synchronize(device)
+    synchronize(device)
     return result, time.perf_counter() - began
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has finished; the CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -156,6 +158,32 @@ def wait_for_all_ranks() -> None:
     """Waits until all ranks of the group have called this. It needs no GPU: a barrier of NCCL would."""
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))
+
+
+@contextmanager
+def list_host_syncs() -> Iterator[list[str]]:
+    """Lists, afterwards, where the host waited for the GPU within it, while `torch.cuda` warned of that."""
+    places: list[str] = []
+    try:
+        with warnings.catch_warnings(record=True) as messages:
+            warnings.simplefilter("always")
+            yield places
+        for message in messages:
+            if "synchroniz" in str(message.message):
+                places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def silence_advice() -> Iterator[None]:
+    """Logs errors alone within it: advice on a plan does not fit the few steps of a check or of a short call."""
+    level = LOG.level
+    LOG.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        LOG.setLevel(level)
 
 
 @contextmanager

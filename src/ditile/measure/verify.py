@@ -15,13 +15,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import logging
 import math
-import os
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,7 +34,7 @@ from ditile.distributed.mesh import find_local_rank, find_process_rank
 from ditile.distributed.private_network import make_groups
 from ditile.distributed.torchrun import join_torchrun
 from ditile.distributed.transport import gather_json, is_on_gpu
-from ditile.measure.sessions import release_memory
+from ditile.measure.sessions import list_host_syncs, release_memory, silence_advice
 from ditile.measure.verdict import Check, PlanVerdict
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.pipeline_calls import is_modular
@@ -57,7 +54,7 @@ from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.requests.pipelines import convert_value_errors, find_argument
 from ditile.runner.requests.preflight import read_condition_files
 from ditile.runner.requests.prepare import silence_libraries, switch_to_conditions
-from ditile.runner.runner import LOG, Runner, build_single_runner, parallelize
+from ditile.runner.runner import Runner, build_single_runner, parallelize
 
 ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The share of the largest value by which an exact plan may differ: it adds in another order, in every step."""
@@ -74,7 +71,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
         DitileError: if the model or the plan does not fit.
     """
     # Libraries print while they load; the standard output has the verdict alone.
-    with contextlib.redirect_stdout(sys.stderr), _silence_advice():
+    with contextlib.redirect_stdout(sys.stderr), silence_advice():
         silence_libraries()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -109,17 +106,6 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
 
         checks, machine = run_plan_checks(create_pipeline, make_arguments, plan, options.steps, options.device)
     return PlanVerdict(f"{options.model}, {options.steps} steps; {plan}; {machine}", checks)
-
-
-@contextlib.contextmanager
-def _silence_advice() -> Iterator[None]:
-    """Logs errors alone within it: advice on a plan does not fit the few steps of a check."""
-    level = LOG.level
-    LOG.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        LOG.setLevel(level)
 
 
 def run_plan_checks(
@@ -348,14 +334,9 @@ class _HostSyncCounter:
 
         handle = find_loop_model(self._runner.pipe).register_forward_pre_hook(update_sync_mode)
         try:
-            with warnings.catch_warnings(record=True) as messages:
-                warnings.simplefilter("always")
+            with list_host_syncs() as self._places:
                 yield
-            for message in messages:
-                if "synchroniz" in str(message.message):
-                    self._places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
         finally:
-            torch.cuda.set_sync_debug_mode("default")
             handle.remove()
 
     def check_host_syncs(self) -> Check:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.model.block_lists import find_model_entry
+from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.hooks.pieces import find_nan_tokens, poison_latents
 from ditile.model.hooks.token_arguments import Runs, cut_argument, is_cut, take_runs
 from ditile.model.merge import merge_lists
 from ditile.model.record import (
     AttentionCall,
-    AttentionWatch,
     BlockRecord,
     Call,
     CapturedCall,
@@ -505,7 +505,7 @@ class _Derivation:
         usable = list[bool]()
         sequence = self._num_image + self._num_text
 
-        def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        def note(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
             further = max(0, key.shape[-2] - query.shape[-2])
             usable.append(mask is None or _is_usable_mask(mask, key.shape[-2], sequence + further))
             return torch.zeros_like(query)

@@ -27,7 +27,7 @@ from diffusers.modular_pipelines.components_manager import CustomOffloadHook
 from torch import Tensor, nn
 
 from ditile.model.hooks.compile import unwrap_compiled
-from ditile.model.hooks.overrides import list_replaced_methods, replace_globals
+from ditile.model.hooks.overrides import give_own_class, list_replaced_methods, replace_globals
 from ditile.model.hooks.pieces import RehearsedPrediction
 from ditile.model.loop_source import find_timed_guidance
 from ditile.plan.errors import ModelError
@@ -556,8 +556,7 @@ def replace_call_globals(
             )
         if functions:
             copies = {name: replace_globals(function, values) for name, function in functions.items()}
-            block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **copies})
-            stack.callback(setattr, block, "__class__", kind)
+            give_own_class(stack, block, copies)
     return replace_globals(pipeline_call, values)
 
 
@@ -576,9 +575,7 @@ def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
         if any(spec.name in denoisers for spec in block.expected_components):
             after_loop = index + 1
     for block in blocks[after_loop:]:
-        kind = type(block)
-        block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _return_state})
-        stack.callback(setattr, block, "__class__", kind)
+        give_own_class(stack, block, {"__call__": _return_state})
 
 
 def _return_state(_: Any, components: Any, state: Any) -> Any:

@@ -24,7 +24,7 @@ from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.pipeline_calls import find_pipeline_device, list_call_parameters
 from ditile.model.record import CapturedCall, capture_call
 from ditile.plan.anatomy import Anatomy
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, describe_class_and_text
 
 SHORT_TEXT, LONG_TEXT = "a red ring", "a small red ring on the left of a large blue square above a green circle"
 SIZES = ((6, 10), (10, 14))
@@ -73,15 +73,11 @@ def derive_from_pipeline(
     except Exception as error:
         raise ModelError(
             f"{type(transformer).__name__} could not be called to learn what its dimensions count: "
-            f"{_describe_error(error)}; {_advise(transformer)}"
+            f"{describe_class_and_text(error)}; {_advise(transformer)}"
         ) from error
 
 
 Capture = Callable[[Mapping[str, Any]], CapturedCall]
-
-
-def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _capture_known_calls(pipe: Any, transformer: nn.Module, capture: Capture) -> list[CapturedCall]:
@@ -98,7 +94,7 @@ def _capture_known_calls(pipe: Any, transformer: nn.Module, capture: Capture) ->
                 continue
             raise ProbeError(
                 f"{type(transformer).__name__} is not in the table of known anatomies, and {type(pipe).__name__} "
-                f"could not be called with a {variant} image to look at it: {_describe_error(error)}; {REMEDY}"
+                f"could not be called with a {variant} image to look at it: {describe_class_and_text(error)}; {REMEDY}"
             ) from error
     return calls
 
@@ -118,7 +114,7 @@ def _capture_variations(
     except Exception as error:
         raise ProbeError(
             f"{type(transformer).__name__} is not in the table of known anatomies, and {type(pipe).__name__} could not "
-            f"be called with these arguments to look at it: {_describe_error(error)}"
+            f"be called with these arguments to look at it: {describe_class_and_text(error)}"
         ) from error
     shrunk = {**example, **_shrink_example(pipe, example)}
     small = _try_call(capture, shrunk)

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ditile.model.block_lists import find_block_lists
-from ditile.model.hooks.attention_hooks import copy_multi_head_attention
+from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.pieces import find_run, has_nan
@@ -76,40 +74,6 @@ def list_chain(transformer: nn.Module) -> list[ChainBlock]:
     return chain
 
 
-class AttentionWatch(TorchFunctionMode):
-    """Notes every call of scaled dot-product attention."""
-
-    def __init__(self, note: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor | None]) -> None:
-        super().__init__()
-        self._note = note
-        self._multi_head = copy_multi_head_attention(self._note_and_attend)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            func = self._note_and_attend
-        elif func is functional.multi_head_attention_forward:
-            func = self._multi_head
-        return func(*args, **(kwargs or {}))
-
-    def _note_and_attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        replacement = self._note_call(*args, **kwargs)
-        if replacement is not None:
-            return replacement
-        return functional.scaled_dot_product_attention(*args, **kwargs)
-
-    def _note_call(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **others: Any,
-    ) -> Tensor | None:
-        return self._note(query, key, attn_mask, is_causal)
-
-
 def record_blocks(
     transformer: nn.Module,
     chain: Sequence[ChainBlock],
@@ -131,7 +95,7 @@ def record_blocks(
     records = [BlockRecord() for _ in chain]
     path: list[tuple[BlockRecord, str]] = []
 
-    def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> None:
+    def note(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
         # Attention outside of all blocks is not theirs.
         if not path:
             return

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
 from torch import nn
 
-from ditile.model.block_table import find_diffusers_class, read_transformer_table
 from ditile.model.known import ASSETS
 from ditile.model.pipeline_calls import find_denoisers, list_call_parameters
 from ditile.model.refinements import FLUX, PIXART, SD3
@@ -35,19 +33,6 @@ UNKNOWN_MODEL = ModelSpec(
 """Nothing is known, so nothing is cut but the batch."""
 
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
-_SEQUENCE = {"ulysses", "ring", "distrifusion"}
-_RUNGS = ("PipeFusion, ulysses, ring", "ulysses, ring", "caches", "data, cfg")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A row of `ditile models`: a family, and the rung of the ladder that it is on."""
-
-    name: str
-    transformer: str
-    pipelines: tuple[str, ...]
-    rung: str
-    note: str
 
 
 def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
@@ -80,63 +65,13 @@ def list_model_specs() -> dict[type[nn.Module], ModelSpec]:
     return dict(_SPECS)
 
 
-def list_families() -> list[Family]:
-    """Every family with the rung of the ladder that it is on, and why."""
-    families = []
-    for cls, spec in _SPECS.items():
-        families.append(Family(spec.name, cls.__name__, spec.pipelines, _RUNGS[0].split(",")[0], "has a ModelSpec"))
-    proven = _read_proven_families()
-    with_lists = {name for name, entry in read_transformer_table().items() if not entry.refusal}
-    names = {*proven, *with_lists} - {cls.__name__ for cls in _SPECS}
-    described = [_describe_family(name, proven) for name in sorted(names) if find_diffusers_class(name) is not None]
-    described.sort(key=lambda family: _RUNGS.index(family.rung.removesuffix(", caches")))
-    unets = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
-    return [*families, *described, Family("any other", "any, U-Nets too", unets, "data, cfg", "nothing need be known")]
-
-
-def _describe_family(name: str, proven: dict[str, tuple[tuple[str, ...], set[str]]]) -> Family:
-    """A family without a `ModelSpec`, by the name of its transformer."""
-    pipelines, columns = proven.get(name, ((), set()))
-    rungs = []
-    notes = []
-    if columns >= _SEQUENCE:
-        has_patches = columns >= {"pipefusion", "stale"}
-        rungs.append(_RUNGS[0] if has_patches else _RUNGS[1])
-        notes.append("its anatomy is derived")
-    entry = read_transformer_table().get(name)
-    if entry is not None and not entry.refusal:
-        rungs.append("caches")
-        notes.append("its blocks are listed")
-    if entry is not None and entry.note:
-        notes.append(entry.note)
-    rung = ", ".join(rungs) or _RUNGS[-1]
-    return Family(_CLASS_SUFFIX.sub("", name), name, pipelines, rung, "; ".join(notes))
-
-
-def _read_family_table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads((ASSETS / "families.json").read_text("utf-8"))
-    return table
-
-
-def _read_proven_families() -> dict[str, tuple[tuple[str, ...], set[str]]]:
-    """Transformer class -> its pipelines, and the columns of `assets/families.json` that one of their calls holds."""
-    table = _read_family_table()
-    proven: dict[str, tuple[tuple[str, ...], set[str]]] = {}
-    for family in table["families"]:
-        pipelines, columns = proven.get(family["transformer"], ((), set()))
-        if family["pipeline"] not in pipelines:
-            pipelines = (*pipelines, family["pipeline"])
-        proven[family["transformer"]] = (pipelines, columns | (set(table["columns"]) - set(family["holes"])))
-    return proven
-
-
 def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
     """Each column of `assets/families.json` that no call of a pipeline with a transformer holds -> the reason.
 
     Where the pipeline is not in the table, other pipelines of the class speak for it; a class that is not in it holds
     `data` and `cfg`.
     """
-    table = _read_family_table()
+    table: dict[str, Any] = json.loads((ASSETS / "families.json").read_text("utf-8"))
     columns = {*table["columns"], "tensor"}
     rows = [row for row in table["families"] if row["transformer"] == transformer.__name__]
     # A pipeline without a row is judged by the others of its transformer.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditile.model.hooks.block_policy import BlockHook, SurveyedBlocks
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import READ_SHAPE, READ_VERSION, GivenMemory, GivenTensors, RememberedOutput
-from ditile.model.hooks.overrides import match_modules, override_attribute
+from ditile.model.hooks.overrides import has_forward_hooks, match_modules, override_attribute
 from ditile.model.hooks.pieces import has_nan
 from ditile.plan.model_spec import ModelSpec
 
@@ -208,7 +208,7 @@ class OutputMemoizer:
             attentions = tuple(path for path, _ in hook.list_attentions())
             for path, module in hook.block.named_modules():
                 attends = any(f"{attention}.".startswith(f"{path}.") for attention in attentions)
-                if path and not attends and not any(map(_is_altered, module.modules())):
+                if path and not attends and not any(map(has_forward_hooks, module.modules())):
                     modules[f"{prefix}.{path}"] = module
         return modules
 
@@ -267,11 +267,7 @@ class _SeenCall(NamedTuple):
 
     def list_makers(self) -> set[str]:
         """The modules that made some of it."""
-        makers: set[str] = set()
-        for value in self.values:
-            if isinstance(value, str):
-                makers.add(value)
-        return makers
+        return {value for value in self.values if isinstance(value, str)}
 
 
 class PatchWatch:
@@ -326,7 +322,7 @@ class PatchWatch:
                 outermost.add(name)
         waiting: list[str] = []
         for name in outermost:
-            if _has_weights(self._modules[name]):
+            if next(self._modules[name].parameters(), None) is not None:
                 waiting.append(name)
         found: set[str] = set()
         while waiting:
@@ -376,18 +372,6 @@ class PatchWatch:
             else:
                 return None
         return _SeenCall((*kwargs,), tuple(values))
-
-
-def _has_weights(module: nn.Module) -> bool:
-    """Whether a module has parameters."""
-    for _ in module.parameters():
-        return True
-    return False
-
-
-def _is_altered(module: nn.Module) -> bool:
-    """Whether something is around the forward of a module, which may count its calls."""
-    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _SurveyedModules:

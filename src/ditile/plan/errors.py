@@ -69,6 +69,11 @@ class RankError(DitileError):
         return type(self), (self.rank, self.cause, self.message, self.traceback)
 
 
+def describe_class_and_text(error: BaseException) -> str:
+    """One line about an error that is not ditile's: its class, and at most 200 letters of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:
     """The hint in a message about an unknown name: "did you mean ...?", with the known name that is most like it.
 

@@ -35,13 +35,6 @@ IMAGE = AXES[1:]
 """The axes of the ranks that make one image together."""
 SEQUENCE = ("ring", "distrifusion", "ulysses")
 """The axes that split the tokens."""
-WARMUP_MODES = ("serial", "pipelined", "sequence", "separate", "auto")
-SPLIT_SCHEMES = ("row", "sequence")
-TEXT_PLACES = ("each", "first", "split")
-TEXT_AFTER = ("keep", "offload", "free")
-VAE_PLACES = ("whole", "rows")
-OFFLOADS = ("none", "blocks")
-WIRE_DTYPES = ("fp8", "int8")
 AUTO: Literal["auto"] = "auto"
 FEW_STEPS = 16
 """Up to this number of steps the command line uses warmup_mode=auto by default: every synchronous step counts then."""

@@ -58,6 +58,7 @@ from ditile.model.adapter import (
 from ditile.model.block_lists import find_model_entry
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.compile import find_compiler
+from ditile.model.hooks.overrides import give_own_class
 from ditile.model.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.parallel.tensor.sharding import find_share
@@ -557,17 +558,14 @@ def _divide_pipeline(stack: ExitStack, pipe: Any, division: RankDivision, kernel
     if plan == Plan() and kernel is None:
         return None
     runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=division.cp_plan)
-    pipeline_class = type(pipe)
 
-    @functools.wraps(pipeline_class.__call__)
+    @functools.wraps(type(pipe).__call__)
     def call_runner(self: Any, *args: Any, **kwargs: Any) -> Any:
         return runner(*args, **kwargs)
 
     # Python looks `__call__` up on the class, so the instance needs a class of its own.
-    names = {"__call__": call_runner, "__module__": pipeline_class.__module__}
-    pipe.__class__ = type(pipeline_class.__name__, (pipeline_class,), names)
     stack.callback(runner.restore)
-    stack.callback(setattr, pipe, "__class__", pipeline_class)
+    give_own_class(stack, pipe, {"__call__": call_runner})
     return runner
 
 

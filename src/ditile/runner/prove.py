@@ -30,7 +30,7 @@ from ditile.model.record import CapturedCall, find_skip, list_chain
 from ditile.model.registry import find_model_spec
 from ditile.parallel.block_formats import find_row_blocks
 from ditile.parallel.tensor.derive import derive_tensor_cuts
-from ditile.plan.errors import DitileError, ModelError, StateError
+from ditile.plan.errors import DitileError, ModelError, StateError, describe_class_and_text
 from ditile.plan.plan import Plan
 
 TOLERANCE = 1e-4
@@ -338,8 +338,7 @@ def _check_proof(
         problem = f"{str(error).replace(StillPipeline.__name__, name)}; or {remedy}"
     except Exception as error:  # whatever the model runs into where it is given too much or too little
         cause = error
-        message = " ".join(str(error).split())[:200]
-        problem = f"it cannot be computed patch by patch: {type(error).__name__}: {message}; {remedy}"
+        problem = f"it cannot be computed patch by patch: {describe_class_and_text(error)}; {remedy}"
     raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or problem}") from cause
 
 

@@ -19,13 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import gather_json
-from ditile.model.hooks.attention_hooks import repeat_heads
+from ditile.model.hooks.attention_hooks import AttentionWatch, repeat_heads
 from ditile.model.hooks.block_calls import give_streams, put_tokens_second, read_streams
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook, advise_whole_tokens
@@ -35,7 +33,7 @@ from ditile.model.hooks.pieces import list_predictions
 from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.anatomy import ListAnatomy
-from ditile.plan.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError, describe_class_and_text
 from ditile.plan.plan import Plan
 from ditile.runner.user_code import (
     CANNOT_CALL,
@@ -296,7 +294,7 @@ class _ModelTrial:
                 raise
             refusal = (
                 f"{self._describe(self._codes)}, and a call that tries whether that may be divided ended in "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:200]}; take it off"
+                f"{describe_class_and_text(error)}; take it off"
             )
         return result, agree_on_refusal(refusal, self._trial.mesh)
 
@@ -315,7 +313,7 @@ class _ModelTrial:
         with ExitStack() as stack:
             model = self._copy_for_call(stack)
             self._watch_blocks(model, watch)
-            stack.enter_context(_TokensApart())
+            stack.enter_context(AttentionWatch(_attend_apart))
             self._call(model, args, kwargs)
         return watch.seen
 
@@ -555,20 +553,14 @@ def _alter_tokens(anatomy: ListAnatomy, stream: Tensor, changed: Tensor) -> Tens
     return torch.where(changed.view(shape), _alter(stream), stream)
 
 
-class _TokensApart(TorchFunctionMode):
+def _attend_apart(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Attention in which each token sees itself alone: whatever else reaches a token comes another way."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        query, key, value = (named[name].movedim(-2, 1) for name in ("query", "key", "value"))
-        own = query.mean(dim=-1, keepdim=True)
-        # The keys of a text, or of more than the tokens.
-        if query.shape[1] != key.shape[1]:
-            return own.expand(*own.shape[:-1], value.shape[-1]).movedim(1, -2)
-        if query.ndim == 4:
-            key = repeat_heads(key, query.shape[2])
-            value = repeat_heads(value, query.shape[2])
-        return (value + own + key.mean(dim=-1, keepdim=True)).movedim(1, -2)
+    query, key, value = (x.movedim(-2, 1) for x in (query, key, value))
+    own = query.mean(dim=-1, keepdim=True)
+    # The keys of a text, or of more than the tokens.
+    if query.shape[1] != key.shape[1]:
+        return own.expand(*own.shape[:-1], value.shape[-1]).movedim(1, -2)
+    if query.ndim == 4:
+        key = repeat_heads(key, query.shape[2])
+        value = repeat_heads(value, query.shape[2])
+    return (value + own + key.mean(dim=-1, keepdim=True)).movedim(1, -2)

@@ -19,7 +19,7 @@ from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.overrides import IN_CALL
 from ditile.model.hooks.placeholders import allow_copies
 from ditile.model.source import list_pipeline_parts
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, describe_class_and_text
 
 KNOWN_PACKAGES = sys.stdlib_module_names | {
     "accelerate", "bitsandbytes", "diffusers", "ditile", "huggingface_hub", "peft", "torch", "torchao", "transformers",
@@ -160,8 +160,8 @@ def copy_model(pipe: Any, model: nn.Module, codes: Sequence[UserCode]) -> nn.Mod
     except CANNOT_CALL as error:
         descriptions = " and ".join(code.description for code in codes[:2])
         raise ModelError(
-            f"{type(model).__name__} has {descriptions}, and cannot be copied to try that: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}; take it off"
+            f"{type(model).__name__} has {descriptions}, and cannot be copied to try that: "
+            f"{describe_class_and_text(error)}; take it off"
         ) from error
     # After the copy: variables of functions may refer to modules, of which there are copies now.
     functions.fill_variables(memo)

@@ -21,7 +21,7 @@ LEAST_KEY_LETTERS = 8
 MAX_KEY_FILE_BYTES = 2**20
 
 
-class _ApiKey(NamedTuple):
+class ApiKey(NamedTuple):
     """A key with its owner, and the word that a cookie holds in its place while the server runs."""
 
     owner: str
@@ -37,45 +37,26 @@ class ApiKeys:
         self._keys = []
         for owner, key in keys:
             word = hmac.digest(secret, key, "sha256").hex()
-            self._keys.append(_ApiKey(owner, key, word.encode()))
+            self._keys.append(ApiKey(owner, key, word.encode()))
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def find_owner(self, key: bytes) -> str | None:
-        """The owner of a key; None if it is not known."""
-        match = self._find_key("key", key)
-        if match is None:
-            return None
-        return match.owner
+    def find_key(self, secret: bytes, field: Literal["key", "word"] = "key") -> ApiKey | None:
+        """The key with these bytes, or with this word of a cookie; None if it is not known."""
+        # Each is compared, so that the time does not tell which one is nearly right.
+        matches = [key for key in self._keys if hmac.compare_digest(getattr(key, field), secret)]
+        return matches[0] if matches else None
 
-    def find_word(self, key: bytes) -> str | None:
-        """The cookie's word of a key; None if the key is not known."""
-        match = self._find_key("key", key)
-        if match is None:
-            return None
-        return match.word.decode()
-
-    def find_owner_of_cookie(self, cookies: str) -> str | None:
-        """The owner of the key whose word is among the cookies of a request; None if there is none."""
+    def find_key_of_cookie(self, cookies: str) -> ApiKey | None:
+        """The key whose word is among the cookies of a request; None if there is none."""
         try:
             morsel = SimpleCookie(cookies).get(COOKIE)
         except CookieError:
             return None
         if morsel is None:
             return None
-        match = self._find_key("word", morsel.value.encode())
-        if match is None:
-            return None
-        return match.owner
-
-    def _find_key(self, field: Literal["key", "word"], secret: bytes) -> _ApiKey | None:
-        match = None
-        for key in self._keys:
-            # Each is compared, so that the time does not tell which one is nearly right.
-            if hmac.compare_digest(getattr(key, field), secret) and match is None:
-                match = key
-        return match
+        return self.find_key(morsel.value.encode(), "word")
 
 
 def read_api_keys(path: str | None) -> list[tuple[str, bytes]]:

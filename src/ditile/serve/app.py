@@ -172,13 +172,13 @@ class RequestGate:
             token = headers.get("x-api-key", "")
         token = token.strip()
         # Headers are latin-1.
-        owner = self._keys.find_owner(token.encode("latin-1", "replace"))
+        key = self._keys.find_key(token.encode("latin-1", "replace"))
         if not token and is_page_path(path):
-            owner = self._keys.find_owner_of_cookie(headers.get("cookie", ""))
-        if owner is None:
+            key = self._keys.find_key_of_cookie(headers.get("cookie", ""))
+        if key is None:
             problem = "the key is not known" if token else "there is no key"
             raise RequestError(f"{problem}; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
-        return owner
+        return key.owner
 
     async def _check_length(self, headers: Headers, receive: Receive) -> None:
         """Raises `RequestError` for a body that is announced too large."""

@@ -7,7 +7,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch.utils import _pytree as pytree
 
-from ditile.model.hooks.batch_rows import BatchDimFinder, join_batch_results, slice_batch_arguments
+from ditile.model.hooks.batch_rows import BatchDimFinder, join_batch_results, locate_argument, slice_batch_arguments
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import split_batch_evenly
 from tests.families import BATCH, FAMILIES
@@ -59,7 +59,7 @@ def test_the_batch_is_known_from_the_forward(name: str) -> None:
     dims = BatchDimFinder(model, None).find_dims(inputs, next(iter(inputs)), BATCH)
     assert dims is not None and torch.equal(torch.get_rng_state(), state)
     tensors = {name for name, value in inputs.items() if any(map(torch.is_tensor, pytree.tree_leaves(value)))}
-    assert tensors - {path[0] for path in dims.dims} == set(KINDS[name])
+    assert tensors - {path[0].key for path in dims.dims} == set(KINDS[name])
     with torch.no_grad():
         whole = model(**inputs, return_dict=False)
         for row in range(BATCH):
@@ -85,7 +85,7 @@ def test_a_table_that_leaves_something_out_is_asked_about() -> None:
     family = FAMILIES["ChromaTransformer2DModel"]
     inputs = family.inputs()
     dims = BatchDimFinder(family.make(), ("img_ids",)).find_dims(inputs, "hidden_states", BATCH)
-    assert dims is not None and ("txt_ids",) not in dims.dims and ("timestep",) in dims.dims
+    assert dims is not None and locate_argument("txt_ids") not in dims.dims and locate_argument("timestep") in dims.dims
 
 
 def test_joined_is_what_one_call_returns() -> None:

@@ -18,7 +18,6 @@ from diffusers import (
 )
 from torch import Tensor
 
-from ditile.model.registry import list_families
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
@@ -27,6 +26,7 @@ from tests import tiny
 from tests.parallel.batch.test_batch import close
 from tests.pool import Pool
 from tests.runner.cases import divided, same
+from tests.zoo.methods import list_families
 
 
 def call_of(**changes: Any) -> dict[str, Any]:

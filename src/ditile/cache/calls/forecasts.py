@@ -138,14 +138,12 @@ class CallForecasts:
         """The result of a call that is left out."""
         branch = self._branches[call.branch]
         branch.skipped.add(call.step)
+        result = pytree.tree_unflatten(branch.leaves, branch.spec)
         if not branch.outputs:
             # This rank steps no scheduler, so nobody reads what it returns.
-            return pytree.tree_unflatten(branch.leaves, branch.spec)
+            return result
         tensors = iter(self.policy.forecast(call, branch.outputs))
-        leaves: list[Any] = []
-        for leaf in branch.leaves:
-            leaves.append(next(tensors) if _is_output(leaf) else leaf)
-        return pytree.tree_unflatten(leaves, branch.spec)
+        return _change_outputs(result, lambda _: next(tensors))
 
     def _copy_fresh_results(self) -> None:
         """Copies results that were incomplete when they were returned, and that a step has completed since."""
@@ -163,11 +161,7 @@ class CallForecasts:
 def _change_outputs(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A result with each of its outputs changed."""
     open_result_class(result)
-    leaves, spec = pytree.tree_flatten(result)
-    for place, leaf in enumerate(leaves):
-        if _is_output(leaf):
-            leaves[place] = change(leaf)
-    return pytree.tree_unflatten(leaves, spec)
+    return pytree.tree_map(lambda leaf: change(leaf) if _is_output(leaf) else leaf, result)
 
 
 def _is_output(leaf: Any) -> bool:

@@ -139,11 +139,11 @@ class RandomSubject:
             transformer = self.random_model.create_transformer(SIZE)
         return PlanSubject(self.name, self.random_model.pipeline_class, transformer, VAE_SCALE)
 
-    def get_num_steps(self) -> int:
+    def get_num_steps(self) -> int | None:
         """Denoising steps: as given, or 20."""
         return self.work.steps or STEPS
 
-    def get_native_side(self) -> int:
+    def get_native_side(self) -> int | None:
         """Pixels of a side: 512."""
         return SIZE
 
@@ -171,22 +171,23 @@ class RandomSubject:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type of its weights."""
-        return choose_random_dtype(self.work)
+        """The type of its weights: as given, otherwise bfloat16 on a GPU."""
+        name = self.work.dtype
+        if name is None:
+            on_gpu = torch.cuda.is_available() and not (self.work.device or "cuda").startswith("cpu")
+            name = "bfloat16" if on_gpu else "float32"
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
 
     def _make_arguments_on(self, device: torch.device, cell: BenchCell) -> CallArguments:
         call = self.random_model.make_call_arguments(
-            cell.height or SIZE, cell.width or SIZE, self.get_num_steps(), self.torch_dtype, device
+            cell.height or SIZE, cell.width or SIZE, self.work.steps or STEPS, self.torch_dtype, device
         )
         return call | {"num_images_per_prompt": cell.num_images}
 
 
-@dataclass(frozen=True)
-class RandomWeightsSubject:
+class RandomWeightsSubject(RandomSubject):
     """A published model with random weights, and embeddings in place of a prompt."""
-
-    work: Workload
-    name: str
 
     @property
     def published(self) -> PublishedConfigs:
@@ -206,8 +207,7 @@ class RandomWeightsSubject:
 
     def get_native_side(self) -> int | None:
         """Pixels of a side of the model's own size."""
-        job = self.make_cost_job(BenchCell(ONE_RANK))
-        return job.shape.height
+        return self.make_cost_job(BenchCell(ONE_RANK)).shape.height
 
     def make_planning_arguments(self, cell: BenchCell) -> CallArguments:
         """The arguments of a call on which its latency depends, with the options that its authors recommend."""
@@ -216,37 +216,21 @@ class RandomWeightsSubject:
         )
         return build_dry_run_call(options, defaults(self.published.model))
 
-    def make_cost_job(self, cell: BenchCell) -> PlannedCall:
-        """A cell as numbers, from configs alone. Raises `DitileError` if the cell does not fit the model."""
-        return build_subject_job(
-            self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
-        )
-
     def create_pipeline(self, plan: Plan | None) -> Any:
         """The whole pipeline, whatever the plan: `parallelize` divides it."""
         return self.create_whole_pipeline(torch.device("cpu"))
 
     def create_whole_pipeline(self, device: torch.device) -> Any:
         """The whole pipeline, whose weights are created on the device."""
-        return self.published.create_pipeline(choose_random_dtype(self.work), device)
+        return self.published.create_pipeline(self.torch_dtype, device)
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> CallArguments:
         """The arguments of a call on a device, with the output type that is measured."""
         call = self.planner_subject.fill_arguments(self.make_planning_arguments(cell))
-        arguments = make_random_arguments(pipe, call, choose_random_dtype(self.work), device)
+        arguments = make_random_arguments(pipe, call, self.torch_dtype, device)
         arguments["num_inference_steps"] = self.get_num_steps()
         return arguments | {"output_type": OUTPUT_TYPES[self.work.output]}
 
 
-def choose_random_dtype(work: Workload) -> torch.dtype:
-    """The type of random weights: as given, otherwise bfloat16 on a GPU."""
-    name = work.dtype
-    if name is None:
-        on_gpu = torch.cuda.is_available() and not (work.device or "cuda").startswith("cpu")
-        name = "bfloat16" if on_gpu else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-BenchSubject: TypeAlias = StoredSubject | RandomSubject | RandomWeightsSubject
+BenchSubject: TypeAlias = StoredSubject | RandomSubject
 """What is measured: the classes have the same methods."""

@@ -22,6 +22,7 @@ from ditile.measure.evaluate.captions import Caption
 from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.measure.rows import Row, RowFile, list_values
 from ditile.plan.errors import LoadError, ModelError
+from ditile.runner.model_files import read_json_object
 
 JOB_FILE = "job.json"
 ROWS_FILE = "pictures.jsonl"
@@ -59,12 +60,7 @@ class EvaluationFolder:
                     f"out={str(self.out)!r} has files and no {JOB_FILE}; give a new folder, or an evaluation's"
                 )
             return
-        try:
-            stored_job = files.parse_json(files.read_text(path))
-        except (OSError, ValueError) as error:
-            raise LoadError(f"{path} is no readable JSON: {' '.join(str(error).split())}") from error
-        if not isinstance(stored_job, dict):
-            raise LoadError(f"{path} is no job of an evaluation; give another folder")
+        stored_job = read_json_object(path)
         for name in sorted({*stored_job, *job}):
             if stored_job.get(name) != job.get(name):
                 raise ModelError(

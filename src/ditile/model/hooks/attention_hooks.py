@@ -227,6 +227,41 @@ class AttentionRedirect(TorchFunctionMode):
         return self._core.attend(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
 
 
+NoteAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor | None]
+"""(query, key, value, mask, whether it is causal) -> what a call returns in place of attention; None for attention."""
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Shows every call of scaled dot-product attention to a function, which may replace it."""
+
+    def __init__(self, note: NoteAttention) -> None:
+        super().__init__()
+        self._note = note
+        self._multi_head = copy_multi_head_attention(self._note_and_attend)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            func = self._note_and_attend
+        elif func is functional.multi_head_attention_forward:
+            func = self._multi_head
+        return func(*args, **(kwargs or {}))
+
+    def _note_and_attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        replacement = self._note(query, key, value, attn_mask, is_causal)
+        if replacement is not None:
+            return replacement
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Keys or values `[B, S, N, H]` that several heads share, once for each head."""
     if x.shape[2] == heads:

@@ -21,15 +21,15 @@ import torch
 from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.overrides import override_attribute
 from ditile.plan.errors import ModelError
 
 LOG = logging.getLogger("ditile")
-TensorPath = tuple[str | int, ...]
-"""Where a tensor is in the arguments of a call: the argument's name, then keys and indices."""
+TensorPath = tuple[Any, ...]
+"""Where a tensor is in the arguments of a call, in the keys of pytree: the argument's name, then keys and indices."""
 _MOST_TABLES = 2
 """How many arguments may be as long as the batch without having rows."""
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
@@ -58,13 +58,14 @@ class BatchDims:
     def slice_arguments(self, arguments: Mapping[str, Any], select: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The arguments of a call on some rows; `select` picks them from a tensor `[rows, ...]`."""
 
-        def select_dim(path: TensorPath, x: Tensor) -> Tensor:
+        def select_dim(path: TensorPath, x: Any) -> Any:
             dim = self.dims.get(path)
             if dim is None:
                 return x
             return select(x.movedim(dim, 0)).movedim(0, dim)
 
-        return {name: _map_tensors(value, select_dim, (name,)) for name, value in arguments.items()}
+        sliced: dict[str, Any] = pytree.tree_map_with_path(select_dim, dict(arguments))
+        return sliced
 
 
 class BatchDimFinder:
@@ -138,7 +139,7 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
                         return None
                     continue
                 # A table that is looked up by index may have any length.
-                for path in sorted(rows - {(noisy,)}, key=str):
+                for path in sorted(rows - {locate_argument(noisy)}, key=str):
                     if probe.is_possible(rows - {path}, size):
                         rows.remove(path)
                 return BatchDims(dict.fromkeys(rows, 0))
@@ -161,17 +162,17 @@ def _guess_batch_dims(
     mixed: set[object] = set()
     for path, x in _list_tensors(arguments):
         if x.ndim and x.shape[0] not in (1, batch_size):
-            mixed.add(path[0])
+            mixed.add(path[0].key)
     dims = _exclude_arguments(candidates, mixed)
     for name, dim in _OTHER_DIMS.items():
         if name in arguments:
-            dims[name,] = dim
+            dims[locate_argument(name)] = dim
     return BatchDims(dims)
 
 
 def _exclude_arguments(candidates: Sequence[TensorPath], names: Collection[object]) -> dict[TensorPath, int]:
     """The first dimension of each candidate that is not in one of these arguments."""
-    return {path: 0 for path in candidates if path[0] not in names}
+    return {path: 0 for path in candidates if path[0].key not in names}
 
 
 def slice_batch_arguments(
@@ -193,18 +194,13 @@ def join_batch_results(results: Sequence[Any]) -> Any:
 
     A list has an entry for each row.
     """
-    first = results[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(results))
-    # Outputs of diffusers are mappings, and dataclasses.
-    if isinstance(first, Mapping):
-        joined = {name: join_batch_results([result[name] for result in results]) for name in first}
-        return type(first)(**joined)
-    if isinstance(first, list):
-        return list(itertools.chain(*results))
-    if isinstance(first, tuple):
-        return tuple(join_batch_results(parts) for parts in zip(*results, strict=True))
-    return first
+    return pytree.tree_map(_join_parts, *results, is_leaf=lambda value: isinstance(value, list))
+
+
+def _join_parts(*parts: Any) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return list(itertools.chain(*parts)) if isinstance(parts[0], list) else parts[0]
 
 
 class _ShapeProbe:
@@ -227,8 +223,8 @@ class _ShapeProbe:
     def list_other_sizes(self, batch_size: int) -> Iterator[int]:
         """Numbers of rows to try, that no tensor has: first no multiple of the batch, then one."""
         lengths: set[int] = set()
-        for x in [*dict(_list_tensors(self._arguments)).values(), *self._copy.parameters()]:
-            lengths.update(x.shape)
+        for x in [*pytree.tree_leaves(self._arguments), *self._copy.parameters()]:
+            lengths.update(getattr(x, "shape", ()))
         unused = (size for size in itertools.count(2 * batch_size + 1) if size not in lengths)
         yield next(size for size in unused if size % batch_size)
         yield next(size for size in unused if size % batch_size == 0)
@@ -236,7 +232,9 @@ class _ShapeProbe:
     def is_possible(self, rows: Collection[TensorPath], size: int) -> bool:
         """Whether the model can be called with `size` rows in the tensors `rows`, and returns as many."""
 
-        def resize(path: TensorPath, x: Tensor) -> Tensor:
+        def resize(path: TensorPath, x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
             # The copy of the model has the default type.
             dtype = torch.get_default_dtype() if x.is_floating_point() else x.dtype
             shape = (size, *x.shape[1:]) if path in rows else x.shape
@@ -246,38 +244,29 @@ class _ShapeProbe:
         with ExitStack() as stack:
             # It logs every failure as an error, and failures are answers here.
             override_attribute(stack, fake_tensor.log, "disabled", True)
-            for context in (self._mode, torch.no_grad(), attention_backend("native"), _MaskCheck()):
+            watch = AttentionWatch(_refuse_misfit_mask)
+            for context in (self._mode, torch.no_grad(), attention_backend("native"), watch):
                 stack.enter_context(context)
-            inputs = {name: _map_tensors(value, resize, (name,)) for name, value in self._arguments.items()}
+            inputs = pytree.tree_map_with_path(resize, dict(self._arguments))
             try:
-                results = _list_tensors({"": self._copy(**inputs)})
+                results = pytree.tree_leaves(self._copy(**inputs))
             except _VALUE_NEEDED:
                 raise
             except _MISFITS:
                 return False
-        return all(x.shape[:1] == (size,) for _, x in results)
+        return all(x.shape[:1] == (size,) for x in results if isinstance(x, Tensor))
 
 
-class _MaskCheck(TorchFunctionMode):
+def _refuse_misfit_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
     """Attention without data takes masks with any number of rows; this refuses them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
-            query = named["query"]
-            mask = named.get("attn_mask")
-            if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, query.shape[0]):
-                raise ValueError(f"a mask of {mask.shape[0]} rows for {query.shape[0]}")
-        return func(*args, **kwargs)
+    if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, query.shape[0]):
+        raise ValueError(f"a mask of {mask.shape[0]} rows for {query.shape[0]}")
 
 
 def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Collection[object]]:
     """Arguments that may have no rows, the smallest sets first, and those within containers before others."""
-    names = {path[0] for path in candidates} - {noisy}
-    names_in_order = sorted(names, key=lambda name: ((name,) in candidates, str(name)))
+    names = {path[0].key for path in candidates} - {noisy}
+    names_in_order = sorted(names, key=lambda name: (locate_argument(name) in candidates, name))
     for count in range(_MOST_TABLES + 1):
         yield from itertools.combinations(names_in_order, count)
 
@@ -299,28 +288,10 @@ def _list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[Tens
 
 def _list_tensors(arguments: Mapping[str, Any]) -> list[tuple[TensorPath, Tensor]]:
     """Every tensor of a call, also within dicts, lists and tuples."""
-    tensors: list[tuple[TensorPath, Tensor]] = []
-
-    def note(path: TensorPath, x: Tensor) -> Tensor:
-        tensors.append((path, x))
-        return x
-
-    for name, value in arguments.items():
-        _map_tensors(value, note, (name,))
-    return tensors
+    leaves = pytree.tree_leaves_with_path(dict(arguments))
+    return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _map_tensors(value: Any, change: Callable[[TensorPath, Tensor], Tensor], path: TensorPath) -> Any:
-    """A value with its tensors changed, also within dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return change(path, value)
-    if isinstance(value, dict):
-        return {name: _map_tensors(part, change, (*path, name)) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_map_tensors(part, change, (*path, place)) for place, part in enumerate(value)]
-    if isinstance(value, tuple):
-        parts = _map_tensors(list(value), change, path)
-        if hasattr(value, "_fields"):
-            return type(value)(*parts)
-        return tuple(parts)
-    return value
+def locate_argument(name: str) -> TensorPath:
+    """Where a tensor is that is an argument itself."""
+    return (pytree.MappingKey(name),)

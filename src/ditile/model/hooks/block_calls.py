@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.batch_rows import join_batch_results
 from ditile.model.hooks.block_policy import (
     BlockHook,
@@ -35,7 +36,6 @@ from ditile.model.hooks.overrides import find_latents_parameter, list_parameter_
 from ditile.model.hooks.pieces import (
     Piece,
     RehearsedPrediction,
-    UnmixedTokens,
     find_grid,
     find_nan_tokens,
     has_nan,
@@ -264,7 +264,7 @@ class BlockCalls:
 
     def _find_padding_tokens(self, forward: Forward, inputs: Mapping[str, Any]) -> frozenset[int]:
         """The tokens that are not made of the latents; attention must not mix them with others here."""
-        with UnmixedTokens():
+        with AttentionWatch(_keep_own_values):
             flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._latents))
         if flags is None:
             return frozenset()
@@ -323,6 +323,11 @@ class BlockCalls:
         finally:
             self._now.is_surveyed = False
             self._pass = self._divided
+
+
+def _keep_own_values(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """Each token's own value in self-attention, so that NaN of a token does not reach other tokens."""
+    return value if query.shape == value.shape else None
 
 
 def describe_inputs(values: Iterable[Any]) -> list[Any]:

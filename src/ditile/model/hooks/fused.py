@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.overrides import has_forward_hooks, override_attribute
 from ditile.model.hooks.placeholders import is_plain_parameter
 
 STREAMS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
@@ -126,8 +126,8 @@ def is_plain_linear(linear: Any, device: torch.device) -> bool:
     """
     base = _unwrap_loras(linear)
     if base is not linear:
-        return not _is_hooked(linear) and is_plain_linear(base, device)
-    if type(linear) is not nn.Linear or _is_hooked(linear):
+        return not has_forward_hooks(linear) and is_plain_linear(base, device)
+    if type(linear) is not nn.Linear or has_forward_hooks(linear):
         return False
     for parameter in (linear.weight, linear.bias):
         if parameter is None:
@@ -138,11 +138,6 @@ def is_plain_linear(linear: Any, device: torch.device) -> bool:
         if (parameter.device, parameter.dtype) != (device, linear.weight.dtype):
             return False
     return True
-
-
-def _is_hooked(layer: nn.Module) -> bool:
-    """Whether something is around the forward of a layer."""
-    return "forward" in vars(layer) or bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _unwrap_loras(layer: Any) -> Any:

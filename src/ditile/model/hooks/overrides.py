@@ -78,6 +78,14 @@ def hide_attribute(stack: ExitStack, owner: Any, name: str) -> None:
         stack.callback(vars(owner).__setitem__, name, value)
 
 
+def give_own_class(stack: ExitStack, owner: Any, attributes: Mapping[str, Any]) -> None:
+    """Gives an instance a subclass of its own with other attributes, such as `__call__`, until the stack is closed."""
+    cls = type(owner)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    owner.__class__ = type(cls.__name__, (cls,), names | dict(attributes))
+    stack.callback(setattr, owner, "__class__", cls)
+
+
 def list_replaced_methods(owner: Any) -> list[str]:
     """The methods that the user replaced on an instance, such as `scheduler.step`; ditile's own do not count."""
     replaced = []
@@ -115,6 +123,11 @@ def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> 
     )
     copied_function.__kwdefaults__ = function.__kwdefaults__
     return copied_function
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether something is around the forward of a module, which may count its calls."""
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def find_forward_attribute(module: nn.Module) -> str:

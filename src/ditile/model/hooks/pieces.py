@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ditile.plan.errors import ModelError
@@ -86,18 +84,6 @@ def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The same call with NaN for some arguments, such as the latents."""
     named = {name: inputs[name] for name in names if name in inputs}
     return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), named)}
-
-
-class UnmixedTokens(TorchFunctionMode):
-    """Self-attention returns each token's own value, so that NaN of a token does not reach other tokens."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
-            if named["query"].shape == named["value"].shape:
-                return named["value"]
-        return func(*args, **kwargs)
 
 
 def find_nan_tokens(x: Tensor, dim: int) -> range | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import PendingMessages, gather_json, start_broadcast
+from ditile.distributed.transport import PendingMessages, describe_dtype, gather_json, start_broadcast
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.overrides import ACCELERATE_FORWARD
 from ditile.model.hooks.placeholders import list_quantized_parameters
@@ -27,17 +27,17 @@ BLOCKS_AHEAD = 2
 
 
 class FlatTensorSpec(NamedTuple):
-    """A parameter or buffer of a block, and its place in a flat buffer of bytes."""
+    """A parameter or buffer of a block, and its place in a flat buffer of bytes. JSON has no dtypes, hence a name."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     start: int
     stop: int
 
     def view_tensor(self, flat: Tensor) -> Tensor:
         """The tensor in a buffer."""
-        return flat[self.start : self.stop].view(self.dtype).view(self.shape)
+        return flat[self.start : self.stop].view(getattr(torch, self.dtype)).view(self.shape)
 
 
 class StreamedBlock:
@@ -178,17 +178,11 @@ def _gather_block_specs(
     own: Sequence[list[FlatTensorSpec]], stages: Sequence[range], mesh: Mesh
 ) -> list[list[FlatTensorSpec]]:
     """The specs of every block, from the stages that own them."""
-    # JSON has no dtypes.
-    named = [[spec._replace(dtype=str(spec.dtype)) for spec in block] for block in own]  # type: ignore[arg-type]
-    blocks_by_stage = dict(gather_json([mesh.stage_index, named], mesh.everyone))
+    blocks_by_stage = dict(gather_json([mesh.stage_index, own], mesh.everyone))
     gathered = []
     for stage in range(len(stages)):
         for block in blocks_by_stage[stage]:
-            specs = []
-            for name, shape, dtype, start, stop in block:
-                own_dtype = getattr(torch, dtype.removeprefix("torch."))
-                specs.append(FlatTensorSpec(name, tuple(shape), own_dtype, start, stop))
-            gathered.append(specs)
+            gathered.append([FlatTensorSpec(name, tuple(shape), *rest) for name, shape, *rest in block])
     return gathered
 
 
@@ -201,7 +195,7 @@ def _lay_out_tensors(block: nn.Module) -> list[FlatTensorSpec]:
     start = 0
     for name, x in _list_block_tensors(block).items():
         stop = start + x.nbytes
-        specs.append(FlatTensorSpec(name, tuple(x.shape), x.dtype, start, stop))
+        specs.append(FlatTensorSpec(name, tuple(x.shape), describe_dtype(x), start, stop))
         start = -(-stop // ALIGNMENT) * ALIGNMENT
     return specs
 

@@ -37,7 +37,7 @@ from ditile.parallel.text.parts import (
 )
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.option_classes import check_value
-from ditile.plan.plan import TEXT_AFTER, Plan
+from ditile.plan.plan import Plan
 
 After = Literal["keep", "offload", "free"]
 Forward = Callable[..., Any]
@@ -82,7 +82,7 @@ class TextEncoders:
             ModelError: if an encoder cannot be split, or `after` is not known.
             StateError: if an encoder was loaded as another rank's part, or is to be kept whole and is not.
         """
-        check_value(Literal[TEXT_AFTER], after, "text_after")
+        check_value(Literal["keep", "offload", "free"], after, "text_after")
         self.encoders = find_text_encoders(pipe)
         self._place = EncoderPlacement.choose_placement(plan, axis.index)
         self._after = after

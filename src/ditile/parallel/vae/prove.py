@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ditile.parallel.thread_ranks import ThreadRank, run_thread_ranks
 from ditile.parallel.vae.halo import Strip
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, describe_class_and_text
 
 WEIGHTS = (1.0, 1.0)
 ROWS = 5
@@ -47,7 +47,7 @@ def prove_rows(vae: Any, install: Install) -> None:
     except Exception as error:
         raise ModelError(
             f"{class_name} cannot be called on latents of shape {tuple(latents.shape)} to see whether it can be "
-            f"divided by rows: {_describe(error)}; use vae=whole"
+            f"divided by rows: {describe_class_and_text(error)}; use vae=whole"
         ) from error
     _compare(twin, install, "decode", lambda divided: _decode(divided, latents), decoded)
     if encoded is not None:
@@ -94,14 +94,8 @@ def simulate_ranks(
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(vae).__name__} cannot be divided by rows: {_describe(error)}; use vae=whole"
+            f"{type(vae).__name__} cannot be divided by rows: {describe_class_and_text(error)}; use vae=whole"
         ) from error
-
-
-def _describe(error: Exception) -> str:
-    """One line about an error: its class and at most 200 letters of its message."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message[:200]}"
 
 
 def _make_latents(vae: Any) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,9 +192,5 @@ def _list_output_fields(pipeline: Any) -> list[str]:
 
 def _find_raising_module(error: BaseException) -> str:
     """The module of the code that raised an error."""
-    place = error.__traceback__
-    if place is None:
-        return ""
-    while place.tb_next is not None:
-        place = place.tb_next
-    return str(place.tb_frame.f_globals.get("__name__"))
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))

@@ -46,12 +46,11 @@ async def take_key(http: HttpRequest) -> Response:
     """Opens the page to a browser that has a key."""
     keys: ApiKeys = http.app.state.keys
     fields = parse_qs((await http.body()).decode("utf-8", "replace"))
-    key = fields.get("key", [""])[0].strip()
-    word = keys.find_word(key.encode())
-    if word is None:
+    key = keys.find_key(fields.get("key", [""])[0].strip().encode())
+    if key is None:
         return _answer_form('<p role="alert">This key is not known.</p>')
     answer = RedirectResponse("/", status_code=303)
-    answer.set_cookie(COOKIE, word, httponly=True, samesite="strict", secure=http.url.scheme == "https")
+    answer.set_cookie(COOKIE, key.word.decode(), httponly=True, samesite="strict", secure=http.url.scheme == "https")
     return answer
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ditile.distributed.mesh import Communicators
 from ditile.measure.bench.alone.messages import LoneMessages, replace_torch_distributed
-from ditile.measure.sessions import release_memory
+from ditile.measure.sessions import release_memory, synchronize
 from ditile.plan import cost
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
@@ -132,11 +132,11 @@ def measure_step(run: Callable[[int], Any], calls: MeasuredCalls, rank: int = 0)
     # In turns, so that a machine that becomes slower slows both.
     for _ in range(calls.rounds):
         for steps in calls.steps:
-            _synchronize(calls.device)
+            synchronize(calls.device)
             began = time.perf_counter()
             run(steps)
             host = time.perf_counter() - began
-            _synchronize(calls.device)
+            synchronize(calls.device)
             times[steps].append(CallSeconds(host, time.perf_counter() - began))
     short_s = [time.total for time in times[short]]
     long_s = [time.total for time in times[long]]
@@ -170,18 +170,13 @@ def compute_step_seconds(short: Sequence[float], long: Sequence[float], num_betw
     return slope
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _measure_busy_seconds(run: Callable[[int], Any], steps: int, device: torch.device) -> float:
     """Seconds in which the kernels and copies of a call run on a GPU."""
     # Not `torch.profiler`, which asks torch.distributed for groups that are not there.
     profiler = torch.autograd.profiler.profile(use_device=device.type, use_cpu=False, use_kineto=True)
     with profiler:
         run(steps)
-        _synchronize(device)
+        synchronize(device)
     microseconds: float = sum(event.self_device_time_total for event in profiler.key_averages())
     return microseconds / 1e6
 

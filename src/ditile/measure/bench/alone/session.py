@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from ditile.measure.bench.cells import ONE_RANK, BenchCell
 from ditile.measure.bench.options import Workload
 from ditile.measure.bench.subjects import BenchSubject, create_bench_subject
 from ditile.measure.rows import Row, RowFile
+from ditile.measure.sessions import silence_advice
 from ditile.model.registry import find_loop_model
 from ditile.plan.cost import PlannedCall
 from ditile.plan.option_classes import CallArguments
@@ -65,14 +65,8 @@ class AloneTask:
 def measure_alone(task: AloneTask) -> list[Row]:
     """Measures all plans, and returns a row for the plain pipeline and for each rank that was measured."""
     silence_libraries()
-    # These calls are short by intent, so that warnings of too few steps for a plan say nothing here.
-    log = logging.getLogger("ditile")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
+    with silence_advice():
         return _measure_plans(task)
-    finally:
-        log.setLevel(level)
 
 
 def _measure_plans(task: AloneTask) -> list[Row]:

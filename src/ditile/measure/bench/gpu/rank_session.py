@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from ditile.measure.bench.random_models import RandomModel
 from ditile.measure.bench.subjects import create_bench_subject
 from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr
 from ditile.measure.rows import Row, RowFile
-from ditile.measure.sessions import release_memory, time_call, use_cache_within
+from ditile.measure.sessions import list_host_syncs, release_memory, time_call, use_cache_within
 from ditile.measure.verify import verify_plan
 from ditile.plan.errors import DitileError
 from ditile.plan.extras import is_installed
@@ -301,20 +301,11 @@ def answer_synchronisations(session: SuiteSession, item: SuiteItem) -> Row:
     runner = parallelize(session.pipe, Plan(patches=4), session.device, keep_weights=True, cuda_graphs=False)
     # Constants are made in the first call, which may wait.
     runner(**session.make_call(item.size))
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with list_host_syncs() as places:
         torch.cuda.set_sync_debug_mode("warn")
-        try:
-            runner(**session.make_call(item.size))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        runner(**session.make_call(item.size))
     runner.restore()
-    places: dict[str, int] = {}
-    for message in messages:
-        if "synchroniz" in str(message.message):
-            place = f"{Path(message.filename).name}:{message.lineno}"
-            places[place] = places.get(place, 0) + 1
-    return {"count": sum(places.values()), "places": places, "steps": session.subject.get_num_steps()}
+    return {"count": len(places), "places": dict(Counter(places)), "steps": session.subject.get_num_steps()}
 
 
 def answer_cache_seconds(session: SuiteSession, item: SuiteItem) -> Row:
