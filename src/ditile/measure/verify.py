@@ -424,8 +424,8 @@ def _count_live_cpu_bytes(wait_seconds: float) -> int:
     time.sleep(wait_seconds)
     sizes = {}
     for instance in gc.get_objects():
-        # Not isinstance: it would ask proxies for their class, which may compute.
-        if issubclass(type(instance), Tensor):
+        # Not isinstance: it would ask proxies for their class, which may compute. One of `vmap` has no storage.
+        if issubclass(type(instance), Tensor) and not torch._C._functorch.is_batchedtensor(instance):
             storage = instance.untyped_storage()
             if storage.device.type == "cpu":
                 sizes[storage._cdata] = storage.nbytes()
