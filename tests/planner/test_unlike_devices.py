@@ -14,6 +14,7 @@ from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import choose, hardware, price
 from ditile.planner.choose import answer_question
+from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.ops import OpPricer
 from ditile.planner.price import Price
 from ditile.planner.profile import Link, Profile, RankDevice
@@ -159,7 +160,8 @@ def test_the_slowest_rank_decides_outside_of_the_loop() -> None:
 
     unlike = join_ranks(1.0, 0.5)
     for plan, decode, text in (
-        ("data=2", 2, 2), ("ring=2", 1, 2), ("ring=2 vae=rows text=split", 2, 1.5), ("ring=2 text=first", 1, 1),
+        ("data=2", 2, 2), ("data=2 text=split", 2, 2), ("data=2 text=first", 2, 2),
+        ("ring=2", 1, 2), ("ring=2 vae=rows text=split", 2, 1.5), ("ring=2 text=first", 1, 1),
         ("ring=2 vae=rows text=split token_weights=2,1", 1, 4 / 3),
         ("pipefusion=2 patches=4 vae=rows text=split stage_weights=2,1 stage_blocks=8,4", 1, 4 / 3),
     ):  # fmt: skip
@@ -167,6 +169,10 @@ def test_the_slowest_rank_decides_outside_of_the_loop() -> None:
         priced = find(unlike, plan)
         assert priced.decode_s == pytest.approx(decode * alike.decode_s), plan
         assert priced.text_s == pytest.approx(text * alike.text_s), plan
+    # The first rank of each replica has its encoders.
+    shape = one.make_call_shape(arguments)
+    job = one.make_plan_job(Plan.parse("data=2 ring=2 text=first"), shape)
+    assert [count_rank_memory(one, job, EVEN, rank).text > 0 for rank in range(4)] == [True, False, True, False]
 
 
 def test_a_list_of_one_kind_is_as_many_devices() -> None:
@@ -217,6 +223,43 @@ def test_only_the_rank_that_lacks_memory_offloads() -> None:
     assert [share["host_bytes"] for share in shares] == [0, answer.hosts[0].kept]
     words = "".join(part for part in answer.render_tables() if isinstance(part, str))
     assert "weights of blocks of rank 1 come from the host's memory" in words
+
+
+def test_blocks_stay_off_a_host_that_is_full() -> None:
+    """A fast card that offloads beside a slow one that need not, first with too many blocks, then with too few.
+
+    A failure means that a plan is left out whose blocks would fit after they are moved, or that shorter loops or other
+    warmups keep more on the host than there is.
+    """
+    one = subject("flux.1-dev")
+    call = {"height": 1024, "width": 1024, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
+    fast, slow = hardware.load_profile("rtx-4090"), hardware.load_profile("rtx-3060")
+    smaller = dataclasses.replace(hardware.load_profile("rtx-5090"), memory_bytes=12 * 10**9)
+    larger = dataclasses.replace(slow, memory_bytes=40 * 10**9)
+    for devices, host_bytes, blocks in (((fast, slow), 33 * 10**9, 42), ((smaller, larger), 27 * 10**9, 31)):
+        profile = hardware.join_devices(devices)
+        request = SearchRequest(devices=2, all_devices=True, host_memory_bytes=host_bytes)
+        search = PlanSearch(one, call, profile, request)
+        prices = search.find_fastest_plans().prices
+        for priced in prices:
+            job = one.make_plan_job(priced.plan, search.shape)
+            assert count_host_memory(one, job).kept <= host_bytes, priced.plan
+        staged = next(priced.plan for priced in prices if priced.plan.pipefusion == 2)
+        assert staged.offload_ranks == (0,) and staged.stage_blocks == (blocks, 57 - blocks)
+        # No more blocks would fit the host.
+        more = dataclasses.replace(staged, stage_blocks=(blocks + 1, 56 - blocks))
+        with pytest.raises(PlanError, match="of weights in the host's memory, and there are"):
+            search.price_plan(more)
+
+
+def test_text_and_decode_follow_speeds_whatever_blocks_do() -> None:
+    """A twelfth of the blocks is too much to move. A failure means that the slower card decodes and reads as much."""
+    one = subject("shapes-pixart")
+    profile = join_ranks(1.0, 0.93)
+    request = SearchRequest(devices=2, all_devices=True, memory_bytes=42 * 10**6)
+    prices = PlanSearch(one, SMALL, profile, request).find_fastest_plans().prices
+    ends = [(str(priced.plan.stage_weights), priced.plan.text) for priced in prices if priced.plan.pipefusion == 2]
+    assert ends and set(ends) == {("(1.08, 1.0)", "split")}
 
 
 def test_a_rank_that_offloads_is_priced_by_itself() -> None:

@@ -329,7 +329,7 @@ class PlanAnswer:
         if kind == "fewer_steps":
             return describe_fewer_steps(other, self.call["steps"], best)
         if kind == "equal_shares":
-            lacks = f", and lacks {format_bytes(other.lacks_bytes)} on a device" if other.lacks_bytes else ""
+            lacks = f", and lacks {format_bytes(other.lacks_bytes)} of memory" if other.lacks_bytes else ""
             return f"with equal shares plan 1 would take {seconds} s: '{price.plan}'{lacks}"
         saved = 1 - price.latency_s / best.latency_s
         if kind == "too_large":

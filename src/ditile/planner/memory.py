@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ditile.model.recording.kept_tapes import SHARE_OF_MEMORY
@@ -141,23 +142,34 @@ def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, divi
 
 def _count_text_parameters(subject: PlanSubject, plan: Plan, rank: int) -> int:
     """Parameters of the text encoders on a rank."""
+    return math.ceil(subject.text * compute_text_share(plan, rank))
+
+
+def compute_text_share(plan: Plan, rank: int) -> float:
+    """The part of the text encoders that a rank has, 0 to 1."""
     if plan.text == "split":
-        return math.ceil(subject.text * _compute_rank_share(plan, rank))
-    return subject.text if plan.text == "each" or rank == 0 else 0
-
-
-def _compute_rank_share(plan: Plan, rank: int) -> float:
-    """The part of what the ranks of an image divide by their speeds."""
-    weights = plan.rank_weights
-    return weights[rank % len(weights)] / sum(weights)
+        return _compute_rank_shares(plan)[_find_rank_of_image(plan, rank)]
+    return float(plan.text == "each" or _find_rank_of_image(plan, rank) == 0)
 
 
 def compute_decode_share(plan: Plan, rank: int) -> float:
     """The part of a replica's images that a rank decodes, 0 to 1."""
     if plan.vae == "rows":
-        return _compute_rank_share(plan, rank)
-    is_first = rank % (plan.world // plan.data) == 0
-    return float(is_first)
+        return _compute_rank_shares(plan)[_find_rank_of_image(plan, rank)]
+    return float(_find_rank_of_image(plan, rank) == 0)
+
+
+def _find_rank_of_image(plan: Plan, rank: int) -> int:
+    """The place of a rank among those of its replica."""
+    return rank % (plan.world // plan.data)
+
+
+@lru_cache
+def _compute_rank_shares(plan: Plan) -> tuple[float, ...]:
+    """The part of each rank of an image in what they divide by their speeds."""
+    weights = plan.rank_weights
+    whole = sum(weights)
+    return tuple(weight / whole for weight in weights)
 
 
 def count_rank_memory(

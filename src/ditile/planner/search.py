@@ -36,7 +36,7 @@ from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.plan.stages import weigh_shares
-from ditile.planner.memory import compute_decode_share, count_host_memory, count_peaks_of_ranks
+from ditile.planner.memory import compute_decode_share, compute_text_share, count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
@@ -99,16 +99,19 @@ class SizedJob(NamedTuple):
     Attributes:
         job: the call.
         memory: bytes of the rank that needs most.
-        lacks: bytes that are missing on the rank with the least room; below 0 where all fit.
+        lacks: bytes that are missing on the rank with the least room, or in the host's memory where every rank has
+            enough; below 0 where nothing is missing.
         rank: this rank.
-        lacking: all ranks that lack memory; of alike ones perhaps only the first.
+        rooms: bytes that each rank has left; of alike ones perhaps only the first.
+        on_host: whether the host lacks them.
     """
 
     job: PlannedCall
     memory: int
     lacks: int
     rank: int
-    lacking: frozenset[int]
+    rooms: Mapping[int, int]
+    on_host: bool
 
 
 OtherKind = Literal["too_large", "fewer_steps", "packed", "references", "serial", "equal_shares"]
@@ -125,7 +128,7 @@ class OtherPlan(NamedTuple):
 
     Attributes:
         price: its price.
-        lacks_bytes: bytes that a device lacks for it.
+        lacks_bytes: bytes that a device or the host lacks for it.
         steps: its steps, where they are fewer than those of the call.
     """
 
@@ -249,7 +252,7 @@ class PlanSearch:
             PlanError: if no plan fits the memory or the latency.
         """
         too_large: list[SizedJob] = []
-        too_large_for_host: list[tuple[int, Plan]] = []
+        too_large_for_host: list[SizedJob] = []
         prices: list[Price] = []
         num_simulated = SIMULATED if self.shape.steps > FEW_STEPS else SIMULATED_OF_FEW_STEPS
         jobs_by_bound = self.sort_jobs_by_bound()
@@ -258,14 +261,12 @@ class PlanSearch:
             if len(prices) >= num_simulated and bound > prices[SHOWN - 1].latency_s:
                 break
             for sized in self._iterate_variants(job.plan):
-                # Weights that are offloaded need the memory of the host, those that are not need that of a device.
-                lacks_on_host = self._count_missing_host_bytes(sized.job)
-                if sized.lacks > 0:
-                    too_large.append(sized)
-                elif lacks_on_host > 0:
-                    too_large_for_host.append((lacks_on_host, sized.job.plan))
-                else:
+                if sized.lacks <= 0:
                     self._insert_price(prices, sized)
+                elif sized.on_host:
+                    too_large_for_host.append(sized)
+                else:
+                    too_large.append(sized)
         # Tapes need memory, which is tried before anything that costs more time; offloaded plans have none.
         if self.request.records and all(price.plan.offload != "none" for price in prices):
             return self._give_up_recording().find_fastest_plans()
@@ -273,7 +274,7 @@ class PlanSearch:
         if not prices and self.request.offload == "none":
             return replace(self, request=replace(self.request, offload="blocks")).find_fastest_plans()
         if too_large_for_host and not prices:
-            raise self._make_host_memory_error(*min(too_large_for_host, key=lambda lacking: lacking[0]))
+            raise self._make_host_memory_error(min(too_large_for_host, key=lambda sized: sized.lacks))
         if not prices:
             raise self._make_memory_error(too_large)
         # Another warmup changes the synchronous steps alone, so only plans that are fast already are worth the trial.
@@ -306,6 +307,8 @@ class PlanSearch:
         job = sized.job
         if sized.lacks > 0 and request.records:
             return self._give_up_recording().price_plan(plan)
+        if sized.on_host:
+            raise self._make_host_memory_error(sized)
         if sized.lacks > 0:
             there = self._get_device_bytes(sized.rank)
             place = self._name_place(sized.rank)
@@ -313,9 +316,6 @@ class PlanSearch:
                 f"'{plan}' needs {_format_gigabytes(there + sized.lacks)} {place}, and there are "
                 f"{_format_gigabytes(there)}"
             )
-        lacks_on_host = self._count_missing_host_bytes(job)
-        if lacks_on_host > 0:
-            raise self._make_host_memory_error(lacks_on_host, plan)
         price = self._complete_price(self.pricer.price_call(job, self.skips, sized.memory), may_divide=False)
         limit = request.max_latency_s
         if limit is not None and price.latency_s > limit:
@@ -367,7 +367,7 @@ class PlanSearch:
         is_moved = sized.job.plan.stage_blocks != plan.stage_blocks
         if self.profile.by_rank and (sized.lacks > 0 or is_moved):
             offloaded = self._offload_lacking_ranks(plan)
-            if offloaded is not None and offloaded.lacks <= 0:
+            if offloaded is not None and (offloaded.lacks <= 0 or offloaded.on_host):
                 yield offloaded
         yield sized
 
@@ -376,9 +376,9 @@ class PlanSearch:
         smallest = replace(plan, **dict(self.subject.memory_saving_options))
         # Calls with offloaded weights have no tapes.
         sized = self._size_job(self.subject.make_plan_job(smallest, self.shape), with_tapes=False)
-        ranks = sized.lacking | {rank for rank in range(plan.world) if plan.offloads_rank(rank)}
-        named = None if len(ranks) == plan.world else tuple(sorted(ranks))
-        if not sized.lacking or named == plan.offload_ranks and plan.offload == "blocks":
+        ranks = [rank for rank in range(plan.world) if sized.rooms[rank] < 0 or plan.offloads_rank(rank)]
+        named = None if len(ranks) == plan.world else tuple(ranks)
+        if sized.lacks <= 0 or sized.on_host or named == plan.offload_ranks and plan.offload == "blocks":
             return None
         return self.fit_plan_to_memory(replace(plan, offload="blocks", offload_ranks=named))
 
@@ -404,13 +404,13 @@ class PlanSearch:
         return smallest
 
     def _move_blocks(self, sized: SizedJob) -> SizedJob:
-        """The plan with blocks moved from stages whose devices lack memory to those with the most room."""
+        """The plan with blocks moved from stages that lack memory to those with the most room."""
         if not self.profile.by_rank:
             return sized
         best = sized
         # Each trial moves one block, so that more trials than blocks would move some back.
         for _ in range(sum(map(len, sized.job.stages))):
-            rooms = self._count_rooms(sized.job)
+            rooms = self._count_rooms(sized)
             giver = rooms.index(min(rooms))
             taker = rooms.index(max(rooms))
             if sized.lacks <= 0 or rooms[taker] <= 0 or len(sized.job.stages[giver]) == 1:
@@ -457,12 +457,15 @@ class PlanSearch:
                 return self.pricer.price_call(moved, self.skips, sized.memory)
         return None
 
-    def _count_rooms(self, job: PlannedCall) -> list[int]:
-        """Bytes that each stage has left on the rank with the least."""
-        rooms = [self._get_device_bytes()] * len(job.stages)
-        for rank, peak in self._count_peaks(job).items():
-            stage = job.locate_rank(rank).stage
-            rooms[stage] = min(rooms[stage], self._get_device_bytes(rank) - peak)
+    def _count_rooms(self, sized: SizedJob) -> list[int]:
+        """Bytes that each stage has left on the rank with the least; none where its weights do not fit the host."""
+        plan = sized.job.plan
+        rooms = [self._get_device_bytes()] * plan.pipefusion
+        for rank, room in sized.rooms.items():
+            stage = sized.job.locate_rank(rank).stage
+            if sized.on_host and plan.offloads_rank(rank):
+                room = -sized.lacks
+            rooms[stage] = min(rooms[stage], room)
         return rooms
 
     def iterate_other_warmups(self, job: PlannedCall) -> Iterator[Plan]:
@@ -510,12 +513,16 @@ class PlanSearch:
 
     def _size_job(self, job: PlannedCall, *, with_tapes: bool = True) -> SizedJob:
         peaks = self._count_peaks(job, with_tapes=with_tapes)
-        lacks = {}
+        rooms = {}
         for rank, peak in peaks.items():
-            lacks[rank] = peak - self._get_device_bytes(rank)
-        shortest = max(lacks, key=lacks.__getitem__)
-        lacking = frozenset(rank for rank in lacks if lacks[rank] > 0)
-        return SizedJob(job, max(peaks.values()), lacks[shortest], shortest, lacking)
+            rooms[rank] = self._get_device_bytes(rank) - peak
+        shortest = min(rooms, key=rooms.__getitem__)
+        lacks = -rooms[shortest]
+        lacks_on_host = 0
+        # Weights that are offloaded need the memory of the host, those that are not need that of a device.
+        if lacks <= 0:
+            lacks_on_host = self._count_missing_host_bytes(job)
+        return SizedJob(job, max(peaks.values()), lacks_on_host or lacks, shortest, rooms, lacks_on_host > 0)
 
     def _count_peaks(self, job: PlannedCall, *, with_tapes: bool = True) -> dict[int, int]:
         words = self.pricer.text_tokens
@@ -541,12 +548,13 @@ class PlanSearch:
         ranks_of_host = self.request.devices // self.request.hosts
         return max(0, count_host_memory(self.subject, job, ranks_of_host).kept - self._host_bytes)
 
-    def _make_host_memory_error(self, lacks: int, plan: Plan) -> PlanError:
+    def _make_host_memory_error(self, sized: SizedJob) -> PlanError:
+        plan = sized.job.plan
         remedy = "quantize, or a smaller model"
         if plan.world > plan.pipefusion * plan.tensor:
             remedy = "divide them over the ranks of a host by pipefusion or tensor, quantize, or a smaller model"
         return PlanError(
-            f"'{plan}' keeps {_format_gigabytes(self._host_bytes + lacks)} of weights in the host's memory, and "
+            f"'{plan}' keeps {_format_gigabytes(self._host_bytes + sized.lacks)} of weights in the host's memory, and "
             f"there are {_format_gigabytes(self._host_bytes)}; more of it, {remedy}"
         )
 
@@ -567,7 +575,8 @@ class PlanSearch:
             fastest: dict[Plan, Price] = {}
             for price in prices:
                 fastest.setdefault(replace(price.plan, stage_blocks=None, stage_weights=None), price)
-            balanced = map(self._balance_stages, list(fastest.values())[:SHOWN])
+            shown = list(fastest.values())[:SHOWN]
+            balanced = [self._weigh_ends(self._balance_stages(price)) for price in shown]
             prices = sorted(balanced, key=lambda price: price.latency_s)
         completed = [self._complete_price(price) for price in prices[:SHOWN]]
         # In a short call the decode and the text encoders are a large part of the time.
@@ -587,7 +596,7 @@ class PlanSearch:
         completed = replace(price, text_s=self._predict_text_seconds(plan), decode_s=self._predict_decode_seconds(plan))
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
-        by_rows_plan = self._divide_decode(plan)
+        by_rows_plan = self._weigh_stages(replace(plan, vae="rows"))
         divided = self._predict_decode_seconds(by_rows_plan)
         if completed.decode_s - divided < ROWS_GAIN * completed.call_s:
             return completed
@@ -596,13 +605,22 @@ class PlanSearch:
             return completed
         return replace(completed, plan=by_rows.job.plan, decode_s=divided, memory_bytes=by_rows.memory)
 
-    def _divide_decode(self, plan: Plan) -> Plan:
-        """The plan with the rows of the decode divided, by the speeds of the devices where its blocks are."""
-        divided = replace(plan, vae="rows")
-        if plan.stage_blocks is None or not self._device_speeds:
-            return divided
-        # Blocks that were moved say nothing of speeds.
-        return replace(divided, stage_weights=weigh_shares(divided, self._device_speeds).stage_weights)
+    def _weigh_ends(self, price: Price) -> Price:
+        """The price with decode and text divided by the speeds of the devices; as it was, where they lack memory."""
+        sized = self._size_plan(self._weigh_stages(price.plan))
+        if sized.lacks > 0:
+            return price
+        return replace(price, plan=sized.job.plan, memory_bytes=sized.memory)
+
+    def _weigh_stages(self, plan: Plan) -> Plan:
+        """The plan with weights by which its stages divide decode and text, where they do; its blocks stay."""
+        if plan.stage_weights is not None or not plan.divides_ends or not self._device_speeds:
+            return plan
+        weights = weigh_shares(plan, self._device_speeds).stage_weights
+        if weights is None:
+            return plan
+        stages = self.subject.make_plan_job(plan, self.shape).stages
+        return replace(plan, stage_blocks=tuple(map(len, stages)), stage_weights=weights)
 
     def _predict_decode_seconds(self, plan: Plan) -> float:
         """Seconds until the slowest rank has decoded its share."""
@@ -618,20 +636,19 @@ class PlanSearch:
         return slowest
 
     def _predict_text_seconds(self, plan: Plan) -> float:
-        """Seconds of the text encoders on the devices that have them."""
+        """Seconds until the text encoders of the slowest replica are done."""
         tokens = self.subject.count_prompt_tokens(self.call, self.shape)
-        devices = [self.profile.get_rank_profile(rank) for rank in range(plan.world)]
-        seconds = [compute_text_seconds(self.subject.text, tokens, device) for device in devices]
-        if plan.text == "each":
-            return max(seconds)
-        if plan.text == "first":
-            return seconds[0]
-        # Ranks that split the layers compute one after the other.
-        weights = plan.rank_weights * plan.data
-        weighted = 0.0
-        for weight, alone in zip(weights, seconds, strict=True):
-            weighted += weight * alone
-        return weighted / sum(weights)
+        ranks_of_image = plan.world // plan.data
+        slowest = 0.0
+        for first in range(0, plan.world, ranks_of_image):
+            seconds = []
+            for rank in range(first, first + ranks_of_image):
+                alone = compute_text_seconds(self.subject.text, tokens, self.profile.get_rank_profile(rank))
+                seconds.append(compute_text_share(plan, rank) * alone)
+            # Ranks that split the layers compute one after the other, and those that have them all at once.
+            of_image = max(seconds) if plan.text == "each" else sum(seconds)
+            slowest = max(slowest, of_image)
+        return slowest
 
     def _find_other_plans(
         self, prices: Sequence[Price], too_large: Sequence[SizedJob]
