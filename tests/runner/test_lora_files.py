@@ -22,8 +22,10 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.lora import fuse_loras, list_loaded_loras, select_loras
 from ditile.runner.requests.cache_options import CacheOptions, LoraChoice
+from ditile.runner.requests.facts import collect_facts
 from ditile.runner.requests.prepare import load_loras
 from ditile.runner.runner import parallelize
+from ditile.serve.worker import LoraCache
 from tests import tiny
 from tests.pool import Pool
 from tests.rotation import rotate
@@ -283,18 +285,24 @@ def draw_with_two_loras(folder: Path, plan: dict[str, Any], options: dict[str, A
     return draw(runner, "wan-2.2"), lines
 
 
-def test_a_lora_for_each_of_two_transformers(pool: Pool, tmp_path: Path) -> None:
-    """A failure: a file is loaded into the other transformer, or a scale reaches one of them alone."""
+def load_two_loras(folder: Path) -> tuple[Any, Tensor]:
+    """Wan 2.2 with a file for each transformer, written there and loaded by diffusers; and the image without them."""
     pipe = ZOO["wan-2.2"].make()
     plain = draw(pipe, "wan-2.2")
     for part, into_second in (("high", False), ("low", True)):
         factors = make_factors(getattr(pipe, "transformer_2" if into_second else "transformer"), "wan-2.1")
         if into_second:
             factors = {path: (down, -up) for path, (down, up) in factors.items()}
-        save_file(name_as_diffusers("wan-2.1", factors), tmp_path / f"{part}.safetensors")
+        save_file(name_as_diffusers("wan-2.1", factors), folder / f"{part}.safetensors")
         pipe.load_lora_weights(
-            tmp_path, weight_name=f"{part}.safetensors", adapter_name=part, load_into_transformer_2=into_second
+            folder, weight_name=f"{part}.safetensors", adapter_name=part, load_into_transformer_2=into_second
         )
+    return pipe, plain
+
+
+def test_a_lora_for_each_of_two_transformers(pool: Pool, tmp_path: Path) -> None:
+    """A failure: a file is loaded into the other transformer, or a scale reaches one of them alone."""
+    pipe, plain = load_two_loras(tmp_path)
     pipe.set_adapters(["high", "low"], [SCALE, SCALE])
     wanted = draw(pipe, "wan-2.2")
     different(wanted, plain)
@@ -304,6 +312,48 @@ def test_a_lora_for_each_of_two_transformers(pool: Pool, tmp_path: Path) -> None
     for plan, options in (({"tensor": 2}, {}), (STAGES, {"fuse_lora": True})):
         for image, _ in pool.run(draw_with_two_loras, 2, tmp_path, plan, options):
             assert measure_error(image, wanted) < TOLERANCE, (plan, options)
+
+
+REQUESTS: tuple[dict[str, float], ...] = (
+    {"transformer_2=low": SCALE},
+    {"high": SCALE, "transformer_2=low": 0.5},
+    {"high": SCALE},
+    {},
+)
+"""LoRAs of requests, one after the other."""
+
+
+def draw_requests(folder: Path) -> tuple[list[Tensor], bool, str]:
+    """The images of a server's rank; whether its requests may name two transformers; a refusal without local paths."""
+    pipe = ZOO["wan-2.2"].make()
+    runner = parallelize(pipe, Plan(**STAGES))
+    cache = LoraCache(runner, str(folder), 1, {})
+    images = []
+    for scales in REQUESTS:
+        cache.use_loras(scales)
+        images.append(draw(runner, "wan-2.2"))
+    with pytest.raises(ModelError) as refusal:
+        cache.use_loras({"transformer_2=lost": 1.0})
+    return images, collect_facts(pipe, "shapes-wan", "").has_second_transformer, str(refusal.value)
+
+
+def test_loras_of_requests_for_each_of_two_transformers(pool: Pool, tmp_path: Path) -> None:
+    """A failure: a request's LoRA for the second transformer changes the first one, or stays for the next request."""
+    pipe, plain = load_two_loras(tmp_path)
+    (tmp_path / "lost.safetensors").write_bytes(b"nothing")
+    wanted = []
+    for scales in REQUESTS[:-1]:
+        pipe.set_adapters([name.removeprefix("transformer_2=") for name in scales], list(scales.values()))
+        wanted.append(draw(pipe, "wan-2.2"))
+    wanted.append(plain)
+    different(wanted[0], plain)
+    different(wanted[0], wanted[1])
+    for images, has_second, refusal in pool.run(draw_requests, 2, tmp_path):
+        same(images, wanted)
+        assert has_second
+        assert refusal.startswith("lora='transformer_2=lost' cannot be loaded")
+        assert str(tmp_path) not in refusal
+    assert not collect_facts(tiny.flux(), "shapes-flux", "").has_second_transformer
 
 
 def test_a_lora_for_a_transformer_that_is_not_there() -> None:

@@ -1,6 +1,7 @@
 """Calls of AUTOMATIC1111's clients, as Open WebUI and SillyTavern send them."""
 
 import base64
+import dataclasses
 import io
 import json
 import threading
@@ -143,6 +144,31 @@ def test_loras_in_a_form(served: Served) -> None:
     files = {"image": ("a.png", paint_picture((128, 128), 5), "image/png")}
     assert served.client.post("/v1/images/edits", data=form, files=files).status_code == 200
     assert served.group.batches[-1].jobs[0].request.loras == {"style": 0.5}
+
+
+def test_loras_of_a_second_transformer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of --lora, and only where the model has one. A failure: a LoRA that reaches no or another model."""
+
+    def choose(lora: Any) -> Any:
+        answer = served.post("/v1/images/generations", {"prompt": PROMPT, "lora": lora})
+        if answer.status_code != 200:
+            return answer.status_code, read_error(answer)["message"]
+        return served.group.batches[-1].jobs[0].request.loras
+
+    refused = (422, "lora='transformer_2=style' is not known; try one of style")
+    assert choose({"transformer_2=style": 0.5}) == choose("transformer_2=style:0.5") == refused
+    facts = dataclasses.replace(served.service.facts, has_second_transformer=True)
+    monkeypatch.setattr(served.service, "_facts", facts)
+    wanted = {"transformer_2=style": 0.5}
+    assert choose({**wanted, "style": 0.8}) == {**wanted, "style": 0.8}
+    assert choose("transformer_2=style:0.5") == choose({"name": "transformer_2=style", "scale": 0.5}) == wanted
+    assert choose("transformer=style") == choose("style") == {"style": 1.0}
+    assert choose("style:big") == (422, "lora='style:big': 'big' is no scale; try style:0.8")
+    names = [lora["name"] for lora in served.client.get("/sdapi/v1/loras").json()]
+    assert names == ["style", "transformer_2=style"]
+    prompt = f"{PROMPT} <lora:transformer_2=style:0.5>"
+    assert served.post("/sdapi/v1/txt2img", {"prompt": prompt}).status_code == 200
+    assert served.group.batches[-1].jobs[0].request.loras == wanted
 
 
 def test_progress_and_interrupt(served: Served) -> None:

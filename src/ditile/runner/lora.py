@@ -73,7 +73,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
             "take one that is"
         )
     into_second = kwargs.pop("load_into_transformer_2", None)
-    has_second = SECOND in getattr(pipe, "_lora_loadable_modules", ()) and getattr(pipe, SECOND, None) is not None
+    has_second = has_second_transformer(pipe)
     if into_second and not has_second:
         raise ModelError(f"lora={label!r} is for {SECOND}, which this {type(pipe).__name__} has not; load it without")
     parts: dict[str, nn.Module] = {}
@@ -119,6 +119,11 @@ def _check_lora_folder(folder: Path) -> None:
             f"lora={str(folder)!r} has {len(names)} files ({', '.join(names[:3])}), and one of them is a LoRA's; "
             f"give it, such as {folder / names[0]}"
         )
+
+
+def has_second_transformer(pipe: Any) -> bool:
+    """Whether a pipeline calls two transformers in turns, each with LoRAs of its own."""
+    return SECOND in getattr(pipe, "_lora_loadable_modules", ()) and getattr(pipe, SECOND, None) is not None
 
 
 def _load_local_part(

@@ -68,7 +68,7 @@ class Request:
         output_format: the format of the files.
         output_compression: the quality of jpeg and webp, 0 to 100; 100 is the best.
         num_previews: how many previews the client wants while the image is generated.
-        loras: names of LoRAs in the server's folder -> their scales.
+        loras: names of LoRAs, as `ServeOptions.list_lora_names` has them -> their scales.
         computed_steps: how many steps call the model; the others are forecast. None leaves that to the server.
         bounds: by which the computed steps are chosen instead.
         timeout: seconds after its arrival at which the job is ended; None for the server's own limit.

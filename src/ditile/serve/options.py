@@ -14,10 +14,14 @@ from ditile.distributed import env
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import Count, Seconds, define_option, options
+from ditile.runner.model_files import DENOISERS
+from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import EngineOptions, SourceOptions
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 """As browsers write it: a scheme, a host and a port, and no path."""
+FOR_SECOND = f"{DENOISERS[1]}="
+"""Begins the name of a request's LoRA that is for the second of two transformers, as of --lora."""
 
 
 Port = Annotated[int, Field(ge=0, lt=2**16)]
@@ -134,8 +138,11 @@ class ServeOptions(EngineOptions, SourceOptions):
         name = re.sub(r"[^\w.-]|_", "-", Path(self.model).name)
         return env.find_data_folder() / "serve" / f"{name}-{self.port}"
 
-    def find_lora_files(self) -> dict[str, Path]:
-        """The LoRAs that requests may name: name -> file."""
+    def list_lora_names(self, facts: ModelFacts) -> list[str]:
+        """The LoRAs that requests may name: each file, and the same for the second transformer of a model with two."""
         if self.lora_dir is None:
-            return {}
-        return {path.stem: path for path in Path(self.lora_dir).glob("*.safetensors") if path.is_file()}
+            return []
+        names = sorted(path.stem for path in Path(self.lora_dir).glob("*.safetensors") if path.is_file())
+        if facts.has_second_transformer:
+            names += [f"{FOR_SECOND}{name}" for name in names]
+        return names

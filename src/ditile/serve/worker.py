@@ -50,6 +50,7 @@ from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
 from ditile.serve.jobs import POSTER, SPRITESHEET, TRACE, Files, JobResult, Request, shorten_line
 from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
+from ditile.serve.options import FOR_SECOND
 from ditile.serve.previews import CallPreviews, PreviewDecoder
 from ditile.serve.request_cache import RequestCache
 
@@ -375,24 +376,28 @@ class LoraCache:
         """
         for name in scales:
             if name not in self._loaded:
-                self._load_lora(name, keep=scales.keys())
+                self._load_lora(name, scales.keys())
             self._loaded.remove(name)
             self._loaded.append(name)
         adapters = {_name_adapter(name): scale for name, scale in scales.items()}
         # Also where none is loaded: one that was refused may have changed what is active.
         select_loras(self._runner, {**self._permanent, **adapters})
 
-    def _load_lora(self, name: str, keep: Collection[str]) -> None:
+    def _load_lora(self, name: str, requested: Collection[str]) -> None:
         assert self._folder is not None, "the server has refused the name"
-        removable = [loaded for loaded in self._loaded if loaded not in keep]
+        removable = [loaded for loaded in self._loaded if loaded not in requested]
         if len(self._loaded) >= self._max_loras and removable:
             forget_loras(self._runner, [_name_adapter(removable[0])])
             self._loaded.remove(removable[0])
-        path = str(Path(self._folder, f"{name}.safetensors"))
+        path = str(Path(self._folder, f"{name.removeprefix(FOR_SECOND)}.safetensors"))
         adapter = _name_adapter(name)
+        # Without one for the second transformer, the log says that it gets nothing.
+        into_second = None
+        if any(text.startswith(FOR_SECOND) for text in requested):
+            into_second = name.startswith(FOR_SECOND)
         complaint = None
         try:
-            load_lora(self._runner.pipe, path, adapter_name=adapter)
+            load_lora(self._runner.pipe, path, adapter_name=adapter, load_into_transformer_2=into_second)
         except ModelError as error:
             # Clients must not learn local paths.
             complaint = str(error).replace(path, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -78,27 +78,35 @@ class LoraChoice(NamedTuple):
     component: str = TRANSFORMER
 
     @classmethod
-    def parse(cls, text: str) -> LoraChoice:
+    def parse(cls, text: str, known: Collection[str] | None = None) -> LoraChoice:
         """Reads the text of an option; without a scale it is 1.
+
+        Args:
+            text: of the option.
+            known: names of LoRAs, of which it has one; by default it has a file, a folder or a hub id.
 
         Raises:
             ModelError: if what follows the last colon is no finite number, or what is before a = is no transformer, and
-                there is no file of the whole name.
+                there is no LoRA of the whole name.
         """
+        is_source: Callable[[str], bool] = os.path.exists
+        if known is not None:
+            is_source = known.__contains__
         component, equals, rest = text.partition("=")
         # The name of a file may have this sign too.
-        if equals and component.isidentifier() and not os.path.exists(text.rpartition(":")[0] or text):
+        if equals and component.isidentifier() and not is_source(text.rpartition(":")[0] or text):
             if component not in DENOISERS:
                 raise ModelError(
                     f"lora={text!r}: a LoRA is loaded into {' or '.join(DENOISERS)}, and into the text encoders with "
                     f"the first one; try {TRANSFORMER}={rest}"
                 )
-            return cls.parse(rest)._replace(component=component)
-        # The shell leaves a home that stands behind the sign of a flag.
-        text = os.path.expanduser(text)
+            return cls.parse(rest, known)._replace(component=component)
+        if known is None:
+            # The shell leaves a home that stands behind the sign of a flag.
+            text = os.path.expanduser(text)
         source, colon, scale_text = text.rpartition(":")
         # The name of a file may have a colon, and so does one with the letter of a drive.
-        if not colon or os.path.exists(text) or re.search(r"[/\\]", scale_text):
+        if not colon or is_source(text) or re.search(r"[/\\]", scale_text):
             return cls(text, 1.0)
         try:
             scale = float(scale_text)

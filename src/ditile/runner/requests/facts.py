@@ -181,6 +181,7 @@ class ModelFacts:
         fps: frames a second by default.
         example: a prompt that it knows.
         components: component -> the file with its weights, as images name it; its own are left out.
+        has_second_transformer: whether it calls two transformers in turns, each with LoRAs of its own.
     """
 
     name: str
@@ -196,6 +197,7 @@ class ModelFacts:
     fps: float = 16.0
     example: str = ""
     components: dict[str, str] = field(default_factory=dict)
+    has_second_transformer: bool = False
 
     def to_json(self) -> JsonObject:
         """As JSON types."""
@@ -268,6 +270,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     """
     from ditile.model.known import find_known_model
     from ditile.model.pipeline_calls import find_call_owner
+    from ditile.runner.lora import has_second_transformer
     from ditile.runner.model_files import defaults
     from ditile.runner.requests.results import choose_fps
 
@@ -292,6 +295,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
         frames_ratio=find_frames_ratio(pipe),
         fps=choose_fps(pipe, GenerateOptions(model=model), base),
         example="" if known is None else known.example,
+        has_second_transformer=has_second_transformer(pipe),
     )
 
 

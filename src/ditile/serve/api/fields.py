@@ -15,6 +15,7 @@ from ditile.plan.numbers import is_whole_number
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.promise import Bounds
+from ditile.runner.requests.cache_options import LoraChoice
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions
 from ditile.runner.requests.seeds import choose_random_seed
@@ -283,7 +284,7 @@ def build_request(
         output_format=fields.output_format,
         output_compression=getattr(fields, "output_compression", 100),
         num_previews=num_previews,
-        loras=choose_loras(fields.lora, options),
+        loras=choose_loras(fields.lora, facts, options),
         computed_steps=fields.computed_steps,
         bounds=Bounds(seconds=fields.within_seconds, min_psnr=fields.min_psnr),
         timeout=timeout,
@@ -439,24 +440,27 @@ def parse_size(
     return width, height
 
 
-def choose_loras(lora: str | LoraField | dict[str, float] | None, options: ServeOptions) -> dict[str, float]:
-    """The LoRAs of a request: name -> scale.
+def choose_loras(
+    lora: str | LoraField | dict[str, float] | None, facts: ModelFacts, options: ServeOptions
+) -> dict[str, float]:
+    """The LoRAs of a request: name -> scale. A text may have the scale after a colon, as the command's has it.
 
     Raises:
-        RequestError: if one is not on the server, or there are too many.
+        RequestError, ModelError: if one is not on the server, its scale is no number, or there are too many.
     """
     if lora is None:
         return {}
+    known = options.list_lora_names(facts)
     if isinstance(lora, LoraField):
         loras = {lora.name: lora.scale}
     elif isinstance(lora, str):
-        loras = {lora: 1.0}
+        choice = LoraChoice.parse(lora, known)
+        loras = {choice._replace(scale=1.0).describe(): choice.scale}
     else:
         loras = dict(lora)
-    known = options.find_lora_files()
     for name in loras:
         if name not in known:
-            hint = suggest_nearest(name[:60], sorted(known)) if known else "this server has none"
+            hint = suggest_nearest(name[:60], known) if known else "this server has none"
             raise RequestError(f"lora={name[:60]!r} is not known; {hint}", status=422, param="lora")
     if len(loras) > options.max_loras:
         raise RequestError(

@@ -226,9 +226,9 @@ async def read_list(http: HttpRequest) -> Response:
 @router.get("/loras")
 async def list_loras(http: HttpRequest) -> Response:
     """The LoRAs that a prompt may name as <lora:name:scale>."""
-    files = await asyncio.to_thread(find_service(http).options.find_lora_files)
+    service = find_service(http)
     loras = []
-    for name in sorted(files):
+    for name in await asyncio.to_thread(service.options.list_lora_names, service.facts):
         loras.append({"name": name, "alias": name, "path": name, "metadata": {}})
     return AsciiJSONResponse(loras)
 

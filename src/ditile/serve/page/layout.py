@@ -181,10 +181,8 @@ class Page:
                 self._seed = _build_number("Seed", value=0)
                 self._random = gr.Checkbox(label="Random seed", value=True, min_width=100)
             with gr.Row():
-                names = [NO_LORA, *sorted(self._service.options.find_lora_files())]
-                has_loras = len(names) > 1
-                self._lora = gr.Dropdown(names, value=NO_LORA, label="LoRA", visible=has_loras, min_width=120)
-                self._lora_scale = _build_number("LoRA's scale", value=1.0, precision=None, visible=has_loras)
+                self._lora = gr.Dropdown([NO_LORA], value=NO_LORA, label="LoRA", visible=False, min_width=120)
+                self._lora_scale = _build_number("LoRA's scale", value=1.0, precision=None, visible=False)
         with gr.Accordion("Start from an image", open=False, visible=False) as self._start:
             # With an image mode, Gradio would decode the file before the server has checked its size.
             self._image = gr.Image(
@@ -275,6 +273,7 @@ class Page:
         if has_true_cfg:
             true_cfg = facts.find_default("true_cfg_scale")
         negative = facts.find_default("negative_prompt") or ""
+        loras = await asyncio.to_thread(self._service.options.list_lora_names, facts)
         yield {
             self._title: f"# ditile\n{find_served_name(facts.name)} · {plan}",
             self._now: "",
@@ -289,6 +288,8 @@ class Page:
             self._true_cfg: gr.update(value=true_cfg, visible=has_true_cfg),
             self._frames: gr.update(value=facts.find_default(*FRAME_COUNTS), visible=facts.is_video),
             self._fps: gr.update(value=facts.fps, visible=facts.is_video),
+            self._lora: gr.update(choices=[NO_LORA, *loras], visible=bool(loras)),
+            self._lora_scale: gr.update(visible=bool(loras)),
             self._start: gr.update(visible=facts.edit is not None, open=facts.needs_picture),
             self._strength: gr.update(value=self._own_strength, visible=facts.takes("strength")),
             **await self._show_gallery(find_page_owner(request)),
