@@ -308,6 +308,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     both = {"proj_out.scale_weight": torch.ones(()), "proj_out.weight_scale": torch.ones(())}
     save_file(fp8 | both, folder / "both.safetensors")
     save_file(fp8 | {"proj_out.weight_scale": torch.ones(16).byte()}, folder / "mx.safetensors")
+    mark = {"scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
+    save_file(fp8 | mark, folder / "marked.safetensors")
+    half = {"x_embedder.weight": weights["x_embedder.weight"].to(torch.float8_e4m3fn)}
+    half = fp8 | half | {"x_embedder.weight_scale": torch.ones(())}
+    save_file({COMFY + name: tensor for name, tensor in half.items()}, folder / "half.safetensors")
+    foreign = {"text_encoders.t5xxl." + name: tensor.clone() for name, tensor in (half | mark).items()}
+    own = {COMFY + name: tensor for name, tensor in fp8.items()}
+    save_file(own | foreign, folder / "several.safetensors")
     word = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
     save_file(fp8 | {"proj_out.comfy_quant": word}, folder / "nvfp4.safetensors")
     layers = json.dumps({"layers": {"proj_out": {"format": "float8_e4m3fn", "convrot": True}}})
@@ -353,8 +361,9 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
     with pytest.raises(LoadError, match="no weights"):
         ditile.load(str(saved / "pipe"))
     # Numbers in fp8 without a scale are what they say.
-    pipe = ditile.load(str(saved / "pipe"), transformer=str(saved / "fp8.safetensors"))
-    assert torch.equal(pipe.transformer.proj_out.weight, wanted["proj_out.weight"].to(torch.float8_e4m3fn).float())
+    for name in ("fp8", "several"):
+        pipe = ditile.load(str(saved / "pipe"), transformer=str(saved / f"{name}.safetensors"))
+        assert torch.equal(pipe.transformer.proj_out.weight, wanted["proj_out.weight"].to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize(
@@ -381,6 +390,8 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("nan.safetensors", "proj_out.weight_scale has numbers that are no scales"),
         ("both.safetensors", "proj_out.weight has a second scale, proj_out"),
         ("mx.safetensors", r"does not take, such as proj_out.weight_scale \(U8\)"),
+        ("marked.safetensors", "marked.safetensors: proj_out.weight is in fp8 and has no scale"),
+        ("half.safetensors", "half.safetensors: proj_out.weight is in fp8 and has no scale"),
         ("nvfp4.safetensors", "proj_out.comfy_quant says that weights are stored as 'nvfp4'"),
         ("turned.safetensors", "its header says that weights are stored as 'convrot'"),
         ("integers.safetensors", "weight proj_out.weight is stored as I8"),

@@ -175,6 +175,7 @@ class SingleFile:
         open_file: opens it.
         gguf: the same tensors of a file of GGUF, whose weights may be quantized.
         prequantized: the same of a file that a quantizer of diffusers wrote.
+        marks: names of tensors that say of ComfyUI's models that their weights in fp8 have scales.
     """
 
     path: Path
@@ -182,13 +183,14 @@ class SingleFile:
     open_file: OpenTensors
     gguf: GgufTensors | None = None
     prequantized: PrequantizedCheckpoint | None = None
+    marks: frozenset[str] = frozenset()
 
     @classmethod
     def read_header(cls, path: Path) -> SingleFile:
         """The names and shapes of a file's tensors.
 
         Raises:
-            LoadError: if it is cut short, or no such file.
+            LoadError: if it is cut short, or no such file, or a weight in fp8 has no scale and others have.
             ModelError: if it is one of GGUF, and the extra is not installed.
         """
         if check_model_file(path) == GGUF:
@@ -212,16 +214,43 @@ class SingleFile:
             if any(re.search(LORA_FACTORS, name) for name in tensors):
                 raise LoadError(f"{path} is a LoRA, which changes the weights of a model; give --lora {path}")
             _check_format(path, "its header", (opened.metadata() or {}).get("_quantization_metadata", ""))
-            return cls(path, _attach_scales(path, tensors, opened), open_file, prequantized=prequantized)
+            marks = frozenset(name for name in tensors if name.rpartition(".")[2] == FP8_MARK)
+            scaled = _attach_scales(path, tensors, opened)
+            file = cls(path, scaled, open_file, prequantized=prequantized, marks=marks)
+        file._refuse_lost_scales()
+        return file
+
+    def _refuse_lost_scales(self) -> None:
+        """Raises `LoadError` for a matrix in fp8 without a scale where the file says that it has one, or others have.
+
+        ComfyUI takes such a scale for 1. Its own files have none of them: what is not scaled there (norms, biases,
+        embeddings) has 16 or 32 bits. So the scale was lost, and numbers without it are wrong by factors of hundreds.
+        """
+        tensors = self.own_tensors
+        is_scaled = f"{self.prefix}{FP8_MARK}" in self.marks or any(
+            tensor.scale is not None for tensor in tensors.values()
+        )
+        for name, tensor in tensors.items():
+            is_matrix = name.endswith(".weight") and tensor.ndim > 1
+            if is_scaled and is_matrix and tensor.stored_type in FP8 and tensor.scale is None:
+                raise LoadError(
+                    f"{self.path}: {name} is in fp8 and has no scale, and the weights of this file have scales "
+                    f"({', '.join(SCALES)}); copy it again, or take another file"
+                )
+
+    @property
+    def prefix(self) -> str:
+        """What ComfyUI has before the names of the transformer's tensors; empty if it did not write the file."""
+        for prefix in PREFIXES:
+            if any(name.startswith(prefix) for name in self.tensors):
+                return prefix
+        return ""
 
     @property
     def own_tensors(self) -> dict[str, FileTensor]:
         """The transformer's tensors, without ComfyUI's prefix."""
-        for prefix in PREFIXES:
-            names = [name for name in self.tensors if name.startswith(prefix)]
-            if names:
-                return {name.removeprefix(prefix): self.tensors[name] for name in names}
-        return dict(self.tensors)
+        prefix = self.prefix
+        return {name.removeprefix(prefix): self.tensors[name] for name in self.tensors if name.startswith(prefix)}
 
     def guess_component(self) -> str:
         """The component that a file is of, by the names of its tensors."""
