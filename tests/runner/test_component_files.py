@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(t5 | {f"{matrix}.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
     save_file(t5 | {f"{matrix}.weight": t5[f"{matrix}.weight"].char()}, folder / "integers.safetensors")
     save_file(t5 | {f"{matrix}.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
+    config = transformers.T5Config(**pipe.text_encoder_2.config.to_dict() | {"num_layers": 3})
+    save_file(copy_weights(transformers.T5EncoderModel(config)), folder / "deep.safetensors")
+    save_file(copy_weights(make_umt5()), folder / "umt5.safetensors")
     save_encoder_gguf(make_language_model("Qwen3"), "qwen3", folder / "qwen.gguf")
     save_gguf(pipe.transformer, "flux", folder / "flux.gguf")
     return folder
@@ -199,7 +203,7 @@ def test_an_encoder_in_fp8_with_scales(saved: Path) -> None:
         (
             "text_encoder_2",
             "shape.safetensors",
-            r"SelfAttention.q.weight .* has the shape \[3, 5\], and the config says",
+            r"SelfAttention.q.weight has the shape \[3, 5\], and the config says .* take a file of .*pipe",
         ),
         ("text_encoder_2", "integers.safetensors", r"SelfAttention.q.weight \(I8\) is of weights that are quantized"),
         ("text_encoder_2", "scaled.safetensors", r"SelfAttention.q.scale_weight \(F32\) is of weights that"),
@@ -209,14 +213,23 @@ def test_an_encoder_in_fp8_with_scales(saved: Path) -> None:
             "flux.gguf",
             "is of the architecture 'flux', and transformers reads .*; take a .safetensors",
         ),
-        ("text_encoder_2", "clip.safetensors", "lacks .* weight"),
+        (
+            "text_encoder_2",
+            "clip.safetensors",
+            "has not the weights of this T5EncoderModel: it lacks .* weight.* take a",
+        ),
+        ("text_encoder_2", "deep.safetensors", r"T5EncoderModel: it has \d+ more weight.*, such as encoder.block.[12]"),
+        ("text_encoder_2", "umt5.safetensors", r"it has \d+ more weight.*, such as encoder.block.1.*; take a file of"),
         ("vae", "t5.safetensors", "AutoencoderKL"),
         ("tokenizer", "t5.gguf", "tokenizer of .* is a .*, which is not read from one file"),
         ("text_encoder_3", "t5.gguf", "has no text_encoder_3 for which a file could be; it has .*text_encoder_2"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(saved: Path, name: str, file: str, message: str) -> None:
-    """A failure means random weights, a traceback, or a dry run of what cannot be loaded."""
+def test_files_that_do_not_fit_are_refused(
+    saved: Path, name: str, file: str, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure means random weights, a traceback or a table before the line, or a dry run of what cannot be loaded."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
     files = {"text_encoder": "clip.safetensors", "text_encoder_2": "t5.safetensors", "vae": "vae.safetensors"}
     files |= {name: file}
     files = {name: str(saved / file) for name, file in files.items()}
@@ -228,6 +241,7 @@ def test_files_that_do_not_fit_are_refused(saved: Path, name: str, file: str, me
         PlanSubject.from_configs(
             "pipe", find_model_source(str(saved / "pipe"), weights=False, components=files), components=files
         )
+    assert not caplog.records
 
 
 def test_what_a_folder_lacks_is_named_with_how_to_give_it(saved: Path) -> None:

@@ -467,7 +467,7 @@ def _load_encoder_file(
     if _is_quantized(path):
         raise ModelError(f"{path} is of quantized weights, and those of {file} are not; remove its quantization_config")
     config = model_class.config_class.from_pretrained(path.parent)
-    options: dict[str, Any] = {"config": config}
+    options: dict[str, Any] = {"config": config, "config_place": path.parent}
     if locate("generation_config.json") is not None:
         options["generation_config"] = transformers.GenerationConfig.from_pretrained(path.parent)
     with open_encoder_file(Path(file), model_class, config) as opened:

@@ -6,9 +6,11 @@ layers (token embeddings), every rank the little that comes after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +19,12 @@ from torch import nn
 
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.overrides import IN_CALL
-from ditile.model.hooks.placeholders import ModuleContents, refuse_saving, turn_into_placeholder
+from ditile.model.hooks.placeholders import ModuleContents, is_placeholder, refuse_saving, turn_into_placeholder
 from ditile.plan.errors import LoadError, ModelError, StateError
 from ditile.plan.layout import pick_weighted_chunk
 from ditile.plan.plan import Plan
 
+_LOADER_LOG = logging.getLogger("transformers")
 _PLACEHOLDER = "stand_in"
 """A parameter without elements: an encoder without weights still has a dtype and a device."""
 
@@ -137,6 +140,8 @@ def read_partial_encoder(
     source: str,
     place: EncoderPlacement,
     dtype: torch.dtype | None,
+    *,
+    config_place: Path | None = None,
     **options: Any,
 ) -> Any:
     """A text encoder of which only this rank's part is read from its checkpoint, on the CPU.
@@ -145,11 +150,12 @@ def read_partial_encoder(
 
     Args:
         source: folder, or hub id; or the file of a state dict in the options.
+        config_place: of such a file the folder with the config in the options.
         options: of `from_pretrained`, such as `subfolder` and `variant`, or `config` and `state_dict`.
 
     Raises:
         ModelError: if it cannot be split.
-        LoadError: if a weight of this part is missing, or of another shape.
+        LoadError: if a weight of this part is missing, or of another shape, or belongs to no layer of the model.
     """
     if place.has_no_weights:
         subfolder = options.get("subfolder", "")
@@ -160,29 +166,65 @@ def read_partial_encoder(
         set_placeholder_parameter(encoder, dtype)
         return encoder
     partial_class = _derive_partial_class(kind, place) if place.mode == "split" else kind
-    # The loading info has the weights that are missing or do not fit, which transformers would draw at random.
-    encoder, info = partial_class.from_pretrained(
-        None if "state_dict" in options else source,
-        dtype=dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options,
-    )
+    is_file = config_place is not None
+    # The loading info has the weights that are missing or do not fit, which transformers would draw at random. It
+    # logs them as a table too.
+    level = _LOADER_LOG.level
+    _LOADER_LOG.setLevel(logging.ERROR)
+    try:
+        encoder, info = partial_class.from_pretrained(
+            None if is_file else source,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    finally:
+        _LOADER_LOG.setLevel(level)
     encoder.__class__ = kind
-    if info["mismatched_keys"]:
-        name, stored_shape, own_shape = min(info["mismatched_keys"])
-        raise LoadError(
-            f"{source}: weight {name} of a {kind.__name__} has the shape {list(stored_shape)}, and the config says "
-            f"{list(own_shape)}"
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise LoadError(
-            f"{kind.__name__} in {source} lacks {len(missing)} weight(s), such as {missing[0]}; copy it again"
-        )
+    problem = _describe_misfit(encoder, info, is_file=is_file)
+    if problem:
+        remedy = "copy it again"
+        if is_file:
+            remedy = f"take a file of the encoder that {config_place} describes"
+        raise LoadError(f"{source} has not the weights of this {kind.__name__}: {problem}; {remedy}")
     store_placement(encoder, place)
     return encoder
+
+
+def _describe_misfit(encoder: nn.Module, info: Mapping[str, Any], *, is_file: bool) -> str:
+    """Why an encoder cannot have the weights that were read, by transformers' loading info; empty if it can."""
+    if info["mismatched_keys"]:
+        name, stored_shape, own_shape = min(info["mismatched_keys"])
+        return f"{name} has the shape {list(stored_shape)}, and the config says {list(own_shape)}"
+    missing = info["missing_keys"]
+    if missing:
+        return f"it lacks {len(missing)} weight(s), such as {min(missing)}"
+    # Those of a deeper encoder, or of one with more in a layer. What is beside all layers is another part of the model
+    # that the encoder is of, such as a decoder.
+    surplus = []
+    for name in info["unexpected_keys"]:
+        path, _, leaf = name.rpartition(".")
+        if is_file and leaf in ("weight", "bias") and _find_own_module(encoder, path) is not None:
+            surplus.append(name)
+    if surplus:
+        return f"it has {len(surplus)} more weight(s), such as {min(surplus)}"
+    return ""
+
+
+def _find_own_module(encoder: nn.Module, path: str) -> nn.Module | None:
+    """The module of this rank that is nearest to a path that may not be there; None for the encoder itself."""
+    module = encoder
+    for name in path.split("."):
+        following = module._modules.get(name)
+        if following is None:
+            break
+        module = following
+        # It is on another rank.
+        if is_placeholder(module):
+            return None
+    return None if module is encoder else module
 
 
 def _derive_partial_class(kind: type[Any], place: EncoderPlacement) -> type[Any]:
@@ -205,8 +247,6 @@ def _derive_partial_class(kind: type[Any], place: EncoderPlacement) -> type[Any]
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "__init__": initialize_own_part,
-        # The weights of other ranks are in the checkpoint and are not expected here.
-        "_keys_to_ignore_on_load_unexpected": ["."],
     }
     return type(kind.__name__, (kind,), attributes)
 
