@@ -138,12 +138,14 @@ class CallForecasts:
         """The result of a call that is left out."""
         branch = self._branches[call.branch]
         branch.skipped.add(call.step)
-        result = pytree.tree_unflatten(branch.leaves, branch.spec)
         if not branch.outputs:
             # This rank steps no scheduler, so nobody reads what it returns.
-            return result
+            return pytree.tree_unflatten(branch.leaves, branch.spec)
         tensors = iter(self.policy.forecast(call, branch.outputs))
-        return _change_outputs(result, lambda _: next(tensors))
+        leaves: list[Any] = []
+        for leaf in branch.leaves:
+            leaves.append(next(tensors) if _is_output(leaf) else leaf)
+        return pytree.tree_unflatten(leaves, branch.spec)
 
     def _copy_fresh_results(self) -> None:
         """Copies results that were incomplete when they were returned, and that a step has completed since."""
