@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,6 +167,26 @@ def test_one_file_is_read_as_its_folder_is(tmp_path: Path) -> None:
     for rank in range(2):
         part = load_component_file(configs, file, Plan(pipefusion=2), rank, torch.float32)
         assert count_parameter_bytes(part) < 0.8 * count_parameter_bytes(pipe.transformer)
+
+
+def test_a_hub_id_counts_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure: the plan of a quantized model on the hub has the memory of a plain one, and nobody says so."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = repository / "snapshots" / ("0" * 40)
+    folder = save_quantized("flux", "Int8WeightOnlyConfig", snapshot, max_shard_size="40KB")
+    stored = count_quantized_components(folder)
+    assert stored["transformer"].quantized
+    caplog.clear()
+    assert count_quantized_components("owner/model") == stored
+    assert not caplog.records
+    next((folder / "transformer").glob("*.safetensors")).unlink()
+    assert not count_quantized_components("owner/model")
+    assert "quantized, and are not in the hub's cache: they count as plain ones" in caplog.text
 
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]

@@ -60,6 +60,7 @@ from ditile.runner.model_files import (
     join_error_lines,
     list_own_components,
     read_json_object,
+    read_weight_map,
     refuse_missing_weights,
     refuse_unknown_components,
     report_download_progress,
@@ -678,7 +679,7 @@ def _open_prequantized(checkpoint: Checkpoint, config: Path) -> PrequantizedChec
 
 
 def count_quantized_components(source: Path | str, apart: Collection[str] = ()) -> dict[str, StoredWeights]:
-    """Transformer that is not `apart` -> how much of it is quantized, by the files of a folder.
+    """Transformer that is not `apart` -> how much of it is quantized, by the files of a folder or of the hub's cache.
 
     Raises:
         LoadError: if a file or a part of a weight is missing.
@@ -686,14 +687,29 @@ def count_quantized_components(source: Path | str, apart: Collection[str] = ()) 
     """
     stored = {}
     for name in set(DENOISERS).difference(apart):
-        config = None
-        # Files on the hub would have to be fetched.
-        if isinstance(source, Path):
-            config = locate_component_file(source, name, "config.json")
-        if config is not None and _is_read_by_share(config):
-            checkpoint = Checkpoint.open_checkpoint(locate_in_folder(config.parent), STEM)
-            stored[name] = _open_prequantized(checkpoint, config).count_stored_weights()
+        config = locate_component_file(source, name, "config.json")
+        if config is None or not _is_read_by_share(config):
+            continue
+        # A model on the hub has a folder in its cache, in which files are that were fetched.
+        locate = locate_in_folder(config.parent)
+        if isinstance(source, str) and not _has_all_files(locate):
+            LOG.warning(
+                "the weights of %s in %s are quantized, and are not in the hub's cache: they count as plain ones, so "
+                "that a plan takes less memory than it says",
+                name,
+                source,
+            )
+            continue
+        stored[name] = _open_prequantized(Checkpoint.open_checkpoint(locate, STEM), config).count_stored_weights()
     return stored
+
+
+def _has_all_files(locate: LocateFile) -> bool:
+    """Whether the files of a component's weights are there."""
+    index = locate(f"{STEM}.safetensors.index.json")
+    if index is None:
+        return locate(f"{STEM}.safetensors") is not None
+    return all(locate(file) is not None for file in read_weight_map(index).values())
 
 
 def _collect_source_options(
