@@ -274,6 +274,16 @@ def test_a_file_of_comfyui_is_a_published_model(
         find_base_models(path)
 
 
+def write_other_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Transformers with a weight and with a block fewer, and a LoRA."""
+    lacking = {name: tensor for name, tensor in weights.items() if name != "proj_out.weight"}
+    save_file(lacking, folder / "lacking.safetensors")
+    shorter = {name: tensor for name, tensor in weights.items() if not name.startswith("transformer_blocks.0.")}
+    save_file(shorter, folder / "shorter.safetensors")
+    factors = {f"transformer.proj_out.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
+    save_file(factors, folder / "lora.safetensors")
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole pipeline of FLUX.1 without the weights of its transformer, and these in files beside it."""
@@ -292,12 +302,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "renamed.safetensors").write_bytes(b"GGUF" + cut)
     torch.save(weights, folder / "pickle.safetensors")
     torch.save(weights, folder / "pickle.ckpt")
-    lacking = {name: tensor for name, tensor in weights.items() if name != "proj_out.weight"}
-    save_file(lacking, folder / "lacking.safetensors")
-    shorter = {name: tensor for name, tensor in weights.items() if not name.startswith("transformer_blocks.0.")}
-    save_file(shorter, folder / "shorter.safetensors")
-    factors = {f"transformer.proj_out.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
-    save_file(factors, folder / "lora.safetensors")
+    write_other_weights(folder, weights)
     save_file(weights | {"proj_out.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
     fp8 = weights | {"proj_out.weight": weights["proj_out.weight"].to(torch.float8_e4m3fn)}
     save_file(fp8, folder / "fp8.safetensors")

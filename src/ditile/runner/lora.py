@@ -64,14 +64,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     if not isinstance(source, Mapping) and Path(source).is_file():
         kwargs["weight_name"] = Path(source).name
         source = str(Path(source).parent)
-    weight_name = kwargs.get("weight_name")
-    if weight_name is None and not isinstance(source, Mapping):
-        _check_lora_folder(Path(source))
-    if weight_name is not None and not weight_name.endswith(".safetensors"):
-        raise ModelError(
-            f"lora={label!r} is no .safetensors file ({weight_name}), and other files may run code when they are read; "
-            "take one that is"
-        )
+    _check_weight_name(source, label, kwargs.get("weight_name"))
     into_second = kwargs.pop("load_into_transformer_2", None)
     has_second = has_second_transformer(pipe)
     if into_second and not has_second:
@@ -110,14 +103,23 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         )
 
 
-def _check_lora_folder(folder: Path) -> None:
-    """Raises `ModelError` if a folder has several files, of which diffusers would take any."""
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
+def _check_weight_name(source: Any, label: str, weight_name: str | None) -> None:
+    """Raises `ModelError` for a file that is not safetensors, and a folder of which diffusers would take any file."""
+    if weight_name is not None:
+        if not weight_name.endswith(".safetensors"):
+            raise ModelError(
+                f"lora={label!r} is no .safetensors file ({weight_name}), and other files may run code when they are "
+                "read; take one that is"
+            )
+        return
+    if isinstance(source, Mapping):
+        return
+    names = sorted(path.name for path in Path(source).glob("*.safetensors"))
     has_default = any(name.endswith(LORA_WEIGHT_NAME_SAFE) for name in names)
     if len(names) > 1 and not has_default:
         raise ModelError(
-            f"lora={str(folder)!r} has {len(names)} files ({', '.join(names[:3])}), and one of them is a LoRA's; "
-            f"give it, such as {folder / names[0]}"
+            f"lora={label!r} has {len(names)} files ({', '.join(names[:3])}), and one of them is a LoRA's; "
+            f"give it, such as {Path(source, names[0])}"
         )
 
 
