@@ -222,7 +222,7 @@ def test_an_encoder_in_fp8_with_scales(saved: Path) -> None:
         ("text_encoder_2", "umt5.safetensors", r"it has \d+ more weight.*, such as encoder.block.1.*; take a file of"),
         ("vae", "t5.safetensors", "AutoencoderKL"),
         ("tokenizer", "t5.gguf", "tokenizer of .* is a .*, which is not read from one file"),
-        ("text_encoder_3", "t5.gguf", "has no text_encoder_3 for which a file could be; it has .*text_encoder_2"),
+        ("text_encoder_3", "t5.gguf", "has no component 'text_encoder_3' to take from a file; it has .*text_encoder_2"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(

@@ -284,25 +284,8 @@ def write_other_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(factors, folder / "lora.safetensors")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole pipeline of FLUX.1 without the weights of its transformer, and these in files beside it."""
-    folder = tmp_path_factory.mktemp("saved")
-    pipe = tiny.flux()
-    pipe.save_pretrained(folder / "pipe")
-    weights = copy_weights(pipe.transformer)
-    next((folder / "pipe" / "transformer").glob("*.safetensors")).unlink()
-    save_file({COMFY + name: tensor for name, tensor in weights.items()}, folder / "good.safetensors")
-    short = {f"diffusion_model.{name}": tensor for name, tensor in weights.items()}
-    save_file(short | {"vae.weight": torch.ones(2)}, folder / "short.safetensors")
-    cut = (folder / "good.safetensors").read_bytes()
-    (folder / "cut.safetensors").write_bytes(cut[: len(cut) // 2])
-    (folder / "long.safetensors").write_bytes(struct.pack("<Q", 2**62) + cut[8:])
-    (folder / "renamed.gguf").write_bytes(cut)
-    (folder / "renamed.safetensors").write_bytes(b"GGUF" + cut)
-    torch.save(weights, folder / "pickle.safetensors")
-    torch.save(weights, folder / "pickle.ckpt")
-    write_other_weights(folder, weights)
+def write_fp8_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Transformers with numbers in fp8, with and without scales that they may have."""
     save_file(weights | {"proj_out.scale_weight": torch.ones(())}, folder / "scaled.safetensors")
     fp8 = weights | {"proj_out.weight": weights["proj_out.weight"].to(torch.float8_e4m3fn)}
     save_file(fp8, folder / "fp8.safetensors")
@@ -325,6 +308,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(fp8 | {"proj_out.comfy_quant": word}, folder / "nvfp4.safetensors")
     layers = json.dumps({"layers": {"proj_out": {"format": "float8_e4m3fn", "convrot": True}}})
     save_file(fp8, folder / "turned.safetensors", {"_quantization_metadata": layers})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole pipeline of FLUX.1 without the weights of its transformer, and these in files beside it."""
+    folder = tmp_path_factory.mktemp("saved")
+    pipe = tiny.flux()
+    pipe.save_pretrained(folder / "pipe")
+    weights = copy_weights(pipe.transformer)
+    next((folder / "pipe" / "transformer").glob("*.safetensors")).unlink()
+    save_file({COMFY + name: tensor for name, tensor in weights.items()}, folder / "good.safetensors")
+    short = {f"diffusion_model.{name}": tensor for name, tensor in weights.items()}
+    save_file(short | {"vae.weight": torch.ones(2)}, folder / "short.safetensors")
+    cut = (folder / "good.safetensors").read_bytes()
+    (folder / "cut.safetensors").write_bytes(cut[: len(cut) // 2])
+    (folder / "long.safetensors").write_bytes(struct.pack("<Q", 2**62) + cut[8:])
+    (folder / "renamed.gguf").write_bytes(cut)
+    (folder / "renamed.safetensors").write_bytes(b"GGUF" + cut)
+    torch.save(weights, folder / "pickle.safetensors")
+    torch.save(weights, folder / "pickle.ckpt")
+    write_other_weights(folder, weights)
+    write_fp8_weights(folder, weights)
     save_file(weights | {"proj_out.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
     save_file({"a": torch.ones(2)}, folder / "foreign.safetensors")
     names = {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(30_001)}

@@ -309,14 +309,16 @@ class PlanAnswer:
         gaps = self.gaps
         if gaps is None or gaps.in_flight_rate < (1 + LARGE_GAIN) * gaps.rate:
             return
-        least = min(gaps.idle_shares)
-        most = max(gaps.idle_shares)
+        idle = f"{min(gaps.idle_shares):.0%}"
+        most = f"{max(gaps.idle_shares):.0%}"
+        if most != idle:
+            idle += f" to {most}"
         batch = ""
         if gaps.batch_rate is not None:
             gain = gaps.batch_rate / gaps.rate
             batch = f"--max-batch 2 with warmup_mode={gaps.batch_mode} makes {gain:.2f}x the images in a second; "
         yield (
-            f"stages do nothing in {least:.0%} to {most:.0%} of the loop under plan 1: in a server where requests of "
+            f"stages do nothing in {idle} of the loop under plan 1: in a server where requests of "
             f"one shape wait, {batch}two calls in flight, which ditile does not have, would make "
             f"{gaps.in_flight_rate / gaps.rate:.2f}x (docs/serving.md)"
         )

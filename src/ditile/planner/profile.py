@@ -288,7 +288,7 @@ class Profile:
         try:
             text = files.read_text(path)
         except (OSError, ValueError) as error:
-            raise ModelError(f"profile={str(path)!r} cannot be read: {error}") from error
+            raise ModelError(f"the profile {path} cannot be read: {error}") from error
         return cls.from_json(text, str(path))
 
 

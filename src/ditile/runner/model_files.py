@@ -341,7 +341,7 @@ def refuse_unknown_components(source: Path | str, index: Mapping[str, Any], name
             known.append(name)
     for name in names:
         if name not in known:
-            raise ModelError(f"{source} has no {name} for which a file could be; it has {', '.join(known)}")
+            raise ModelError(f"{source} has no component {name!r} to take from a file; it has {', '.join(known)}")
 
 
 def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[str], *, weights: bool) -> None:
@@ -569,9 +569,11 @@ def check_weight_source(source: str, option: str) -> None:
 
     Raises:
         ModelError: if it is neither there nor a hub id.
-        LoadError: if it is a hub id, and is not in the hub's cache and cannot be fetched.
+        LoadError: if it is a file that is cut short, or a hub id that is not in the hub's cache and cannot be fetched.
     """
     if source and os.path.exists(source):
+        if os.path.isfile(source) and source.endswith(".safetensors"):
+            open_safetensors(Path(source), "np")
         return
     if not is_hub_id(source):
         raise ModelError(f"{option}={source!r} is no file; give one, a folder or a hub id (owner/name)")

@@ -82,7 +82,7 @@ class TextEncoders:
             ModelError: if an encoder cannot be split, or `after` is not known.
             StateError: if an encoder was loaded as another rank's part, or is to be kept whole and is not.
         """
-        check_value(Literal["keep", "offload", "free"], after, "text_after")
+        check_value(After, after, "text_after")
         self.encoders = find_text_encoders(pipe)
         self._place = EncoderPlacement.choose_placement(plan, axis.index)
         self._after = after
