@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import json
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertModel
 
-from ditile.parallel.text.encoders import TextEncoders, find_text_encoders
+from ditile.parallel.text.encoders import TextEncoders, _check_structure, find_text_encoders
 from ditile.parallel.text.parts import assign_layer_ranks
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
@@ -274,3 +277,16 @@ def test_an_encoder_that_raises_ends_all_ranks(pool: Pool, mode: str) -> None:
 def test_a_pipeline_with_part_of_its_encoders_says_so(pool: Pool) -> None:
     """A failure means that an encoder without weights passes for a whole one."""
     pool.run(replicas, 2)
+
+
+@pytest.mark.parametrize("context", ['{"__enum__": true, "fqn": "wave:Wave_read", "name": "a"}', '"a"', '[{"a": 1}]'])
+def test_a_result_of_another_process_names_no_module(context: str) -> None:
+    """A failure means that a rank imports whatever module another process names."""
+    by_default = collections.defaultdict(list, a=torch.ones(1))
+    for hostile in (
+        pytree.treespec_dumps(pytree.tree_flatten(by_default)[1]),
+        json.dumps([1, {"type": "builtins.dict", "context": context, "children_spec": []}]),
+        json.dumps([1, {"type": "os.system", "context": "null", "children_spec": []}]),
+    ):
+        with pytest.raises(ModelError, match="which does not travel; use text=each"):
+            _check_structure(hostile)

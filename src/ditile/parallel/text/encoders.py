@@ -6,6 +6,7 @@ rank; the layers of other ranks pass their input through, and the last layer of 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers.utils.generic import ModelOutput
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, broadcast_tensor, describe_dtype, gather_json
@@ -214,7 +216,9 @@ class _EncoderChannel:
             result = make()
             # transformers registers its outputs, so that torch takes them apart and names their classes.
             leaves, structure = pytree.tree_flatten(result)
-            header = {"structure": pytree.treespec_dumps(structure), "leaves": list(map(_describe_leaf, leaves))}
+            text = pytree.treespec_dumps(structure)
+            _check_structure(text)
+            header = {"structure": text, "leaves": list(map(_describe_leaf, leaves))}
         except BaseException as error:
             # The others wait for a header, whatever happens here.
             message = " ".join(str(error).split())
@@ -236,7 +240,7 @@ class _EncoderChannel:
                 empty = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=self._device)
                 leaf = self._broadcast_tensor(empty, source)
             leaves.append(leaf)
-        # Of classes that are registered here alone: the name comes from another process.
+        _check_structure(header["structure"])
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(header["structure"]))
 
     def broadcast_forward(self, source: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -313,3 +317,23 @@ def _describe_leaf(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
     raise ModelError(f"a text encoder returned a {type(leaf).__name__}, which does not travel; use text=each")
+
+
+def _check_structure(text: str) -> None:
+    """Raises `ModelError` unless a result's structure is of lists, tuples, dicts and outputs of transformers alone.
+
+    It comes from another process, and for other classes torch would import whatever module their context names.
+    """
+    nodes = [json.loads(text)[1]]
+    for node in nodes:
+        nodes += node["children_spec"]
+        kind = node["type"]
+        if kind is None:
+            continue
+        cls = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind)
+        # Names of fields, of classes that have some.
+        names = json.loads(node["context"]) if isinstance(node["context"], str) else node["context"]
+        is_plain = names is None or isinstance(names, list) and all(isinstance(name, str) for name in names)
+        is_known = cls in (list, tuple, dict) or isinstance(cls, type) and issubclass(cls, ModelOutput)
+        if not (is_plain and is_known):
+            raise ModelError(f"a text encoder returned a {kind}, which does not travel; use text=each")
