@@ -64,7 +64,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--sweep", "few-steps"), "there are methods"),
         (("--plans", "ulysses=2", "--height", "100"), "height=100"),
         (("--plans", "ulysses=2", "--hardware", "l40"), "did you mean l40-pcie?"),
-        (("--plans", "ulysses=2", "--profile", "nowhere"), "profile='nowhere'"),
+        (("--plans", "ulysses=2", "--profile", "nowhere"), "the profile nowhere cannot be read"),
         (("--sweep", "methods", "--model", "random-flux heads=3", "--height", "72"), "multiple of 16"),
     ],
 )
