@@ -198,7 +198,10 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--component", "vae="), "component='vae=' is not NAME=FILE; try vae=FILE"),
         (("generate", "a", "--component", "a.gguf"), "is not NAME=FILE; try transformer=a.gguf"),
         (("generate", "a", "--component", "vae=~/a.gguf"), f"vae='{Path.home() / 'a.gguf'}' is no file"),
-        (("generate", "a", "--component", f"transformer_2={WEIGHTS}", "--dry-run"), "has no component 'transformer_2' to take from a file"),
+        (
+            ("generate", "a", "--component", f"transformer_2={WEIGHTS}", "--dry-run"),
+            "has no component 'transformer_2' to take from a file",
+        ),
         (("models", "qwen", "--markdown"), "leave out --markdown"),
         (("models", "a", "foo"), "'foo' is one argument too many; see ditile models --help"),
         (("generate", "a", "--out", "{foo}.png"), "{foo} is no placeholder; there are {seed}, {index} and {model}"),

@@ -29,6 +29,7 @@ from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import is_writing_process, make_console
+from ditile.runner.requests.facts import count_request_steps
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 
@@ -397,9 +398,8 @@ def choose_promise_of_request(
             question, bounds, schedule_path, strength=options.strength, all_devices=place is not None
         )
     # Nothing is predicted here, so the plan is the given one, or one rank.
-    call = question.fill_call_arguments()
-    num_steps = count_loop_steps(call["num_inference_steps"], options.strength)
-    size = read_call_size(call)
+    num_steps = count_loop_steps(count_request_steps(options), options.strength)
+    size = read_call_size(question.fill_call_arguments())
     schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
     return choose_promise(bounds, question.model, num_steps, [plan or Plan()], schedule=schedule, path=path, size=size)
 

@@ -84,7 +84,10 @@ def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> R
         require_extra("ray", f"ray={options.ray!r}")
         from ditile.serve.ray_replicas.application import RayApplication
 
-        return RayApplication(setup, options).make_replica
+        application = RayApplication(setup, options)
+        # Before anything says that a model loads.
+        application.check_address()
+        return application.make_replica
 
     def make_replica(name: str, on_event: EventHandler) -> LocalReplica:
         local_ranks = (int(name) * plan.world, options.replicas * plan.world)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from ditile.cache.build import explain_idle_steps
 from ditile.cache.config import DBCacheConfig, TaylorSeerCalibratorConfig
 from ditile.measure.evaluate import scores
 from ditile.measure.evaluate.captions import Caption, load_captions
 from ditile.measure.evaluate.figures import draw_contact_sheet, make_difference_image
 from ditile.measure.evaluate.metrics import load_available_metrics, resize_image
-from ditile.measure.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
+from ditile.measure.evaluate.options import DEFAULT_PLANS, ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
 from ditile.measure.evaluate.scores import MetricPanel, find_reference_images
 from ditile.measure.evaluate.store import (
     EvaluationFolder,
@@ -32,6 +35,8 @@ from ditile.measure.rows import Row
 from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
+from ditile.planner.choose import choose_promise_of_request
+from ditile.planner.promise import Bounds
 from ditile.runner.requests.cache_options import CacheOptions
 
 CAPTION = "a large red circle in the center on a black background"
@@ -100,6 +105,27 @@ def test_references_are_those_of_the_captions_if_all_are_there(tmp_path: Path) -
 
 
 # Settings
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(None, 1), (2, 1), (3, 1), (8, 2), (28, 4)])
+def test_the_cache_that_is_compared_fits_the_steps(steps: int | None, warmup: int) -> None:
+    """A warmup of 4 would be all steps of a model of 4, and refused."""
+    options = EvaluateOptions(model="shapes-flux-turbo", plans="pipefusion=2", steps=steps)
+    line = f"F=1 W={warmup} R=0.12 taylor=1"
+    assert [setting.cache for setting in options.candidate_settings] == ["none", line]
+    arguments = options.candidate_settings[1].cache_arguments
+    assert explain_idle_steps(arguments["cache_config"], steps or 4) is None
+
+
+def test_steps_of_a_model_that_does_not_say_them_are_those_of_its_class(tmp_path: Path) -> None:
+    shutil.copytree(ASSETS / "shapes-pixart", tmp_path / "model", ignore=shutil.ignore_patterns("generation.json"))
+    options = EvaluateOptions(model=str(tmp_path / "model"), plans="pipefusion=2")
+    # PixArt's pipeline has 20 by default.
+    assert options.cache_lines == ["none", "F=1 W=4 R=0.12 taylor=1"]
+    assert len(dataclasses.replace(options, methods=True, plans=DEFAULT_PLANS).method_lines) > 15
+    bounds = Bounds(min_psnr=30.0)
+    with pytest.raises(PlanError, match="for 20 steps"):
+        choose_promise_of_request(bounds, options.build_generate_options(), None, None, cuda_graphs=False)
 
 
 def test_settings_are_plans_times_caches_without_the_original() -> None:

@@ -14,12 +14,11 @@ from ditile.plan.option_classes import CallArguments, Count, Ranks, Scale, defin
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.facts import build_dry_run_call
+from ditile.runner.requests.facts import build_dry_run_call, count_request_steps
 from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
 from ditile.runner.requests.outputs import check_output_files
 
 DEFAULT_PLANS = "pipefusion=2 patches=4; ulysses=2"
-DEFAULT_CACHES = f"{NO_CACHE}; F=1 W=4 R=0.12 taylor=1"
 
 
 class EvaluationSetting(NamedTuple):
@@ -69,9 +68,10 @@ class EvaluateOptions(ModelOptions):
     """
 
     plans: str = define_option(DEFAULT_PLANS, "plans, with ; between them; pipefusion=1 is one process")
-    caches: str = define_option(
-        DEFAULT_CACHES,
-        f"caches for each plan, with ; between them (docs/caching.md); {NO_CACHE} is no cache",
+    caches: str | None = define_option(
+        None,
+        f"caches for each plan, with ; between them (docs/caching.md); by default {NO_CACHE}, and DBCache",
+        metavar="LINES",
     )
     methods: bool = define_option(
         False, "compare all methods that skip work, with some settings each, on one rank; in place of plans and caches"
@@ -84,7 +84,7 @@ class EvaluateOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         self.build_generate_options()
-        if self.methods and (self.plans, self.caches) != (DEFAULT_PLANS, DEFAULT_CACHES):
+        if self.methods and (self.plans, self.caches) != (DEFAULT_PLANS, None):
             raise ModelError("methods has plans and caches of its own; leave --plans and --caches out")
         if not self.candidate_settings:
             raise PlanError(f"plans={self.plans!r} and caches={self.caches!r} leave nothing besides the original")
@@ -102,7 +102,7 @@ class EvaluateOptions(ModelOptions):
                 raise PlanError(
                     f"data={plan.data} makes more images at a time, each as before; leave data out of '{plan}'"
                 )
-            for line in _split_at_semicolons(self.caches) or [NO_CACHE]:
+            for line in self.cache_lines:
                 setting = EvaluationSetting(str(plan), " ".join(line.split()))
                 # It raises for a cache that cannot be read.
                 _ = setting.cache_arguments
@@ -111,12 +111,22 @@ class EvaluateOptions(ModelOptions):
         return list(dict.fromkeys(settings))
 
     @property
+    def cache_lines(self) -> list[str]:
+        """The caches of each plan, in one line each."""
+        if self.caches is not None:
+            return _split_at_semicolons(self.caches) or [NO_CACHE]
+        # A warmup of all the steps would leave nothing out.
+        warmup = max(1, min(4, count_request_steps(self.build_generate_options()) // 4))
+        return [NO_CACHE, f"F=1 W={warmup} R=0.12 taylor=1"]
+
+    @property
     def method_lines(self) -> dict[str, str]:
         """The caches of --methods, in one line each, with the names of their methods."""
-        call = build_dry_run_call(self.build_generate_options(), defaults(self.model))
+        request = self.build_generate_options()
+        call = build_dry_run_call(request, defaults(self.model))
         scales = [call[name] for name in ("true_cfg_scale", "guidance_scale") if name in call]
         is_guided = max(scales, default=0.0) > 1
-        lines = list_method_lines(call["num_inference_steps"], is_guided=is_guided)
+        lines = list_method_lines(count_request_steps(request), is_guided=is_guided)
         own_call = build_dry_run_call(GenerateOptions(model=self.model, prompt="a caption"), defaults(self.model))
         is_shipped = any(schedule.model == self.model for schedule in read_shipped_schedules().values())
         if is_shipped and call != own_call | {"prompt": call["prompt"]}:

@@ -22,7 +22,7 @@ from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.requests.conditions import check_picture_count, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pipeline_choice import find_pipeline_class_for
+from ditile.runner.requests.pipeline_choice import choose_requested_class, find_pipeline_class_for
 from ditile.runner.requests.pipelines import (
     FRAME_RATES,
     check_frame_count,
@@ -334,6 +334,24 @@ def build_dry_run_call(request: GenerateOptions, base: CallArguments) -> CallArg
     """The call of a dry run or of the planner, which have no pipeline to ask."""
     call = {**base, **collect_request_arguments(request, base), "num_images_per_prompt": request.num_images}
     return fill_negative_prompt(call)
+
+
+def count_request_steps(request: GenerateOptions) -> int:
+    """The steps of a request: its own, its model's, or the default of its pipeline, which imports diffusers.
+
+    Raises:
+        LoadError, ModelError: if the model's files cannot be read, or name no class of diffusers' that has steps.
+    """
+    from ditile.runner.model_files import defaults
+
+    steps = build_dry_run_call(request, defaults(request.model)).get("num_inference_steps")
+    if steps is None:
+        pipeline, _, config = choose_requested_class(request)
+        if pipeline is not None:
+            steps = collect_call_facts(pipeline, config).defaults.get("num_inference_steps")
+    if not is_whole_number(steps):
+        raise ModelError(f"{request.model}: its files do not say how many steps an image has; give --steps")
+    return steps
 
 
 def fill_negative_prompt(call: CallArguments) -> CallArguments:

@@ -19,6 +19,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ditile.distributed import env
@@ -155,6 +156,19 @@ class RayApplication:
         for number, replica in enumerate(replicas):
             replica.note_status(status, self._facts, is_running=number < count)
 
+    @property
+    def _address(self) -> str | None:
+        """The address of a cluster that runs; None starts one on this machine."""
+        return None if self._options.ray == "local" else self._options.ray
+
+    def check_address(self) -> None:
+        """Raises `StateError` if nothing listens at the address of the cluster; blocks for seconds at most."""
+        if self._address is None:
+            return
+        host, _, port = self._address.rpartition(":")
+        with self._explain_connection_errors():
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+
     def _note_end_of_keeper(self, keeper: asyncio.Task[None]) -> None:
         """Tells the replicas why they will never run."""
         error = None if keeper.cancelled() else keeper.exception()
@@ -190,16 +204,16 @@ class RayApplication:
     def _connect_to_cluster(self, ray: Any) -> None:
         for name, phrase in RAY_COMPLAINTS.items():
             logging.getLogger(name).addFilter(env.PhraseFilter(phrase))
-        address = None
-        try:
-            if self._options.ray != "local":
-                address = self._options.ray
-                assert address is not None, "there is no application without --ray"
-                host, _, port = address.rpartition(":")
-                # Ray itself would try for many minutes.
-                socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        # Ray itself would try for many minutes.
+        self.check_address()
+        with self._explain_connection_errors():
             # What processes of the cluster print stays in its logs; why a rank failed is reported here.
-            ray.init(address, include_dashboard=False, configure_logging=False, log_to_driver=False)
+            ray.init(self._address, include_dashboard=False, configure_logging=False, log_to_driver=False)
+
+    @contextlib.contextmanager
+    def _explain_connection_errors(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, RuntimeError, ValueError) as error:
             raise StateError(
                 f"ray={self._options.ray!r}: no cluster can be reached from this machine ({shorten_line(error)}); "
