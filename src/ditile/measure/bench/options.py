@@ -83,7 +83,7 @@ class Comparison:
             raise PlanError(f"recorded={self.recorded} is for --alone; other ranks record where that is faster")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
-        # The suite only leaves its figure out, and ranks alone have none.
+        # The suite and ranks alone have no figure.
         if not self.no_figures and self.suite is None and not self.alone:
             require_extra("plots", "the figure of a bench", instead=", or give --no-figures")
 
