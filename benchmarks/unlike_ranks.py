@@ -1,10 +1,12 @@
 """What shares of unlike size bring two ranks of which one is held to half a core by a quota.
 
-    python -m benchmarks.unlike_ranks                # four minutes on two idle cores, as root
+    python -m benchmarks.unlike_ranks                # six minutes on two idle cores, as root
 
 The fast rank alone, and both with equal shares and with shares of two to one, take turns; each time is the best of
-`--rounds`. Two to one could be 1.5 times as fast as the fast rank alone. A quota of Linux's control groups lets the
-slow rank compute for half of each `PERIOD`; the planner's prediction for such a pair is beside the measurement.
+`--rounds`. Two to one could be 1.5 times as fast as the fast rank alone, where cores that are busy at once do not slow
+each other: what that costs here is the fast rank's time while the slow one makes an image of its own. A quota of
+Linux's control groups lets the slow rank compute for half of each `PERIOD`; the planner's prediction for such a pair is
+beside the measurement.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ WEIGHTS = {
 """Plan -> the shares of a rank and of one of half its speed."""
 PERIOD = 10_000
 """Microseconds of which the slow rank has half."""
+ALONE = "the fast rank alone"
+BESIDE = "the same beside a busy core"
 GROUPS = Path("/sys/fs/cgroup")
 NAME = "ditile-unlike-ranks"
 
@@ -68,7 +72,7 @@ def make_half_core() -> Iterator[Path]:
 
 
 def time_plans(processes: str, rounds: int) -> dict[str, float]:
-    """On a rank: seconds of each plan; of one rank alone under the empty name."""
+    """On a rank: seconds of each plan, and of the fast rank without a plan."""
     rank = dist.get_rank()
     if rank == 1:
         Path(processes).write_text(str(os.getpid()))
@@ -79,7 +83,10 @@ def time_plans(processes: str, rounds: int) -> dict[str, float]:
 
     def generate_alone() -> None:
         if rank == 0:
-            pipe(**subject.make_call_arguments(pipe, cell, torch.device("cpu")))
+            generate_beside()
+
+    def generate_beside() -> None:
+        pipe(**subject.make_call_arguments(pipe, cell, torch.device("cpu")))
 
     def generate_with_plan(text: str) -> Callable[[], None]:
         return lambda: _generate(runner_of(text), subject, cell)
@@ -87,7 +94,7 @@ def time_plans(processes: str, rounds: int) -> dict[str, float]:
     def runner_of(text: str) -> Any:
         return parallelize(pipe, Plan.parse(text), keep_weights=True)
 
-    calls: dict[str, Callable[[], None]] = {"": generate_alone}
+    calls: dict[str, Callable[[], None]] = {ALONE: generate_alone, BESIDE: generate_beside}
     for plan, weights in WEIGHTS.items():
         calls |= {plan: generate_with_plan(plan), f"{plan} {weights}": generate_with_plan(f"{plan} {weights}")}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -118,8 +125,12 @@ def predict_plans() -> dict[str, float]:
     planned = subject.planner_subject
     pricer = make_pricer(planned, arguments, joined)
     shape = planned.make_call_shape(arguments)
-    plans = ["", *WEIGHTS, *(f"{plan} {weights}" for plan, weights in WEIGHTS.items())]
-    return {plan: pricer.predict_latency(planned.make_plan_job(Plan.parse(plan), shape)) for plan in plans}
+    plans = {ALONE: "", **{plan: plan for plan in WEIGHTS}}
+    for plan, weights in WEIGHTS.items():
+        plans[f"{plan} {weights}"] = f"{plan} {weights}"
+    return {
+        name: pricer.predict_latency(planned.make_plan_job(Plan.parse(plan), shape)) for name, plan in plans.items()
+    }
 
 
 def main() -> None:
@@ -131,12 +142,13 @@ def main() -> None:
     with make_half_core() as processes:
         measured = launch(time_plans, 2, (str(processes), asked.rounds), threads=1)[0]
     table = Table("plan", "shares", "seconds", "of the fast rank alone", "of equal shares", "predicted", "of equal")
-    table.add_row("the fast rank alone", "", f"{measured['']:.2f}")
+    table.add_row(ALONE, "", f"{measured[ALONE]:.2f}")
+    table.add_row(BESIDE, "", f"{measured[BESIDE]:.2f}", f"{measured[ALONE] / measured[BESIDE]:.2f}x")
     for plan, weights in WEIGHTS.items():
         for text, shares in ((plan, "equal"), (f"{plan} {weights}", weights)):
             cells = [plan, shares, f"{measured[text]:.2f}"]
             for seconds in (measured, predicted):
-                cells += [f"{seconds[''] / seconds[text]:.2f}x", f"{seconds[plan] / seconds[text]:.2f}x"]
+                cells += [f"{seconds[ALONE] / seconds[text]:.2f}x", f"{seconds[plan] / seconds[text]:.2f}x"]
             table.add_row(*cells)
     Console(width=120).print(table)
 
