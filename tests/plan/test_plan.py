@@ -46,6 +46,8 @@ def plans(draw: Any) -> Plan:
     divides_tokens = max(degrees[name] for name in SEQUENCE) > 1
     vae = draw(st.sampled_from(CHOICES["vae"]))
     offload, world = draw(st.sampled_from(CHOICES["offload"])), math.prod(degrees.values())
+    of_image = world // degrees["data"]
+    of_ranks = draw(st.none() | st.lists(SPEED, min_size=of_image, max_size=of_image)) if vae == "rows" else None
     some_ranks = st.none() | st.sets(st.integers(0, world - 1), min_size=1, max_size=4)
     mode = draw(st.sampled_from(MODES[:2] if shared_out else MODES)) if stages > 1 else "serial"
     return Plan(
@@ -53,7 +55,7 @@ def plans(draw: Any) -> Plan:
         patches=None if degrees["distrifusion"] > 1 else draw(st.none() | st.integers(1, 64)),
         warmup=draw(st.integers(0, 99) | st.just("auto")), warmup_bound=draw(SPEED),
         warmup_ranks=draw(st.none() | st.integers(1, stages)) if mode == "separate" else None,
-        token_weights=weights, tensor_weights=of_tensor,
+        token_weights=weights, tensor_weights=of_tensor, rank_weights=of_ranks,
         uaa=draw(st.none() | st.booleans()) if weights is of_tensor is None else None,
         async_ulysses=degrees["ulysses"] > 1 and draw(st.booleans()),
         split_scheme=draw(st.sampled_from(CHOICES["split_scheme"])),
@@ -111,7 +113,9 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"pipefusion": 2, "stage_weights": (1, 0)}, "greater than or equal to 0.000000001"),
     ({"pipefusion": 2, "stage_weights": (1, NAN)}, "finite number"),
     ({"pipefusion": 2, "stage_weights": ["1", 2]}, "a valid number"),
-    ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "or use vae=rows or text=split"),
+    ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "and rank_weights for decode and text"),
+    ({"cfg": 2, "data": 2, "vae": "rows", "rank_weights": (1, 2, 1, 2)}, "the ranks of an image are 2; give 2 numbers"),
+    ({"cfg": 2, "rank_weights": (1, 2)}, "add vae=rows or text=split, or leave the weights out"),
     ({"ring": 2, "ulysses": 2, "token_weights": (1, 2)}, "ring=2 x distrifusion=1 x ulysses=2 are 4; give 4 numbers"),
     ({"token_weights": (1, 2)}, "give 1 numbers"),
     ({"tensor": 2, "tensor_weights": (1, 2, 3)}, "names 3 ranks and tensor=2; give 2 numbers"),

@@ -17,7 +17,7 @@ from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.known import CONFIGS
 from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
-from ditile.plan.stages import cut_stages, weigh_shares
+from ditile.plan.stages import cut_stages, weigh_ends, weigh_shares
 from ditile.planner.subject import PlanSubject
 from tests import tiny
 
@@ -72,6 +72,32 @@ def test_shares_follow_the_speeds(plan: str, speeds: tuple[float, ...], shares: 
     """A failure means that a fast device waits for a slow one."""
     weighted = weigh_shares(Plan.parse(plan), speeds)
     assert weighted == Plan.parse(f"{plan} {shares}")
+
+
+@pytest.mark.parametrize(
+    ("plan", "speeds", "weights"),
+    [
+        ("cfg=2 vae=rows", (2, 1), "rank_weights=2,1"),
+        ("cfg=2", (2, 1), ""),
+        ("cfg=2 vae=rows", (1.01, 1), ""),
+        # The other weights say it.
+        ("ring=2 vae=rows token_weights=2,1", (2, 1), ""),
+        ("pipefusion=2 ulysses=2 text=split stage_weights=2,1", (2, 2, 1, 1), ""),
+        # They are of stages, not of ranks, or not of this machine.
+        (
+            "pipefusion=2 tensor=2 vae=rows stage_weights=1.5,1 tensor_weights=1.5,1",
+            (2, 1, 1, 1),
+            "rank_weights=2,1,1,1",
+        ),
+        ("pipefusion=2 text=split stage_blocks=3,2", (3, 2), "rank_weights=1.5,1"),
+        ("ring=2 vae=rows token_weights=2,1", (1, 1), "rank_weights=1,1"),
+        # The slowest replica decides.
+        ("data=2 ring=2 vae=rows", (4, 4, 4, 2), "rank_weights=2,1"),
+    ],
+)
+def test_decode_and_text_follow_the_speeds_of_ranks(plan: str, speeds: tuple[float, ...], weights: str) -> None:
+    """A failure means that a fast rank has decoded long before a slow one."""
+    assert weigh_ends(Plan.parse(plan), speeds) == Plan.parse(f"{plan} {weights}")
 
 
 @settings(deadline=None)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from ditile.parallel.vae.halo import ImageRows
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import choose, hardware, price
 from ditile.planner.choose import answer_question
-from ditile.planner.memory import count_host_memory, count_rank_memory
+from ditile.planner.memory import compute_decode_share, count_host_memory, count_rank_memory
 from ditile.planner.ops import OpPricer
 from ditile.planner.price import Price
 from ditile.planner.profile import Link, Profile, RankDevice
@@ -24,7 +25,7 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from tests.planner.test_planner import EVEN, SMALL, call, subject
 
-EQUAL: dict[str, Any] = {"stage_blocks": None, "stage_weights": None, "token_weights": None, "tensor_weights": None}
+EQUAL = dict[str, Any].fromkeys(("stage_blocks", "stage_weights", "token_weights", "tensor_weights", "rank_weights"))
 
 
 def rate_ranks(profile: Profile, *speeds: float, memory: int = 10**12) -> Profile:
@@ -158,12 +159,13 @@ def test_the_slowest_rank_decides_outside_of_the_loop() -> None:
         found = PlanSearch(one, arguments, profile, SearchRequest(devices=2, whole_calls=True))
         return found.price_plan(Plan.parse(plan)).prices[0]
 
-    unlike = join_ranks(1.0, 0.5)
+    # A quarter of the rows is a whole number of them.
+    unlike = join_ranks(1.0, 1 / 3)
     for plan, decode, text in (
-        ("data=2", 2, 2), ("data=2 text=split", 2, 2), ("data=2 text=first", 2, 2),
-        ("ring=2", 1, 2), ("ring=2 vae=rows text=split", 2, 1.5), ("ring=2 text=first", 1, 1),
-        ("ring=2 vae=rows text=split token_weights=2,1", 1, 4 / 3),
-        ("pipefusion=2 patches=4 vae=rows text=split stage_weights=2,1 stage_blocks=8,4", 1, 4 / 3),
+        ("data=2", 3, 3), ("data=2 text=split", 3, 3), ("data=2 text=first", 3, 3),
+        ("ring=2", 1, 3), ("ring=2 vae=rows text=split", 3, 2), ("ring=2 text=first", 1, 1),
+        ("ring=2 vae=rows text=split token_weights=3,1", 1, 1.5),
+        ("pipefusion=2 patches=4 vae=rows text=split rank_weights=3,1 stage_blocks=8,4", 1, 1.5),
     ):  # fmt: skip
         alike = find(EVEN, plan)
         priced = find(unlike, plan)
@@ -212,7 +214,7 @@ def test_only_the_rank_that_lacks_memory_offloads() -> None:
     request = SearchRequest(devices=2, all_devices=True, exact=True)
     found = {str(price.plan): price for price in search_plans(one, call, profile, request).prices}
     plan = "ring=2 token_weights=1.35,1.0 text=split offload=blocks offload_ranks=1"
-    assert "tensor=2 text=split" in found and plan in found
+    assert "tensor=2 rank_weights=1.35,1.0 text=split" in found and plan in found
     # The host's memory is that of one rank, and counts.
     tight = dataclasses.replace(request, host_memory_bytes=40 * 10**9)
     assert not any("offload" in str(price.plan) for price in search_plans(one, call, profile, tight).prices)
@@ -257,9 +259,26 @@ def test_text_and_decode_follow_speeds_whatever_blocks_do() -> None:
     one = subject("shapes-pixart")
     profile = join_ranks(1.0, 0.93)
     request = SearchRequest(devices=2, all_devices=True, memory_bytes=42 * 10**6)
-    prices = PlanSearch(one, SMALL, profile, request).find_fastest_plans().prices
-    ends = [(str(priced.plan.stage_weights), priced.plan.text) for priced in prices if priced.plan.pipefusion == 2]
+    search = PlanSearch(one, SMALL, profile, request)
+    prices = search.find_fastest_plans().prices
+    ends = [(str(priced.plan.rank_weights), priced.plan.text) for priced in prices if priced.plan.pipefusion == 2]
     assert ends and set(ends) == {("(1.08, 1.0)", "split")}
+    # Branches of guidance are equal, and rows are not; the answer says what equal rows would take.
+    assert "cfg=2 rank_weights=1.08,1.0 vae=rows" in map(str, [priced.plan for priced in prices])
+    result = search.price_plan(Plan.parse("cfg=2 rank_weights=1.08,1.0 vae=rows"))
+    assert result.others["equal_shares"].price.call_s > result.prices[0].call_s
+
+
+def test_planned_rows_of_a_decode_are_those_that_are_made() -> None:
+    """A slow rank still has a row. A failure means that predicted memory and seconds are of other rows."""
+    for plan, planned in (
+        ("cfg=2 vae=rows rank_weights=99,1", (4, 1)),
+        ("ring=3 vae=rows token_weights=2,1,1", (2, 2, 1)),
+    ):
+        weights = Plan.parse(plan).list_rank_weights()
+        made = ImageRows.split_by_weights(5, weights).rows_per_rank
+        shares = [compute_decode_share(Plan.parse(plan), rank, 5) for rank in range(len(weights))]
+        assert made == planned and shares == [rows / 5 for rows in made]
 
 
 def test_a_rank_that_offloads_is_priced_by_itself() -> None:

@@ -127,6 +127,13 @@ class Plan:
         metavar="A,B,..",
         example="2,1",
     )
+    rank_weights: Speeds | None = define_option(
+        None,
+        "vae=rows or text=split: speed of each rank of an image, such as 2,1, by which decode and text encoders are "
+        "divided; by the other weights by default",
+        metavar="A,B,..",
+        example="2,1",
+    )
     uaa: bool | None = define_option(None, "force or forbid lengths and heads that ulysses does not divide")
     async_ulysses: bool = define_option(False, "exchange each projection while the next one is computed")
     split_scheme: Literal["row", "sequence"] = define_option(
@@ -188,11 +195,13 @@ class Plan:
         tokens = self.token_ranks * self.distrifusion
         token_degrees = f"ring={self.ring} x distrifusion={self.distrifusion} x ulysses={self.ulysses} are {tokens}"
         stages = (self.pipefusion, "stages", f"pipefusion={self.pipefusion}")
+        ranks = self.world // self.data
         counted = {
             "stage_blocks": stages,
             "stage_weights": stages,
             "token_weights": (tokens, "ranks", token_degrees),
             "tensor_weights": (self.tensor, "ranks", f"tensor={self.tensor}"),
+            "rank_weights": (ranks, "ranks", f"the ranks of an image are {ranks}"),
         }
         for name, (number, members, degree) in counted.items():
             values = getattr(self, name)
@@ -201,13 +210,17 @@ class Plan:
             option = f"{name}={_format_plan_value(values)}"
             if len(values) != number:
                 yield f"{option} names {len(values)} {members} and {degree}; give {number} numbers"
-            if members == "ranks" and self.uaa is False:
+            if name in ("token_weights", "tensor_weights") and self.uaa is False:
                 yield f"{option} makes shares of unlike size, and uaa is off; leave one of them out"
-        if self.stage_blocks is not None and self.stage_weights is not None and not self.divides_ends:
+        if self.stage_blocks is not None and self.stage_weights is not None:
             yield (
                 f"stage_blocks={_format_plan_value(self.stage_blocks)} says where to cut, and stage_weights="
-                f"{_format_plan_value(self.stage_weights)} too; give one of them, or use vae=rows or text=split, whose "
-                "shares are by the weights"
+                f"{_format_plan_value(self.stage_weights)} too; give one of them, and rank_weights for decode and text"
+            )
+        if self.rank_weights is not None and not self.divides_ends:
+            yield (
+                f"rank_weights={_format_plan_value(self.rank_weights)} divides decode and text encoders, and this plan "
+                "has them whole; add vae=rows or text=split, or leave the weights out"
             )
 
     def _iterate_patch_contradictions(self) -> Iterator[str]:
@@ -350,7 +363,8 @@ class Plan:
     @property
     def has_unlike_ranks(self) -> bool:
         """Whether ranks of one stage may differ in what they compute, or keep on their devices."""
-        return self.token_weights is not None or self.tensor_weights is not None or self.offload_ranks is not None
+        unlike = (self.token_weights, self.tensor_weights, self.rank_weights, self.offload_ranks)
+        return any(shares is not None for shares in unlike)
 
     @property
     def token_ranks(self) -> int:
@@ -375,9 +389,10 @@ class Plan:
         """Whether ranks have shares of the decode or of the text encoders."""
         return self.vae == "rows" or self.text == "split"
 
-    @property
-    def rank_weights(self) -> tuple[float, ...]:
-        """Speed of each rank of an image, which divides the rows of the decode and the layers of text encoders."""
+    def list_rank_weights(self) -> tuple[float, ...]:
+        """The share of each rank of an image of the rows or tiles of the decode and the layers of text encoders."""
+        if self.rank_weights is not None:
+            return self.rank_weights
         weights = []
         for rank in range(self.world // self.data):
             place = compute_coordinates(self, rank)

@@ -1,6 +1,6 @@
 """Stages: contiguous runs of blocks, one per rank, cut by hand or so that the slowest is as fast as possible.
 
-`weigh_shares` says by which weights stages and ranks of unlike devices end together.
+`weigh_shares` and `weigh_ends` say by which weights stages and ranks of unlike devices end together.
 """
 
 from __future__ import annotations
@@ -75,6 +75,24 @@ def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
         token_weights=_round_weights(token_speeds),
         tensor_weights=_round_weights(tensor_speeds),
     )
+
+
+def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
+    """The plan with weights by which ranks of unlike speeds end together in decode and text, where it divides them.
+
+    Args:
+        plan: as `weigh_shares` or somebody else made it; where its other weights say the same, it is as it is.
+        speeds: of each rank's device, in any unit.
+    """
+    plan = dataclasses.replace(plan, rank_weights=None)
+    if not plan.divides_ends:
+        return plan
+    num_ranks = plan.world // plan.data
+    # The weights are those of all replicas, and the last rank of each place decides.
+    weights = _round_weights([min(speeds[rank : plan.world : num_ranks]) for rank in range(num_ranks)])
+    if weights == _round_weights(plan.list_rank_weights()):
+        return plan
+    return dataclasses.replace(plan, rank_weights=weights or (1.0,) * num_ranks)
 
 
 def _round_weights(speeds: Sequence[float]) -> tuple[float, ...] | None:

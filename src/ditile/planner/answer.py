@@ -87,7 +87,7 @@ def list_rank_shares(subject: PlanSubject, job: PlannedCall, profile: Profile) -
                 tokens=parts[place.rank].image_tokens / tokens,
                 weights=1 / job.compute_tensor_divisor(place),
                 heads=job.count_heads(place),
-                decode=compute_decode_share(job.plan, rank),
+                decode=compute_decode_share(job.plan, rank, job.shape.height // subject.vae_scale),
                 host_bytes=count_offloaded_bytes(subject, job, rank),
             )
         )

@@ -17,6 +17,7 @@ from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
+from ditile.plan.layout import count_weighted_shares
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.plan.stages import select_local_blocks
@@ -148,14 +149,16 @@ def _count_text_parameters(subject: PlanSubject, plan: Plan, rank: int) -> int:
 def compute_text_share(plan: Plan, rank: int) -> float:
     """The part of the text encoders that a rank has, 0 to 1."""
     if plan.text == "split":
-        return _compute_rank_shares(plan)[_find_rank_of_image(plan, rank)]
+        weights = _list_rank_weights(plan)
+        return weights[_find_rank_of_image(plan, rank)] / sum(weights)
     return float(plan.text == "each" or _find_rank_of_image(plan, rank) == 0)
 
 
-def compute_decode_share(plan: Plan, rank: int) -> float:
-    """The part of a replica's images that a rank decodes, 0 to 1."""
+def compute_decode_share(plan: Plan, rank: int, rows: int) -> float:
+    """The part of a replica's images that a rank decodes, 0 to 1, if their latents have so many rows."""
     if plan.vae == "rows":
-        return _compute_rank_shares(plan)[_find_rank_of_image(plan, rank)]
+        shares = count_weighted_shares(rows, _list_rank_weights(plan))
+        return shares[_find_rank_of_image(plan, rank)] / rows
     return float(_find_rank_of_image(plan, rank) == 0)
 
 
@@ -165,11 +168,9 @@ def _find_rank_of_image(plan: Plan, rank: int) -> int:
 
 
 @lru_cache
-def _compute_rank_shares(plan: Plan) -> tuple[float, ...]:
-    """The part of each rank of an image in what they divide by their speeds."""
-    weights = plan.rank_weights
-    whole = sum(weights)
-    return tuple(weight / whole for weight in weights)
+def _list_rank_weights(plan: Plan) -> tuple[float, ...]:
+    # A cache, because the search asks for every rank of every plan.
+    return plan.list_rank_weights()
 
 
 def count_rank_memory(
@@ -391,8 +392,9 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
 def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:
     """Bytes of decoding a replica's images on its first rank; with `vae=rows`, of the rows of each rank."""
     shape = job.compute_replica_shape(place.data)
-    share = compute_decode_share(job.plan, rank)
-    pixels = (shape.height // subject.vae_scale) * (shape.width // subject.vae_scale)
+    rows = shape.height // subject.vae_scale
+    share = compute_decode_share(job.plan, rank, rows)
+    pixels = rows * (shape.width // subject.vae_scale)
     return int(shape.images * pixels * subject.count_decode_numbers(shape.frames) * shape.element_size * share)
 
 

@@ -35,7 +35,7 @@ from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
 from ditile.plan.shape import Shape
-from ditile.plan.stages import weigh_shares
+from ditile.plan.stages import weigh_ends, weigh_shares
 from ditile.planner.memory import compute_decode_share, compute_text_share, count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
@@ -424,9 +424,10 @@ class PlanSearch:
         blocks = [len(stage) for stage in job.stages]
         blocks[giver] -= 1
         blocks[taker] += 1
-        # Rows of the decode and layers of text encoders are still divided by them.
-        weights = job.plan.stage_weights if job.plan.divides_ends else None
-        plan = replace(job.plan, stage_weights=weights, stage_blocks=tuple(blocks))
+        plan = replace(job.plan, stage_weights=None, stage_blocks=tuple(blocks))
+        # Rows of the decode and layers of text encoders are still divided by the weights that cut the stages.
+        if job.plan.stage_weights is not None:
+            plan = self._weigh_ends(plan)
         return self.subject.make_plan_job(plan, self.shape)
 
     def _balance_stages(self, price: Price) -> Price:
@@ -574,9 +575,9 @@ class PlanSearch:
             # However its stages were cut, a plan ends at the same cut, so that the fastest start is enough.
             fastest: dict[Plan, Price] = {}
             for price in prices:
-                fastest.setdefault(replace(price.plan, stage_blocks=None, stage_weights=None), price)
+                fastest.setdefault(replace(price.plan, stage_blocks=None, stage_weights=None, rank_weights=None), price)
             shown = list(fastest.values())[:SHOWN]
-            balanced = [self._weigh_ends(self._balance_stages(price)) for price in shown]
+            balanced = [self._fit_weighted_ends(self._balance_stages(price)) for price in shown]
             prices = sorted(balanced, key=lambda price: price.latency_s)
         completed = [self._complete_price(price) for price in prices[:SHOWN]]
         # In a short call the decode and the text encoders are a large part of the time.
@@ -596,7 +597,7 @@ class PlanSearch:
         completed = replace(price, text_s=self._predict_text_seconds(plan), decode_s=self._predict_decode_seconds(plan))
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
-        by_rows_plan = self._weigh_stages(replace(plan, vae="rows"))
+        by_rows_plan = self._weigh_ends(replace(plan, vae="rows"))
         divided = self._predict_decode_seconds(by_rows_plan)
         if completed.decode_s - divided < ROWS_GAIN * completed.call_s:
             return completed
@@ -605,31 +606,26 @@ class PlanSearch:
             return completed
         return replace(completed, plan=by_rows.job.plan, decode_s=divided, memory_bytes=by_rows.memory)
 
-    def _weigh_ends(self, price: Price) -> Price:
+    def _fit_weighted_ends(self, price: Price) -> Price:
         """The price with decode and text divided by the speeds of the devices; as it was, where they lack memory."""
-        sized = self._size_plan(self._weigh_stages(price.plan))
+        sized = self._size_plan(self._weigh_ends(price.plan))
         if sized.lacks > 0:
             return price
         return replace(price, plan=sized.job.plan, memory_bytes=sized.memory)
 
-    def _weigh_stages(self, plan: Plan) -> Plan:
-        """The plan with weights by which its stages divide decode and text, where they do; its blocks stay."""
-        if plan.stage_weights is not None or not plan.divides_ends or not self._device_speeds:
-            return plan
-        weights = weigh_shares(plan, self._device_speeds).stage_weights
-        if weights is None:
-            return plan
-        stages = self.subject.make_plan_job(plan, self.shape).stages
-        return replace(plan, stage_blocks=tuple(map(len, stages)), stage_weights=weights)
+    def _weigh_ends(self, plan: Plan) -> Plan:
+        """The plan with decode and text divided by the speeds of the devices, where it divides them."""
+        return weigh_ends(plan, self._device_speeds) if self._device_speeds else plan
 
     def _predict_decode_seconds(self, plan: Plan) -> float:
         """Seconds until the slowest rank has decoded its share."""
         images = math.ceil(self.shape.images / plan.data)
         pixels = images * self.shape.height * self.shape.width // self.subject.vae_scale**2
+        rows = self.shape.height // self.subject.vae_scale
         work = self.subject.count_decode_work(self.shape.frames)
         slowest = 0.0
         for rank in range(plan.world):
-            share = compute_decode_share(plan, rank)
+            share = compute_decode_share(plan, rank, rows)
             if share > 0:
                 device = self.profile.get_rank_profile(rank)
                 slowest = max(slowest, compute_decode_seconds(work, pixels, share, device))
@@ -674,11 +670,22 @@ class PlanSearch:
 
     def _find_equal_shares(self, best: Price) -> OtherPlan | None:
         """The best plan with equal shares; None where devices are alike, or its shares are equal."""
-        equal = replace(best.plan, stage_blocks=None, stage_weights=None, token_weights=None, tensor_weights=None)
-        sized = self._size_plan(equal)
-        if not self.profile.by_rank or sized.job.has_shares_of(self.subject.make_plan_job(best.plan, self.shape)):
+        equal = replace(
+            best.plan,
+            stage_blocks=None,
+            stage_weights=None,
+            token_weights=None,
+            tensor_weights=None,
+            rank_weights=None,
+        )
+        if not self.profile.by_rank or equal == best.plan:
             return None
+        sized = self._size_plan(equal)
         price = self._complete_price(self.pricer.price_call(sized.job, self.skips, sized.memory), may_divide=False)
+        # What is divided beside the loop counts in calls whose decode and text are priced.
+        has_equal_loop = sized.job.has_shares_of(self.subject.make_plan_job(best.plan, self.shape))
+        if has_equal_loop and price.call_s <= best.call_s:
+            return None
         return OtherPlan(price, lacks_bytes=max(sized.lacks, 0))
 
     def _find_fewer_steps(self, best: Price) -> OtherPlan | None:

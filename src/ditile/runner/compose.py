@@ -694,7 +694,7 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
         mesh.image,
         mesh.traffic,
         block_size=plan.vae_block_size,
-        weights=plan.rank_weights,
+        weights=plan.list_rank_weights(),
     )
 
 

@@ -16,7 +16,7 @@ from tests.runner.cases import divided
 
 PLANS: list[dict[str, Any]] = [
     {"pipefusion": 2, "warmup": 99, "vae": "rows"},
-    {"ulysses": 2, "vae": "rows"},
+    {"ulysses": 2, "vae": "rows", "rank_weights": (99.0, 1.0)},  # the second rank has one row
     {"tensor": 2, "vae": "rows"},
     {"ulysses": 2, "vae": "rows", "vae_block_size": 3},
 ]

@@ -8,7 +8,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
@@ -36,30 +35,34 @@ def make_dc() -> Any:
 
 
 def install(stack: ExitStack, vae: Any, strip: Strip) -> None:
-    install_tile_forwards(stack, vae, strip._links)
+    install_tile_forwards(stack, vae, strip._links, strip._weights)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_tiles_of_several_ranks_are_the_tiled_call(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoded and decoded; each rank codes its share, and no tile twice."""
-    vae, coded = make_dc(), []
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (1.0, 4.0, 1.0), (1.0, 0.001)])
+def test_tiles_of_several_ranks_are_the_tiled_call(weights: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded and decoded; each rank codes its share of the pixels, within a tile, so that a slow one may code none."""
+    vae, tiles = make_dc(), []
     latents = torch.randn(1, 4, 19, 13)
     with torch.no_grad():
         picture = vae.decode(latents, return_dict=False)[0]
         again = vae.encode(picture, return_dict=False)[0]
-    code_tile = SharedCoder.code_tile
+    choose_owner = SharedCoder._choose_owner
 
-    def code_and_count(self: SharedCoder, *args: Any, **kwargs: Any) -> Tensor:
-        if self.count % num_ranks == self._links.index:
-            coded.append(self._links.index)
-        return code_tile(self, *args, **kwargs)
+    def choose_and_count(self: SharedCoder, numbers: int) -> int:
+        owner = choose_owner(self, numbers)
+        if owner == self._links.index:
+            tiles.append((owner, numbers))
+        return owner
 
-    monkeypatch.setattr(SharedCoder, "code_tile", code_and_count)
-    drawn = simulate_ranks(vae, install, (1.0,) * num_ranks, lambda mine: mine.decode(latents, return_dict=False)[0])
-    tiles = len(coded)
-    assert tiles == 12 and max(map(coded.count, range(num_ranks))) == -(-tiles // num_ranks)
-    assert all(torch.equal(one, picture) for one in drawn)
-    found = simulate_ranks(vae, install, (1.0,) * num_ranks, lambda mine: mine.encode(picture, return_dict=False)[0])
+    monkeypatch.setattr(SharedCoder, "_choose_owner", choose_and_count)
+    drawn = simulate_ranks(vae, install, weights, lambda mine: mine.decode(latents, return_dict=False)[0])
+    assert len(tiles) == 12 and all(torch.equal(one, picture) for one in drawn)
+    total = sum(numbers for _, numbers in tiles)
+    largest = max(numbers for _, numbers in tiles)
+    for rank, weight in enumerate(weights):
+        coded = sum(numbers for owner, numbers in tiles if owner == rank)
+        assert coded == pytest.approx(total * weight / sum(weights), abs=largest) and (coded > 0) is (weight >= 1)
+    found = simulate_ranks(vae, install, weights, lambda mine: mine.encode(picture, return_dict=False)[0])
     assert all(torch.equal(one, again) for one in found)
 
 
@@ -81,18 +84,18 @@ def test_tiles_are_used_where_rows_cannot_be_and_are_asked_for() -> None:
         ParallelVAE(vae, Axis("image"), Traffic())
 
 
-def decode_by_tiles(seed: int) -> tuple[bool, dict[str, int]]:
+def decode_by_tiles(seed: int, weights: tuple[float, ...] | None) -> tuple[bool, dict[str, int]]:
     """On a rank: whether what several processes decode is the tiled picture."""
     vae, traffic = make_dc(), Traffic()
     latents = torch.randn(1, 4, 19, 13, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         want = vae.decode(latents, return_dict=False)[0]
-        with ParallelVAE(vae, axis(), traffic).install_forwards():
+        with ParallelVAE(vae, axis(), traffic, weights=weights).install_forwards():
             drawn = [vae.decode(latents, return_dict=False)[0] for _ in range(2)]
     return all(torch.equal(one, want) for one in drawn), dict(traffic.bytes)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_tiles_travel_between_processes(pool: Pool, ranks: int) -> None:
-    for is_equal, sent in pool.run(decode_by_tiles, ranks, 5):
+@pytest.mark.parametrize(("ranks", "weights"), [(2, None), (3, (3.0, 1.0, 1.0))])
+def test_tiles_travel_between_processes(pool: Pool, ranks: int, weights: tuple[float, ...] | None) -> None:
+    for is_equal, sent in pool.run(decode_by_tiles, ranks, 5, weights):
         assert is_equal and sent["vae"] > 0

@@ -106,7 +106,7 @@ def test_rows_are_the_whole(name: str) -> None:
     calls: list[tuple[Callable[[Any], Tensor], Tensor]] = [
         (lambda mine: decode(mine, latents), picture), (lambda mine: encode(mine, picture), mean),
     ]  # fmt: skip
-    for weights in ((1.0, 1.0), (4.0, 1.0), (1.0, 5.0, 2.0)):
+    for weights in ((1.0, 1.0), (99.0, 1.0), (1.0, 5.0, 2.0)):
         for call, want in calls:
             results = simulate_ranks(vae, install_row_forwards, weights, call)
             assert max(distance(got, want) for got in results) < BOUND

@@ -287,7 +287,7 @@ class EncoderPlacement:
     @classmethod
     def choose_placement(cls, plan: Plan, index: int) -> EncoderPlacement:
         """The part of a rank; all of it where nothing is split."""
-        weights = plan.rank_weights
+        weights = plan.list_rank_weights()
         return WHOLE if plan.text == "each" or len(weights) == 1 else cls(plan.text, index, weights)
 
     @property

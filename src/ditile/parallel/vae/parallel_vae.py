@@ -60,7 +60,7 @@ class ParallelVAE:
             normalized rows that it is given; None for all.
         gather: who gets the decoded image: "all", or "first": the others get zeros around their own rows, so that
             what follows in a pipeline runs as before. Latents always go to all.
-        weights: the share of each rank's rows, in any unit; equal by default. Tiles are divided equally.
+        weights: the share of each rank of the rows or tiles, in any unit; equal by default.
 
     Raises:
         ModelError: if the autoencoder is not one that can be divided exactly.
@@ -99,7 +99,7 @@ class ParallelVAE:
         with ExitStack() as stack:
             # Only one that tiles is left here: the check above refused all others.
             if explain_rows_refusal(self.vae) is not None:
-                install_tile_forwards(stack, self.vae, GroupLinks(self.axis, self.traffic))
+                install_tile_forwards(stack, self.vae, GroupLinks(self.axis, self.traffic), self.weights)
             elif self.axis.num_ranks > 1 or self.block_size is not None:
                 strip = Strip(GroupLinks(self.axis, self.traffic), self.weights, self.block_size)
                 install_row_forwards(stack, self.vae, strip, first=self.gather == "first")

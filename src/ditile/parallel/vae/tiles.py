@@ -2,7 +2,8 @@
 
 diffusers calls a coder on one tile after the other, and blends them at the end. Here the coder of another rank's tile
 returns at once, with a tensor that is yet to arrive, and the first operation that reads it waits. So all ranks code
-their own tiles at the same time, and the result equals the tiled call on one rank. An autoencoder that blends each tile
+their own tiles at the same time, and the result equals the tiled call on one rank. A tile goes to the rank that is done
+with it first, by the weights of the ranks. An autoencoder that blends each tile
 before it codes the next would wait for one rank after the other: correct, but no faster.
 """
 
@@ -78,26 +79,32 @@ class SharedCoder:
         coder: as it is on every rank.
         meta: the same without weights.
         links: to the other ranks.
+        weights: the share of each rank, in any unit.
         tiles: those under way.
     """
 
-    def __init__(self, coder: nn.Module, meta: nn.Module, links: RowLinks, tiles: ArrivingTiles) -> None:
+    def __init__(
+        self, coder: nn.Module, meta: nn.Module, links: RowLinks, weights: tuple[float, ...], tiles: ArrivingTiles
+    ) -> None:
         self._forward = coder.forward
         self._meta = meta
         self._links = links
+        self._weights = weights
         self._tiles = tiles
         self._name = type(coder).__name__
         self._shapes: dict[Any, torch.Size] = {}
-        self.count = 0
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        """Forgets the tiles of the call before."""
+        self._numbers_of_ranks = [0] * self._links.num_ranks
 
     def code_tile(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The result of a tile, or a tensor that is yet to arrive."""
         if torch.is_grad_enabled() and sample.requires_grad:
             raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
         links = self._links
-        owner = self.count % links.num_ranks
-        # Every rank counts the same tiles in the same order, so that all agree on the owner of each.
-        self.count += 1
+        owner = self._choose_owner(sample.numel())
         with torch.no_grad():
             if owner != links.index:
                 shape = self._find_shape(sample, args, kwargs)
@@ -115,6 +122,16 @@ class SharedCoder:
             self._tiles.keep_sent(links.start_exchange(others, [], sent))
             return result
 
+    def _choose_owner(self, numbers: int) -> int:
+        """The rank that would be done first with a tile of so many numbers, after those that it has."""
+        ends = []
+        for assigned, weight in zip(self._numbers_of_ranks, self._weights, strict=True):
+            ends.append((assigned + numbers) / weight)
+        owner = ends.index(min(ends))
+        # Every rank counts the same tiles in the same order, so that all agree on the owner of each.
+        self._numbers_of_ranks[owner] += numbers
+        return owner
+
     def _find_shape(self, sample: Tensor, args: Any, kwargs: Any) -> torch.Size:
         key = (sample.shape, len(args), tuple(kwargs))
         if key not in self._shapes:
@@ -128,15 +145,19 @@ class SharedCoder:
         return x.to("meta", next(self._meta.parameters()).dtype)
 
 
-def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks) -> None:
-    """Distributes the tiles of an autoencoder's calls, on the instance, until the stack is closed."""
+def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks, weights: tuple[float, ...]) -> None:
+    """Distributes the tiles of an autoencoder's calls, on the instance, until the stack is closed.
+
+    Args:
+        weights: the share of each rank, in any unit; one that is too slow for any tile has none.
+    """
     meta = build_meta_model(vae)
     for call, name in zip(CALLS, ("encoder", "decoder"), strict=True):
         coder = getattr(vae, name, None)
         if coder is None:
             continue
         tiles = ArrivingTiles()
-        shared = SharedCoder(coder, meta.get_submodule(name), links, tiles)
+        shared = SharedCoder(coder, meta.get_submodule(name), links, weights, tiles)
         override_attribute(stack, coder, "forward", shared.code_tile)
         override_attribute(stack, vae, call, _wrap_call(getattr(vae, call), shared, tiles))
 
@@ -144,7 +165,7 @@ def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks) -> None:
 def _wrap_call(call: Callable[..., Any], shared: SharedCoder, tiles: ArrivingTiles) -> Callable[..., Any]:
     @functools.wraps(call)
     def call_with_tiles(*args: Any, **kwargs: Any) -> Any:
-        shared.count = 0
+        shared.begin_call()
         with tiles:
             result = call(*args, **kwargs)
         # The caller may read tiles that no operation has read.
