@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import ditile
-from ditile.distributed.trace import GenerationTrace, TraceEvent, TraceWait, sum_waits_by_step, write_chrome_trace
+from ditile.distributed.trace import GenerationTrace, TraceEvent, sum_waits_by_step, write_chrome_trace
 from ditile.plan.errors import StateError
 from ditile.plan.schedule import OpKind, PatchSchedule
 from tests import tiny
@@ -100,11 +100,11 @@ def test_waits_by_hand() -> None:
     A failure means that the share of exposed communication of every method is wrong.
     """
     waits = [
-        TraceWait("ring", 0.0, 1.5),  # half a second of step 0
-        TraceWait("ring", 2.5, 4.0),  # half a second of step 0, one of step 1
-        TraceWait("control", 3.5, 4.5),  # half of it is ring's already
-        TraceWait("ring", 4.0, 4.25),  # all of it is control's already
-        TraceWait("result", 5.5, 9.0),
+        TraceEvent("ring", 0, None, 0, 0.0, 1.5),  # half a second of step 0
+        TraceEvent("ring", 0, None, 0, 2.5, 4.0),  # half a second of step 0, one of step 1
+        TraceEvent("control", 1, None, 0, 3.5, 4.5),  # half of it is ring's already
+        TraceEvent("ring", 1, None, 0, 4.0, 4.25),  # all of it is control's already
+        TraceEvent("result", 1, None, 0, 5.5, 9.0),
     ]
     assert sum_waits_by_step(waits[::-1], [1.0, 3.0, 6.0]) == {
         "ring": [1.0, 1.0],

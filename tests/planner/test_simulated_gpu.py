@@ -198,7 +198,7 @@ def receive_without_wait(receive: PostedReceive) -> Tensor:
 
 
 def send_and_drop(channel: Any, message: Tensor) -> None:
-    message = transport.move_to_transfer_device(message.clone(), channel._group)
+    message = message.clone().to(transport.choose_transfer_device(message.device, channel._group))
     work = channel._start_transfer(message, sends=True)
     channel._sending.append((work, None))
     channel._sent += 1

@@ -22,7 +22,7 @@ from ditile.cli import flag_aliases
 from ditile.distributed import env
 from ditile.distributed.heartbeat import RankFailure, describe_error, is_out_of_memory
 from ditile.distributed.launch import launch
-from ditile.distributed.start_watcher import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
+from ditile.distributed.start_watcher import begin_watch, needs_watch, report_failure, start_watcher
 from ditile.measure.bench.cells import parse_cells
 from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
@@ -376,7 +376,7 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
                 progress=lambda rank, reports: status.end(),
             )
             return results[0]
-    begin_watch(run.stall_timeout, START_SECONDS)
+    begin_watch(run.stall_timeout)
     result = fn(*args)
     _leave_torchrun()
     return result

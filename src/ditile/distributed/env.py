@@ -71,7 +71,11 @@ def set_page_variables(folder: Path) -> None:
 
 def read_link_fd() -> int | None:
     """The descriptor of this rank's link to its parent; None where there is none."""
-    text = os.environ.get("DITILE_LINK_FD", "")
+    return _read_number("DITILE_LINK_FD")
+
+
+def _read_number(name: str) -> int | None:
+    text = os.environ.get(name, "")
     return int(text) if text else None
 
 
@@ -83,11 +87,15 @@ def read_torchrun_place() -> Torchrun | None:
     Raises:
         PlanError: if they are no place of a process.
     """
-    values = {name: os.environ[name].strip() for name in _PLACE_VARIABLES if name in os.environ}
+    values = {}
+    for name in _PLACE_VARIABLES:
+        if name in os.environ:
+            values[name] = os.environ[name].strip()
     if "RANK" not in values or "WORLD_SIZE" not in values:
         return None
     numbers = {}
     for name, value in values.items():
+        # Longer ones are no ranks, and Python refuses to read thousands of digits.
         if value.isdecimal() and len(value) < 10:
             numbers[name] = int(value)
     if numbers.keys() != values.keys() or numbers["RANK"] >= numbers["WORLD_SIZE"]:
@@ -136,7 +144,9 @@ def read_local_world() -> int | None:
 
 def read_launched_local_rank() -> int | None:
     """The place of this rank of `launch` among the ranks of this machine; None in another process."""
-    return int(os.environ["LOCAL_RANK"]) if read_shared_directory() is not None else None
+    if read_shared_directory() is None:
+        return None
+    return int(os.environ["LOCAL_RANK"])
 
 
 def read_progress_fd() -> int | None:
@@ -244,8 +254,7 @@ def send_to_watcher(data: bytes) -> None:
 
 def read_network_fd() -> int | None:
     """The descriptor of the private network of a run of `launch`; None where it has none."""
-    text = os.environ.get("DITILE_NETWORK_FD", "")
-    return int(text) if text else None
+    return _read_number("DITILE_NETWORK_FD")
 
 
 def set_network_fd(fd: int | None) -> None:
@@ -307,10 +316,12 @@ def build_rank_environment(rank: RankPlace, directory: str, link_fd: int | None,
     """The whole environment of a rank that `launch` starts."""
     # Connections stay on the loopback device, also where variables of a run of several hosts are still exported.
     interface = "lo0" if sys.platform == "darwin" else "lo"
+    # Empty where there is none, in place of a number that this process may have inherited.
+    link = "" if link_fd is None else str(link_fd)
     own = {
         "DITILE_PROGRESS_FD": str(progress_fd),
         "DITILE_DIRECTORY": directory,
-        "DITILE_LINK_FD": "" if link_fd is None else str(link_fd),
+        "DITILE_LINK_FD": link,
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": str(rank.threads),
     }

@@ -155,7 +155,9 @@ def _find_abandoned_call(
 def _is_awaited(call: int, failure: RankFailure, ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> bool:
     """Whether a rank has been idle for too long in a call since another one left that call by an error."""
     for rank in ranks:
-        if rank.signs.call == call and now - max(failure.at, rank.signs.last_activity) > limits.abandoned:
+        # A rank that worked until after the error is idle only since then.
+        idle_since = max(failure.at, rank.signs.last_activity)
+        if rank.signs.call == call and now - idle_since > limits.abandoned:
             return True
     return False
 

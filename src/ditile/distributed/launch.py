@@ -204,10 +204,9 @@ def pin_to_own_cores(number: int, world: int, threads: int) -> None:
     """Pins a rank to cores of its own, if the ranks fill all cores; otherwise the system may move it."""
     # A rank that is moved to a core of another one makes the whole pipeline wait. Where cores are to spare, other
     # programs may run on them.
-    cores = cpus.count_usable_cores()
-    if sys.platform == "linux" and world * threads <= cores < (world + 1) * threads:
-        own_cores = cpus.list_usable_cores()[number * threads : (number + 1) * threads]
-        os.sched_setaffinity(0, own_cores)
+    cores = cpus.list_usable_cores()
+    if sys.platform == "linux" and world * threads <= len(cores) < (world + 1) * threads:
+        os.sched_setaffinity(0, cores[number * threads : (number + 1) * threads])
 
 
 def _destroy_process_group() -> None:

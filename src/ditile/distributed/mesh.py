@@ -105,7 +105,8 @@ class Mesh:
         # NCCL would make both when they are first used: in the middle of an image, while kernels wait for messages, so
         # that ranks would wait for each other forever.
         pairs = self._list_message_groups(plan)
-        for group in _deduplicate_groups(axis.group for axis in (*self.axes.values(), self.sequence, self.image)):
+        axes = (*self.axes.values(), self.sequence, self.image)
+        for group in _deduplicate_groups(axis.group for axis in axes):
             connect_group(group, device, pairs=group in pairs)
         self.host_rows.allocate_rows(device)
 
@@ -211,8 +212,14 @@ class Communicators:
 
     def begin_epoch(self) -> None:
         """Destroys all groups but the one of all ranks between calls; others replace them. All ranks must call it."""
-        kept = {key: group for key, group in self._groups.items() if key[0] == EVERYONE}
-        _destroy_groups(group for key, group in self._groups.items() if key not in kept)
+        kept = {}
+        given_up = []
+        for key, group in self._groups.items():
+            if key[0] == EVERYONE:
+                kept[key] = group
+            else:
+                given_up.append(group)
+        _destroy_groups(given_up)
         self._groups = kept
         self.is_spoiled = False
         self.epoch += 1

@@ -50,16 +50,15 @@ START_SECONDS = 120.0
 """Seconds within which torchrun's ranks must start; reading torch from a cold disk takes long."""
 
 
-def begin_watch(stall: float | None, timeout: float) -> None:
+def begin_watch(stall: float | None) -> None:
     """Starts the watcher of this rank, if torchrun started this process with others and it has none yet.
 
     Args:
         stall: seconds without progress after which the run is ended; None for a script, whose own work
             may take any time: then a call of a runner must make progress every minute, and nothing else is timed.
-        timeout: seconds in which rank 0 must start.
 
     Raises:
-        JoinError: if rank 0 cannot be reached.
+        JoinError: if rank 0 cannot be reached in `START_SECONDS`.
     """
     place = env.read_torchrun_place()
     if not needs_watch():
@@ -69,11 +68,11 @@ def begin_watch(stall: float | None, timeout: float) -> None:
     assert process.stdin is not None
     task = place._asdict() | {"stall": stall, "host": socket.gethostname()}
     try:
-        store = open_torchrun_store(place, timeout)
+        store = open_torchrun_store(place, START_SECONDS)
         if place.rank == 0:
             store.set(STORE_KEY, json.dumps(_start_hub(process, task)))
         else:
-            with explain_join_errors(place, timeout):
+            with explain_join_errors(place, START_SECONDS):
                 hub_address = json.loads(store.get(STORE_KEY))
             _write_line(process.stdin, task | hub_address)
     except JoinError:

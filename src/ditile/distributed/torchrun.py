@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ditile.distributed import env
 from ditile.distributed.backend import PEER_TIMEOUT, choose_backend, make_device_current, pick_device
 from ditile.distributed.private_network import make_groups
-from ditile.distributed.start_watcher import START_SECONDS, begin_watch, explain_join_errors, open_torchrun_store
+from ditile.distributed.start_watcher import begin_watch, explain_join_errors, open_torchrun_store
 from ditile.distributed.transport import gather_json
 from ditile.plan import errors
 from ditile.plan.errors import DitileError, PlanError
@@ -38,7 +38,7 @@ def join_torchrun(timeout: float | None = None, device: torch.device | None = No
     place = env.read_torchrun_place()
     if place is None:
         return
-    begin_watch(timeout, START_SECONDS)
+    begin_watch(timeout)
     if not dist.is_initialized():
         join_process_group(place, max(timeout or 0.0, STALL_SECONDS), device)
 
@@ -112,7 +112,8 @@ def list_ranks_by_host() -> tuple[tuple[int, ...], ...]:
     assert place is not None
     ranks: dict[int, list[int]] = {}
     # The first rank of a host stands for the host: torchrun numbers the ranks of a host without gaps.
-    for rank, first in enumerate(gather_json(place.rank - place.local_rank, dist.group.WORLD)):
+    first_on_host = place.rank - place.local_rank
+    for rank, first in enumerate(gather_json(first_on_host, dist.group.WORLD)):
         ranks.setdefault(first, []).append(rank)
     return tuple(tuple(host) for host in ranks.values())
 

@@ -6,7 +6,9 @@ transport records every wait for a message, in every method; `measure_waits` say
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,14 +31,6 @@ class TraceEvent(NamedTuple):
     end: float
 
 
-class TraceWait(NamedTuple):
-    """A time in which this rank waited for messages of a kind and computed nothing; see `TraceEvent`."""
-
-    kind: str
-    start: float
-    end: float
-
-
 _NULL_CONTEXT = nullcontext()
 
 
@@ -52,11 +46,11 @@ class DeviceClock:
         self._is_cuda = (device is None or device.type == "cuda") and torch.cuda.is_available()
         # Events measure times from each other alone: this one stands for a time of the machine's clock.
         self._origin_seconds = time.perf_counter()
-        self._origin = self._record_cuda_event() if self._is_cuda else None
+        self._origin = record_cuda_event(device) if self._is_cuda else None
 
     def mark_point(self) -> Any:
         """The point in time that the device has reached when it has done all work so far."""
-        return self._record_cuda_event() if self._is_cuda else time.perf_counter()
+        return record_cuda_event(self._device) if self._is_cuda else time.perf_counter()
 
     def convert_to_seconds(self, point: Any) -> float:
         """A point in seconds of the machine's monotonic clock. Waits until a GPU has passed it."""
@@ -65,10 +59,12 @@ class DeviceClock:
         point.synchronize()
         return self._origin_seconds + float(self._origin.elapsed_time(point)) / 1e3
 
-    def _record_cuda_event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+
+def record_cuda_event(device: torch.device | None) -> torch.cuda.Event:
+    """An event that a GPU passes when it has done all work so far of its current stream; None is the current GPU."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class GenerationTrace:
@@ -142,9 +138,8 @@ class GenerationTrace:
         if self._clock is None:
             return [], {}
         marks = [self._clock.convert_to_seconds(mark) for mark in self._marks]
-        events = [self._read_clock(wait) for wait in self._waits]
-        waits = [TraceWait(event.kind, event.start, event.end) for event in events]
-        seconds = [end - begin for begin, end in zip(marks, marks[1:], strict=False)]
+        waits = [self._read_clock(wait) for wait in self._waits]
+        seconds = [end - begin for begin, end in itertools.pairwise(marks)]
         return seconds, sum_waits_by_step(waits, marks)
 
     def _read_clock(self, event: TraceEvent) -> TraceEvent:
@@ -153,7 +148,7 @@ class GenerationTrace:
         return event._replace(start=start, end=self._clock.convert_to_seconds(event.end))
 
 
-def sum_waits_by_step(waits: Sequence[TraceWait], marks: Sequence[float]) -> dict[str, list[float]]:
+def sum_waits_by_step(waits: Sequence[TraceEvent], marks: Sequence[float]) -> dict[str, list[float]]:
     """Seconds of waiting in each step, by kind.
 
     Args:
@@ -162,13 +157,13 @@ def sum_waits_by_step(waits: Sequence[TraceWait], marks: Sequence[float]) -> dic
     """
     by_kind: dict[str, list[float]] = {}
     counted_until = marks[0] if marks else 0.0
-    for kind, start, end in sorted(waits, key=lambda wait: (wait.start, wait.end)):
-        start = max(start, counted_until)
-        counted_until = max(end, counted_until)
-        for step, (step_start, step_end) in enumerate(zip(marks, marks[1:], strict=False)):
-            seconds = min(end, step_end) - max(start, step_start)
+    for wait in sorted(waits, key=operator.attrgetter("start", "end")):
+        start = max(wait.start, counted_until)
+        counted_until = max(wait.end, counted_until)
+        for step, (step_start, step_end) in enumerate(itertools.pairwise(marks)):
+            seconds = min(wait.end, step_end) - max(start, step_start)
             if seconds > 0:
-                by_kind.setdefault(kind, [0.0] * (len(marks) - 1))[step] += seconds
+                by_kind.setdefault(wait.kind, [0.0] * (len(marks) - 1))[step] += seconds
     return by_kind
 
 
@@ -178,8 +173,7 @@ def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]])
     Raises:
         OSError: if it cannot be written.
     """
-    starts = [event.start for events in events_of_rank for event in events]
-    origin = min(starts, default=0.0)
+    origin = min((event.start for event in itertools.chain(*events_of_rank)), default=0.0)
     slices: list[dict[str, Any]] = []
     for rank, events in enumerate(events_of_rank):
         # The name of a row; "M" is metadata in Chrome's format, and "X" a slice with a duration.

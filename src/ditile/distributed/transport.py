@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,9 +40,10 @@ KeepMessage = Callable[[int, Sequence[int], Tensor], Tensor]
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and messages that this rank has sent, by kind; and the times of its waits, while `trace` is on.
+    """Bytes and messages that this rank has sent, by kind.
 
     Attributes:
+        trace: records the times of waits, while it is on: all code that waits for messages is within its `record_wait`.
         packings: of the kinds of messages that are packed into fewer bytes: all ranks have the same.
     """
 
@@ -51,10 +51,6 @@ class Traffic:
     calls: dict[str, int] = field(default_factory=dict)
     trace: GenerationTrace = field(default_factory=GenerationTrace, compare=False)
     packings: Mapping[str, VectorPacking] = field(default_factory=dict, compare=False)
-
-    def record_wait(self, kind: str) -> AbstractContextManager[None]:
-        """A context around all code that waits for messages of a kind."""
-        return self.trace.record_wait(kind)
 
     def count_message(self, kind: str, size: int) -> None:
         """Adds one message."""
@@ -149,12 +145,11 @@ class PeerChannel:
 
     def _wait_for_send(self, message: Tensor) -> None:
         """Waits until a tensor has left, if it is being sent."""
-        if any(sent is message for _, _, sent in self._sending):
-            remaining = len(self._sending)
-            for index, (_, _, sent) in enumerate(self._sending):
-                if sent is message:
-                    remaining = len(self._sending) - index - 1
-            self._wait_for_sends(remaining)
+        # Sends end in their order, so those that began later may stay under way.
+        for later_sends, (_, _, sent) in enumerate(reversed(self._sending)):
+            if sent is message:
+                self._wait_for_sends(later_sends)
+                return
 
     def release_old_sends(self) -> None:
         """Releases tensors that were sent before the last call; they must have arrived, so that it never waits."""
@@ -178,12 +173,12 @@ class PeerChannel:
         receipt = self._posted.popleft()
         if receipt.key != key:
             raise RuntimeError(f"message {key} was expected and {receipt.key} was posted first")
-        with self._traffic.record_wait(self._kind):
+        with self._traffic.trace.record_wait(self._kind):
             return receipt.wait_for_message()
 
     def flush_sends(self) -> None:
         """Waits until all sends are done."""
-        with self._traffic.record_wait(self._kind):
+        with self._traffic.trace.record_wait(self._kind):
             self._wait_for_sends(0)
 
     def _wait_for_sends(self, remaining: int) -> None:
@@ -196,7 +191,8 @@ class PeerChannel:
 
     def _start_transfer(self, message: Tensor, *, sends: bool) -> dist.Work:
         if self._shared:
-            # A batch uses the communicator of the group; a message by itself would make one for the pair.
+            # NCCL sends a batch over the communicator of the group; for a message by itself it would make another one
+            # for the pair.
             start = dist.isend if sends else dist.irecv
             (work,) = dist.batch_isend_irecv([dist.P2POp(start, message, group=self._group, group_peer=self._peer)])
             return work
@@ -229,7 +225,7 @@ class AsyncReduction:
     def wait_for_numbers(self) -> list[int]:
         """Waits for all ranks and returns what the numbers were reduced to."""
         if self._work is not None:
-            with self._traffic.record_wait("control"):
+            with self._traffic.trace.record_wait("control"):
                 self._work.wait()
             self._work = None
         return list(self._numbers.tolist())
@@ -319,7 +315,6 @@ class PendingMessages:
     def wait_for_works(self) -> None:
         """Waits; what arrives is in its memory then."""
         messages = self.recorded or self
-        # Not by way of `Traffic.record_wait`: each layer of each micro-step comes here.
         with self.traffic.trace.record_wait(self.kind):
             for work in messages.works:
                 work.wait()
@@ -554,8 +549,8 @@ def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: T
 
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
     """`tensor` of group rank `source`, on every rank; the others give one of the same shape and dtype."""
-    staged = move_to_transfer_device(tensor.contiguous(), group)
-    with traffic.record_wait(kind):
+    staged = tensor.contiguous().to(choose_transfer_device(tensor.device, group))
+    with traffic.trace.record_wait(kind):
         dist.broadcast(staged, group=group, group_src=source)
     if dist.get_rank(group) == source:
         traffic.count_message(kind, staged.nbytes)
@@ -567,7 +562,7 @@ def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Tr
     if group is None:
         return numbers[None]
     everyone = [torch.empty_like(numbers) for _ in range(group.size())]
-    with traffic.record_wait(kind):
+    with traffic.trace.record_wait(kind):
         dist.all_gather(everyone, numbers.contiguous(), group=group)
     traffic.count_message(kind, (group.size() - 1) * numbers.nbytes)
     return torch.stack(everyone)
@@ -585,7 +580,11 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     padded[: data.numel()] = data
     parts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
-    return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=True)]
+    values = []
+    for part, size in zip(parts, sizes, strict=True):
+        text = bytes(part[: int(size)].numpy())
+        values.append(json.loads(text))
+    return values
 
 
 def describe_dtype(tensor: Tensor) -> str:
@@ -637,11 +636,6 @@ def choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> to
     if device.type == "cpu" and "nccl" in backends and "gloo" not in backends:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A message on the device from which a group can send it."""
-    return message.to(choose_transfer_device(message.device, group))
 
 
 class HostCopy:

@@ -68,7 +68,8 @@ class VectorPacking:
         # A copy, because bytes that follow others need not begin where a number of two bytes may.
         scales = packed[..., size:].contiguous().view(torch.bfloat16).to(torch.float32)
         codes = packed[..., :size].view(CODES[self.wire_dtype]).to(torch.float32)
-        codes.view(*scales.shape, size // scales.shape[-1]).mul_(scales.unsqueeze(-1))
+        run = size // scales.shape[-1]
+        codes.view(*scales.shape, run).mul_(scales.unsqueeze(-1))
         return codes.to(dtype)
 
     def pack_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.mesh import find_process_rank
-from ditile.distributed.start_watcher import START_SECONDS, begin_watch
+from ditile.distributed.start_watcher import begin_watch
 from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import LoadedBlocks
@@ -136,7 +136,7 @@ def load(
     source = find_model_source(name, variant, components=files)
     rank = 0
     if plan is not None:
-        begin_watch(None, START_SECONDS)
+        begin_watch(None)
         rank = find_process_rank(require_plan(plan))
     weight_dtype = choose_weight_dtype(source, dtype)
     with ExitStack() as stack:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ditile.distributed.trace import record_cuda_event
+
 LIMITING_LAG = 0.2
 """Share of its seconds for a call that the GPU is behind at the end of it where the GPU is the limit.
 
@@ -50,8 +52,7 @@ class CudaEvents:
 
     def record_event(self) -> torch.cuda.Event:
         """An event of now."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = record_cuda_event(self._device)
         if self._origin is None:
             self._origin = event
         return event
