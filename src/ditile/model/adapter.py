@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -121,15 +121,6 @@ NamedBlocks = tuple[str, Sequence[nn.Module]]
 """The name of a list, and its blocks or some of them."""
 
 
-class _AdapterFields(NamedTuple):
-    """The fields of an adapter for one transformer: its lists; patterns and modifiers, one for each list or for all."""
-
-    transformer: nn.Module
-    blocks: list[Any] | None
-    patterns: list[ForwardPattern | None]
-    modifiers: list[Any]
-
-
 def validate_adapter(adapter: BlockAdapter) -> None:
     """Refuses fields that are unknown or contradict each other.
 
@@ -158,7 +149,19 @@ def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
         ModelError: if blocks do not belong to the transformer, or the blocks do not follow the patterns.
     """
     validate_adapter(adapter)
-    return [_resolve_transformer(adapter, fields) for fields in _split_by_transformer(adapter)]
+    transformers = _list_named_transformers(adapter)
+    count = len(transformers)
+    blocks_or_names = adapter.blocks if adapter.blocks is not None else adapter.blocks_name
+    # All fields are split before a functor may edit the first transformer.
+    blocks = _split_adapter_field("blocks", blocks_or_names, count)
+    patterns = _split_adapter_field("forward_pattern", adapter.forward_pattern, count)
+    modifiers = _split_adapter_field("params_modifiers", adapter.params_modifiers, count)
+    resolved = []
+    for index, transformer in enumerate(transformers):
+        own_patterns = patterns[index] or [None]
+        own_modifiers = modifiers[index] or []
+        resolved.append(_resolve_transformer(adapter, transformer, blocks[index], own_patterns, own_modifiers))
+    return resolved
 
 
 def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
@@ -167,10 +170,10 @@ def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
     Raises:
         ModelError: if there is no transformer, or its blocks are not known.
     """
-    return [
-        TransformerBlockLists(unwrap_module(transformer), find_block_lists(transformer))
-        for transformer in find_transformers(pipe)
-    ]
+    block_lists = []
+    for transformer in find_transformers(pipe):
+        block_lists.append(TransformerBlockLists(unwrap_module(transformer), find_block_lists(transformer)))
+    return block_lists
 
 
 def find_transformers(pipe: Any) -> list[nn.Module]:
@@ -181,9 +184,11 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
     """
     if isinstance(pipe, nn.Module):
         return [pipe]
-    modules = {name: part for name, part in list_pipeline_parts(pipe).items() if isinstance(part, nn.Module)}
     transformers = []
-    for name, part in modules.items():
+    for name, part in list_pipeline_parts(pipe).items():
+        if not isinstance(part, nn.Module):
+            continue
+        # Some pipelines have another name for theirs, which the table knows by its class.
         if "transformer" in name or find_table_entry(type(unwrap_module(part))):
             transformers.append(part)
     if not transformers:
@@ -194,27 +199,21 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
     return list(dict.fromkeys(transformers))
 
 
-def _split_by_transformer(adapter: BlockAdapter) -> list[_AdapterFields]:
-    """The fields of an adapter, sorted by transformer."""
+def _list_named_transformers(adapter: BlockAdapter) -> list[nn.Module]:
+    """The transformers of an adapter, or of its pipeline where it names none, without what is wrapped around them."""
     named = adapter.transformer
-    transformers = [named] if isinstance(named, nn.Module) else list(named or find_transformers(adapter.pipe))
+    if isinstance(named, nn.Module):
+        named = [named]
+    transformers = list(map(unwrap_module, named or find_transformers(adapter.pipe)))
     if named is not None and adapter.pipe is not None:
-        called = [unwrap_module(transformer) for transformer in find_transformers(adapter.pipe)]
-        for transformer in map(unwrap_module, transformers):
+        called = list(map(unwrap_module, find_transformers(adapter.pipe)))
+        for transformer in transformers:
             if transformer not in called:
                 raise ModelError(
                     f"the {type(transformer).__name__} of BlockAdapter is not that of its "
                     f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
                 )
-    count = len(transformers)
-    blocks_or_names = adapter.blocks if adapter.blocks is not None else adapter.blocks_name
-    blocks = _split_adapter_field("blocks", blocks_or_names, count)
-    patterns = _split_adapter_field("forward_pattern", adapter.forward_pattern, count)
-    modifiers = _split_adapter_field("params_modifiers", adapter.params_modifiers, count)
-    return [
-        _AdapterFields(unwrap_module(transformer), blocks[index], patterns[index] or [None], modifiers[index] or [])
-        for index, transformer in enumerate(transformers)
-    ]
+    return transformers
 
 
 def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | None]:
@@ -255,8 +254,14 @@ def _flatten_nested(value: Any) -> list[Any]:
     return [item for part in value for item in _flatten_nested(part)]
 
 
-def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> TransformerBlockLists:
-    model = fields.transformer
+def _resolve_transformer(
+    adapter: BlockAdapter,
+    model: nn.Module,
+    blocks_by_list: list[Any] | None,
+    patterns: list[ForwardPattern | None],
+    modifiers: list[Any],
+) -> TransformerBlockLists:
+    """The lists of one transformer; patterns and modifiers are one for each of its lists, or one for all."""
     # This comes first, because it may edit the blocks.
     undo = _apply_functor(model, adapter.patch_functor)
     # Called even if the adapter names the blocks: it refuses a transformer whose blocks must not be skipped.
@@ -266,15 +271,14 @@ def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> Trans
         get_module_list(model, name)
     parts: list[list[NamedBlocks]]
     if adapter.auto:
-        parts = [[_search_block_list(adapter, model, fields.patterns[0])]]
-    elif fields.blocks is None:
+        parts = [[_search_block_list(adapter, model, patterns[0])]]
+    elif blocks_by_list is None:
         parts = [[(name, blocks)] for name, blocks, _ in known_lists or find_block_lists(model)]
     else:
-        parts = [_group_by_owner(model, blocks) for blocks in fields.blocks]
-    patterns = _repeat_for_lists("forward_pattern", fields.patterns, len(parts))
-    modifiers = []
-    if fields.modifiers:
-        modifiers = _repeat_for_lists("params_modifiers", fields.modifiers, len(parts))
+        parts = [_group_by_owner(model, blocks) for blocks in blocks_by_list]
+    patterns = _repeat_for_lists("forward_pattern", patterns, len(parts))
+    if modifiers:
+        modifiers = _repeat_for_lists("params_modifiers", modifiers, len(parts))
     lists = []
     settings = []
     for index, part in enumerate(parts):
@@ -318,7 +322,10 @@ def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
         names = ", ".join(name for name in lists if "." not in name)
         what = f"{strangers[0]} in blocks is" if strangers else "blocks is empty, so nothing is"
         raise ModelError(f"{what} not in a ModuleList of {type(model).__name__}; its lists are {names or 'none'}")
-    return [(name, list(group)) for name, group in groupby(members, lambda member: owners[id(member)])]
+    groups: list[NamedBlocks] = []
+    for name, group in groupby(members, lambda member: owners[id(member)]):
+        groups.append((name, list(group)))
+    return groups
 
 
 def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> NamedBlocks:
@@ -469,6 +476,8 @@ _FLOWS = (
 def find_flow_pattern(flow: Flow) -> ForwardPattern:
     """The pattern of a flow, whatever its parameters are called; raises `ModelError` if there is none."""
     for pattern in ForwardPattern:
-        if pattern.flow.returns == flow.returns and (pattern.flow.text is None) == (flow.text is None):
+        # Names of parameters differ from model to model: only whether a text is taken counts.
+        takes_alike = (pattern.flow.text is None) == (flow.text is None)
+        if takes_alike and pattern.flow.returns == flow.returns:
             return pattern
     raise ModelError(f"no pattern returns {flow.returns}; known are 'image' alone, and 'image' and 'text' in any order")

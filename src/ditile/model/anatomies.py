@@ -29,14 +29,20 @@ _DERIVED: dict[type[nn.Module], list[AnatomyRow]] = {}
 def find_anatomy(transformer: nn.Module) -> Anatomy | None:
     """The anatomy of a transformer, by its class or the nearest of its bases; None if it was never derived."""
     for row in _DERIVED.get(type(transformer), ()):
-        if row["source"] == compute_source_hash(transformer, row["lists"]) and _list_settings(transformer) <= row["of"]:
+        if _list_settings(transformer) <= row["of"] and _has_source_of(transformer, row):
             return read_row(row)
     # A subclass that keeps the forwards is divided as its base is.
     for cls in type(transformer).__mro__:
         for row in read_anatomy_rows().get(cls.__name__, ()):
-            if row["source"] == compute_source_hash(transformer, row["lists"]):
+            if _has_source_of(transformer, row):
                 return read_row(row)
     return None
+
+
+def _has_source_of(transformer: nn.Module, row: AnatomyRow) -> bool:
+    """Whether the forwards are those that a row was derived from."""
+    source: str = row["source"]
+    return source == compute_source_hash(transformer, row["lists"])
 
 
 def find_derived_cuts(transformer: nn.Module) -> Mapping[str, Any]:
@@ -60,7 +66,11 @@ def _list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
     """The plain attributes that configure a model's modules; a copy with fewer blocks has a subset of them."""
     settings = set()
     for module in transformer.modules():
-        values = [(name, value) for name, value in sorted(vars(module).items()) if _is_setting(name, value)]
+        values = []
+        for name in sorted(vars(module)):
+            value = vars(module)[name]
+            if _is_setting(name, value):
+                values.append((name, value))
         settings.add((type(module).__qualname__, *values))
     return frozenset(settings)
 
@@ -80,17 +90,22 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
     What a config may bring into a block and what says how tokens depend on each other counts too: modules that choose
     among tokens, as experts do, and attention processors other than the class's own.
     """
-    blocks = [block for name in lists for block in get_module_list(transformer, name)]
-    block_classes = sorted({type(block) for block in blocks}, key=lambda cls: cls.__qualname__)
-    classes = [type(transformer), *block_classes]
-    inside = {type(module) for block in blocks for module in block.modules()} - set(classes)
-    processors = {call for block in blocks for call in _iterate_foreign_processors(block)}
+    inside: set[type[nn.Module]] = set()
+    processors: set[Any] = set()
+    block_classes: set[type[nn.Module]] = set()
+    for name in lists:
+        for block in get_module_list(transformer, name):
+            block_classes.add(type(block))
+            inside.update(map(type, block.modules()))
+            processors.update(_iterate_foreign_processors(block))
+    # Sorted, as the order of a set differs from process to process.
+    classes = [type(transformer), *sorted(block_classes, key=lambda cls: cls.__qualname__)]
     try:
-        text = "".join(_read_forward_source(cls) for cls in classes)
-        inside_sources = [_read_forward_source(cls) for cls in inside]
+        text = "".join(map(_read_forward_source, classes))
+        inside_sources = map(_read_forward_source, inside.difference(classes))
         # What chooses among tokens decides how these depend on each other.
         text += "".join(sorted(source for source in inside_sources if ".topk(" in source))
-        text += "".join(sorted(inspect.getsource(call) for call in processors))
+        text += "".join(sorted(map(inspect.getsource, processors)))
     except (OSError, TypeError):
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,6 +8,7 @@ latents of NaN and blocks that pass on what they are given, says where the image
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -106,7 +107,7 @@ class _Derivation:
                 anatomy = merge_lists(block.name, lists[block.list_name], anatomy)
             lists[block.list_name] = anatomy
         inputs = {}
-        for name in dict.fromkeys(name for call in self._calls for name in call):
+        for name in dict.fromkeys(itertools.chain(*self._calls)):
             kinds = self._match_argument(f"{self._name}.{name}", [call.get(name) for call in self._calls])
             if any(kinds):
                 inputs[name] = kinds
@@ -191,7 +192,7 @@ class _Derivation:
         second = images[1].shape
         dims = [dim for dim in range(len(first)) if first[dim] != second[dim]]
         record = self._records[0][0]
-        queries = {call.queries for calls in record.attention.values() for call in calls}
+        queries = {call.queries for call in itertools.chain(*record.attention.values())}
         # The queries belong to the image, or to the text as well.
         lengths = {first[1]}
         text = record.arguments.get(self._chain[0].flow.text or "")
@@ -223,10 +224,17 @@ class _Derivation:
     def _has_item_for_each_row(self, values: Sequence[Any]) -> bool:
         """Whether an argument is a list, in each call as long as the batch."""
         rows = self._lengths.get("B")
-        if rows is None or not all(isinstance(value, list) for value in values if value is not None):
+        if rows is None:
             return False
-        counts = {(len(value), rows[call]) for call, value in enumerate(values) if value is not None}
-        return len(counts) > 1 and all(count == row for count, row in counts)
+        counts = set()
+        for call, value in enumerate(values):
+            if value is None:
+                continue
+            if not isinstance(value, list) or len(value) != rows[call]:
+                return False
+            counts.add(len(value))
+        # One length alone may be a coincidence.
+        return len(counts) > 1
 
     def _match_leaf(self, where: str, values: Mapping[int, Any]) -> str:
         """The kind of a leaf, from its value in each call that has the argument."""
@@ -271,10 +279,11 @@ class _Derivation:
             text = None
         joint = self._find_text_in_sequence(index, block, text)
         arguments = {}
-        for name in dict.fromkeys(name for record in records for name in record.arguments):
-            kinds: Kinds = ()
-            if name not in (flow.image, text):
-                kinds = self._match_argument(f"{block.name}.{name}", [record.arguments.get(name) for record in records])
+        for name in dict.fromkeys(itertools.chain(*(record.arguments for record in records))):
+            if name in (flow.image, text):
+                continue
+            values = [record.arguments.get(name) for record in records]
+            kinds = self._match_argument(f"{block.name}.{name}", values)
             if any(kinds):
                 arguments[name] = kinds
         attention: dict[str, Kinds] = {}
@@ -320,7 +329,7 @@ class _Derivation:
             image = find_nan_tokens(poisoned[index].arguments[block.flow.image], self._tokens_dim)
             if tokens == num_image and image == range(tokens):
                 orders.add("none")
-            elif tokens == self._lengths["J"][call] and image is not None and len(image) == num_image:
+            elif image is not None and (tokens, len(image)) == (self._lengths["J"][call], num_image):
                 orders.add(_read_order(image))
             else:
                 raise ModelError(
@@ -403,10 +412,10 @@ class _Derivation:
     @functools.cached_property
     def _without_streams(self) -> list[list[BlockRecord]]:
         """The blocks of each call, which run on NaN in place of their streams."""
-        return [
-            record_blocks(self._transformer, self._chain, call, bypass=True, poisons=("image", "text"))
-            for call in self._calls
-        ]
+        records = []
+        for call in self._calls:
+            records.append(record_blocks(self._transformer, self._chain, call, bypass=True, poisons=("image", "text")))
+        return records
 
     def _has_image_keys(self, index: int, path: str, turn: int) -> bool:
         """Whether tokens of the image are among the keys of an attention call."""
@@ -429,14 +438,18 @@ class _Derivation:
         for name, kinds in anatomy.arguments.items():
             arguments[name] = tuple(map(_leave_pairs_whole, kinds))
         record = self._records[0][index]
-        if any(call.mask is not None for calls in record.attention.values() for call in calls):
-            for name in [name for name, kinds in arguments.items() if is_cut(kinds)]:
-                # Only what makes the block run where it did not run before is whole.
-                if self._run_on_part(index, block, anatomy, arguments) is not None:
-                    break
-                with_whole = {**arguments, name: tuple(map(_leave_whole, arguments[name]))}
-                if self._run_on_part(index, block, anatomy, with_whole) is not None:
-                    arguments = with_whole
+        # Without a mask nothing is as long as the keys.
+        if all(call.mask is None for call in itertools.chain(*record.attention.values())):
+            return replace(anatomy, arguments=arguments)
+        for name, kinds in arguments.items():
+            if not is_cut(kinds):
+                continue
+            # Only what makes the block run where it did not run before is whole.
+            if self._run_on_part(index, block, anatomy, arguments) is not None:
+                break
+            with_whole = {**arguments, name: tuple(map(_leave_whole, kinds))}
+            if self._run_on_part(index, block, anatomy, with_whole) is not None:
+                arguments = with_whole
         return replace(anatomy, arguments=arguments)
 
     def _refuse_mixing(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> None:
@@ -542,6 +555,7 @@ def _have_real_pairs(calls: Sequence[AttentionCall]) -> bool:
     """Whether calls have masks of pairs, and each of them pairs a query and a key that are both real."""
     pairs = []
     for call in calls:
+        # One row of queries says the same for all of them.
         if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1:
             pairs.append(call.real_pairs)
     return bool(pairs) and all(pairs)

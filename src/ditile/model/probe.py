@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ditile.distributed.recording.segments import list_tensors
 from ditile.model.derive import derive_anatomy
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.pipeline_calls import find_pipeline_device, list_call_parameters
@@ -137,7 +138,7 @@ def _try_call(capture: Capture, arguments: Mapping[str, Any]) -> CapturedCall | 
 
 
 def _count_numbers(call: CapturedCall, latents: str) -> int:
-    return sum(x.numel() for x in pytree.tree_leaves(call.get(latents)) if isinstance(x, Tensor))
+    return sum(x.numel() for x in list_tensors(call.get(latents)))
 
 
 def _capture_changes(
@@ -187,7 +188,7 @@ def _drop_rows(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _list_shapes(value: Any) -> list[tuple[int, ...]]:
-    return [tuple(x.shape) for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    return [tuple(x.shape) for x in list_tensors(value)]
 
 
 def _clean_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,9 +280,9 @@ def _list_text_lengths(example: Mapping[str, Any]) -> list[int]:
     lengths = dict[int, None]()
     for value in example.values():
         least = 2 if isinstance(value, list | tuple) else 3
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, Tensor) and least <= leaf.ndim <= 3 and leaf.shape[-2] > 1:
-                lengths[leaf.shape[-2]] = None
+        for x in list_tensors(value):
+            if least <= x.ndim <= 3 and x.shape[-2] > 1:
+                lengths[x.shape[-2]] = None
     return list(lengths)
 
 
@@ -329,7 +330,7 @@ def _advise(transformer: nn.Module) -> str:
 def _run_twin(twin: nn.Module, **call: Any) -> Any:
     """What a twin makes of a call, on the device and in the dtype of its latents."""
     # Results go where the pipeline has its latents.
-    latents = next(x for x in pytree.tree_leaves(list(call.values())) if isinstance(x, Tensor))
+    latents = list_tensors(list(call.values()))[0]
     result = twin(**pytree.tree_map_only(Tensor, _convert_to_float32, call))
     return pytree.tree_map_only(Tensor, lambda x: x.to(latents.device, latents.dtype), result)
 

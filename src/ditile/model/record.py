@@ -18,7 +18,7 @@ from ditile.model.block_lists import find_block_lists
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.overrides import override_attribute
-from ditile.model.hooks.pieces import find_run, has_nan
+from ditile.model.hooks.pieces import find_run, flag_nan_tokens, has_nan
 from ditile.model.pipeline_calls import hide_block_tracebacks
 from ditile.plan.anatomy import describe_mode
 from ditile.plan.errors import ModelError
@@ -103,7 +103,7 @@ def record_blocks(
         shape = None if mask is None else tuple(mask.shape)
         attention = AttentionCall(query.shape[-2], key.shape[-2], shape, has_real_pairs(mask), causal)
         if bypass:
-            bad = torch.isnan(key).movedim(-2, 0).flatten(1).any(1)
+            bad = flag_nan_tokens(key, -2)
             attention = attention._replace(poisoned=find_run(bad), finite=find_run(~bad))
         record.attention.setdefault(name, []).append(attention)
 
@@ -129,7 +129,11 @@ def record_blocks(
 
 
 def has_real_pairs(mask: Tensor | None) -> bool:
-    if mask is None or mask.dtype != torch.bool or mask.ndim < 3 or mask.shape[-2] == 1:
+    """Whether a mask pairs each query and key that are both real, and no others."""
+    if mask is None or mask.dtype != torch.bool:
+        return False
+    # A mask of keys alone has no pairs.
+    if mask.ndim < 3 or mask.shape[-2] == 1:
         return False
     return torch.equal(mask, mask.any(dim=-2, keepdim=True) & mask.any(dim=-1, keepdim=True))
 
@@ -220,7 +224,8 @@ def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
         return streams["image"]
     passed = []
     for name, part in zip(flow.returns, out, strict=False):
-        passed.append(None if part is None else streams[name])
+        stream = None if part is None else streams[name]
+        passed.append(stream)
     return tuple(passed)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
+from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.overrides import override_attribute
 from ditile.plan.errors import ModelError
@@ -92,7 +93,7 @@ class BatchDimFinder:
         """
         misfit = _find_misfit(arguments, batch_size, self._table or ())
         if self._table is not None and misfit is None:
-            return find_dims_by_length(arguments, batch_size, self._table)
+            return _find_dims_by_length(arguments, batch_size, self._table)
         # The result depends only on which tensors are as long as the batch.
         key = tuple((path, x.shape[:1] == (batch_size,), x.ndim) for path, x in _list_tensors(arguments))
         if key not in self._known:
@@ -112,10 +113,9 @@ class BatchDimFinder:
         return self._known[key]
 
 
-def find_dims_by_length(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> BatchDims:
+def _find_dims_by_length(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> BatchDims:
     """Every tensor of that length has rows, by its first dimension, but for the arguments `whole`: a family's table."""
-    candidates = _list_candidates(arguments, batch_size)
-    return BatchDims(_exclude_arguments(candidates, whole))
+    return BatchDims(_exclude_arguments(_list_candidates(arguments, batch_size), whole))
 
 
 def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
@@ -186,7 +186,7 @@ def slice_batch_arguments(
         select: picks some rows of a tensor.
         whole: names of arguments that have no rows, whatever their length, such as position ids.
     """
-    return find_dims_by_length(arguments, batch_size, whole).slice_arguments(arguments, select)
+    return _find_dims_by_length(arguments, batch_size, whole).slice_arguments(arguments, select)
 
 
 def join_batch_results(results: Sequence[Any]) -> Any:
@@ -200,7 +200,9 @@ def join_batch_results(results: Sequence[Any]) -> Any:
 def _join_parts(*parts: Any) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
-    return list(itertools.chain(*parts)) if isinstance(parts[0], list) else parts[0]
+    if isinstance(parts[0], list):
+        return list(itertools.chain(*parts))
+    return parts[0]
 
 
 class _ShapeProbe:
@@ -249,12 +251,12 @@ class _ShapeProbe:
                 stack.enter_context(context)
             inputs = pytree.tree_map_with_path(resize, dict(self._arguments))
             try:
-                results = pytree.tree_leaves(self._copy(**inputs))
+                results = list_tensors(self._copy(**inputs))
             except _VALUE_NEEDED:
                 raise
             except _MISFITS:
                 return False
-        return all(x.shape[:1] == (size,) for x in results if isinstance(x, Tensor))
+        return all(x.shape[:1] == (size,) for x in results)
 
 
 def _refuse_misfit_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.batch_rows import join_batch_results
 from ditile.model.hooks.block_policy import (
@@ -38,6 +39,7 @@ from ditile.model.hooks.pieces import (
     RehearsedPrediction,
     find_grid,
     find_nan_tokens,
+    flag_nan_tokens,
     has_nan,
     list_predictions,
     poison_latents,
@@ -410,10 +412,10 @@ class _SurveyPass:
             self._check_arguments(hook, call)
         if hook.index:
             flags = []
-            for leaf in pytree.tree_leaves(call):
-                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            for x in list_tensors(call):
+                if x.is_floating_point():
                     # Tables of positions may be on the CPU.
-                    flags.append(torch.isnan(leaf).any().to(image.device))
+                    flags.append(torch.isnan(x).any().to(image.device))
             self._fed[hook.name] = torch.stack(flags).any()
         self.has_begun = True
         if self._before is not None and _are_new_streams(image, text, *self._before):
@@ -472,7 +474,7 @@ class _SurveyPass:
         for name, value in call.items():
             if name in (anatomy.image, anatomy.text) or value is None or name.endswith(FOR_ATTENTION):
                 continue
-            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+            if not list_tensors(value):
                 continue
             misfit = find_misfit(value, anatomy.arguments.get(name, ()), self._lengths)
             if misfit is not None:
@@ -507,7 +509,7 @@ class _FirstBlockPass:
         """Returns the streams."""
         image, text = read_streams(hook.anatomy, call)
         if not hook.index:
-            self.flags = torch.isnan(image).movedim(hook.anatomy.tokens, 0).flatten(1).any(1)
+            self.flags = flag_nan_tokens(image, hook.anatomy.tokens)
             image = torch.nan_to_num(image)
         return give_streams(hook.anatomy, image, text)
 
@@ -728,19 +730,14 @@ class _DividedPass:
         # One buffer for each place where the forward makes new tokens; nobody reads its other tokens.
         image_shape = (rows, layout.image_tokens, channels)
         image = now.memory.get_persistent_buffer((*key, "image"), image_shape, state.image)
-        write_tokens(image, state.image, part.image)
+        write_runs(image, state.image, part.image, 1)
         text = None
         if state.text is not None:
             text_shape = (rows, layout.text, state.text.shape[2])
             text = now.memory.get_persistent_buffer((*key, "text"), text_shape, state.text)
             if part.text:
-                write_tokens(text, state.text, (part.text,))
+                write_runs(text, state.text, (part.text,), 1)
         return self._join_streams(hook.anatomy, TokenState(image, text))
-
-
-def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
-    """Writes tokens `[B, n, C]` at the places `runs` of a whole sequence `[B, S, C]`."""
-    write_runs(whole, values, runs, 1)
 
 
 def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ditile.distributed.recording.segments import list_tensors
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid, merge_ranges
 
@@ -70,10 +71,7 @@ def _rebuild_result(cls: type, values: Iterable[Any], names: Iterable[str]) -> A
 def has_nan(values: Any) -> bool:
     """Whether some tensor in values has a NaN. Waits for the device."""
     open_result_class(values)
-    flags: list[Tensor] = []
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            flags.append(torch.isnan(leaf).any())
+    flags = [torch.isnan(x).any() for x in list_tensors(values)]
     if not flags:
         return False
     # One wait for all, on the device of the first.
@@ -86,9 +84,14 @@ def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), named)}
 
 
+def flag_nan_tokens(x: Tensor, dim: int) -> Tensor:
+    """Which tokens along a dimension have a NaN, `[tokens]`."""
+    return torch.isnan(x).movedim(dim, 0).flatten(1).any(1)
+
+
 def find_nan_tokens(x: Tensor, dim: int) -> range | None:
     """The run of tokens along a dimension that are NaN; None if they are not one run. Waits for the device."""
-    return find_run(torch.isnan(x).movedim(dim, 0).flatten(1).any(1))
+    return find_run(flag_nan_tokens(x, dim))
 
 
 def find_run(flags: Tensor) -> range | None:

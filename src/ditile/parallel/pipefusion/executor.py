@@ -22,11 +22,10 @@ from ditile.distributed.mesh import Mesh
 from ditile.distributed.recording.tape import CURRENT, note_action
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
-from ditile.model.hooks.block_calls import write_tokens
 from ditile.model.hooks.block_policy import CallForm, TokenState
 from ditile.model.hooks.generation import Generation, LayoutTokens
 from ditile.model.hooks.protocols import TokenStreams
-from ditile.model.hooks.token_arguments import take_runs
+from ditile.model.hooks.token_arguments import take_runs, write_runs
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
 from ditile.plan.errors import ModelError, PlanError, StateError
@@ -467,7 +466,7 @@ class PipeFusion:
             shapes = [(rows, count, width) for count in lengths]
             gathered = start_gather(own, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
             for rank_runs, rank_tokens in zip(runs, gathered, strict=True):
-                write_tokens(whole, rank_tokens, rank_runs)
+                write_runs(whole, rank_tokens, rank_runs, 1)
         return whole
 
     def end_transformer_call(self) -> None:
@@ -595,7 +594,7 @@ class PipeFusion:
         # With all tokens of the image the model's own order is needed, which patches may not have.
         if self.generation.has_all_image_tokens and len(merged) > 1:
             placed = torch.empty_like(joined)
-            write_tokens(placed, joined, merged)
+            write_runs(placed, joined, merged, 1)
             return placed
         return joined
 

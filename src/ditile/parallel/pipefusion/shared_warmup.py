@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import PeerChannel, start_exchange, start_gather
-from ditile.model.hooks.block_calls import write_tokens
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook, TokenState
 from ditile.model.hooks.generation import Generation, LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions, KeyPaddingMask
 from ditile.model.hooks.protocols import AttentionKernel, KeySource
-from ditile.model.hooks.token_arguments import take_runs
+from ditile.model.hooks.token_arguments import take_runs, write_runs
 from ditile.parallel.attention.core import merge_rank_runs
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
 from ditile.plan.anatomy import LOCAL, REAL_PAIRS, drop_further_keys
@@ -173,7 +172,7 @@ class WarmupGroup:
             shape = (rows, now.tokens.layout.image_tokens, width)
             whole = now.memory.get_persistent_buffer(("image", now.branch), shape, own)
             if self.is_member:
-                write_tokens(whole, own, parts[self.stage].image)
+                write_runs(whole, own, parts[self.stage].image, 1)
         for op in ops:
             if op.kind is OpKind.SEND_PREDICTION:
                 self._channels[self.stage, self.last, PREDICTION].send_tensor(own)
@@ -182,7 +181,7 @@ class WarmupGroup:
                 part = parts[op.peer]
                 shape = (rows, part.image_tokens, width)
                 received = self._receive_tensor((op.peer, self.last, PREDICTION), shape, own)
-                write_tokens(whole, received, part.image)
+                write_runs(whole, received, part.image, 1)
         return whole
 
     # Keys and values
