@@ -555,7 +555,7 @@ def _have_real_pairs(calls: Sequence[AttentionCall]) -> bool:
     """Whether calls have masks of pairs, and each of them pairs a query and a key that are both real."""
     pairs = []
     for call in calls:
-        # One row of queries says the same for all of them.
+        # A mask with one row says the same to all queries.
         if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1:
             pairs.append(call.real_pairs)
     return bool(pairs) and all(pairs)

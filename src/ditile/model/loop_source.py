@@ -24,8 +24,10 @@ def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozense
     """
     cuts = dict[str, frozenset[str]]()
     for loop in _list_loops(pipeline_call):
-        # The third argument of `step` is the latents.
-        stepped = {read_name(step.args[2]) for step in _list_step_calls(loop) if len(step.args) > 2} - {""}
+        stepped = set[str]()
+        for step in _list_step_calls(loop):
+            # The third argument of `step` is the latents.
+            stepped |= set(map(read_name, step.args[2:3])) - {""}
         for node, names in _walk_guarded(loop.body, frozenset()):
             if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Subscript):
                 continue
@@ -59,8 +61,11 @@ def _list_loops(pipeline_call: Callable[..., Any]) -> list[ast.For]:
 
 def _list_step_calls(loop: ast.For) -> list[ast.Call]:
     """The calls of a scheduler's `step` in a loop."""
-    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "step"]
+    steps = []
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "step":
+            steps.append(node)
+    return steps
 
 
 class _TimedConditions(ast.NodeVisitor):

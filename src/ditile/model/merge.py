@@ -18,7 +18,8 @@ def merge_lists(where: str, first: ListAnatomy, second: ListAnatomy) -> ListAnat
         attention[path] = _merge_attention(f"{where}.{path}", first.attention[path], second.attention[path])
     arguments = {}
     for name in {**first.arguments, **second.arguments}:
-        arguments[name] = merge_kinds(f"{where}.{name}", first.arguments.get(name), second.arguments.get(name))
+        kinds = first.arguments.get(name)
+        arguments[name] = merge_kinds(f"{where}.{name}", kinds, second.arguments.get(name))
     richer = first if len(first.returns) >= len(second.returns) else second
     return replace(
         first,

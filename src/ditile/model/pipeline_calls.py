@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
+import itertools
 import logging
 import re
 import sys
@@ -106,7 +107,10 @@ def list_schedulers(pipe: Any) -> list[Any]:
     """The schedulers that a pipeline may step, the one that drives its loop first."""
     schedulers = [pipe.scheduler]
     for part in vars(pipe).values():
-        if hasattr(part, "set_timesteps") and hasattr(part, "step") and all(part is not known for known in schedulers):
+        if not hasattr(part, "set_timesteps") or not hasattr(part, "step"):
+            continue
+        # By identity: a user's own class may define what equals it.
+        if all(part is not known for known in schedulers):
             schedulers.append(part)
     return schedulers
 
@@ -143,7 +147,8 @@ def find_pipeline_device(pipe: Any) -> torch.device:
     device = getattr(pipe, "device", None)
     if device is None:
         parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-        device = next((x.device for part in parts for x in part.parameters()), "cpu")
+        weights = itertools.chain.from_iterable(part.parameters() for part in parts)
+        device = next((weight.device for weight in weights), "cpu")
     return torch.device(device)
 
 
@@ -170,7 +175,8 @@ def find_offload_devices(pipe: Any) -> dict[str, torch.device]:
     """The components that a ComponentsManager keeps on the CPU until they are called -> where it moves them then."""
     devices = {}
     for name, part in pipe.components.items():
-        hook = vars(part).get("_hf_hook") if isinstance(part, nn.Module) else None
+        # The attribute that accelerate keeps its hook in.
+        hook = getattr(part, "_hf_hook", None)
         if isinstance(hook, CustomOffloadHook):
             devices[name] = torch.device(hook.execution_device or "cpu")
     return devices
@@ -291,7 +297,10 @@ def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule
     if guided[0.0]:
         return None
     least = next((scale for scale in TRIED_SCALES if guided[scale]), None)
-    return GuidanceRule(scales=()) if least is None else GuidanceRule(scales=scales, above=TRIED_SCALES[least])
+    # No scale that was tried turns guidance on.
+    if least is None:
+        return GuidanceRule(scales=())
+    return GuidanceRule(scales=scales, above=TRIED_SCALES[least])
 
 
 def explain_empty_call(call: Mapping[str, Any]) -> str | None:
@@ -340,9 +349,10 @@ def _find_ended_guidance(callback: Any) -> str | None:
     codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
     for code in codes:
         instructions = list(dis.get_instructions(code))
-        # Functions within it come next.
-        codes += [instruction.argval for instruction in instructions if isinstance(instruction.argval, CodeType)]
         for at, instruction in enumerate(instructions):
+            # Functions within it are looked at after it.
+            if isinstance(instruction.argval, CodeType):
+                codes.append(instruction.argval)
             if not str(instruction.argval).endswith("guidance_scale"):
                 continue
             # The number is loaded before the attribute is stored, or after its name for `setattr`.
@@ -372,6 +382,7 @@ def is_guidance_timed(pipe: Any, call: Mapping[str, Any]) -> bool:
     deciding = find_timed_guidance(inspect.unwrap(type(pipe).__call__))
     parameters = list_call_parameters(pipe)
     asked = (deciding & parameters.keys()) - {"num_inference_steps", "timesteps", "sigmas"}
+    # Nothing decides that a caller could leave at its default, so it may happen in any call.
     if not asked:
         return bool(deciding)
     return any(name in call and call[name] != parameters[name].default for name in asked)
@@ -460,6 +471,7 @@ def _guides_each_place_alone(guider: BaseGuidance) -> bool:
     if results is None:
         return False
     for first, *others in results:
+        # The first four places of all predictions are alike, see `_try_guider`.
         for other in others:
             if not torch.equal(other[:, :4], first[:, :4]):
                 return False
@@ -488,8 +500,10 @@ def _try_guider(guider: BaseGuidance) -> list[list[Tensor]] | None:
     try:
         for step in (0, 1, 98):
             twin.set_state(step=step, num_inference_steps=100, timestep=torch.tensor(500.0))
-            of_step = [twin(_name_predictions(twin, conditional, other)).pred for conditional in (one, changed, one)]
-            results.append(of_step)
+            guided = []
+            for conditional in (one, changed, one):
+                guided.append(twin(_name_predictions(twin, conditional, other)).pred)
+            results.append(guided)
     # A guider that fails on a made-up prediction remains unknown.
     except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
         return None

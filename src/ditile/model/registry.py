@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from typing import Any
 
 import diffusers
@@ -112,7 +111,8 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
     if plan.divides_the_batch_alone:
         return choose_model_spec(model)
     # Perturbed attention replaces processors in mid-run, on a model whose processors may be replaced already.
-    if is_guided_in_attention and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
+    divides_tokens = plan.world > plan.data * plan.tensor or plan.num_patches > 1
+    if is_guided_in_attention and divides_tokens:
         raise ModelError(
             f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
             "tokens alone; use data or tensor"
@@ -128,5 +128,6 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
 
 def _has_uncalled_twin(pipe: Any, model: nn.Module) -> bool:
     """Whether a component of the model's class is none of those that are called in turns."""
-    denoisers: Collection[nn.Module] = find_denoisers(pipe).values()
-    return any(type(part) is type(model) and part not in denoisers for part in pipe.components.values())
+    denoisers = find_denoisers(pipe).values()
+    alike = [part for part in pipe.components.values() if type(part) is type(model)]
+    return any(part not in denoisers for part in alike)

@@ -309,7 +309,7 @@ class PatchWatch:
     def find_modules(self) -> frozenset[str]:
         """The outermost of the modules that are given the same: with weights, and those that make what these are given.
 
-        None if one patch alone was seen.
+        There are none if one patch alone was seen.
         """
         same: set[str] = set()
         for (name, _), number in self._calls.items():
@@ -317,8 +317,10 @@ class PatchWatch:
                 same.add(name)
         outermost: set[str] = set()
         for name in same:
-            names = name.split(".")
-            if same.isdisjoint([".".join(names[:depth]) for depth in range(1, len(names))]):
+            outer = name.rpartition(".")[0]
+            while outer and outer not in same:
+                outer = outer.rpartition(".")[0]
+            if not outer:
                 outermost.add(name)
         waiting: list[str] = []
         for name in outermost:
@@ -365,8 +367,11 @@ class PatchWatch:
                 if value.is_inference():
                     return None
                 maker, made = self._made.get(id(value), ("", None))
-                is_made = made is not None and made() is value
-                values.append(maker if is_made else _SeenTensor(value))
+                # A tensor that was freed may have left its id to another one.
+                if made is not None and made() is value:
+                    values.append(maker)
+                else:
+                    values.append(_SeenTensor(value))
             elif isinstance(value, int | float | None):
                 values.append(value)
             else:

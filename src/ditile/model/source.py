@@ -105,8 +105,11 @@ def _read_returned_names(block: nn.Module) -> set[tuple[str, ...]]:
     function = parse_function(inspect.unwrap(type(unwrap_module(block)).forward))
     if function is None:
         return set()
-    returns = [node.value for node in _walk_own_nodes(function) if isinstance(node, ast.Return)]
-    return {_name_returned_values(value) for value in returns if value is not None}
+    names = set()
+    for node in _walk_own_nodes(function):
+        if isinstance(node, ast.Return) and node.value is not None:
+            names.add(_name_returned_values(node.value))
+    return names
 
 
 def read_block_calls(transformer: nn.Module) -> dict[str, BlockCall]:
@@ -172,8 +175,8 @@ def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
         return ("",)
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         root = value.func.value
-        # A method of a tensor.
-        if isinstance(root, ast.BinOp) or (isinstance(root, ast.Name) and root.id != "self"):
+        # A method of a tensor; one of a module, as `self.norm(x)`, may return anything.
+        if isinstance(root, ast.BinOp) or read_name(root) not in ("", "self"):
             return ("",)
     return ("*",)
 
@@ -240,7 +243,11 @@ def _find_loop_lists(iterated: ast.expr, aliases: Mapping[str, str]) -> list[str
     if isinstance(iterated, ast.Subscript):
         return _find_loop_lists(iterated.value, aliases)
     if isinstance(iterated, ast.Call):
-        return [name for argument in iterated.args for name in _find_loop_lists(argument, aliases)]
+        # Such as `enumerate(self.blocks)`, or `zip` of two lists.
+        lists = []
+        for argument in iterated.args:
+            lists += _find_loop_lists(argument, aliases)
+        return lists
     name = aliases.get(read_name(iterated)) or read_own_attribute(iterated)
     return [name] if name else []
 
@@ -261,7 +268,7 @@ def _read_loop_call(loop: ast.For, block: str, *, alone: bool) -> BlockCall:
         if not isinstance(node, ast.Assign):
             continue
         for part in ast.walk(node.value):
-            if not isinstance(part, ast.Call) or read_name(part.func) not in (block, f"{block}_"):
+            if not isinstance(part, ast.Call) or read_name(part.func) != block:
                 continue
             named = {word.arg: _name_call_argument(word.value) for word in part.keywords if word.arg}
             # What a starred argument holds is not known, so neither is what comes after it.
@@ -278,10 +285,12 @@ def _name_call_results(assigned: ast.Assign, call: ast.Call) -> tuple[str, ...]:
     target = assigned.targets[0]
     if isinstance(value, ast.Subscript) and value.value is call:
         return ()
-    if value is call or (isinstance(value, ast.IfExp) and call in (value.body, value.orelse)):
-        targets = target.elts if isinstance(target, ast.Tuple) else [target]
-        return tuple(map(read_name, targets))
-    return ("",)
+    is_a_branch = isinstance(value, ast.IfExp) and call in (value.body, value.orelse)
+    if value is not call and not is_a_branch:
+        return ("",)
+    if isinstance(target, ast.Tuple):
+        return tuple(map(read_name, target.elts))
+    return (read_name(target),)
 
 
 def _name_call_argument(value: ast.expr) -> str:

@@ -8,12 +8,13 @@ its list without weights and children, and its hook passes the tokens through.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ditile.model.hooks.attention_hooks import install_attention
 from ditile.model.hooks.attention_processors import (
@@ -146,7 +147,8 @@ class TransformerHooks:
             blocks.append(_count_parameters(hook.block))
             layers.append(tuple(hook.sees_text(path) for path, _ in hook.list_attentions()))
             exchanges.append(tuple(exchange for path, exchange in exchanges_by_path if path.startswith(prefix)))
-            tensors.append(tuple(x.numel() for x in (*hook.block.parameters(), *hook.block.buffers())))
+            own_tensors = itertools.chain(hook.block.parameters(), hook.block.buffers())
+            tensors.append(tuple(map(Tensor.numel, own_tensors)))
         last_linear = dict(self.transformer.named_modules()).get(self.spec.out)
         return Weights(
             blocks=tuple(blocks),
@@ -180,10 +182,8 @@ class TransformerHooks:
 
     def has_placeholders(self) -> bool:
         """Whether some block is a placeholder."""
-        blocks: list[nn.Module] = []
-        for model in self.models:
-            blocks += [hook.block for hook in model.chain]
-        return any(map(is_placeholder, blocks))
+        hooks = itertools.chain.from_iterable(model.chain for model in self.models)
+        return any(is_placeholder(hook.block) for hook in hooks)
 
     def claim_blocks(self, owned: range, *, keep: bool, shard: tuple[int, tuple[float, ...]]) -> Weights:
         """Leaves these blocks to a runner, of a transformer that is whole or of which no others were read.
@@ -334,6 +334,7 @@ class TransformerHooks:
                 stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
             own = self.chain[owned.start : owned.stop]
+            # Reversed, so that the first block of a class stands for all.
             own_blocks = {type(hook.block): hook.block for hook in reversed(own)}
             compiled: list[str] = []
             for hook in self.chain:
@@ -443,8 +444,8 @@ class CallCountHooks(TransformerHooks):
 
 
 def _describe_shard(index: int, weights: Sequence[float]) -> str:
-    numbers = [f"{weight:g}" for weight in weights]
-    return f"shard {index} of {':'.join(numbers)}"
+    shares = ":".join(f"{weight:g}" for weight in weights)
+    return f"shard {index} of {shares}"
 
 
 def _count_parameters(module: nn.Module) -> int:

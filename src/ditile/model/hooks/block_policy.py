@@ -64,8 +64,11 @@ class BlockHook:
         """The modules of the block that attend to tokens of other ranks, with their paths within the block."""
         # A placeholder, which stands for a block of another stage, has no modules.
         modules = dict(self.block.named_modules())
-        paths = [path for path in self.anatomy.attention if path in modules and self.is_shared(path)]
-        return [(path, modules[path]) for path in paths]
+        attentions = []
+        for path in self.anatomy.attention:
+            if path in modules and self.is_shared(path):
+                attentions.append((path, modules[path]))
+        return attentions
 
     def list_calls(self, path: str) -> list[tuple[str, str]]:
         """The attention calls that a module makes, in order: the name of each, unique in the model, and its kind.

@@ -79,7 +79,10 @@ def expand_mask(mask: Tensor, batch: int) -> Tensor:
     if mask.ndim == 2 and mask.shape[0] in (1, batch):
         # `[B, keys]`: the same keys for all heads and queries.
         return mask[:, None, None]
-    mask = mask[:, None] if mask.ndim == 3 else mask.view((1,) * (4 - mask.ndim) + mask.shape)
+    if mask.ndim == 3:
+        mask = mask[:, None]
+    while mask.ndim < 4:
+        mask = mask[None]
     # A stride of 0 repeats one row for all queries.
     if mask.stride(2) == 0:
         return mask[:, :, :1]

@@ -431,7 +431,9 @@ class GenerationMemory:
 
     def forget_branch_keys(self, branch: int) -> None:
         """Drops the keys and values of a guidance branch that this rank will not compute again."""
-        for key in [key for key in self._stores if key[0] == branch]:
+        for key in list(self._stores):
+            if key[0] != branch:
+                continue
             incoming = self._stores.pop(key).incoming
             if incoming is not None:
                 # A receive that is under way writes into its tensors.
@@ -644,14 +646,17 @@ class KeptBuffers:
         """The generations that were the last ones to use some of the memory."""
         generations: set[int] = set()
         for shapes in self._memory.values():
-            generations.update(kept.generation for kept in shapes.values())
+            for kept in shapes.values():
+                generations.add(kept.generation)
         return generations
 
     def drop_memory_of(self, generation: int) -> None:
         """Drops what a generation was the last one to use."""
         for shapes in self._memory.values():
-            for form in [form for form, kept in shapes.items() if kept.generation == generation]:
-                self.num_bytes -= shapes.pop(form).memory.nbytes
+            for form, kept in list(shapes.items()):
+                if kept.generation == generation:
+                    self.num_bytes -= kept.memory.nbytes
+                    del shapes[form]
 
     def clear(self) -> None:
         """Gives the memory back."""

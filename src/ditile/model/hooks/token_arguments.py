@@ -46,7 +46,9 @@ def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
 def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
     """A tensor, cut along each dimension that counts tokens; two dummies may stand for a text of a single one."""
     for dim, kind in enumerate(select_word(kinds, x.ndim) or ""):
-        if kind in TOKENS and (x.shape[dim] > 1 or runs[kind][-1].stop <= 1):
+        if kind not in TOKENS:
+            continue
+        if x.shape[dim] > 1 or runs[kind][-1].stop <= 1:
             x = take_runs(x, runs[kind], dim)
     return x
 
@@ -147,9 +149,11 @@ def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], 
     """
     for name, value in arguments.items():
         known = kinds.get(name, ())
-        if known == (ROWS,) and (value is None or (isinstance(value, list) and len(value) == rows)):
+        is_list_of_rows = isinstance(value, list) and len(value) == rows
+        if known == (ROWS,) and (value is None or is_list_of_rows):
             continue
         leaves = pytree.tree_leaves(value)
+        # The call has other values in it than those whose kinds are known.
         if known and len(known) != len(leaves) and value is not None:
             return name
         for place, leaf in enumerate(leaves):

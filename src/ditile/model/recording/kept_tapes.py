@@ -78,10 +78,11 @@ class ConstantInput:
             if not isinstance(own, StaticInput):
                 if own != leaf:
                     return False
-            elif not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (own.tensor.shape, own.tensor.dtype):
+                continue
+            form = (own.tensor.shape, own.tensor.dtype)
+            if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != form:
                 return False
-            else:
-                own.fill(leaf)
+            own.fill(leaf)
         return True
 
 
@@ -285,8 +286,9 @@ class KeptTapes:
         return [call for call in self._calls.values() if call.tape is not None]
 
     def _drop_calls_of(self, generation: int) -> None:
-        for key in [key for key, call in self._calls.items() if call.last_used == generation]:
-            del self._calls[key]
+        for key, call in list(self._calls.items()):
+            if call.last_used == generation:
+                del self._calls[key]
         self._count_tape_bytes()
 
     def _count_tape_bytes(self) -> None:

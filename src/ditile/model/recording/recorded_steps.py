@@ -210,7 +210,7 @@ class RecordedSteps:
         decision = cache.prepare_call(args, kwargs)
         if decision is not None:
             return self._run_part(now, model, decision, forward, args, kwargs)
-        if cache.is_divisible and self._can_record(now, model, PROBE, args, kwargs):
+        if cache.is_divisible and self._can_record_probe(now, model, args, kwargs):
             return self._run_in_two_parts(cache, now, model, forward, args, kwargs)
         return self._run_code(CACHE_DECIDES, forward, args, kwargs)
 
@@ -235,12 +235,12 @@ class RecordedSteps:
         self.has_played = True
         return result
 
-    def _can_record(self, now: Generation, model: nn.Module, decision: CallDecision, args: Any, kwargs: Any) -> bool:
-        """Whether nothing is known that forbids to record a part of a call."""
+    def _can_record_probe(self, now: Generation, model: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether nothing is known that forbids to record the first part of a call."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return False
-        place = (*_describe_place(now, model), decision)
+        place = (*_describe_place(now, model), PROBE)
         form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
         call = self._tapes.find_call((place, form))
         if call is None:
