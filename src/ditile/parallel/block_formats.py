@@ -106,8 +106,9 @@ def take_pieces(
             tensor = take_pieces(tensor, dim, own_pieces)
         tensors[name] = tensor.clone()
     block_size = list(whole.block_size)
+    length = sum(piece.stop - piece.start for piece in pieces)
     # A block is no larger than the weight.
-    block_size[dim] = min(block_size[dim], sum(piece.stop - piece.start for piece in pieces))
+    block_size[dim] = min(block_size[dim], length)
     attributes["block_size"] = block_size
     taken: Tensor = type(whole).__tensor_unflatten__(tensors, attributes, None, None)
     return taken

@@ -95,7 +95,9 @@ class ThreadRank:
 
 def run_thread_ranks(num_ranks: int, run: Callable[[ThreadRank], Result]) -> list[Result]:
     """What `run` returns on each of several ranks; raises the first error of a rank, if one fails."""
-    queues: list[list[queue.Queue[Any]]] = [[queue.Queue() for _ in range(num_ranks)] for _ in range(num_ranks)]
+    queues: list[list[queue.Queue[Any]]] = []
+    for _ in range(num_ranks):
+        queues.append([queue.Queue() for _ in range(num_ranks)])
     results: dict[int, Result] = {}
     errors: list[Exception] = []
 

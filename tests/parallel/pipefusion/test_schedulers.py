@@ -210,7 +210,7 @@ def test_the_first_timestep_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         type(scheduler), "index_for_timestep", lambda self, *args: lookups.append(args) or stock(self, *args)
     )
-    copies = PatchSchedulers(scheduler, (), scheduler.timesteps, 4, 4)
+    copies = PatchSchedulers(scheduler, scheduler.timesteps, 4, 4)
     latents = torch.ones(1, 1, 8, 8)
     pieces = [Piece.from_mask(torch.arange(8).view(1, 1, 8, 1).expand(1, 1, 8, 8) // 2 == patch) for patch in range(4)]
     for t in scheduler.timesteps[1:3]:

@@ -44,8 +44,9 @@ class HeadExchange:
         return q, k, v
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """The same of q, k and v that are yet to be made, in this order."""
-        return tuple(make() for make in makers)
+        """The same of q, k and v that are yet to be made, in this order; here all are made before any is sent."""
+        q, k, v = (make() for make in makers)
+        return self.exchange_tokens_for_heads(q, k, v, tokens, tokens)
 
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """The way back, `[B, tokens of the ulysses ranks, own heads, H]` to `[B, own tokens, heads, H]`."""

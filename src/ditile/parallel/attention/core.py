@@ -69,18 +69,12 @@ class AttentionCore:
         self.attend = CustomOp(self.attend_to_tokens, turn)
         self.overlaps = exchange.overlaps
 
-    def attend_overlapped(
-        self,
-        makers: Sequence[DeferredTensor],
-        *,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
+    def attend_overlapped(self, makers: Sequence[DeferredTensor], *, mask: Tensor | None = None) -> Tensor:
         """The same for q, k and v that are yet to be computed: each travels while the next one is computed."""
         if torch.compiler.is_compiling():
             # A compiled block computes all of them before any travels.
             q, k, v = (make() for make in makers)
-            return self.attend(q, k, v, mask=mask, scale=scale)
+            return self.attend(q, k, v, mask=mask)
         tokens = self._now.tokens.get_layer_tokens(self._now.token_patch, self._kind)
         heads = 0
 
@@ -91,8 +85,9 @@ class AttentionCore:
             heads = max(heads, x.shape[2])
             return x[:, tokens.real_tokens] if tokens.dummies else x
 
-        q, k, v = self._exchange.exchange_overlapped([partial(make_without_dummies, make) for make in makers], tokens)
-        return self._attend_to_heads(tokens, tokens, q, k, v, heads, mask, scale)
+        makers = [partial(make_without_dummies, make) for make in makers]
+        q, k, v = self._exchange.exchange_overlapped(makers, tokens)
+        return self._attend_to_heads(tokens, tokens, q, k, v, heads, mask, None)
 
     def attend_to_tokens(
         self,
@@ -124,6 +119,7 @@ class AttentionCore:
         if keys.dummies:
             k = k[:, keys.real_tokens]
             v = v[:, keys.real_tokens]
+        # A mask of pairs is cut by the places of its queries among the keys, which are of other tokens here.
         if keys is not tokens and mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
             raise make_pairs_error(mask)
         q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens, keys)
@@ -280,17 +276,15 @@ class StaleKeys:
             # The keys of a text are all written at once.
             written_patch = patch if tokens.image else None
             store.mark_written(step, written_patch)
-        if patch is None:
-            # The keys keep the order in which they came: the result is bit-identical to one process.
-            if extra.further is not None:
-                k, v, mask = extra.further.join_keys(k, v, mask)
-            return self.kernel(q, k, v, mask=mask, scale=extra.scale)
-        if not q.shape[1]:  # queries of a text that is not computed with this patch
+        # A text that is not computed with this patch has no queries.
+        if not q.shape[1]:
             return q
-        assert store.buffers is not None
-        if self.check is not None:
-            note_action(partial(self._check_ages, self.check, tokens))
-        k, v = store.buffers
+        # In a whole step the keys keep the order in which they came: the result is bit-identical to one process.
+        if patch is not None:
+            assert store.buffers is not None
+            if self.check is not None:
+                note_action(partial(self._check_ages, self.check, tokens))
+            k, v = store.buffers
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)

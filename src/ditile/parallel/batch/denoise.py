@@ -388,7 +388,8 @@ class DataCfgBatch:
         self._agree_on_rows(noisy, predictions, result)
         shapes = [(size, *prediction.shape[1:]) for prediction in predictions]
         wholes = self._predictions.get(branch)
-        if wholes is None or now.micro_step.patch is None or [tuple(whole.shape) for whole in wholes] != shapes:
+        is_whole_step = now.micro_step.patch is None
+        if wholes is None or is_whole_step or [tuple(whole.shape) for whole in wholes] != shapes:
             # New tensors, as the pipeline may have kept the last ones.
             wholes = [prediction.new_zeros(shape) for prediction, shape in zip(predictions, shapes, strict=True)]
             self._predictions[branch] = wholes

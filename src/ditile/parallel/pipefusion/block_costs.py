@@ -155,9 +155,10 @@ def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatr
     has_text = hook.anatomy.text is not None or hook.anatomy.joint != "none"
     stream = "both" if has_text and not text_modules else "image"
     matrices = Counter[str]()
+    # Constants, and what depends on the step alone, are computed once for all patches.
+    computed_once = (*spec.constant, *spec.per_step)
     for path, module in hook.block.named_modules():
-        # Constants, and what depends on the step alone, are computed once for all patches.
-        if module._modules or _is_inside_any(f"{hook.name}.{path}", (*spec.constant, *spec.per_step)):
+        if module._modules or _is_inside_any(f"{hook.name}.{path}", computed_once):
             continue
         size = sum(_iterate_matrix_sizes(module))
         if size and path in text_modules:

@@ -212,8 +212,9 @@ class BlockOffload:
             for index in owned:
                 module = model.chain[index].block
                 run.append(self._blocks.setdefault(module, _HostBlock(module, copies)))
-            for block, following in zip(run, run[1:] + run[:1], strict=True):
-                self._next[block] = following
+            # The first block of the next call follows the last one.
+            for place, block in enumerate(run):
+                self._next[run[place - 1]] = block
         self._buffers: list[_DeviceBuffer] = []
         self._previous: _HostBlock | None = None
         self._current = 0

@@ -227,7 +227,9 @@ class PipeFusion:
         self.takes_latents = self.stage in schedule.latent_readers
         if self._latents_in is not None and self.takes_latents:
             self._latents_in.looks_ahead = schedule.takes_ahead
-            for next_step in range(self._last_returned_step + 1, min(step + 1, schedule.steps - 1)):
+            # Nothing comes back after the last step.
+            stop = min(step + 1, schedule.steps - 1)
+            for next_step in range(self._last_returned_step + 1, stop):
                 for patch in range(self._patches):
                     self._latents_in.expect_messages(self._list_latent_keys(next_step, patch))
                 self._last_returned_step = next_step
@@ -268,8 +270,11 @@ class PipeFusion:
 
     def _list_latent_keys(self, step: int, patch: int) -> list[MessageKey]:
         """The messages of a denoised patch: one for each scheduler that steps some of it, numbered like branches."""
-        streams = enumerate(self.generation.pieces)
-        return [MessageKey(step, patch, stream) for stream, pieces in streams if not pieces[patch].is_empty]
+        keys = []
+        for stream, pieces in enumerate(self.generation.pieces):
+            if not pieces[patch].is_empty:
+                keys.append(MessageKey(step, patch, stream))
+        return keys
 
     def send_stepped_patch(self, patch: Tensor, reader: int) -> None:
         """Sends a denoised patch to a stage that reads latents."""
@@ -360,7 +365,8 @@ class PipeFusion:
     def begin_survey(self) -> None:
         """A call of a new form is surveyed. With one stage no message comes before the blocks of the first call."""
         now = self.generation
-        if self.stages == 1 and not now.branch and now.calls is None and now.micro_step.step == 0:
+        is_first_call = now.branch == 0 and now.calls is None
+        if self.stages == 1 and is_first_call and now.micro_step.step == 0:
             self._has_begun = False
 
     def begin_transformer_call(self, batch_size: int) -> list[range]:
@@ -653,7 +659,8 @@ class PipeFusion:
     def _list_message_keys(self, step: int) -> Iterator[MessageKey]:
         calls = self.generation.calls
         assert calls is not None
-        for op in self.schedule.iter_step_ops(self.stage, step, calls, self.generation.branches(step, calls)):
+        branches = self.generation.branches(step, calls)
+        for op in self.schedule.iter_step_ops(self.stage, step, calls, branches):
             if op.kind is OpKind.RECEIVE and op.patch is not None:
                 yield MessageKey(op.step, op.patch, op.branch, op.micro_batch)
 

@@ -47,10 +47,15 @@ def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
     parts: dict[str, Any] = {}
     attributes: dict[str, Any] = {}
     for name, part in vars(pipe).items():
-        if isinstance(part, BaseGuidance):
-            parts[name] = part
-            # Users set these without changing the config.
-            attributes[name] = {key: value for key, value in vars(part).items() if key[0] != "_"}
+        if not isinstance(part, BaseGuidance):
+            continue
+        parts[name] = part
+        # Users set these without changing the config.
+        settings_of_guider = {}
+        for key, value in vars(part).items():
+            if not key.startswith("_"):
+                settings_of_guider[key] = value
+        attributes[name] = settings_of_guider
     for number, scheduler in enumerate(list_schedulers(pipe)):
         parts[f"scheduler {number}"] = scheduler
     settings = []
@@ -117,10 +122,10 @@ class _Zeros:
 def _forget_numbers(results: Any) -> Any:
     """Results of models with `_Zeros` as tensors; None if they have more than tensors, which may be large."""
     described = pytree.tree_map_only(Tensor, lambda x: _Zeros(x.shape, x.dtype, x.device), results)
-    leaves = pytree.tree_leaves(described)
-    if all(isinstance(leaf, _Zeros | str | int | float | None) for leaf in leaves):
-        return described
-    return None
+    for leaf in pytree.tree_leaves(described):
+        if not isinstance(leaf, _Zeros | str | int | float | None):
+            return None
+    return described
 
 
 @dataclass(frozen=True, slots=True)

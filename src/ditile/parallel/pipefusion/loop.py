@@ -32,6 +32,7 @@ from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.known_calls import KnownCalls
 from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.parallel.pipefusion.patch_schedulers import (
+    OVERRIDES,
     PatchExtra,
     PatchSchedulers,
     StepCall,
@@ -42,7 +43,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
 )
 from ditile.parallel.pipefusion.rehearsal import Rehearsal
 from ditile.parallel.pipefusion.step_agreement import AdaptiveWarmup, StepAgreement, StepCallbacks
-from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
+from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan, suggest_whole_images
@@ -70,6 +71,7 @@ class Loop:
         recorder: records the model's calls of the next call, or says why it does not.
         forecasts: makes the predictions of steps of the next call in which the model is not called, if there are any.
         generation: the current one; not under way outside of the pipeline's loop.
+        num_steps: of the current generation; fewer once ranks have agreed to end early.
         is_stepping_rank: whether this rank steps the scheduler with the model's predictions.
     """
 
@@ -115,7 +117,7 @@ class Loop:
         self._timestep: Tensor | None = None
         self._adaptive_warmup: AdaptiveWarmup | None = None
         self._relative_change: RelativeChange | None = None
-        self._num_steps = 0
+        self.num_steps = 0
         # The steps of the loop that compute, which micro-steps count.
         self._computed_steps: list[int] = []
         self._is_planned = True
@@ -177,11 +179,6 @@ class Loop:
         if now.is_dry or not self._schedule.is_last_of_step(now.micro_step):
             return None
         return now.loop_step
-
-    @property
-    def num_steps(self) -> int:
-        """The steps of the current generation."""
-        return self._num_steps
 
     @property
     def num_images(self) -> int | None:
@@ -297,7 +294,7 @@ class Loop:
         self._plan_computed_steps()
         step = 0
         # An agreement may shorten the generation while it runs.
-        while self._run.stop < self._num_steps:
+        while self._run.stop < self.num_steps:
             self._begin_step(step)
             for micro, loop_step in self._list_iterations(step):
                 if blends.are_needed and micro != self._schedule.list_micro_steps(step)[0]:
@@ -329,7 +326,7 @@ class Loop:
         schedule = PatchSchedule.from_plan(own_plan, len(timesteps))
         self._schedule = schedule
         self._timesteps = timesteps
-        self._num_steps = len(timesteps)
+        self.num_steps = len(timesteps)
         self._computed_steps = list(range(len(timesteps)))
         self._is_planned = True
         self._run = range(0)
@@ -419,7 +416,7 @@ class Loop:
         """Which steps of the loop compute: from here on micro-steps count these alone."""
         if self.forecasts is None:
             return
-        planned = self.forecasts.begin_generation(self._num_steps)
+        planned = self.forecasts.begin_generation(self.num_steps)
         findings = self.generation.findings
         if planned is not None:
             # Where the model changes there is no output of it that could be continued.
@@ -428,7 +425,7 @@ class Loop:
         elif self._has_partial_latents or self._schedule.has_stale_steps:
             raise ModelError(
                 "this cache decides in each step whether the model is called, and stages and stale keys must know that "
-                f"before; use a schedule, as steps={self._num_steps // 2} in a cache line, or "
+                f"before; use a schedule, as steps={self.num_steps // 2} in a cache line, or "
                 f"{suggest_whole_images(stale_keys=True)}"
             )
         self._is_planned = planned is not None
@@ -439,7 +436,7 @@ class Loop:
 
     def _find_run(self, step: int) -> range:
         """The steps of the loop from one that computes to the last before the next one that does."""
-        following = self._num_steps
+        following = self.num_steps
         if step + 1 < len(self._computed_steps):
             following = self._computed_steps[step + 1]
         return range(self._computed_steps[step], following)
@@ -461,6 +458,7 @@ class Loop:
     def _precedes_call(self) -> bool:
         """Whether the model is called in the iteration after this one."""
         now = self.generation
+        # In a late step all patches end one step of the loop before any begins the next one.
         if now.micro_step.step in self._schedule.late and not self._schedule.is_last_of_step(now.micro_step):
             return now.loop_step == self._run.start
         return now.loop_step == self._run[-1]
@@ -492,7 +490,7 @@ class Loop:
         self._run = self._find_run(step)
         if self._agreement.begin_step() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
-            self._num_steps = self._run.stop
+            self.num_steps = self._run.stop
         # Asked in every step, as its sums are collective.
         warmup = self._adaptive_warmup
         if warmup is not None and warmup.decide_synchronous_step(step) and step >= self._schedule.warmup:
@@ -531,6 +529,7 @@ class Loop:
     @property
     def _is_stepped(self) -> bool:
         """Whether all schedulers were stepped in this micro-step."""
+        # A list, as a generator is resumed for each stream, several times in each micro-step.
         return all([stream.is_stepped for stream in self._streams])
 
     def _exchange_latents(self, micro: MicroStep) -> None:
@@ -590,7 +589,7 @@ class Loop:
         if self.forecasts is not None:
             self.forecasts.end_generation()
         self._batch.end_generation()
-        self._agreement.check_outcome(self._num_steps)
+        self._agreement.check_outcome(self.num_steps)
 
     # The scheduler
 
@@ -711,7 +710,7 @@ class Loop:
         self._end_step(stream, step, call.timestep, is_again=is_again)
         if self._mesh["data"].num_ranks == 1:
             return result
-        complete = functools.partial(self._complete_step_extras, is_last=step == self._num_steps - 1)
+        complete = functools.partial(self._complete_step_extras, is_last=step == self.num_steps - 1)
         return replace_latents(result, stream.latents, complete)
 
     def _note_dry_step(self, stream: SteppedLatents, call: StepCall) -> Any:
@@ -810,7 +809,7 @@ class Loop:
     def _end_step(self, stream: SteppedLatents, step: int, timestep: Any, *, is_again: bool) -> None:
         """Ends a step: the whole latents go to every rank after the last step, and where a callback wants them."""
         assert stream.latents is not None
-        is_last = step == self._num_steps - 1
+        is_last = step == self.num_steps - 1
         if self.is_stepping_rank:
             fresh = (stream.latents, *stream.held_patches.values())
             self._agreement.note_latents(step, map(self._batch.view_own_images, fresh))

@@ -51,7 +51,8 @@ class OtherModels:
         # The transformer is not called, so nobody reads what they would make of this step.
         if now.computes is False:
             return
-        if not now.is_dry and now.micro_step == now.schedule.list_micro_steps(now.micro_step.step)[0]:
+        first_micro_step = now.schedule.list_micro_steps(now.micro_step.step)[0]
+        if now.micro_step == first_micro_step and not now.is_dry:
             # Not `forget_results`: a call of Python in each step.
             self.results.clear()
             self.inputs.clear()

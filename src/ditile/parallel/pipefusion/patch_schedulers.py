@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import suggest_whole_images
 
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")
+OVERRIDES = ("set_timesteps", "step", "scale_model_input")
+"""The methods of a scheduler that the loop overrides on the instance."""
 
 
 Place = int | str
@@ -102,12 +104,12 @@ class PatchSchedulers:
     """Copies of one scheduler, made right after its `set_timesteps`.
 
     Args:
-        hide: attributes of the instance that must not be copied (overrides).
         patches: M, or 1 where no patch is stepped.
     """
 
-    def __init__(self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int) -> None:
-        attributes = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
+    def __init__(self, scheduler: Any, timesteps: Tensor, patches: int, steps: int) -> None:
+        # The overrides lead back to the pipeline, and are no part of a copy.
+        attributes = {name: value for name, value in vars(scheduler).items() if name not in OVERRIDES}
         attributes["timesteps"] = timesteps
         self._copies = [_clone_scheduler(scheduler, attributes) for _ in range(patches)]
         has_lookup = hasattr(scheduler, "_init_step_index")
@@ -258,8 +260,9 @@ class PatchSchedulers:
         self._num_made[patch] += 1
         oldest = min(self._num_made) - 1
         for states in (self._states_before, self._states_after):
-            for known_step in [known_step for known_step in states if known_step < oldest]:
-                del states[known_step]
+            for known_step in list(states):
+                if known_step < oldest:
+                    del states[known_step]
         return step
 
     def _find_first_index(self, timestep: Any) -> None:

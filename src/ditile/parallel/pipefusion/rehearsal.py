@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.generation import Generation, RehearsedModel
 from ditile.model.hooks.pieces import has_nan
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
@@ -255,7 +255,7 @@ class ArgumentProbe:
         self._latents_names.add(latents)
         for name, value in inputs.items():
             key = (self._now.branch, name)
-            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+            tensors = [x for x in list_tensors(value) if x.is_floating_point()]
             if key not in self._always_nan and has_nan(tensors):
                 self._masks[key] = [torch.isnan(x) for x in tensors]
         return True

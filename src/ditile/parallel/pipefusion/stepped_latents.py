@@ -22,8 +22,6 @@ from ditile.parallel.pipefusion.patch_schedulers import (
 from ditile.plan.errors import StateError
 from ditile.plan.plan import suggest_whole_images
 
-OVERRIDES = ("set_timesteps", "step", "scale_model_input")
-
 
 class SteppedLatents:
     """One scheduler and what it steps.
@@ -73,7 +71,7 @@ class SteppedLatents:
     def get_copies(self, patches: int, timesteps: Tensor, steps: int) -> PatchSchedulers:
         """The scheduler's copies, one for each patch, made at the first call."""
         if self._copies is None:
-            self._copies = PatchSchedulers(self.scheduler, OVERRIDES, timesteps, patches, steps)
+            self._copies = PatchSchedulers(self.scheduler, timesteps, patches, steps)
         return self._copies
 
     def note_rehearsal(self, prediction: Tensor, sample: Tensor, *, is_cut: bool) -> None:
@@ -155,8 +153,10 @@ class SteppedLatents:
         num_owners = self.make_element_numbers()
         for piece in self.pieces:
             piece.put(num_owners, piece.take(num_owners) + 1)
+        # References are not denoised.
         is_mixed = any(not piece.is_empty for piece in self.pieces[:references])
-        if is_mixed or int(num_owners.min()) < 1 or int(num_owners.max()) > 1 or len(self.pieces) != patches:
+        has_one_owner = bool((num_owners == 1).all())
+        if is_mixed or not has_one_owner or len(self.pieces) != patches:
             cause = "its transformer mixes tokens after its blocks"
             remedy = "use"
             if rows_differ:

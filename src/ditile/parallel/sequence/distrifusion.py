@@ -64,12 +64,16 @@ class DistriFusionKeys:
         if store.incoming is not None:
             self._receive_patch_keys(store, tokens, 1, expects_more=sends_keys)
         # A synchronous step writes all keys, and may have fewer rows: guidance may have ended.
-        if not now.is_stale and store.buffers is not None and store.buffers[0].shape[0] != k.shape[0]:
-            store.drop_keys()
+        if not now.is_stale and store.buffers is not None:
+            rows_before = store.buffers[0].shape[0]
+            if k.shape[0] != rows_before:
+                store.drop_keys()
         keys, values = store.write_keys(k, v, runs[own])
         self._mark_written(store, step, own)
         if sends_keys:
-            image_runs = [tuple(run for run in rank_runs if run.start in tokens.image) for rank_runs in runs]
+            image_runs = []
+            for rank_runs in runs:
+                image_runs.append(tuple([run for run in rank_runs if run.start in tokens.image]))
             pending = self._send_patch_keys(k, v, runs[own], image_runs)
             note_action(partial(self._expect_messages, tokens, pending, image_runs))
         # A synchronous step attends to the fresh keys of all ranks; a stale one leaves them to the next step.

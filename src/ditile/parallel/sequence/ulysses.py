@@ -80,7 +80,9 @@ def share_heads_and_tokens(
         runs = tuple(pick_weighted_chunk(range(count), weights, rank) for count in heads)
         heads_by_rank.append(runs)
         num_heads.append(sum(map(len, runs)))
-    is_even = len(set(lengths)) == 1 and len({tuple(map(len, runs)) for runs in heads_by_rank}) == 1
+    # One width for each tensor.
+    widths = {tuple(map(len, runs)) for runs in heads_by_rank}
+    is_even = len(set(lengths)) == len(widths) == 1
     return HeadAndTokenShares(lengths, tuple(heads_by_rank), tuple(num_heads), index, is_even)
 
 
@@ -131,11 +133,6 @@ class UlyssesExchange(HeadExchange):
                 own.append(x_BPNH[:, :, run.start : run.stop])
             return tuple(own)
         return self._receive_heads(self._send_heads(tensors, shares), shares, tensors[0])
-
-    def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """The same for functions that compute q, k and v; this class calls all three before it sends anything."""
-        q_BPNH, k_BPNH, v_BPNH = (make() for make in makers)
-        return self.exchange_tokens_for_heads(q_BPNH, k_BPNH, v_BPNH, tokens, tokens)
 
     def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """`[B, tokens of all ranks, own heads, H]` to `[B, own tokens, N, H]`."""

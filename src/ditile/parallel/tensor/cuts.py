@@ -356,7 +356,10 @@ def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Mod
     attributes = vars(transformer.get_submodule(path.rpartition(".")[0]))
     sizes = []
     for block in blocks:
-        sizes.append(block if isinstance(block, int) else int(attributes.get(block, 0)))
+        if isinstance(block, int):
+            sizes.append(block)
+        else:
+            sizes.append(int(attributes.get(block, 0)))
     if isinstance(blocks[0], str):
         _check_sum(path, "outputs", _find_linear(transformer, path).out_features, sizes, transformer)
     return sizes

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
+from ditile.distributed.recording.segments import list_tensors
 from ditile.distributed.transport import Traffic
 from ditile.model.hooks.overrides import list_parameter_names, override_attribute
 from ditile.model.hooks.pieces import list_predictions
@@ -99,7 +100,10 @@ def _find_pattern(transformer: nn.Module, path: str | int) -> str | int:
         if place == 0 or not name.isdecimal():
             continue
         siblings = transformer.get_submodule(".".join(names[:place]))
-        if isinstance(siblings, nn.ModuleList) and len({type(module) for module in siblings}) == 1 < len(siblings):
+        if not isinstance(siblings, nn.ModuleList):
+            continue
+        # A list of one says nothing of others.
+        if len(siblings) > 1 and len(set(map(type, siblings))) == 1:
             pattern[place] = "*"
     return ".".join(pattern) + path[end.start() :]
 
@@ -199,16 +203,18 @@ class _FlowWatch(TorchFunctionMode):
         # In every block the first positional arguments are streams.
         given_streams = list(args[: max(len(streams), 1)])
         given_streams += [value for name, value in kwargs.items() if name in streams]
-        for leaf in _list_tensors(given_streams):
+        for leaf in list_tensors(given_streams):
             self._mark(leaf, frozenset({STREAM}))
         call = dict(zip(names, args, strict=False)) | kwargs
         for name, kinds in of_list.arguments.items():
             if name in streams:
                 continue
-            for index, (leaf, kind) in enumerate(zip(pytree.tree_leaves(call.get(name)), kinds, strict=False)):
+            leaves = pytree.tree_leaves(call.get(name))
+            for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=False)):
                 if isinstance(leaf, Tensor):
                     source = f"{_ARGUMENT}{block}:{name}.{index}"
-                    self._arguments[source] = leaf.shape, select_word(kind, leaf.ndim) or ""
+                    word = select_word(kind, leaf.ndim) or ""
+                    self._arguments[source] = (leaf.shape, word)
                     self._mark(leaf, frozenset({source}))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,12 +226,12 @@ class _FlowWatch(TorchFunctionMode):
             self._mark(result, frozenset({path}))
             return result
         name = getattr(func, "__name__", "")
-        inputs = _list_tensors([args, kwargs])
+        inputs = list_tensors([args, kwargs])
         sources = frozenset[str]().union(*map(self._find_sources, inputs))
         parts = self._find_parts(name, args, kwargs, inputs)
         if sources or parts:
             width = sum(part.width for part in parts)
-            for leaf in _list_tensors(result):
+            for leaf in list_tensors(result):
                 self._mark(leaf, sources)
                 if parts and leaf.shape[-1:] == (width,):
                     self._parts[id(leaf)] = parts
@@ -239,8 +245,10 @@ class _FlowWatch(TorchFunctionMode):
     def _note_product(self, x: Tensor, table: Tensor) -> None:
         """An argument that is multiplied with what a Linear made has a dimension of heads, or of all their features."""
         linears = frozenset(name for name in self._find_sources(x) if not name.startswith(_ARGUMENT))
+        if STREAM in linears or not linears:
+            return
         arguments = self._find_sources(table)
-        if STREAM in linears or not linears or not all(name.startswith(_ARGUMENT) for name in arguments):
+        if not all(name.startswith(_ARGUMENT) for name in arguments):
             return
         features = set()
         heads = set()
@@ -298,7 +306,8 @@ class _FlowWatch(TorchFunctionMode):
         parts = self._parts.get(id(x), ())
         if sum(part.width for part in parts) != x.shape[-1]:
             parts = (Part(x.shape[-1], sources),)
-        if STREAM not in sources and x.numel() == x.shape[0] * x.shape[-1]:
+        has_one_token = x.numel() == x.shape[0] * x.shape[-1]
+        if has_one_token and STREAM not in sources:
             self._modulations.append(path)
         if path in self._uses:
             sources |= self._uses[path].sources
@@ -314,19 +323,22 @@ class _FlowWatch(TorchFunctionMode):
         width = x.shape[-1]
         if name in ("chunk", "split", "tensor_split"):
             # Not one along another dimension.
-            if {part.shape[:-1] for part in result} != {x.shape[:-1]}:
+            if any(part.shape[:-1] != x.shape[:-1] for part in result):
                 return
             for part in result:
                 self._note_span(part, path, start)
                 start += part.shape[-1]
-        elif name == "__getitem__" and isinstance(result, Tensor) and result.shape[:-1] == x.shape[:-1]:
-            last_index = args[1][-1] if isinstance(args[1], tuple) else None
-            if isinstance(last_index, slice) and last_index.step in (None, 1):
+        elif name == "__getitem__" and isinstance(result, Tensor) and isinstance(args[1], tuple):
+            last_index = args[1][-1]
+            if result.shape[:-1] != x.shape[:-1] or not isinstance(last_index, slice):
+                return
+            if last_index.step in (None, 1):
                 self._note_span(result, path, start + last_index.indices(width)[0])
-        elif name in ("reshape", "view", "unflatten") and result.ndim == x.ndim + 2 and result.shape[-3] in (2, 3):
-            # Queries, keys and values: [..., 3, heads, features of a head].
+        elif name in ("reshape", "view", "unflatten") and result.ndim == x.ndim + 2:
+            # Queries, keys and values, or two of them: [..., 3, heads, features of a head].
+            num_parts = result.shape[-3]
             part_width = math.prod(result.shape[-2:])
-            if part_width * result.shape[-3] == width:
+            if num_parts in (2, 3) and num_parts * part_width == width:
                 ends = range(start + part_width, start + width + 1, part_width)
                 self._ends.setdefault(path, set()).update(ends)
 
@@ -346,7 +358,11 @@ class _FlowWatch(TorchFunctionMode):
     def _note_span(self, part: Tensor, path: str, start: int) -> None:
         self._spans[id(part)] = path, start
         self._kept.append(part)
-        self._ends.setdefault(path, set()).update({start, start + part.shape[-1]} - {0})
+        ends = self._ends.setdefault(path, set())
+        ends.add(start + part.shape[-1])
+        # What begins here ends the part before, if there is one.
+        if start:
+            ends.add(start)
 
     def _list_blocks(self, path: str) -> list[int]:
         """The sizes of what a Linear makes side by side."""
@@ -361,8 +377,10 @@ class _FlowWatch(TorchFunctionMode):
             return
         (source,) = sources
         width = args[0].shape[-1]
+        if not isinstance(self._modules.get(source), nn.Linear):
+            return
         # A norm within each head has another width.
-        if isinstance(self._modules.get(source), nn.Linear) and width in self._list_blocks(source):
+        if width in self._list_blocks(source):
             self._norms[path] = Part(width, sources)
 
     def list_styles(self) -> dict[str, list[Any]]:
@@ -415,7 +433,10 @@ class _FlowWatch(TorchFunctionMode):
             return proportions
         # Another config may have other proportions of parts that are not alike. Of several attributes with one value
         # the first counts.
-        names = {value: name for name, value in reversed(vars(owner).items()) if type(value) is int}
+        names = {}
+        for name, value in vars(owner).items():
+            if type(value) is int:
+                names.setdefault(value, name)
         if names.keys() >= set(blocks):
             return [names[block] for block in blocks]
         return proportions
@@ -430,7 +451,3 @@ class _FlowWatch(TorchFunctionMode):
             if part.width in blocks:
                 return name if len(blocks) == 1 else f"{name}/{blocks.index(part.width)}"
         return part.width
-
-
-def _list_tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -92,10 +92,9 @@ def install_token_gathers(
                 # A row-parallel Linear sums, so its scatter takes the place of its sum.
                 scatters[path] = partial(_scatter_tokens, collectives, tokens, streams[RETURN])
                 continue
-            gather = {
-                what: exclude_from_compile(partial(_gather_tokens, path, collectives, tokens, stream))
-                for what, stream in streams.items()
-            }
+            gather: dict[str, Gather] = {}
+            for what, stream in streams.items():
+                gather[what] = exclude_from_compile(partial(_gather_tokens, path, collectives, tokens, stream))
             # The result is gathered after the module; all others are arguments, which are gathered before it.
             after = gather.pop(RETURN, None)
             if after is not None:

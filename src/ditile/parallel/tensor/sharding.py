@@ -122,7 +122,8 @@ class ShardedTransformer:
             ModelError: if it is none of a plain LoRA.
         """
         path, _, leaf = name.rpartition(".lora_")
-        if path.removesuffix(".base_layer") in self.cuts.styles and leaf.split(".")[0] not in ("A", "B"):
+        is_plain_factor = leaf.partition(".")[0] in ("A", "B")
+        if path.removesuffix(".base_layer") in self.cuts.styles and not is_plain_factor:
             raise ModelError(f"{name} is none of a plain LoRA, and tensor parallelism cuts only these; load it before")
         cut = self.cuts.select_shard(name, factor.shape)
         return factor if cut is None else take_pieces(factor, *cut)
@@ -286,15 +287,16 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
 
 def _resize_features(stack: ExitStack, module: nn.Module) -> None:
     """Sets the sizes of a Linear, and of the LoRAs around it, to the sizes of its share."""
-    linears: list[tuple[Any, Any]] = [(owner, owner) for owner in module.modules() if isinstance(owner, nn.Linear)]
-    base = unwrap_lora_base(module)
-    if base is not module:
+    base: Any = unwrap_lora_base(module)
+    for owner in module.modules():
+        linear: Any = owner
         # peft's layer repeats the sizes of its base.
-        linears.append((module, base))
-    for owner, linear in linears:
-        out_features, in_features = measure_weight(linear.weight)
-        override_attribute(stack, owner, "out_features", out_features)
-        override_attribute(stack, owner, "in_features", in_features)
+        if owner is module:
+            linear = base
+        if isinstance(linear, nn.Linear):
+            out_features, in_features = measure_weight(linear.weight)
+            override_attribute(stack, owner, "out_features", out_features)
+            override_attribute(stack, owner, "in_features", in_features)
 
 
 def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCuts) -> None:
@@ -397,9 +399,10 @@ def _norm_across_ranks(norm: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Te
     """An RMS norm whose channels lie on all ranks: their squares are summed over the ranks."""
     # The dtypes follow diffusers' RMSNorm.
     wide = x.float()
-    squares = over_ranks(wide.square().sum(-1, keepdim=True)) / cuts.measure_whole(x.shape[-1])
+    sum_of_squares = over_ranks(wide.square().sum(-1, keepdim=True))
+    mean_of_squares = sum_of_squares / cuts.measure_whole(x.shape[-1])
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    out = wide * torch.rsqrt(squares + eps)
+    out = wide * torch.rsqrt(mean_of_squares + eps)
     if norm.weight is None:
         return out.to(x.dtype)
     out = out * norm.weight

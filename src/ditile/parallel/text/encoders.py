@@ -333,7 +333,10 @@ def _check_structure(text: str) -> None:
         cls = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind)
         # Names of fields, of classes that have some.
         names = json.loads(node["context"]) if isinstance(node["context"], str) else node["context"]
-        is_plain = names is None or isinstance(names, list) and all(isinstance(name, str) for name in names)
-        is_known = cls in (list, tuple, dict) or isinstance(cls, type) and issubclass(cls, ModelOutput)
+        if names is None:
+            names = []
+        is_plain = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        is_output = isinstance(cls, type) and issubclass(cls, ModelOutput)
+        is_known = is_output or cls in (list, tuple, dict)
         if not (is_plain and is_known):
             raise ModelError(f"a text encoder returned a {kind}, which does not travel; use text=each")

@@ -167,13 +167,15 @@ def read_partial_encoder(
         return encoder
     partial_class = _derive_partial_class(kind, place) if place.mode == "split" else kind
     is_file = config_place is not None
+    # transformers takes a state dict only without a folder.
+    folder = None if is_file else source
     # The loading info has the weights that are missing or do not fit, which transformers would draw at random. It
     # logs them as a table too.
     level = _LOADER_LOG.level
     _LOADER_LOG.setLevel(logging.ERROR)
     try:
         encoder, info = partial_class.from_pretrained(
-            None if is_file else source,
+            folder,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,

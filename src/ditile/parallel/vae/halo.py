@@ -149,10 +149,16 @@ def plan_halo_exchange(rows: ImageRows, window: RowWindow, rank: int) -> Halo:
         sent = intersect_ranges(window.find_input_rows(output_rows.select_rank_rows(peer), height), own)
         if sent:
             sends.append(PeerRows(peer, sent))
+    inner_rows = []
+    for row in out:
+        input_rows = window.find_input_rows(range(row, row + 1), height)
+        if intersect_ranges(input_rows, own) == input_rows:
+            inner_rows.append(row)
+    inner = range(out.start, out.start)
     # Its neighbours' rows are needed at the edges only, so these rows follow each other.
-    inner = [row for row in out if set(window.find_input_rows(range(row, row + 1), height)).issubset(own)]
-    inner_range = range(inner[0], inner[-1] + 1) if inner else range(out.start, out.start)
-    return Halo(own, out, inner_range, tuple(above), tuple(below), tuple(sends))
+    if inner_rows:
+        inner = range(inner_rows[0], inner_rows[-1] + 1)
+    return Halo(own, out, inner, tuple(above), tuple(below), tuple(sends))
 
 
 def intersect_ranges(a: range, b: range) -> range:
@@ -184,11 +190,8 @@ class RowLinks(Protocol):
         num_ranks: how many there are.
     """
 
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def num_ranks(self) -> int: ...
+    index: int
+    num_ranks: int
 
     def start_exchange(
         self,
@@ -326,7 +329,9 @@ class Strip:
 
     def start_halo_exchange(self, x: Tensor, part: Halo) -> Callable[[], list[tuple[range, Tensor]]]:
         """Starts to send and to receive halo rows; returns what waits for all rows that this rank can see."""
-        sends = [(peer, x.narrow(-2, rows.start - part.own.start, len(rows))) for peer, rows in part.sends]
+        sends = []
+        for peer, rows in part.sends:
+            sends.append((peer, x.narrow(-2, rows.start - part.own.start, len(rows))))
         incoming = (*part.above, *part.below)
         receives = [(peer, replace_height(x, len(rows))) for peer, rows in incoming]
         exchange = self._links.start_exchange(sends, receives, x)

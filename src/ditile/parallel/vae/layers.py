@@ -59,12 +59,15 @@ class StripConvolution:
         else:
             out = self._fill_output_rows(out, own, part.inner, part, size, prepare)
         visible = wait_for_rows()
-        for edge in (range(part.out.start, part.inner.start), range(part.inner.stop, part.out.stop)):
+        top = range(part.out.start, part.inner.start)
+        bottom = range(part.inner.stop, part.out.stop)
+        for edge in (top, bottom):
             out = self._fill_output_rows(out, visible, edge, part, size, prepare)
         if out is not None:
             return out
         # An output of no rows: its other dimensions follow from a convolution of as few rows as will do.
-        rows = x.new_zeros(*x.shape[:-2], self.window.kernel, x.shape[-1] * self.window.scale)
+        width = x.shape[-1] * self.window.scale
+        rows = x.new_zeros(*x.shape[:-2], self.window.kernel, width)
         return self.convolve(rows, 0).narrow(-2, 0, 0)
 
     def _fill_output_rows(
@@ -341,10 +344,13 @@ class RowFunctions(TorchFunctionMode):
             before = RowPadding(input.shape, 0, 0, "constant")
         if paddings[-2] and before.above + before.below and before.mode != "constant":
             raise ModelError("a coder pads rows twice before a convolution; use vae=whole")
-        window = RowWindow(kernel, strides[-2], before.above + paddings[-2], before.below + paddings[-2])
+        above = before.above + paddings[-2]
+        below = before.below + paddings[-2]
+        window = RowWindow(kernel, strides[-2], above, below)
 
         def convolve(x: Tensor, zeros: int) -> Tensor:
-            return func(x, weight, bias, strides, (*paddings[:-2], zeros, paddings[-1]), dilations, groups)
+            own_paddings = (*paddings[:-2], zeros, paddings[-1])
+            return func(x, weight, bias, strides, own_paddings, dilations, groups)
 
         return self._note_shape(StripConvolution(convolve, self._strip, window, before.mode)(input))
 

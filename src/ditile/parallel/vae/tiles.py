@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.placeholders import build_meta_model
 from ditile.parallel.vae.halo import PendingRows, RowLinks
@@ -66,9 +67,9 @@ class ArrivingTiles(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Receives what the operation is given."""
         if self._arriving:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and id(leaf) in self._arriving:
-                    self._receive(id(leaf))
+            for tensor in list_tensors((args, kwargs)):
+                if id(tensor) in self._arriving:
+                    self._receive(id(tensor))
         return func(*args, **(kwargs or {}))
 
 
