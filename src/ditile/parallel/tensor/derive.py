@@ -433,7 +433,7 @@ class _FlowWatch(TorchFunctionMode):
             return proportions
         # Another config may have other proportions of parts that are not alike. Of several attributes with one value
         # the first counts.
-        names = {}
+        names: dict[int, str] = {}
         for name, value in vars(owner).items():
             if type(value) is int:
                 names.setdefault(value, name)
