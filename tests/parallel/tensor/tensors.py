@@ -59,14 +59,14 @@ def _tokens_shared(transformer: nn.Module, cut: ShardedTransformer) -> Iterator[
         streams = {"image": "hidden_states", "text": "encoder_hidden_states"}
         for stream in io.returns:
             value = call[streams[stream]]
-            setattr(cut.stream_lengths, stream, value.shape[1])
+            setattr(cut.streams, stream, value.shape[1])
             call[streams[stream]] = value[:, _own(value.shape[1], line)]
         return (), call
 
     def behind(_: nn.Module, __: Any, result: Any) -> Any:
         parts = result if isinstance(result, tuple) else (result,)
         parts = tuple(
-            exchange.gather_streams(part, [cut.stream_lengths.image]) if name == "image" else part
+            exchange.gather_streams(part, [cut.streams.image]) if name == "image" else part
             for name, part in zip(returns, parts, strict=True)
         )
         return parts if isinstance(result, tuple) else parts[0]

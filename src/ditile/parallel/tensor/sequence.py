@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,20 +33,23 @@ class SharedStreams(TokenStreams):
     """Every rank has its share of each stream.
 
     Args:
-        tokens: gets the lengths of the current call.
         axis: the ranks.
         collectives: gather.
+
+    Attributes:
+        image, text: whole lengths of the streams of the current call, set where they are cut; the same on all ranks.
     """
 
-    def __init__(self, tokens: StreamLengths, axis: Axis, collectives: TensorCollectives) -> None:
-        self._tokens = tokens
+    def __init__(self, axis: Axis, collectives: TensorCollectives) -> None:
         self._axis = axis
         self._collectives = collectives
+        self.image = 0
+        self.text = 0
 
     def set_stream_lengths(self, image: int, text: int) -> None:
         """Keeps the lengths for the gathers inside the blocks."""
-        self._tokens.image = image
-        self._tokens.text = text
+        self.image = image
+        self.text = text
 
     def locate_own_share(self, length: int) -> slice:
         """This rank's share of a stream."""
@@ -58,15 +60,26 @@ class SharedStreams(TokenStreams):
         """`[B, own, C]` to `[B, length, C]`."""
         return self._collectives.gather_streams(x, [length])
 
+    def gather_tokens(self, path: str, stream: str, x: Tensor) -> Tensor:
+        """The whole of what a module at a path gets or makes, from every rank's share.
 
-@dataclass(slots=True)
-class StreamLengths:
-    """Whole lengths of the streams of the current call, set where they are cut; the same on all ranks."""
+        Raises:
+            StateError: if this is not a share.
+        """
+        lengths = self._list_lengths(stream)
+        own = self._collectives.count_own_tokens(lengths)
+        if x.shape[1] != own:
+            raise StateError(
+                f"{path} was given {x.shape[1]} tokens of {stream}, and this rank's share of {sum(lengths)} is {own}; "
+                "call it with the share, unchunked"
+            )
+        return self._collectives.gather_streams(x, lengths)
 
-    image: int = 0
-    text: int = 0
+    def scatter_tokens(self, stream: str, x: Tensor) -> Tensor:
+        """This rank's share of the sum over the ranks of what a row-parallel Linear makes."""
+        return self._collectives.sum_and_scatter(x, self._list_lengths(stream))
 
-    def list_stream_lengths(self, stream: str) -> list[int]:
+    def _list_lengths(self, stream: str) -> list[int]:
         """The lengths that follow each other in a stream."""
         lengths = {"text": self.text, "image": self.image}
         return [lengths[name] for name in stream.split("+")]
@@ -77,8 +90,7 @@ def install_token_gathers(
     transformer: nn.Module,
     cuts: TensorCuts,
     table: Mapping[str, Mapping[str, str]],
-    tokens: StreamLengths,
-    collectives: TensorCollectives,
+    streams: SharedStreams,
 ) -> dict[str, Gather]:
     """Hooks the gathers into a model; returns, by path, what sums and scatters the output of each row-parallel Linear.
 
@@ -86,15 +98,15 @@ def install_token_gathers(
         ModelError: if a row-parallel Linear is not in the table.
     """
     scatters: dict[str, Gather] = {}
-    for pattern, streams in table.items():
+    for pattern, names_of_streams in table.items():
         for path, module in match_modules(transformer, pattern):
             if path in cuts.styles:
                 # A row-parallel Linear sums, so its scatter takes the place of its sum.
-                scatters[path] = partial(_scatter_tokens, collectives, tokens, streams[RETURN])
+                scatters[path] = partial(streams.scatter_tokens, names_of_streams[RETURN])
                 continue
             gather: dict[str, Gather] = {}
-            for what, stream in streams.items():
-                gather[what] = exclude_from_compile(partial(_gather_tokens, path, collectives, tokens, stream))
+            for what, stream in names_of_streams.items():
+                gather[what] = exclude_from_compile(partial(streams.gather_tokens, path, stream))
             # The result is gathered after the module; all others are arguments, which are gathered before it.
             after = gather.pop(RETURN, None)
             if after is not None:
@@ -107,20 +119,6 @@ def install_token_gathers(
         if style.kind == "rowwise" and path not in scatters:
             raise ModelError(f"the token table does not say what stream {path} returns, for split_scheme=sequence")
     return scatters
-
-
-def _scatter_tokens(collectives: TensorCollectives, tokens: StreamLengths, stream: str, x: Tensor) -> Tensor:
-    return collectives.sum_and_scatter(x, tokens.list_stream_lengths(stream))
-
-
-def _gather_tokens(path: str, collectives: TensorCollectives, tokens: StreamLengths, stream: str, x: Tensor) -> Tensor:
-    lengths = tokens.list_stream_lengths(stream)
-    if x.shape[1] != collectives.count_own_tokens(lengths):
-        raise StateError(
-            f"{path} was given {x.shape[1]} tokens of {stream}, and this rank's share of {sum(lengths)} is "
-            f"{collectives.count_own_tokens(lengths)}; call it with the share, unchunked"
-        )
-    return collectives.gather_streams(x, lengths)
 
 
 def _gather_arguments(

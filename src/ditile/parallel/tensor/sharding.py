@@ -46,7 +46,7 @@ from ditile.parallel.block_formats import make_parameter_like, measure_weight, t
 from ditile.parallel.tensor.adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, unwrap_lora_base
-from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, install_token_gathers
+from ditile.parallel.tensor.sequence import SharedStreams, install_token_gathers
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.model_spec import ModelSpec
 
@@ -69,14 +69,12 @@ class ShardedTransformer:
 
     Attributes:
         cuts: what is cut; a loader asks its `select_shard`.
-        stream_lengths: of the current call; only "sequence" reads them.
         streams: what this rank has of the tokens between its Linears.
         edits: what `restore_whole_weights` undoes.
     """
 
     def __init__(self, cuts: TensorCuts, *, keep: bool) -> None:
         self.cuts = cuts
-        self.stream_lengths = StreamLengths()
         self.edits = ExitStack()
         self.streams: TokenStreams = TokenStreams()
         self.select_shard = cuts.select_shard
@@ -224,8 +222,8 @@ def shard_weights(
     with ExitStack() as stack:
         scatters: Mapping[str, TensorMap] = {}
         if sequence is not None:
-            scatters = install_token_gathers(stack, transformer, cuts, sequence, sharded.stream_lengths, collectives)
-            sharded.streams = SharedStreams(sharded.stream_lengths, axis, collectives)
+            sharded.streams = streams = SharedStreams(axis, collectives)
+            scatters = install_token_gathers(stack, transformer, cuts, sequence, streams)
         _divide_head_counts(stack, transformer, cuts)
         # Adapters are read whole where the other weights were read as a share: they are no part of the model's files.
         adapters = list_adapter_linears(transformer)
