@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,13 +47,16 @@ def test_the_image_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
     (own,) = Path("model", "transformer").glob("*.safetensors")
     save_file({COMFY + name: tensor for name, tensor in load_file(own).items()}, "file.safetensors")
     own.unlink()
+    monkeypatch.setenv("HOME", str(tmp_path))
     images = [
         generate("--model", "shapes-flux", "--pipefusion", "2"),
-        generate("--model", "model", "--transformer", "file.safetensors", "--pipefusion", "2"),
+        generate("--model=~/model", "--transformer", "file.safetensors", "--pipefusion", "2"),
     ]
     assert np.array_equal(*images)
     with Image.open("a.png") as image:
-        assert image.text["components"].startswith('{"transformer": "file.safetensors: ')  # type: ignore[attr-defined]
+        components = image.text["components"]  # type: ignore[attr-defined]
+    size = os.path.getsize("file.safetensors")
+    assert re.fullmatch(rf'{{"transformer": "file.safetensors: {size} bytes of 20..-..-..T.*"}}', components)
 
 
 def test_what_is_said_of_a_file(flux: str, capsys: pytest.CaptureFixture[str]) -> None:

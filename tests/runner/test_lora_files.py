@@ -365,6 +365,14 @@ def test_a_lora_for_a_transformer_that_is_not_there() -> None:
         ditile.load_lora(tiny.flux(), {}, load_into_transformer_2=True)
 
 
+@pytest.mark.parametrize("source", ["/nowhere/style.safetensors", "loras/style.safetensors", "./loras", "style"])
+def test_a_lora_that_is_not_there(source: str) -> None:
+    """A failure: diffusers takes the path for a hub id, and speaks of that instead."""
+    runner = ditile.parallelize(tiny.flux())
+    with pytest.raises(ModelError, match=f"lora='{source}' is no file, folder or hub id"):
+        ditile.load_lora(runner, source)
+
+
 def add_text_factors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A LoRA's values, and factors of the attention of FLUX's first text encoder."""
     random = torch.Generator().manual_seed(2)

@@ -117,8 +117,13 @@ def save_whole(values: dict[str, Any], folder: Path) -> None:
     wanted = saved(pipe, own / "before")
     runner = parallelize(pipe, Plan(**values))
     check_equal(saved(pipe, own / "divided"), wanted)
+    # After a call hooks of transformers' own cannot be pickled.
+    pickle_whole(pipe, own)
     run(runner, "sd3.5 medium", num_inference_steps=1)
     check_equal(saved(pipe, own / "after a call"), wanted)
+    for save in (copy.copy, copy.deepcopy, lambda value: pickle_whole(value, own)):
+        with pytest.raises(StateError, match="a runner cannot be copied or pickled"):
+            save(runner)
 
 
 @pytest.mark.parametrize("plan", WHOLE, ids=str)

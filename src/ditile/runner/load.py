@@ -222,6 +222,8 @@ def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, s
         LoadError, ModelError: if the file cannot be read, fits no published model, or there are two files.
     """
     # What is no name at all is refused by `find_model_source`.
+    if name and isinstance(name, str):
+        name = os.path.expanduser(name)
     if not name or not os.path.isfile(name):
         return name, files
     if TRANSFORMER in files:

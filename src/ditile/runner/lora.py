@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from ditile.parallel.text.parts import FREED, read_placement
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.numbers import is_number
-from ditile.runner.model_files import DENOISERS, TRANSFORMER
+from ditile.runner.model_files import DENOISERS, TRANSFORMER, is_hub_id
 from ditile.runner.weights.lora_keys import LoraKeyFilter, NothingHereError
 
 LOG = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     are named in the log.
 
     Args:
-        pipe: the pipeline.
+        pipe: the pipeline, or its runner.
         source: a safetensors file, folder, hub id or state dict, with the names of diffusers, kohya or ComfyUI.
         adapter_name: the name of the adapter; by default peft's own.
         kwargs: the other arguments of `load_lora_weights`, such as `load_into_transformer_2=True`.
@@ -58,12 +59,19 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
             way in which it cannot be cut.
     """
     require_extra("lora", "a LoRA")
+    # `enable_cache` and `quantize` take a runner too.
+    pipe = getattr(pipe, "pipe", pipe)
     if not hasattr(pipe, "load_lora_weights"):
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
     label = "a state dict" if isinstance(source, Mapping) else str(source)
-    if not isinstance(source, Mapping) and Path(source).is_file():
-        kwargs["weight_name"] = Path(source).name
-        source = str(Path(source).parent)
+    if not isinstance(source, Mapping):
+        source = os.path.expanduser(str(source))
+        # diffusers would take the path of nothing for a hub id.
+        if not os.path.exists(source) and (source.endswith(".safetensors") or not is_hub_id(source)):
+            raise ModelError(f"lora={label!r} is no file, folder or hub id (owner/name); give a .safetensors file")
+        if os.path.isfile(source):
+            kwargs["weight_name"] = Path(source).name
+            source = str(Path(source).parent)
     _check_weight_name(source, label, kwargs.get("weight_name"))
     into_second = kwargs.pop("load_into_transformer_2", None)
     has_second = has_second_transformer(pipe)

@@ -238,7 +238,7 @@ def _locate_model(name: str, *, weights: bool) -> Path | str:
     """The folder or the hub id of a model, without a look at its files."""
     if not name or not isinstance(name, str | Path):
         raise ModelError(_describe_unknown_model(name))
-    folder = Path(name)
+    folder = Path(os.path.expanduser(name))
     known = find_known_model(str(name))
     # A local folder of a pipeline goes before the published model of the same name.
     if known is not None and (known.hub_id is None or find_index_file(folder) is None):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -405,6 +405,12 @@ class Runner:
             return describe_plan(name, job, self.devices, self._parameter_counts)
         model = type(self._parts.model).__name__
         return describe_derived_model(name, model, self.plan, self.devices, self._parameter_counts, self._parts.stages)
+
+    def __reduce__(self) -> NoReturn:
+        """Raises `StateError`: its groups and hooks are those of this process."""
+        raise StateError(
+            "a runner cannot be copied or pickled; copy its pipeline before parallelize, and divide the copy"
+        )
 
     def __repr__(self) -> str:
         """The pipeline, the plan and this rank, on one line."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import Counts, Ranks, Rounds, Seconds, define_option, options
-from ditile.runner.requests.options import DeviceOptions, ModelOptions
+from ditile.runner.requests.options import DeviceOptions, ModelName, ModelOptions
 from ditile.runner.requests.outputs import check_output_files
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "cache")
@@ -140,7 +140,7 @@ class Comparison:
 class Workload(DeviceOptions, ModelOptions):
     """The call of a model that is measured."""
 
-    model: str = define_option(
+    model: ModelName = define_option(
         "shapes-pixart",
         "a bundled model, a folder, a hub id, or random weights: 'random-flux blocks=57', random-qwen-image",
         metavar="NAME",

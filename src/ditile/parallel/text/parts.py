@@ -6,6 +6,7 @@ layers (token embeddings), every rank the little that comes after them.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -321,20 +322,22 @@ def store_placement(encoder: nn.Module, place: EncoderPlacement | None) -> None:
 
 def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
     """Makes an encoder that is not there or not whole refuse calls outside of a runner, and to be saved."""
-
-    def refuse_partial_call(encoder: nn.Module, *_: Any) -> None:
-        place = read_placement(encoder)
-        if place == FREED:
-            raise StateError(
-                f"{name} was freed when denoising first began; pass prompt embeddings, or use text_after='offload'"
-            )
-        is_partial = place is not None and (place.mode == "split" or place.has_no_weights)
-        if is_partial and IN_CALL not in vars(encoder):
-            raise StateError(
-                f"of {name} there is only what {place} leaves, so it works in calls of the runner alone; give the "
-                "runner the prompt, or plan with text=each"
-            )
-
-    stack.callback(encoder.register_forward_pre_hook(exclude_from_compile(refuse_partial_call)).remove)
+    stack.callback(encoder.register_forward_pre_hook(functools.partial(_refuse_partial_call, name)).remove)
     if read_placement(encoder) not in (None, WHOLE):
         refuse_saving(stack, encoder)
+
+
+@exclude_from_compile
+def _refuse_partial_call(name: str, encoder: nn.Module, *_: Any) -> None:
+    """Raises `StateError` outside of a runner's call. A function of the module, so that encoders can be pickled."""
+    place = read_placement(encoder)
+    if place == FREED:
+        raise StateError(
+            f"{name} was freed when denoising first began; pass prompt embeddings, or use text_after='offload'"
+        )
+    is_partial = place is not None and (place.mode == "split" or place.has_no_weights)
+    if is_partial and IN_CALL not in vars(encoder):
+        raise StateError(
+            f"of {name} there is only what {place} leaves, so it works in calls of the runner alone; give the "
+            "runner the prompt, or plan with text=each"
+        )

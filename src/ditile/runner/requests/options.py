@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import (
@@ -39,6 +40,8 @@ FrameRate = Annotated[float, Field(ge=LEAST_FPS, le=MOST_FPS)]
 Strength = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_make_tuple)]
+# The shell leaves a home that stands behind the sign of a flag.
+ModelName = Annotated[str, AfterValidator(os.path.expanduser)]
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
 TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
 
@@ -47,7 +50,7 @@ TRUE_CFG = "the same with a second branch, for models whose --guidance is embedd
 class SourceOptions:
     """Where the weights of a command's model are."""
 
-    model: str = define_option(
+    model: ModelName = define_option(
         "shapes-pixart", "a bundled or published model, a folder or a hub id", metavar="NAME", reads=True
     )
     transformer: str | None = define_option(None, "short for --component transformer=FILE", reads=True)

@@ -5,6 +5,7 @@ Only decoding all of a file shows whether it is an image: it may be cut short, o
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import io
 import json
@@ -163,7 +164,10 @@ def describe_weight_files(components: Mapping[str, str]) -> dict[str, str]:
     described = {}
     for name, path in components.items():
         stat = os.stat(path)
-        described[name] = f"{hide_local_path(path)}: {stat.st_size} bytes of {stat.st_mtime_ns}"
+        changed = datetime.datetime.fromtimestamp(stat.st_mtime, datetime.timezone.utc)
+        described[name] = (
+            f"{hide_local_path(path)}: {stat.st_size} bytes of {changed.isoformat(timespec='milliseconds')}"
+        )
     return described
 
 
