@@ -126,4 +126,4 @@ class Anatomy:
     @property
     def is_one_sequence(self) -> bool:
         """Whether no block has text of its own, so that all of the sequence counts as the image."""
-        return all(blocks.text is None and blocks.joint == "none" for blocks in self.lists.values())
+        return all((blocks.text, blocks.joint) == (None, "none") for blocks in self.lists.values())

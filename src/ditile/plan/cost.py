@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ditile.plan.layout import (
     DUMMY_TEXT,
@@ -42,7 +42,10 @@ from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan, compute_coordinates
 from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.plan.shape import Shape, Weights
+from ditile.plan.stages import select_local_blocks
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 ALIGNMENT = 16
 """Bytes; where each tensor begins in a buffer."""
 
@@ -56,6 +59,23 @@ PACKED_KINDS = ("activations", "ulysses", "ring", "distrifusion", "keys")
 SCALE_BYTES = 2
 MOST_SCALED = 16
 """At most this many numbers that are sent as int8 share a scale (distributed/wire.py says why)."""
+
+
+def memoize_method(
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Keeps the results of a method on its instance, by the arguments, for as long as the instance lives."""
+    attribute = f"_results_of_{method.__name__}"
+
+    @wraps(method)
+    def look_up(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        results: dict[Any, Result] = vars(self).setdefault(attribute, {})
+        key = (*args, *kwargs.items())
+        if key not in results:
+            results[key] = method(self, *args, **kwargs)
+        return results[key]
+
+    return look_up
 
 
 class RepeatedExchange(NamedTuple):
@@ -94,11 +114,6 @@ class PlannedCall:
     shape: Shape
     weights: Weights
     stages: Sequence[range]
-    _replica_shapes: dict[int, Shape] = field(init=False, default_factory=dict, compare=False)
-    _shards_of_patch: dict[int | None, tuple[TokenShard, ...]] = field(init=False, default_factory=dict, compare=False)
-    _counts_of_stage: dict[int, tuple[Counter[bool], Counter[tuple[str, str]]]] = field(
-        init=False, default_factory=dict, compare=False
-    )
 
     @cached_property
     def step_schedule(self) -> PatchSchedule:
@@ -122,11 +137,14 @@ class PlannedCall:
         rows = self.shape.latent_rows
         return self.image_layout.count_rows(patch, rows) / rows
 
+    def is_last_stage(self, place: RankCoordinates) -> bool:
+        """Whether a rank is of the stage with the model's end."""
+        return place.stage == self.plan.pipefusion - 1
+
+    @memoize_method
     def compute_replica_shape(self, data: int) -> Shape:
         """The shape of the calls of a replica's ranks: its images, and their half of the branches."""
-        if data not in self._replica_shapes:
-            self._replica_shapes[data] = self.shape.divide_batch(self.plan, data)
-        return self._replica_shapes[data]
+        return self.shape.divide_batch(self.plan, data)
 
     def count_number_bytes(self, place: RankCoordinates) -> int:
         """Bytes of one number of each row of a rank's batch."""
@@ -162,11 +180,10 @@ class PlannedCall:
             return schedule.num_references
         return micro.patch
 
+    @memoize_method
     def shard_tokens(self, patch: int | None) -> tuple[TokenShard, ...]:
         """What each rank has of a patch, or of the whole image (None)."""
-        if patch not in self._shards_of_patch:
-            self._shards_of_patch[patch] = self.token_split.shard_tokens(self.image_layout, patch)
-        return self._shards_of_patch[patch]
+        return self.token_split.shard_tokens(self.image_layout, patch)
 
     @cached_property
     def warmup_shards(self) -> tuple[TokenShard, ...]:
@@ -175,6 +192,10 @@ class PlannedCall:
         if group_size == 0:
             return ()
         return Split(group_size).shard_tokens(self.image_layout, None)
+
+    def select_resident_blocks(self, place: RankCoordinates) -> range:
+        """The blocks whose weights a rank holds."""
+        return select_local_blocks(self.stages, place.stage, self.plan.num_whole_stages)
 
     def locate_rank(self, rank: int) -> RankCoordinates:
         """The place of a rank."""
@@ -218,24 +239,23 @@ class PlannedCall:
         places = map(self.locate_rank, range(self.plan.world))
         return all(self.count_heads(place) == other.count_heads(place) for place in places)
 
+    @memoize_method
     def count_layers(self, place: RankCoordinates) -> Mapping[bool, int]:
         """How many attention layers of a rank see the text (True), and how many do not."""
-        return self._count_in_stage(place.stage)[0]
+        layers = Counter[bool]()
+        for block in self.stages[place.stage]:
+            layers.update(self.weights.layers[block])
+        return layers
 
+    @memoize_method
     def count_tensor_exchanges(self, place: RankCoordinates) -> Mapping[tuple[str, str], int]:
         """What tensor parallelism exchanges in a rank's blocks: ("sum" or "gather", stream) -> how often."""
-        return self._count_in_stage(place.stage)[1]
-
-    def _count_in_stage(self, stage: int) -> tuple[Counter[bool], Counter[tuple[str, str]]]:
-        if stage not in self._counts_of_stage:
-            layers: Counter[bool] = Counter()
-            exchanges: Counter[tuple[str, str]] = Counter()
-            for block in self.stages[stage]:
-                layers.update(self.weights.layers[block])
-                # Weights without a tensor table have none.
-                exchanges.update(self.weights.exchanges[block] if self.weights.exchanges else ())
-            self._counts_of_stage[stage] = (layers, exchanges)
-        return self._counts_of_stage[stage]
+        exchanges = Counter[tuple[str, str]]()
+        # Weights without a tensor table have none.
+        if self.weights.exchanges:
+            for block in self.stages[place.stage]:
+                exchanges.update(self.weights.exchanges[block])
+        return exchanges
 
 
 def make_token_split(plan: Plan) -> Split:
@@ -262,7 +282,7 @@ def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
     for step in range(job.shape.steps):
         for kind, size in count_traffic_in_step(job, rank, step).items():
             total[kind] += size
-    if place.stage == job.plan.pipefusion - 1:
+    if job.is_last_stage(place):
         total["data"] = (job.plan.data - 1) * job.compute_replica_shape(place.data).latent_bytes
         if job.plan.pipefusion > 1:
             total["result"] = job.shape.latent_bytes
@@ -285,8 +305,7 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
         total["cfg"] += count_guidance_bytes(job, place, micro)
         total["latents"] += replica_shape.latent_bytes * _count_latent_receivers(job, place, micro)
     # The last stage sends what it has denoised to the first one, except after the last step.
-    is_last_stage = place.stage == job.plan.pipefusion - 1
-    if job.plan.pipefusion > 1 and is_last_stage and step < job.shape.steps - 1:
+    if job.plan.pipefusion > 1 and job.is_last_stage(place) and step < job.shape.steps - 1:
         total["latents"] += replica_shape.latent_bytes
     return {kind: size for kind, size in total.items() if size}
 
@@ -335,9 +354,10 @@ def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
     They are sent in each call; where branches are calls of their own, after all calls of a step, and not in step 0.
     """
-    branches_are_calls = job.shape.branches_per_call == 1
+    if not job.is_last_stage(place) or job.plan.cfg == 1:
+        return 0
     # In step 0 each half makes all calls, to learn how many they are.
-    if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (branches_are_calls and micro.step == 0):
+    if micro.step == 0 and job.shape.branches_per_call == 1:
         return 0
     layout = job.image_layout
     patch = job.select_patch(micro)
@@ -364,7 +384,7 @@ def count_ulysses_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
 def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> int:
     """Bytes of the keys and values that a rank keeps: of its own layers and heads, with or without the text."""
-    if job.plan.distrifusion == 1 and not any(job.step_schedule.keeps_keys(step) for step in range(job.shape.steps)):
+    if job.plan.distrifusion == 1 and not any(map(job.step_schedule.keeps_keys, range(job.shape.steps))):
         return 0
     place = job.locate_rank(rank)
     layout = job.image_layout
@@ -378,7 +398,7 @@ def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> 
 def _iterate_activation_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
-    if place.stage < job.plan.pipefusion - 1 and not job.step_schedule.select_warmup_group(micro):
+    if not job.is_last_stage(place) and not job.step_schedule.select_warmup_group(micro):
         for patch in job.step_schedule.list_patches(micro):
             yield RepeatedExchange("activations", count_activation_bytes(job, place, patch))
 
@@ -403,7 +423,7 @@ def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: M
     if gathers:
         is_whole_step = micro.patch is None and job.plan.num_patches > 1
         # The last stage gathers the tokens of its result, and each stage what the patches of a whole step bring.
-        if place.stage == job.plan.pipefusion - 1 or is_whole_step:
+        if job.is_last_stage(place) or is_whole_step:
             sizes.append((image * channels, 1))
         if place.stage > 0 and is_whole_step:
             for patch in job.step_schedule.list_patches(micro):
@@ -440,7 +460,9 @@ def _iterate_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: Mic
     stores_keys = job.plan.num_patches > 1 and (micro.patch is not None or job.step_schedule.keeps_keys(micro.step))
     groups = [_select_ulysses_shards(job, place._replace(outer=outer), micro) for outer in range(n)]
     for joint, times in job.count_layers(place).items():
-        lengths = [sum(shard.count_tokens(joint=joint) for shard in group) for group in groups]
+        lengths = []
+        for group in groups:
+            lengths.append(sum(shard.count_tokens(joint=joint) for shard in group))
         # Passed round the ring: all blocks but the next rank's own.
         tokens = sum(lengths) - lengths[(place.outer + 1) % n]
         if stores_keys:
@@ -465,7 +487,7 @@ def _iterate_prediction_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
     n = job.token_split.num_ranks
-    if n == 1 or place.stage < job.plan.pipefusion - 1:
+    if n == 1 or not job.is_last_stage(place):
         return
     # The scheduler steps whole tokens of the image; the prediction has no text.
     tokens, _ = count_micro_step_tokens(job, place, micro)

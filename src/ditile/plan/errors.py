@@ -69,6 +69,13 @@ class RankError(DitileError):
         return type(self), (self.rank, self.cause, self.message, self.traceback)
 
 
+def join_error_lines(error: Exception, limit: int | None = None) -> str:
+    """An error's message on one line of so many letters; the name of its class, if it has none."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    # It may quote names in a file, and none may move the cursor of a terminal.
+    return "".join(letter for letter in line if letter.isprintable())[:limit]
+
+
 def describe_class_and_text(error: BaseException) -> str:
     """One line about an error that is not ditile's: its class, and at most 200 letters of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -42,7 +42,8 @@ def require_extra(extra: str, purpose: str, packages: Sequence[str] = (), instea
         packages: which of them; all by default.
         instead: what would work without them, for the message.
     """
-    missing = [name for name in packages or EXTRAS[extra] if not is_installed(name)]
+    needed = packages or EXTRAS[extra]
+    missing = [name for name in needed if not is_installed(name)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ModelError(

@@ -111,7 +111,8 @@ def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> t
         return names, settings | {"action": argparse.BooleanOptionalAction}
     settings["type"] = make_text_reader(cls, field.name)
     if metadata["positional"]:
-        return [field.name], settings | {"nargs": "?", "metavar": metadata["metavar"] or field.name.upper()}
+        metavar = metadata["metavar"] or field.name.upper()
+        return [field.name], settings | {"nargs": "?", "metavar": metavar}
     if field.default is not None and field.default is not False:
         settings["help"] += f" (default {field.default})"
     choices = list(iterate_literals(kind))
@@ -137,7 +138,9 @@ def _choose_metavar(field: dataclasses.Field[Any], kind: Any) -> str:
     for number, letter in {int: "N", float: "X"}.items():
         if number in plain_kinds:
             return letter
-    return "FILE" if field.metadata["reads"] else field.name.split("_")[-1].upper()
+    if field.metadata["reads"]:
+        return "FILE"
+    return field.name.split("_")[-1].upper()
 
 
 def make_text_reader(cls: type, name: str) -> Any:

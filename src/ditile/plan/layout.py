@@ -223,7 +223,9 @@ class Layout:
         image_offset = self.text if is_text_first else 0
         text = _shift_runs(filter(None, [shard.text]), text_offset)
         image = _shift_runs(shard.image, image_offset)
-        return (*text, *image) if is_text_first else (*image, *text)
+        if is_text_first:
+            return (*text, *image)
+        return (*image, *text)
 
 
 def _shift_runs(runs: Iterable[range], offset: int) -> list[range]:
@@ -276,7 +278,9 @@ class Split:
         text = range(0)
         if layout.carries_text(patch):
             text = range(layout.text)
-        patches = range(layout.num_patches) if patch is None else range(patch, patch + 1)
+        patches = range(layout.num_patches)
+        if patch is not None:
+            patches = range(patch, patch + 1)
         runs_of_patches = [layout.locate_tokens(patch) for patch in patches]
         if self.distrifusion > 1:
             shards = self._shard_over_distrifusion(layout, text, runs_of_patches)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 
-def is_whole_number(value: Any) -> TypeGuard[int]:
-    """Whether a value is an int and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole_number(value: Any, least: int | None = None) -> TypeGuard[int]:
+    """Whether a value is an int and not a bool, and at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return least is None or value >= least
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -37,6 +37,13 @@ CallArguments = dict[str, Any]
 JsonObject = dict[str, Any]
 """An object of JSON: an answer, a report, a section of a file."""
 OptionsT = TypeVar("OptionsT")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def drop_missing(values: Mapping[Key, Value | None]) -> dict[Key, Value]:
+    """What is there of some values: those that are not None."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _split_at_commas(value: Any) -> Any:

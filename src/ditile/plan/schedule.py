@@ -349,7 +349,9 @@ class PatchSchedule:
         step = micro.step
         last = self.stages - 1
         warmup_group = self.select_warmup_group(micro)
-        key_owners = range(len(warmup_group), self.stages) if self.keeps_keys(step) else range(0)
+        key_owners = range(0)
+        if self.keeps_keys(step):
+            key_owners = range(len(warmup_group), self.stages)
         if stage in warmup_group:
             yield Op(OpKind.COMPUTE, step, None, branch)
         # Members have all keys, so one of them is enough to send an owner its own.

@@ -112,6 +112,7 @@ class Shape:
         rows = height // unit
         columns = width // unit
         conditioning = spec.conditioning(call)
+        text = 0 if spec.joint == "none" else conditioning.text
         images = count_images(call)
         # Packed latents have the numbers of a token as channels.
         numbers_per_token = int(config["in_channels"])
@@ -122,7 +123,7 @@ class Shape:
             width=width,
             steps=int(call["num_inference_steps"]),
             grid=Grid(rows, columns),
-            text=0 if spec.joint == "none" else conditioning.text,
+            text=text,
             batch=images * conditioning.rows,
             images=images,
             calls=conditioning.calls,
