@@ -155,6 +155,7 @@ class PlanAnswer:
         for kind, other in self.result.others.items():
             price = other.price
             facts = {"plan": str(price.plan), "latency_s": price.latency_s}
+            # Only these two may lack memory.
             if kind in ("too_large", "equal_shares"):
                 facts |= {"lacks_bytes": other.lacks_bytes, "memory_bytes": price.memory_bytes}
             elif kind == "fewer_steps":
@@ -223,7 +224,8 @@ class PlanAnswer:
             }
             for title, cell in cells.items():
                 columns.setdefault(title, []).append(cell)
-        tables: list[Table | str] = [self.describe_call(), self._make_title(), *make_numbered_tables(labels, columns)]
+        tables: list[Table | str] = [self.describe_call(), self._make_title()]
+        tables += make_numbered_tables(labels, columns)
         tables.append("GB of each rank under plan 1; keys are those of the step before")
         tables.append(make_memory_table(self.memories[0]))
         if self.shares[0]:
@@ -248,6 +250,7 @@ class PlanAnswer:
         yield from self._describe_host_memory()
         yield from self._describe_recorded_steps()
         yield from self._describe_gaps()
+        # In longer calls text and decode are a small part, and were not priced.
         if self.call["steps"] <= FEW_STEPS:
             yield (
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "

@@ -21,11 +21,14 @@ from ditile.distributed.transport import Traffic, start_shift
 from ditile.model.hooks.fused import can_fuse_gelu
 from ditile.planner.profile import FUSED, Curve, Link, Profile
 
+# From a patch of few tokens to a whole image; between these sizes a curve is interpolated.
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 WIDTHS = (128, 256, 512, 1024, 2048)
 LENGTHS = (16, 64, 256, 512, 1024, 4096)
 SIZES = tuple(2**k for k in range(12, 27, 2))
+# Bytes. The shortest message shows what each of them costs; two lengths far apart show the bandwidth.
 MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+# Heads of attention, the channels of each, and the width of rows that pointwise kernels read.
 HEADS = 8
 HEAD = 64
 WIDTH = 256
@@ -86,7 +89,8 @@ class Bench:
         # A long call is its own average; three of them are enough.
         if once > BUDGET:
             return min(once, self.time_average_call(call, 1), self.time_average_call(call, 1))
-        times = max(1, min(1000, int(BUDGET / REPEATS / max(once, 1e-7))))
+        fitting = int(BUDGET / REPEATS / max(once, 1e-7))
+        times = max(1, min(1000, fitting))
         return min(self.time_average_call(call, times) for _ in range(REPEATS))
 
     def time_average_call(self, call: Callable[[], Any], times: int) -> float:
@@ -157,7 +161,8 @@ def measure_head_sizes(bench: Bench) -> Curve:
         attend = functools.partial(functional.scaled_dot_product_attention, q, k, k)
         rates[size] = 1 / bench.measure_seconds(attend)
     bench.done()
-    return Curve(tuple(map(float, HEAD_SIZES)), tuple(rate / rates[HEAD] for rate in rates.values()))
+    shares = [rate / rates[HEAD] for rate in rates.values()]
+    return Curve(tuple(map(float, HEAD_SIZES)), tuple(shares))
 
 
 def measure_pointwise(bench: Bench) -> dict[str, Curve]:
@@ -167,7 +172,8 @@ def measure_pointwise(bench: Bench) -> dict[str, Curve]:
         for name, rate in _measure_pointwise_rates(bench, max(size // 8 // WIDTH, 1)).items():
             rates_by_kind.setdefault(name, []).append(rate)
         bench.done()
-    return {name: Curve(tuple(map(float, SIZES)), tuple(rates)) for name, rates in rates_by_kind.items()}
+    sizes = tuple(map(float, SIZES))
+    return {name: Curve(sizes, tuple(rates)) for name, rates in rates_by_kind.items()}
 
 
 def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
@@ -176,6 +182,7 @@ def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
     scale = bench.make_random_tensor(1, WIDTH)
     both = bench.measure_seconds(lambda: x + y) + bench.measure_seconds(lambda: x * scale)
     gelu = bench.measure_seconds(lambda: functional.gelu(x, approximate="tanh"))
+    # Tensors that are read and written: x + y takes three, x * scale two, and a stack doubles what it reads.
     tensors_and_seconds = {
         "pointwise": (5, both),
         "norm": (2, bench.measure_seconds(lambda: functional.layer_norm(x, (WIDTH,)))),
@@ -230,6 +237,7 @@ def measure_link(bench: Bench) -> Link:
     sent = x.nbytes * (world - 1) / world
 
     def get_achieved_share(size: float, seconds: float) -> float:
+        # A difference of two times may be zero or below it.
         return min(1.0, size / max(seconds, 1e-9) / bandwidth)
 
     exchanged = _time_on_all_ranks(bench, lambda: dist.all_to_all_single(out, x, group=group))
@@ -280,6 +288,7 @@ def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
         # Work before the call has the same length on every rank, so its time is taken off.
         differences.append(both - alone)
     bench.done()
+    # On a busy machine the difference may be below zero.
     return max(statistics.median(differences), 1e-7)
 
 
@@ -382,5 +391,6 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
         kernel_s = 0.0
     if slower < 1:
         slower = 1.0
-        kernel_s = max(0.0, float((kernels * (1 - work)).sum() / kernels.square().sum()))
+        left = kernels * (1 - work)
+        kernel_s = max(0.0, float(left.sum() / kernels.square().sum()))
     return dataclasses.replace(profile.slow_down(slower), kernel_s=kernel_s)

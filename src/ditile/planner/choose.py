@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ditile.cache.config_text import NO_CACHE, parse_cache_line
@@ -36,8 +36,7 @@ from ditile.runner.requests.outputs import RunOptions
 # Nothing here imports torch before there is something to ask: the command line imports this for every command.
 if TYPE_CHECKING:
     from ditile.planner.answer import PlanAnswer
-    from ditile.planner.search import PlanSearch, SearchRequest
-    from ditile.planner.subject import PlanSubject
+    from ditile.planner.search import PlanSearch
 
 DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
 """Bytes of a number -> the type for which a machine's profile is."""
@@ -76,9 +75,10 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     profile = search.profile
     request = search.request
     plan = question.priced_plan
+    # The plan that is priced may leave devices idle.
+    used_devices = request.devices
     if plan is None:
         result = search.find_fastest_plans()
-        used_devices = request.devices
     else:
         result = search.price_plan(plan)
         used_devices = plan.world
@@ -95,7 +95,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
             by_rank.append(count_rank_memory(subject, job, profile, rank, tokens, records=is_recorded))
         memories.append(tuple(by_rank))
         shares.append(list_rank_shares(subject, job, profile))
-        hosts.append(count_host_memory(subject, job, request.devices // question.hosts))
+        hosts.append(count_host_memory(subject, job, request.ranks_of_host))
     best = result.prices[0]
     can_record = can_record_calls(best.plan, profile) and search.skips.can_be_recorded(best.plan)
     return PlanAnswer(
@@ -103,13 +103,13 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         hardware=profile.name,
         devices=used_devices,
         result=result,
-        call=_describe_call(subject, search.call, profile.element_size) | {"pictures": len(question.image or ())},
+        call=_describe_call(search, question),
         uncounted=subject.uncounted,
         memories=tuple(memories),
         hosts=tuple(hosts),
         shares=tuple(shares),
         is_unlike=bool(profile.by_rank),
-        host_memory_bytes=request.host_memory_bytes or profile.host_memory_bytes,
+        host_memory_bytes=search.host_bytes,
         models=subject.models,
         gaps=search.find_stage_gaps(best),
         lacks_tape_memory=request.records and can_record and not best.unrecorded_s,
@@ -118,7 +118,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
 
 def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = False) -> PlanSearch:
     """The search that a question asks for. Raises as `answer_question`."""
-    from ditile.planner.search import PlanSearch, predict_skipped_steps
+    from ditile.planner.search import PlanSearch, SearchRequest, predict_skipped_steps
     from ditile.planner.subject import PlanSubject
 
     profile = load_machine_profile(question)
@@ -135,21 +135,9 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
         raise PlanError(f"devices={devices} cannot be split evenly over hosts={question.hosts}; give --devices")
     if question.cuda_graphs is True and not profile.runs_ahead:
         raise PlanError(f"cuda_graphs=True needs a GPU, and {profile.name} is a CPU; leave it out")
-    request = replace(_make_search_request(question, devices, all_devices=all_devices), exact=exact)
     # Calls that unpack weights are not recorded.
-    if any(stored.quantized for stored in subject.stored.values()):
-        request = replace(request, records=False)
-    shape = subject.make_call_shape(call, profile.element_size)
-    cache = parse_cache_line(question.cache or NO_CACHE)
-    config = cache["cache_config"]
-    skips = predict_skipped_steps(config, shape.steps, question.hit_rate, cache.get("calibrator_config"))
-    return PlanSearch(subject, call, profile, request, skips)
-
-
-def _make_search_request(question: PlanQuestion, devices: int, *, all_devices: bool) -> SearchRequest:
-    from ditile.planner.search import SearchRequest
-
-    return SearchRequest(
+    unpacks = any(stored.quantized for stored in subject.stored.values())
+    request = SearchRequest(
         devices=devices,
         hosts=question.hosts,
         memory_bytes=_parse_memory(question.memory, "memory"),
@@ -157,28 +145,36 @@ def _make_search_request(question: PlanQuestion, devices: int, *, all_devices: b
         max_latency_s=question.max_latency,
         warmup=question.warmup,
         all_devices=all_devices,
-        records=question.cuda_graphs is not False,
+        exact=exact,
+        records=question.cuda_graphs is not False and not unpacks,
     )
+    steps = subject.make_call_shape(call, profile.element_size).steps
+    cache = parse_cache_line(question.cache or NO_CACHE)
+    skips = predict_skipped_steps(cache["cache_config"], steps, question.hit_rate, cache.get("calibrator_config"))
+    return PlanSearch(subject, call, profile, request, skips)
 
 
 def _parse_memory(text: str | None, name: str) -> int | None:
     return None if text is None else hardware.parse_byte_amount(text, name)
 
 
-def _describe_call(subject: PlanSubject, call: CallArguments, element_size: int) -> JsonObject:
+def _describe_call(search: PlanSearch, question: PlanQuestion) -> CallArguments:
     """See `PlanAnswer.call`."""
-    shape = subject.make_call_shape(call, element_size)
-    filled = subject.fill_arguments(call)
-    scale = "true_cfg_scale" if "true_cfg_scale" in call else "guidance_scale"
+    shape = search.shape
+    filled = search.subject.fill_arguments(search.call)
+    scale = "guidance_scale"
+    if "true_cfg_scale" in search.call:
+        scale = "true_cfg_scale"
     return {
         "height": shape.height,
         "width": shape.width,
         "frames": int(filled.get("num_frames", 1)),
         "steps": shape.steps,
         "images": shape.images,
-        "dtype": DTYPES_BY_SIZE[element_size],
+        "dtype": DTYPES_BY_SIZE[shape.element_size],
         "guidance": filled.get(scale),
         "references": shape.references,
+        "pictures": len(question.image or ()),
     }
 
 
@@ -302,18 +298,25 @@ def resolve_plan_option(
         return Plan.parse(text)
 
     def find_fastest_plan(hosts: int) -> str:
-        place = env.read_torchrun_place()
-        # Under torchrun the ranks are there already, and a plan must use all of them.
-        devices = None if place is None else place.world
-        request = {name: getattr(options, name) for name in REQUEST_FIELDS}
-        question = PlanQuestion(devices=devices, hosts=hosts, cuda_graphs=run.cuda_graphs, **request)
-        plan_answer = answer_question(question, all_devices=place is not None)
+        question = _make_question(options, hosts, run.cuda_graphs)
+        plan_answer = answer_question(question, all_devices=question.devices is not None)
         make_console(stderr=run.json == "-").print(plan_answer.describe_choice(), soft_wrap=True)
         plan = plan_answer.result.prices[0].plan
         check_devices_of_replicas(plan, replicas)
         return str(plan)
 
     return Plan.parse(_decide_on_first_rank(find_fastest_plan, run))
+
+
+def _make_question(
+    options: GenerateOptions, hosts: int, cuda_graphs: bool | Literal["auto"], price: str | None = None
+) -> PlanQuestion:
+    """The question for a plan of a request."""
+    place = env.read_torchrun_place()
+    # Under torchrun the ranks are there already, and a plan must use all of them.
+    devices = None if place is None else place.world
+    request = {name: getattr(options, name) for name in REQUEST_FIELDS}
+    return PlanQuestion(devices=devices, hosts=hosts, cuda_graphs=cuda_graphs, price=price, **request)
 
 
 def check_devices_of_replicas(plan: Plan, replicas: int) -> None:
@@ -387,15 +390,11 @@ def choose_promise_of_request(
     Raises:
         DitileError: if there is no schedule, or nothing keeps the bounds.
     """
-    place = env.read_torchrun_place()
-    # Under torchrun the ranks are there already, and a plan must use all of them.
-    devices = None if place is None else place.world
-    request = {name: getattr(options, name) for name in REQUEST_FIELDS}
     price = None if plan is None else str(plan)
-    question = PlanQuestion(devices=devices, hosts=hosts, price=price, cuda_graphs=cuda_graphs, **request)
+    question = _make_question(options, hosts, cuda_graphs, price)
     if bounds.seconds is not None or env.find_profile_path().exists():
         return _choose_promise_of_question(
-            question, bounds, schedule_path, strength=options.strength, all_devices=place is not None
+            question, bounds, schedule_path, strength=options.strength, all_devices=question.devices is not None
         )
     # Nothing is predicted here, so the plan is the given one, or one rank.
     num_steps = count_loop_steps(count_request_steps(options), options.strength)

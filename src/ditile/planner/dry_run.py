@@ -124,7 +124,9 @@ def _describe_class(options: GenerateOptions) -> str:
     if not options.conditions:
         return ""
     kind, own, _ = choose_requested_class(options)
-    return "" if own is None else f"pipeline: {describe_choice(kind, own, [*options.conditions])}\n"
+    if own is None:
+        return ""
+    return f"pipeline: {describe_choice(kind, own, [*options.conditions])}\n"
 
 
 def build_subject_job(

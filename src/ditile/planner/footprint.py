@@ -68,7 +68,11 @@ class LiveNumbers(NamedTuple):
 
     def divide_by_ranks(self, whole: int, ranks: float) -> LiveNumbers:
         """The same on one rank, which has `whole` numbers of each kind undivided."""
-        return LiveNumbers(*(min(count, whole) + max(count - whole, 0) / ranks for count in self))
+        counts = []
+        for count in self:
+            undivided = min(count, whole)
+            counts.append(undivided + (count - undivided) / ranks)
+        return LiveNumbers(*counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,24 +194,18 @@ def count_decoder_numbers(config: JsonObject, kind: Any) -> float:
     return _count_decoding_peak(kind, config, "latent_channels")
 
 
-def make_frame_decode_counter(kind: Any, config: JsonObject, channels: str) -> Callable[[int], float]:
-    """The same for a VAE of frames, as a function of the number of latent frames; above `FRAMES` it is a line.
+def count_frame_decoder_numbers(config: JsonObject, kind: Any, channels: str, frames: int) -> float:
+    """The same for a VAE of frames that decodes so many latent frames; above `FRAMES` it is on the line through both.
 
     Args:
         channels: the config's name for the channels of latents.
     """
-    peak_of_frames = {}
-
-    def count_frame_numbers(frames: int) -> float:
-        if frames > FRAMES[1]:
-            few = count_frame_numbers(FRAMES[0])
-            more = count_frame_numbers(FRAMES[1])
-            return more + (more - few) / (FRAMES[1] - FRAMES[0]) * (frames - FRAMES[1])
-        if frames not in peak_of_frames:
-            peak_of_frames[frames] = _count_decoding_peak(kind, config, channels, (frames,))
-        return peak_of_frames[frames]
-
-    return count_frame_numbers
+    if frames <= FRAMES[1]:
+        return _count_decoding_peak(kind, config, channels, (frames,))
+    few = _count_decoding_peak(kind, config, channels, (FRAMES[0],))
+    more = _count_decoding_peak(kind, config, channels, (FRAMES[1],))
+    slope = (more - few) / (FRAMES[1] - FRAMES[0])
+    return more + slope * (frames - FRAMES[1])
 
 
 def _count_decoding_peak(kind: Any, config: JsonObject, channels: str, frames: tuple[int, ...] = ()) -> float:
@@ -275,7 +273,8 @@ class VaeScale(NamedTuple):
         if not self.frames:
             return 1
         if (frames - self.first) % self.frames:
-            near = max(0, frames - self.first) // self.frames * self.frames + self.first
+            near = self.first
+            near += max(0, frames - self.first) // self.frames * self.frames
             first = "one" if self.first == 1 else str(self.first)
             raise ModelError(f"frames={frames} are not a multiple of {self.frames} and {first} more; try frames={near}")
         return (frames - self.first) // self.frames + 1
@@ -292,6 +291,7 @@ def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
             shape: torch.Size = vae.decode(latents, return_dict=False)[0].shape
             return shape
 
+        # Convolutions over frames have weights of five dimensions.
         if not any(p.ndim == 5 for p in vae.parameters()):
             # Some that were made of a VAE of frames take one frame.
             if "temperal_downsample" in vae.config:

@@ -21,6 +21,7 @@ PROFILES = Path(__file__).parents[1] / "model" / "assets" / "profiles"
 
 SOCKET = 4
 """GPUs on one CPU socket, of those that PCIe joins."""
+# The roofs below are smooth on logarithmic scales, so that a few powers of two are enough.
 SIZES = tuple(2.0**k for k in range(0, 19, 2))
 WIDTHS = tuple(2.0**k for k in range(7, 15))
 
@@ -95,6 +96,7 @@ class Efficiency:
     wire: LinkEfficiency
 
 
+# Fitted by `python -m benchmarks.published`.
 EFFICIENCY = Efficiency(
     matmul=0.638,
     matmul_half=317e3,
@@ -241,12 +243,14 @@ def join_devices(profiles: Sequence[Profile]) -> Profile:
 def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:
     """The profile of a device that reaches the shares `gets` of its datasheet."""
     # A product or an attention of this size reaches half of the rate.
+    matmul_half = gets.matmul_half
     half = gets.attention_half
+    best = sheet.flops * gets.matmul
     matmul = []
     attention = []
     for rows in SIZES:
         sizes = [rows * width for width in WIDTHS]
-        matmul.append(tuple(sheet.flops * gets.matmul * size / (size + gets.matmul_half) for size in sizes))
+        matmul.append(tuple(best * size / (size + matmul_half) for size in sizes))
         rate = sheet.flops * gets.attention * rows / (rows + half)
         attention.append(tuple(rate * keys / (keys + half) for keys in SIZES))
     numbers = Curve((1.0,), (sheet.bandwidth * gets.memory,))
@@ -284,7 +288,12 @@ def add_interlink(profile: Profile, interlink: str) -> Profile:
     """The profile with hosts that a link of so many bits a second joins; messages on it overlap as within a host."""
     # A tenth of the bandwidth is taken to be protocol, and 50 microseconds the way from host to host.
     bits = parse_bandwidth(interlink)
-    host_link = Link(latency_s=5e-5, bandwidth=bits / 8 * 0.9, overlap=profile.link.overlap, call_s=profile.link.call_s)
+    host_link = Link(
+        latency_s=5e-5,
+        bandwidth=bits / 8 * 0.9,
+        overlap=profile.link.overlap,
+        call_s=profile.link.call_s,
+    )
     return dataclasses.replace(profile, interlink=host_link)
 
 

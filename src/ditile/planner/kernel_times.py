@@ -46,7 +46,9 @@ TEXT = 59
 """703 tokens of the image and 59 of the text: neither is a width of a model, or a multiple of the other."""
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """The places of the two factors."""
+# Operators that compute so much for each number that reading it is not what they wait for.
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
+# Operators that rotary embeddings use to put numbers side by side.
 JOINING = {"aten.cat.default", "aten.stack.default"}
 FREE = {
     "aten::detach",
@@ -283,8 +285,10 @@ def count_unpacking_traffic(stored: StoredWeights, element_size: int) -> MemoryT
     """
     num_bytes = 0.0
     kernels = 0
+    # The types that a machine's curves are measured in.
+    dtype = torch.float32 if element_size == 4 else torch.bfloat16
     for name, (numbers, weights) in stored.formats.items():
-        of_format = _count_unpacking(name, torch.float32 if element_size == 4 else torch.bfloat16)
+        of_format = _count_unpacking(name, dtype)
         num_bytes += numbers * of_format.num_bytes
         kernels += weights * of_format.kernels
     return MemoryTraffic(num_bytes, kernels)
@@ -324,9 +328,11 @@ class _TrafficRecorder(TorchDispatchMode):
 
 def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks) -> None:
     """Records the kernels of blocks; a block that is built like an earlier one passes its inputs on."""
+    # Blocks that are built alike have the same kernels, so that counting one of them is enough.
     first_of_kind: dict[tuple[Any, ...], int] = {}
     for hook in hooks.chain:
-        kind = (type(hook.block), *((name, tuple(p.shape)) for name, p in hook.block.named_parameters()))
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in hook.block.named_parameters()]
+        kind = (type(hook.block), *shapes)
         first = first_of_kind.setdefault(kind, hook.index)
         recorder.alike[hook.index] = first
         if first == hook.index:
@@ -377,6 +383,7 @@ class _KernelRecorder(TorchDispatchMode):
     def record_module(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
         """Notes the kernels of a module at a place."""
         self.work.setdefault(place, Counter())
+        # Torch ignores what a hook returns if it is None, which both methods return.
         before = module.register_forward_pre_hook(lambda *_: self._enter_module(place))
         after = module.register_forward_hook(lambda _, __, out: self._leave_module(out))
         yield
@@ -418,7 +425,8 @@ class _KernelRecorder(TorchDispatchMode):
 
     def _count_kernel(self, kernel: RooflineKernel) -> None:
         place = self._places[-1]
-        if self._splits_outside and place[0] == "every" and self._num_calls in (0, len(self.alike)):
+        is_outside = place[0] == "every" and self._num_calls in (0, len(self.alike))
+        if self._splits_outside and is_outside:
             # Without the tokens of the image, it is computed once in a step.
             if kernel.stream not in ("image", "both"):
                 place = ("step", 0)
@@ -458,9 +466,9 @@ class _AttentionRecorder(TorchFunctionMode):
         head_dim = query.shape[3]
         kernel = RooflineKernel(
             "attention",
-            self._sizes.match_stream(query.shape[2]),
-            (query.shape[1] * head_dim, head_dim),
-            self._sizes.match_stream(key.shape[2]),
+            stream=self._sizes.match_stream(query.shape[2]),
+            size=(query.shape[1] * head_dim, head_dim),
+            keys=self._sizes.match_stream(key.shape[2]),
         )
         self._add(kernel, key.shape[1] / query.shape[1])
         # The output has the shape of the queries, and its numbers are not needed.
@@ -475,7 +483,8 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
         left = args[left_at]
         right = args[right_at]
         stream, rows = sizes.match_rows(left.shape[0])
-        return RooflineKernel("matmul", stream, (int(right.shape[0]) * rows, int(right.shape[1])))
+        k, n = map(int, right.shape)
+        return RooflineKernel("matmul", stream, (k * rows, n))
     if name == "aten.convolution.default":
         width = int(out.shape[1])
         stream, rows = sizes.match_rows(out.numel() // width)

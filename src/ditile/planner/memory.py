@@ -20,11 +20,12 @@ from ditile.plan.cost import PlannedCall, RankCoordinates
 from ditile.plan.layout import count_weighted_shares
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, PatchSchedule
-from ditile.plan.stages import select_local_blocks
 from ditile.planner.footprint import Footprint
 from ditile.planner.profile import FUSED, Profile
 from ditile.planner.subject import PlanSubject
 
+WHOLE_STEP = MicroStep(0, None)
+"""A step that computes the whole image."""
 NUM_LATENT_COPIES = 6
 """Tensors of the latents' size that a pipeline and its scheduler hold at once: latents, predictions, next latents."""
 
@@ -88,6 +89,7 @@ def count_host_memory(
         offloads_text: whether text encoders wait in the host's memory while the ranks generate.
     """
     world = job.plan.world
+    # A host may have room for more ranks than the plan has.
     size = min(host or world, world)
     kept_by_host = Counter[int]()
     read_by_host = Counter[int]()
@@ -103,15 +105,14 @@ def _count_host_bytes_of_rank(
     subject: PlanSubject, job: PlannedCall, rank: int, offloads_text: bool
 ) -> tuple[int, int]:
     """The bytes that a rank keeps in the host's memory, and the bytes that it reads."""
-    plan = job.plan
     size = job.shape.element_size
-    owned = select_local_blocks(job.stages, job.locate_rank(rank).stage, plan.num_whole_stages)
-    text = _count_text_parameters(subject, plan, rank) * size
+    place = job.locate_rank(rank)
+    text = _count_text_parameters(subject, job.plan, rank) * size
     kept = count_offloaded_bytes(subject, job, rank)
     if offloads_text:
         kept += text
-    divisor = job.compute_tensor_divisor(job.locate_rank(rank))
-    transformer = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, divisor)
+    blocks = subject.count_parameters(job.select_resident_blocks(place), job.compute_tensor_divisor(place))
+    transformer = job.weights.shared + subject.replicated_numbers + blocks
     read = sum(subject.count_weight_bytes(transformer, size, model) for model in range(subject.models))
     return kept, read + subject.vae * size + text
 
@@ -122,10 +123,10 @@ def count_offloaded_bytes(subject: PlanSubject, job: PlannedCall, rank: int) -> 
         return 0
     place = job.locate_rank(rank)
     divisor = job.compute_tensor_divisor(place)
-    owned = select_local_blocks(job.stages, place.stage, job.plan.num_whole_stages)
     kept = 0
     for model in range(subject.models):
-        kept += sum(_count_pinned_bytes(subject, job, block, divisor, model) for block in owned)
+        for block in job.select_resident_blocks(place):
+            kept += _count_pinned_bytes(subject, job, block, divisor, model)
     return kept
 
 
@@ -138,6 +139,7 @@ def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, divi
     else:
         numbers = subject.count_parameters(range(block, block + 1), divisor)
         flat = subject.count_weight_bytes(numbers, size, model)
+    # The next power of two, which a power of two is itself.
     return 1 << max(flat - 1, 0).bit_length()
 
 
@@ -193,7 +195,7 @@ def count_rank_memory(
     plan = job.plan
     profile = profile.get_rank_profile(rank)
     size = job.shape.element_size
-    owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
+    owned = job.select_resident_blocks(place)
     weights = job.weights.shared + subject.replicated_numbers
     divisor = job.compute_tensor_divisor(place)
     buffers = 0
@@ -210,7 +212,8 @@ def count_rank_memory(
         tapes = _count_tape_bytes(subject, job, rank, text_tokens) * subject.models
         # With the keys that they read they hold no more than their share, and other calls run as code.
         limit = int(profile.memory_bytes * SHARE_OF_MEMORY)
-        tapes = min(tapes, max(0, limit - cost.count_key_store_bytes(job, rank) * subject.models))
+        limit -= cost.count_key_store_bytes(job, rank) * subject.models
+        tapes = min(tapes, max(0, limit))
         # Every step of an exact plan is played in later images, so it computes in the tapes' memory. What is constant
         # in attention to the text is made again for each image, in a first step that runs as code.
         if not job.step_schedule.has_stale_steps and not job.spec.cross:
@@ -248,8 +251,10 @@ def count_peaks_of_ranks(
     """Bytes of the ranks that may need the most. Of equal shares, the first rank of a stage has the largest."""
     plan = job.plan
     last = plan.pipefusion - 1
+    # Replicas and both halves of guidance need the same, so that one pipeline of stages is looked at.
     ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
-    heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
+    counts = {stage: subject.count_parameters(job.stages[stage], 1) for stage in range(1, last)}
+    heaviest = max(counts, key=counts.__getitem__, default=0)
     ranks = {stage * ranks_of_stage for stage in (0, heaviest, last)}
     if profile.by_rank or plan.has_unlike_ranks or plan.stage_weights is not None:
         ranks = set(range(plan.world))
@@ -266,38 +271,41 @@ def _count_activation_bytes(
     """Bytes of tensors that the largest micro-step computes, sends and receives ahead, and that steps keep."""
     plan = job.plan
     place = job.locate_rank(rank)
+    shape = job.compute_replica_shape(place.data)
     schedule = job.step_schedule
-    footprint = subject.get_footprint(job.compute_tensor_divisor(place))
+    divisor = job.compute_tensor_divisor(place)
+    footprint = subject.get_footprint(divisor)
     if plan.rounds_otherwise and FUSED in profile.pointwise:
         # Such a plan fuses GELU in every step; other plans have steps in which it is not fused.
         footprint = replace(footprint, moments=footprint.fused)
-    row = job.compute_replica_shape(place.data).batch * job.shape.element_size
+    row = shape.batch * shape.element_size
     computed = 0.0
     for micro in _list_largest_micro_steps(schedule):
         numbers = _count_micro_step_peak(footprint, job, place, micro, text_tokens)
         computed = max(computed, row * numbers + _count_prefetch_bytes(job, place, micro))
-    _, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
-    kept = subject.count_kept_numbers(
-        job.stages[place.stage],
-        job.compute_tensor_divisor(place),
-        job.image_layout.image_tokens,
-        text or text_tokens,
-    )
+    _, text = cost.count_micro_step_tokens(job, place, WHOLE_STEP)
+    image = job.image_layout.image_tokens
+    kept = subject.count_kept_numbers(job.stages[place.stage], divisor, image, text or text_tokens)
     if place.stage > 0:
         # Later stages keep the embedded latents too, although they do not read them.
-        kept += job.image_layout.image_tokens * job.shape.token_channels
-    if len(schedule.split_micro_batches(MicroStep(0, None))) > 1:
+        kept += image * shape.token_channels
+    if len(schedule.split_micro_batches(WHOLE_STEP)) > 1:
         # These tensors are kept for each micro-batch, and once more for the whole batch.
         kept *= 2
-    latents = NUM_LATENT_COPIES * job.compute_replica_shape(place.data).latent_bytes
+    latents = NUM_LATENT_COPIES * shape.latent_bytes
+    in_flight = 0
     # DistriFusion sends the keys of all layers at once; the keys of the text are not sent.
-    in_flight = cost.count_key_store_bytes(job, rank, text=False) if plan.distrifusion > 1 else 0
+    if plan.distrifusion > 1:
+        in_flight = cost.count_key_store_bytes(job, rank, text=False)
     return int(computed + row * kept) + latents + in_flight
 
 
 def _list_largest_micro_steps(schedule: PatchSchedule) -> list[MicroStep]:
     """A micro-step for each kind of patch: the first patch, which is the largest, and the first one with latents."""
-    steps = {0, max(schedule.warmup - 1, 0), min(schedule.warmup + 2, schedule.steps - 1)}
+    # The first step and the last synchronous one; and a stale step after the pipeline was filled.
+    last_synchronous = max(schedule.warmup - 1, 0)
+    filled = min(schedule.warmup + 2, schedule.steps - 1)
+    steps = {0, last_synchronous, filled}
     if schedule.num_references:
         steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
     micro_by_patch = {}
@@ -314,9 +322,9 @@ def _count_micro_step_peak(
     """Numbers per row of the batch at the peak of a micro-step, including earlier messages to the next stage."""
     plan = job.plan
     micro_batches = job.step_schedule.split_micro_batches(micro)
-    image, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
+    image, text = cost.count_micro_step_tokens(job, place, WHOLE_STEP)
     steps = 0.0
-    if place.stage < plan.pipefusion - 1:
+    if not job.is_last_stage(place):
         steps = min(2, micro.step) + (len(micro_batches) - 1) / len(micro_batches)
     sent = steps * job.count_calls_in_step(1) * (image + text) * job.shape.token_channels
     if plan.split_scheme == "sequence":
@@ -330,7 +338,7 @@ def _count_computed_numbers(
     """Numbers per row of the batch of what a micro-step computes, at its peak."""
     schedule = job.step_schedule
     micro_batches = schedule.split_micro_batches(micro)
-    image, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
+    image, text = cost.count_micro_step_tokens(job, place, WHOLE_STEP)
     if micro.patch is not None:
         image, text = cost.count_micro_step_tokens(job, place, micro)
     elif schedule.warmup_group_size:
@@ -353,22 +361,23 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     plan = job.plan
     schedule = job.step_schedule
     shape = job.compute_replica_shape(place.data)
-    footprint = subject.get_footprint(job.compute_tensor_divisor(place))
+    divisor = job.compute_tensor_divisor(place)
+    footprint = subject.get_footprint(divisor)
     micro_steps = _list_largest_micro_steps(schedule)
     # Where stale keys follow, one or two synchronous steps run as code, and so do those that are split.
-    whole = MicroStep(0, None)
-    is_split = len(schedule.split_micro_batches(whole)) > 1 or bool(schedule.select_warmup_group(whole))
+    is_split = len(schedule.split_micro_batches(WHOLE_STEP)) > 1 or bool(schedule.select_warmup_group(WHOLE_STEP))
     if schedule.has_stale_steps and (schedule.warmup < 3 or is_split):
         micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
-    # The last synchronous step, which keeps its keys, runs as code.
-    micro_steps = [whole if micro.patch is None and plan.distrifusion == 1 else micro for micro in micro_steps]
     computed = 0.0
     for micro in micro_steps:
+        # The last synchronous step, which keeps its keys, runs as code.
+        if micro.patch is None and plan.distrifusion == 1:
+            micro = WHOLE_STEP
         computed = max(computed, _count_computed_numbers(footprint, job, place, micro, text_tokens))
     text = job.image_layout.text or text_tokens
     # What steps keep for the next ones is computed again in a tape, which knows no other.
     image = job.image_layout.image_tokens
-    kept = subject.count_kept_numbers(job.stages[place.stage], job.compute_tensor_divisor(place), image, text)
+    kept = subject.count_kept_numbers(job.stages[place.stage], divisor, image, text)
     computed += kept
     if schedule.has_stale_steps and plan.distrifusion == 1:
         # Tapes of patches hold what they share besides, with the embedded latents.
@@ -379,12 +388,12 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     # Each patch has a tape for each branch of guidance, and returns a prediction of the whole image.
     latents = shape.latent_bytes // shape.images * shape.batch
     results = len(patches) * branches * latents
-    if place.stage == plan.pipefusion - 1 and plan.num_patches * plan.token_ranks * plan.distrifusion > 1:
+    if job.is_last_stage(place) and plan.num_patches * plan.token_ranks * plan.distrifusion > 1:
         # All tokens after the last block, of which a call computes some.
         results += branches * image * shape.token_channels * row
     inputs = branches * (latents + text * shape.token_channels * row)
     # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
-    neighbours = (place.stage > 0) + (place.stage < plan.pipefusion - 1)
+    neighbours = (place.stage > 0) + (not job.is_last_stage(place))
     messages = neighbours * branches * sum(cost.count_activation_bytes(job, place, patch) for patch in patches)
     return int(computed * row) + results + inputs + messages
 
@@ -395,7 +404,8 @@ def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoord
     rows = shape.height // subject.vae_scale
     share = compute_decode_share(job.plan, rank, rows)
     pixels = rows * (shape.width // subject.vae_scale)
-    return int(shape.images * pixels * subject.count_decode_numbers(shape.frames) * shape.element_size * share)
+    numbers = shape.images * pixels * subject.count_decode_numbers(shape.frames)
+    return int(numbers * shape.element_size * share)
 
 
 def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> float:
@@ -408,7 +418,9 @@ def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> flo
         tokens = 5 * own
     elif job.plan.ulysses > 1:
         # Queries, keys and values exist as sent, as received, and in order.
-        tokens = (8 if keeps_keys else 9) * own
+        tokens = 9 * own
+        if keeps_keys:
+            tokens -= own
     elif job.plan.ring > 1 and (micro.patch is not None or keeps_keys):
         # Keys and values that are kept: this rank's, those of all ranks as they come, and joined.
         tokens = 2 * own + 4 * sum(lengths)
@@ -422,5 +434,6 @@ def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: Micro
     """Bytes of the messages that are received ahead and of the message that is being read; 0 in step 0."""
     if place.stage == 0 or micro.step == 0:
         return 0
+    # The first patch has the text, and where references come first, another one has the most latents.
     first = {0, job.step_schedule.num_references} & set(range(job.plan.num_patches))
     return (RECEIVES_AHEAD + 1) * max(cost.count_activation_bytes(job, place, patch) for patch in first)

@@ -129,8 +129,10 @@ class MachineWork:
         if blocks not in self._alike:
             # Blocks that are built alike share one object, so their ids are equal.
             works = self.transformer_work
-            ids = Counter((id(works.blocks[block]), id(works.block_steps[block])) for block in blocks)
-            self._alike[blocks] = frozenset(ids.items())
+            counts = Counter[tuple[int, int]]()
+            for block in blocks:
+                counts[id(works.blocks[block]), id(works.block_steps[block])] += 1
+            self._alike[blocks] = frozenset(counts.items())
         return self._alike[blocks]
 
     def mix_blocks(self, blocks: range, skips: CacheSkips | None) -> WorkMix:
@@ -148,8 +150,10 @@ class MachineWork:
         key = id(work)
         if key not in self._attends:
             self._attends[key] = any(kernel.kind == "attention" for kernel in work)
+        relevant: tuple[float, ...] = tokens
         # Without attention, keys and heads say nothing.
-        relevant = tokens if self._attends[key] else tokens[:3] + (tokens.split, tokens.fused)
+        if not self._attends[key]:
+            relevant = tokens[:3] + (tokens.split, tokens.fused)
         key_of_load = key, relevant
         if key_of_load not in self._loads:
             self._loads[key_of_load] = self.roofline_device.compute_load(work, tokens)
@@ -187,8 +191,10 @@ class OpPricer:
         self._profile = basis.profile
         self._offloads = job.plan.offloads_rank(rank)
         self.schedule = job.step_schedule
+        # Replicas and halves of guidance do the same work, so the first of each stands for all.
         own = job.locate_rank(rank)._replace(data=0, cfg=0)
         self._places = [own._replace(stage=stage) for stage in range(job.plan.pipefusion)]
+        # A host may have room for more ranks than the plan has.
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = compute_slowdown(basis.profile, self._host)
         self._fuses = FUSED in basis.profile.pointwise
@@ -206,7 +212,9 @@ class OpPricer:
 
         alike = []
         for stage, blocks in enumerate(self.job.stages):
-            num_skippable = sum(map(self._is_skippable_block, blocks)) if self.skips.steps else 0
+            num_skippable = 0
+            if self.skips.steps:
+                num_skippable = sum(map(self._is_skippable_block, blocks))
             place = stage == 0, stage == last, stage < group_size
             kind = self._basis.fingerprint_work(blocks), num_skippable, self.skips.has_probe(blocks), place
             alike.append(first_stages.setdefault(kind, stage))
@@ -291,6 +299,7 @@ class OpPricer:
             return 0.0
         link = self.get_axis_link("pipefusion")
         size = self._count_message_bytes(stage, op)
+        # The sender is busy for the part of a message that does not overlap with its next work.
         seconds = (1 - link.overlap) * size / link.bandwidth
         if op.kind in PACKED_SENDS:
             seconds += self._compute_packing_load(size, 1).get_busy_seconds(self._profile)
@@ -333,7 +342,8 @@ class OpPricer:
         # Blocks that fit the buffers stay on the device.
         if not self._offloads or len(blocks) <= NUM_BUFFERS:
             return 0.0
-        numbers = sum(job.weights.blocks[block] for block in blocks) / job.compute_tensor_divisor(self._places[stage])
+        whole = sum(job.weights.blocks[block] for block in blocks)
+        numbers = whole / job.compute_tensor_divisor(self._places[stage])
         num_bytes = numbers * job.shape.element_size
         if self._basis.stored is not None:
             num_bytes = self._basis.stored.count_bytes(numbers, job.shape.element_size)
@@ -345,7 +355,8 @@ class OpPricer:
         key = ("travel", self.first_alike_stages[stage], op.kind, patch, op.micro_batch, self.step_kinds[op.step])
         if key not in self._seen:
             link = self.get_axis_link("pipefusion")
-            self._seen[key] = link.latency_s + link.overlap * self._count_message_bytes(stage, op) / link.bandwidth
+            size = self._count_message_bytes(stage, op)
+            self._seen[key] = link.latency_s + link.overlap * size / link.bandwidth
         return self._seen[key]
 
     def _count_message_bytes(self, stage: int, op: Op) -> float:
@@ -370,6 +381,7 @@ class OpPricer:
         return size
 
     def _make_micro_step(self, op: Op) -> MicroStep:
+        # Under DistriFusion each rank owns a patch, and computes it in every step.
         if self.schedule.reads_stale_keys(op.step) and self.job.plan.distrifusion == 1:
             return MicroStep(op.step, op.patch)
         return MicroStep(op.step, None)
@@ -380,9 +392,14 @@ class OpPricer:
         work = self._basis.transformer_work
         tokens = self._make_rank_tokens(place, micro, op)
         is_group = bool(self.schedule.select_warmup_group(micro))
-        blocks = range(len(work.blocks)) if is_group else job.stages[place.stage]
-        skips = self.skips if op.step in self.skips.steps and not is_group else None
-        computed = self._get_computed_share(place, op.step) if skips else 1.0
+        blocks = job.stages[place.stage]
+        skips = None
+        computed = 1.0
+        if is_group:
+            blocks = range(len(work.blocks))
+        elif op.step in self.skips.steps:
+            skips = self.skips
+            computed = self._get_computed_share(place, op.step)
         mix = self._basis.mix_blocks(blocks, skips)
         parts = [(work.every, 1.0), *mix.blocks]
         is_first_call = op.branch == 0 and op.micro_batch == 0
@@ -400,12 +417,12 @@ class OpPricer:
         first_load = self._basis.compute_load(work.first, end_tokens)
         if place.stage == 0 or is_group:
             total = total.combine_loads(first_load)
-        if place.stage == job.plan.pipefusion - 1 or is_group:
+        if job.is_last_stage(place) or is_group:
             total = total.combine_loads(self._basis.compute_load(work.last, end_tokens))
         total = total.combine_loads(self._compute_unpacking_load(blocks, computed))
         if self.is_played(op.step, place.stage):
             # A segment ends where activations arrive, and where they leave.
-            num_segments = 1 + (place.stage > 0) + (place.stage < job.plan.pipefusion - 1)
+            num_segments = 1 + (place.stage > 0) + (not job.is_last_stage(place))
             if self._makes_shared_outputs(micro, mix):
                 # Copies of these outputs are a segment after the call.
                 num_segments += 1
@@ -528,12 +545,14 @@ class OpPricer:
             weights = 0.0
             if streams_weights:
                 weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s
-            blocks.append(WarmupBlock(weights, before, sent / rate + gathers * link.latency_s, whole - before))
+            keys = sent / rate + gathers * link.latency_s
+            blocks.append(WarmupBlock(weights, before, keys, after=whole - before))
             exchanges += gathers + streams_weights
         alone = sum(block.before + block.after for block in blocks)
         together = compute_warmup_seconds(blocks, BLOCKS_AHEAD, link.overlap)
         packing = self._compute_packing_load(sum(block.keys for block in blocks) * rate, exchanges)
-        return DeviceLoad(own.device - alone + together, own.host + exchanges * link.call_s).combine_loads(packing)
+        load = DeviceLoad(own.device - alone + together, own.host + exchanges * link.call_s)
+        return load.combine_loads(packing)
 
     def _compute_packing_load(self, sent: float, messages: float) -> DeviceLoad:
         """The load of packing and unpacking messages of so many bytes; none where they travel as they are."""

@@ -82,6 +82,7 @@ class Pricer(MachineWork):
         devices = self.profile.by_rank
         works: list[MachineWork] = []
         for rank, device in enumerate(devices):
+            # Ranks with equal devices share one object, and with it the seconds that were computed before.
             first_alike = devices.index(device)
             if first_alike < rank:
                 works.append(works[first_alike])
@@ -97,6 +98,7 @@ class Pricer(MachineWork):
         ops = self.make_op_pricer(job, skips)
         latency, _ = _simulate_loop(ops, free=False)
         free, compute = _simulate_loop(ops, free=True)
+        # Sums in another order differ in the last bits, which are no bubble.
         bubble = free - compute
         if bubble <= ROUNDED * free:
             bubble = 0.0
@@ -199,7 +201,9 @@ def predict_step_seconds(ops: OpPricer, *, free: bool) -> float:
     """Seconds of a step after the synchronous ones, when the pipeline is full; with `free`, messages take no time."""
     shown, spans = _simulate_steps(ops, free=free)
     ends = _find_step_ends(spans, shown)
-    return ends[-1] if shown == 1 else ends[-1] - ends[-2]
+    if shown == 1:
+        return ends[-1]
+    return ends[-1] - ends[-2]
 
 
 def _count_sent_bytes(ops: OpPricer) -> int:

@@ -27,6 +27,7 @@ MOST = 10**30
 Rate = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
+# A profile is a file: numbers that are texts, and unknown fields, are refused.
 CONFIG = ConfigDict(strict=True, extra="forbid")
 KINDS = ("pointwise", "norm", "gelu")
 """The kinds of pointwise work that every profile has a curve for; others fall back on the first one."""
@@ -51,8 +52,11 @@ class Curve:
             for low, high in itertools.pairwise(sizes):
                 if high <= low:
                     raise ValueError(f"no rising sizes: {high!r} is after {low!r}")
-        lengths = {len(row) if isinstance(row, tuple) else 0 for row in self.rates}
-        if not self.x or len(self.rates) != len(self.x) or lengths != {len(self.y)}:
+        lengths = set()
+        for row in self.rates:
+            lengths.add(len(row) if isinstance(row, tuple) else 0)
+        has_rates = len(self.rates) == len(self.x) and lengths == {len(self.y)}
+        if not self.x or not has_rates:
             raise ValueError("not one rate for each of its sizes")
 
     def interpolate(self, x: float, y: float = 1.0) -> float:
@@ -138,10 +142,9 @@ class RankDevice:
 
     def is_unlike(self, other: RankDevice) -> bool:
         """Whether it differs so much from another that their shares should."""
-        for own, others in ((self.speed, other.speed), (self.memory_bytes, other.memory_bytes)):
-            if max(own, others) > UNLIKE * min(own, others):
-                return True
-        return False
+        speeds = sorted((self.speed, other.speed))
+        memories = sorted((self.memory_bytes, other.memory_bytes))
+        return speeds[1] > UNLIKE * speeds[0] or memories[1] > UNLIKE * memories[0]
 
 
 UNLIKE = 1.1
@@ -292,6 +295,7 @@ class Profile:
         return cls.from_json(text, str(path))
 
 
+# Many plans ask for the rates of the same sizes.
 @lru_cache(maxsize=65536)
 def _locate_on_log_scale(points: tuple[float, ...], value: float) -> tuple[int, float]:
     """The point at or below a value, and how far it is to the next one on a logarithmic scale."""

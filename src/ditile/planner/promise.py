@@ -203,7 +203,9 @@ def choose_promise(
         plan = plans[0]
         seconds = None
         if predict is not None:
-            seconds, plan = min(((predict(plan, num_computed), plan) for plan in plans), key=lambda pair: pair[0])
+            seconds_by_plan = {plan: predict(plan, num_computed) for plan in plans}
+            plan = min(plans, key=seconds_by_plan.__getitem__)
+            seconds = seconds_by_plan[plan]
         promise = Promise(
             plan=plan,
             num_computed=num_computed,
@@ -215,10 +217,10 @@ def choose_promise(
         )
         if bounds.seconds is None or (seconds is not None and seconds <= bounds.seconds):
             return promise
-    advice = (
-        f"; {_explain_fit(model, num_steps, size)}" if schedule is None else "; use more devices or a smaller image"
-    )
-    raise PlanError(f"{_name_bounds(bounds)} cannot be kept: the fastest that could be is {promise}{advice}")
+    advice = "use more devices or a smaller image"
+    if schedule is None:
+        advice = _explain_fit(model, num_steps, size)
+    raise PlanError(f"{_name_bounds(bounds)} cannot be kept: the fastest that could be is {promise}; {advice}")
 
 
 def _list_candidates(
@@ -226,6 +228,7 @@ def _list_candidates(
 ) -> list[tuple[int, float | None, float | None]]:
     """Computed steps that keep the bound on PSNR, the most first, each with its mean and worst PSNR."""
     candidates: list[tuple[int, float | None, float | None]] = [(num_steps, None, None)]
+    # Budgets come with the fewest computed steps first.
     budgets = () if schedule is None else schedule.budgets
     for budget in reversed(budgets):
         if budget.size == num_steps or budget.mean_db is None:

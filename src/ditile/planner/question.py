@@ -168,7 +168,8 @@ class PlanQuestion(SourceOptions):
         self.read_pictures()
         find_model_source(self.model, weights=False, components=self.components)
         load_machine_profile(self)
-        if (known := find_known_model(self.model)) is not None:
+        known = find_known_model(self.model)
+        if known is not None:
             known.check_call(self.priced_plan or Plan(), self.fill_call_arguments())
 
 
@@ -177,9 +178,11 @@ def _read_picture_or_size(text: str) -> Image.Image:
     if size is None:
         return read_picture(text, "image")
     width, height = map(int, size.groups())
-    for name, value in (("width", width), ("height", height)):
-        check_value(Pixels, value, f"image={text!r}: {name}")
-    if width * height > (most := Image.MAX_IMAGE_PIXELS or math.inf):
+    check_value(Pixels, width, f"image={text!r}: width")
+    check_value(Pixels, height, f"image={text!r}: height")
+    # Pillow's own limit, above which a file may be a bomb; it may have been switched off.
+    most = Image.MAX_IMAGE_PIXELS or math.inf
+    if width * height > most:
         raise PlanError(f"image={text!r} has {width * height} pixels, and {most} are the most; try 1024x1024")
     return Image.new("RGB", (width, height))
 
@@ -214,8 +217,13 @@ def _read_machine_profile(ask: PlanQuestion) -> Profile:
     if ask.hardware is not None:
         return hardware.load_profile(ask.hardware, ask.interlink)
     named = ask.profile or ask.devices_of
-    path = Path(named) if named is not None else env.find_profile_path()
-    profile = Profile.from_json_file(path) if named is not None or path.exists() else None
+    path = env.find_profile_path()
+    if named is not None:
+        path = Path(named)
+    profile = None
+    # A named file must exist. Where this machine has no profile, the errors below say what to do.
+    if named is not None or path.exists():
+        profile = Profile.from_json_file(path)
     if ask.hosts > 1 and ask.interlink is None and (profile is None or profile.interlink is None):
         raise PlanError(
             f"hosts={ask.hosts} are joined by a link; measure it with `ditile calibrate` under torchrun on all of "

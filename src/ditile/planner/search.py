@@ -32,7 +32,7 @@ from ditile.cache.methods.spectrum import SpectrumConfig
 from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
-from ditile.plan.option_classes import CallArguments
+from ditile.plan.option_classes import CallArguments, drop_missing
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.plan.stages import weigh_ends, weigh_shares
@@ -91,6 +91,11 @@ class SearchRequest:
     exact: bool = False
     offload: Literal["none", "blocks"] = "none"
     records: bool = False
+
+    @property
+    def ranks_of_host(self) -> int:
+        """Ranks on each host."""
+        return self.devices // self.hosts
 
 
 class SizedJob(NamedTuple):
@@ -177,6 +182,7 @@ class StageGaps(NamedTuple):
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
     """Turns garbage collection off: a search makes many objects, and each collection would scan all of torch's."""
+    # A caller may have turned it off before.
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -220,12 +226,12 @@ class PlanSearch:
     @cached_property
     def pricer(self) -> Pricer:
         """Prices the plans."""
-        ranks_of_host = self.request.devices // self.request.hosts
-        return make_pricer(self.subject, self.call, self.profile, ranks_of_host, records=self.request.records)
+        request = self.request
+        return make_pricer(self.subject, self.call, self.profile, request.ranks_of_host, records=request.records)
 
     @cached_property
     def _facts(self) -> Facts:
-        return self.shape.collect_facts(type(self.subject.transformer).__name__, len(self.subject.block_hooks.chain))
+        return self.subject.collect_facts(self.shape)
 
     def _get_device_bytes(self, rank: int = 0) -> int:
         """Memory of a rank's device."""
@@ -237,7 +243,7 @@ class PlanSearch:
     @cached_property
     def _device_speeds(self) -> Sequence[float]:
         """Calls a second that the device of each rank makes alone; empty where all are alike."""
-        job = self.subject.make_plan_job(Plan(offload=self.request.offload), self.shape)
+        job = self._make_job(Plan(offload=self.request.offload))
         speeds = []
         for rank in range(len(self.profile.by_rank)):
             device = self.profile.get_rank_profile(rank)
@@ -255,6 +261,7 @@ class PlanSearch:
         too_large_for_host: list[SizedJob] = []
         prices: list[Price] = []
         num_simulated = SIMULATED if self.shape.steps > FEW_STEPS else SIMULATED_OF_FEW_STEPS
+        # The bound is cheap, and the simulation of a schedule is not.
         jobs_by_bound = self.sort_jobs_by_bound()
         for bound, job in jobs_by_bound:
             # Plans come in the order of their bounds, so none of the later ones is faster than what is shown.
@@ -279,13 +286,15 @@ class PlanSearch:
             raise self._make_memory_error(too_large)
         # Another warmup changes the synchronous steps alone, so only plans that are fast already are worth the trial.
         for price in prices[:num_simulated]:
-            for plan in self.iterate_other_warmups(self.subject.make_plan_job(price.plan, self.shape)):
+            for plan in self.iterate_other_warmups(self._make_job(price.plan)):
                 sized = self.fit_plan_to_memory(plan)
                 if sized.lacks <= 0:
                     self._insert_price(prices, sized)
         prices = self._complete_prices(prices)
+        allowed = prices
         limit = self.request.max_latency_s
-        allowed = [price for price in prices if limit is None or price.latency_s <= limit]
+        if limit is not None:
+            allowed = [price for price in prices if price.latency_s <= limit]
         if not allowed:
             raise PlanError(
                 f"no plan takes at most {limit:g} s: the fastest, '{prices[0].plan}', takes "
@@ -327,7 +336,7 @@ class PlanSearch:
             others["equal_shares"] = equal
         resolved = plan.resolve_warmup(streams=self.subject.streams_weights)
         if plan.warmup_mode == AUTO and resolved.warmup_mode != "serial":
-            serial_job = self.subject.make_plan_job(replace(resolved, warmup_mode="serial"), self.shape)
+            serial_job = self._make_job(replace(resolved, warmup_mode="serial"))
             serial = self.pricer.price_call(serial_job, self.skips)
             if serial.latency_s < price.latency_s:
                 others["serial"] = OtherPlan(serial)
@@ -347,11 +356,12 @@ class PlanSearch:
         if plan.pipefusion == 1:
             return None
         shape = self.shape
-        occupancy = self.pricer.measure_occupancy(self.subject.make_plan_job(plan, shape), self.skips)
+        occupancy = self.pricer.measure_occupancy(self._make_job(plan), self.skips)
         rate = shape.images / price.latency_s
         if plan.warmup_mode == "serial":
             plan = replace(plan, warmup_mode="pipelined")
-        both = self.subject.make_plan_job(plan, replace(shape, images=2 * shape.images, batch=2 * shape.batch))
+        twice = replace(shape, images=2 * shape.images, batch=2 * shape.batch)
+        both = self.subject.make_plan_job(plan, twice)
         batch_rate = None
         if self._size_job(both).lacks <= 0:
             batch_rate = both.shape.images / self.pricer.predict_latency(both, self.skips)
@@ -375,12 +385,18 @@ class PlanSearch:
         """The plan with blocks of the ranks that lack memory in the host's; None where that changes nothing."""
         smallest = replace(plan, **dict(self.subject.memory_saving_options))
         # Calls with offloaded weights have no tapes.
-        sized = self._size_job(self.subject.make_plan_job(smallest, self.shape), with_tapes=False)
-        ranks = [rank for rank in range(plan.world) if sized.rooms[rank] < 0 or plan.offloads_rank(rank)]
-        named = None if len(ranks) == plan.world else tuple(ranks)
-        if sized.lacks <= 0 or sized.on_host or named == plan.offload_ranks and plan.offload == "blocks":
+        sized = self._size_job(self._make_job(smallest), with_tapes=False)
+        if sized.lacks <= 0 or sized.on_host:
             return None
-        return self.fit_plan_to_memory(replace(plan, offload="blocks", offload_ranks=named))
+        ranks = []
+        for rank in range(plan.world):
+            if sized.rooms[rank] < 0 or plan.offloads_rank(rank):
+                ranks.append(rank)
+        named = None if len(ranks) == plan.world else tuple(ranks)
+        offloaded = replace(plan, offload="blocks", offload_ranks=named)
+        if offloaded == plan:
+            return None
+        return self.fit_plan_to_memory(offloaded)
 
     def fit_plan_to_memory(self, plan: Plan) -> SizedJob:
         """The plan, or a variant under which a call fits a device; if none fits, the one that needs least memory.
@@ -395,8 +411,11 @@ class PlanSearch:
         smallest = self._size_plan(replace(plan, **dict(options)))
         if smallest.lacks > 0:
             moved = [self._move_blocks(unchanged), self._move_blocks(smallest)]
-            fitting = [sized for sized in moved if sized.lacks <= 0]
-            return fitting[0] if fitting else min(*moved, key=lambda sized: sized.lacks)
+            for sized in moved:
+                if sized.lacks <= 0:
+                    return sized
+            return min(moved, key=lambda sized: sized.lacks)
+        # One option alone may be enough, and costs less than all of them.
         for name, value in options:
             sized = self._size_plan(replace(plan, **{name: value}))
             if sized.lacks <= 0:
@@ -413,7 +432,10 @@ class PlanSearch:
             rooms = self._count_rooms(sized)
             giver = rooms.index(min(rooms))
             taker = rooms.index(max(rooms))
-            if sized.lacks <= 0 or rooms[taker] <= 0 or len(sized.job.stages[giver]) == 1:
+            if sized.lacks <= 0 or rooms[taker] <= 0:
+                break
+            # A stage needs a block.
+            if len(sized.job.stages[giver]) == 1:
                 break
             sized = self._size_job(self._move_block(sized.job, giver, taker))
             best = min(best, sized, key=lambda each: each.lacks)
@@ -428,7 +450,7 @@ class PlanSearch:
         # Rows of the decode and layers of text encoders are still divided by the weights that cut the stages.
         if job.plan.stage_weights is not None:
             plan = self._weigh_ends(plan)
-        return self.subject.make_plan_job(plan, self.shape)
+        return self._make_job(plan)
 
     def _balance_stages(self, price: Price) -> Price:
         """The price with single blocks moved from stage to stage as long as that makes the loop shorter."""
@@ -441,7 +463,7 @@ class PlanSearch:
     def _find_shorter_loop(self, price: Price) -> Price | None:
         """The plan with one block in another stage, if its loop is shorter then."""
         # What stages do besides their blocks is not in the weights by which they were cut.
-        job = self.subject.make_plan_job(price.plan, self.shape)
+        job = self._make_job(price.plan)
         # Moves between other stages leave the one that all wait for as it is.
         busiest = self.pricer.find_busiest_stage(job, self.skips)
         trials = []
@@ -462,6 +484,7 @@ class PlanSearch:
         """Bytes that each stage has left on the rank with the least; none where its weights do not fit the host."""
         plan = sized.job.plan
         rooms = [self._get_device_bytes()] * plan.pipefusion
+        # Ranks of a stage have the same blocks, so that the fullest of them decides.
         for rank, room in sized.rooms.items():
             stage = sized.job.locate_rank(rank).stage
             if sized.on_host and plan.offloads_rank(rank):
@@ -485,35 +508,40 @@ class PlanSearch:
             return
         shared = replace(plan, warmup_mode="sequence")
         chosen = replace(plan, warmup_mode=AUTO)
-        if (
-            chosen.resolve_warmup() == shared
-            or self.request.warmup is None
-            and self._predict_latency(chosen) <= WORTH * self._predict_latency(shared)
-        ):
+        if chosen.resolve_warmup() == shared:
             yield chosen
-        else:
-            yield shared
+            return
+        is_worth_it = False
+        # Who asks for a number of synchronous steps gets no other.
+        if self.request.warmup is None:
+            is_worth_it = self._predict_latency(chosen) <= WORTH * self._predict_latency(shared)
+        yield chosen if is_worth_it else shared
 
     def sort_jobs_by_bound(self) -> list[tuple[float, PlannedCall]]:
         """Every plan with the seconds for which its busiest stage is occupied, the fastest first."""
         jobs = []
         for plan in iterate_plans(self.subject, self.shape, self.request):
-            equal = self.subject.make_plan_job(plan, self.shape)
+            equal = self._make_job(plan)
             jobs.append(equal)
             if not self._device_speeds:
                 continue
-            weighted = self.subject.make_plan_job(weigh_shares(plan, self._device_speeds), self.shape)
+            weighted = self._make_job(weigh_shares(plan, self._device_speeds))
             # Weights that differ much may leave a rank without tokens, and those that differ little change nothing.
             if not weighted.plan.illegal(self._facts) and not weighted.has_shares_of(equal):
                 jobs.append(weighted)
         bounds = [(self.pricer.bound_latency(job, self.skips), job) for job in jobs]
         return sorted(bounds, key=lambda bounded: bounded[0])
 
+    def _make_job(self, plan: Plan) -> PlannedCall:
+        """The call under a plan."""
+        return self.subject.make_plan_job(plan, self.shape)
+
     def _size_plan(self, plan: Plan) -> SizedJob:
-        return self._size_job(self.subject.make_plan_job(plan, self.shape))
+        return self._size_job(self._make_job(plan))
 
     def _size_job(self, job: PlannedCall, *, with_tapes: bool = True) -> SizedJob:
-        peaks = self._count_peaks(job, with_tapes=with_tapes)
+        records = with_tapes and self.request.records and self.skips.can_be_recorded(job.plan)
+        peaks = count_peaks_of_ranks(self.subject, job, self.profile, self.pricer.text_tokens, records=records)
         rooms = {}
         for rank, peak in peaks.items():
             rooms[rank] = self._get_device_bytes(rank) - peak
@@ -525,29 +553,24 @@ class PlanSearch:
             lacks_on_host = self._count_missing_host_bytes(job)
         return SizedJob(job, max(peaks.values()), lacks_on_host or lacks, shortest, rooms, lacks_on_host > 0)
 
-    def _count_peaks(self, job: PlannedCall, *, with_tapes: bool = True) -> dict[int, int]:
-        words = self.pricer.text_tokens
-        records = with_tapes and self.request.records and self.skips.can_be_recorded(job.plan)
-        return count_peaks_of_ranks(self.subject, job, self.profile, words, records=records)
-
     def _insert_price(self, prices: list[Price], sized: SizedJob) -> None:
         price = self.pricer.price_call(sized.job, self.skips, sized.memory)
         bisect.insort(prices, price, key=lambda known: known.latency_s)
 
     def _predict_latency(self, plan: Plan) -> float:
-        return self.pricer.predict_latency(self.subject.make_plan_job(plan, self.shape), self.skips)
+        return self.pricer.predict_latency(self._make_job(plan), self.skips)
 
     @property
-    def _host_bytes(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of a host's memory; 0 if they are not known."""
         return self.request.host_memory_bytes or self.profile.host_memory_bytes
 
     def _count_missing_host_bytes(self, job: PlannedCall) -> int:
         """Bytes that a host lacks for the weights that stay in its memory; 0 if it has enough, as far as is known."""
-        if job.plan.offload == "none" or not self._host_bytes:
+        # A host whose memory is not known is taken to have enough.
+        if job.plan.offload == "none" or not self.host_bytes:
             return 0
-        ranks_of_host = self.request.devices // self.request.hosts
-        return max(0, count_host_memory(self.subject, job, ranks_of_host).kept - self._host_bytes)
+        return max(0, count_host_memory(self.subject, job, self.request.ranks_of_host).kept - self.host_bytes)
 
     def _make_host_memory_error(self, sized: SizedJob) -> PlanError:
         plan = sized.job.plan
@@ -555,8 +578,8 @@ class PlanSearch:
         if plan.world > plan.pipefusion * plan.tensor:
             remedy = "divide them over the ranks of a host by pipefusion or tensor, quantize, or a smaller model"
         return PlanError(
-            f"'{plan}' keeps {_format_gigabytes(self._host_bytes + sized.lacks)} of weights in the host's memory, and "
-            f"there are {_format_gigabytes(self._host_bytes)}; more of it, {remedy}"
+            f"'{plan}' keeps {_format_gigabytes(self.host_bytes + sized.lacks)} of weights in the host's memory, and "
+            f"there are {_format_gigabytes(self.host_bytes)}; more of it, {remedy}"
         )
 
     def _make_memory_error(self, too_large: Sequence[SizedJob]) -> PlanError:
@@ -588,7 +611,7 @@ class PlanSearch:
     def _complete_price(self, price: Price, *, may_divide: bool = True) -> Price:
         """The price with what it would be without recorded steps, and of a call of few steps with text and decode."""
         shape = self.shape
-        job = self.subject.make_plan_job(price.plan, shape)
+        job = self._make_job(price.plan)
         price = replace(price, unrecorded_s=self.pricer.predict_unrecorded_latency(job, self.skips))
         if shape.steps > FEW_STEPS and not self.request.whole_calls:
             return price
@@ -615,7 +638,9 @@ class PlanSearch:
 
     def _weigh_ends(self, plan: Plan) -> Plan:
         """The plan with decode and text divided by the speeds of the devices, where it divides them."""
-        return weigh_ends(plan, self._device_speeds) if self._device_speeds else plan
+        if not self._device_speeds:
+            return plan
+        return weigh_ends(plan, self._device_speeds)
 
     def _predict_decode_seconds(self, plan: Plan) -> float:
         """Seconds until the slowest rank has decoded its share."""
@@ -656,7 +681,7 @@ class PlanSearch:
             "references": self._find_approximation(prices, self._leave_out_references),
             "equal_shares": self._find_equal_shares(prices[0]),
         }
-        return {kind: other for kind, other in others.items() if other is not None}
+        return drop_missing(others)
 
     def _find_near_miss(self, best: Price, too_large: Sequence[SizedJob]) -> OtherPlan | None:
         """The fastest of the plans that do not fit, if it would be as fast as the best one."""
@@ -683,7 +708,7 @@ class PlanSearch:
         sized = self._size_plan(equal)
         price = self._complete_price(self.pricer.price_call(sized.job, self.skips, sized.memory), may_divide=False)
         # What is divided beside the loop counts in calls whose decode and text are priced.
-        has_equal_loop = sized.job.has_shares_of(self.subject.make_plan_job(best.plan, self.shape))
+        has_equal_loop = sized.job.has_shares_of(self._make_job(best.plan))
         if has_equal_loop and price.call_s <= best.call_s:
             return None
         return OtherPlan(price, lacks_bytes=max(sized.lacks, 0))
@@ -723,7 +748,9 @@ class PlanSearch:
     def _pack_messages(plan: Plan) -> Plan | None:
         """The plan with messages in eight bits a number; None if it has none that could be packed."""
         is_sending = any(getattr(plan, name) > 1 for name in ("pipefusion", *SEQUENCE))
-        return replace(plan, wire_dtype="int8") if is_sending and plan.wire_dtype is None else None
+        if not is_sending or plan.wire_dtype is not None:
+            return None
+        return replace(plan, wire_dtype="int8")
 
     def _leave_out_references(self, plan: Plan) -> Plan | None:
         """The plan with references in synchronous steps alone; None if the call has none."""
@@ -731,7 +758,9 @@ class PlanSearch:
             return None
         # References are a patch of their own, so there are at least two.
         patches = 2 if plan.pipefusion * plan.distrifusion == 1 else None
-        warmup = plan.warmup if plan.warmup == AUTO else max(plan.warmup, 1)
+        warmup = plan.warmup
+        if warmup != AUTO:
+            warmup = max(warmup, 1)
         return replace(plan, references=0, patches=patches, warmup=warmup)
 
 
@@ -756,8 +785,9 @@ def make_pricer(
 
 def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) -> Iterator[Plan]:
     """Every plan that the model and the call allow, on all devices or, unless `all_devices`, on a divisor of them."""
-    facts = shape.collect_facts(type(subject.transformer).__name__, len(subject.block_hooks.chain))
+    facts = subject.collect_facts(shape)
     worlds = [request.devices] if request.all_devices else list_divisors(request.devices)
+    # Other numbers are tried later, for the fastest plans alone.
     warmup = 1 if request.warmup is None else request.warmup
     for world in worlds:
         for degrees in _iterate_degrees(world, shape):
@@ -775,7 +805,9 @@ def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
     for factors in _iterate_products(world, len(AXES)):
         degrees = dict(zip(AXES, factors, strict=True))
         # cfg has two halves, data needs an image for each rank, and tensor must divide the heads.
-        if degrees["cfg"] > min(branches, 2) or degrees["data"] > shape.images or shape.heads % degrees["tensor"]:
+        if degrees["cfg"] > min(branches, 2) or degrees["data"] > shape.images:
+            continue
+        if shape.heads % degrees["tensor"]:
             continue
         # DistriFusion keeps stale keys of patches as PipeFusion does, and gathers keys as a ring does.
         if degrees["distrifusion"] == 1 or degrees["pipefusion"] == degrees["ring"] == 1:

@@ -51,7 +51,13 @@ class RankTokens(NamedTuple):
 
     def count_all_tokens(self) -> RankTokens:
         """The same if the rank computes all tokens, and attends with all heads."""
-        return self._replace(image=self.image_keys, text=self.text_keys, heads=1.0, split=1, share=1.0)
+        return self._replace(
+            image=self.image_keys,
+            text=self.text_keys,
+            heads=1.0,
+            split=1,
+            share=1.0,
+        )
 
     def count_keys(self, stream: Stream) -> int:
         """Keys of a stream."""
@@ -100,8 +106,11 @@ class RooflineDevice:
     def _compute_attention_seconds(self, kernel: RooflineKernel, tokens: RankTokens) -> float:
         keys = tokens.count_keys(kernel.keys)
         queries = tokens.count_tokens(kernel.stream) * tokens.share
-        operations = 4 * tokens.batch * queries * keys * kernel.size[0] * tokens.heads
-        rate = self._profile.attention.interpolate(queries, keys) * self._profile.head.interpolate(kernel.size[1])
+        channels, head_dim = kernel.size
+        # Two products, of queries with keys and with values, each of a multiplication and an addition.
+        operations = 4 * tokens.batch * queries * keys * channels * tokens.heads
+        rate = self._profile.attention.interpolate(queries, keys)
+        rate *= self._profile.head.interpolate(head_dim)
         return operations / rate
 
     def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: float, fused: bool) -> float:
@@ -109,6 +118,7 @@ class RooflineDevice:
         profile = self._profile
         if kernel.kind == "matmul":
             k, n = kernel.size
+            # The curve is over the geometric mean of a matrix's sides.
             width = (k * n / split) ** 0.5
             return 2 * rows * k * n / split / profile.matmul.interpolate(rows, width)
         size = kernel.size[0] * rows * profile.element_size
@@ -131,7 +141,9 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
         host: ranks on each host.
     """
     n = getattr(plan, axis)
-    inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])
+    # The axes along which neighbouring ranks differ first.
+    inner_axes = AXES[AXES.index(axis) + 1 :]
+    inner = math.prod(getattr(plan, name) for name in inner_axes)
     if profile.interlink is None or n == 1 or inner * n <= host:
         return profile.link
     # Neighbours exchange messages: of each pipeline or ring, one rank of a host sends to another host.
@@ -148,8 +160,9 @@ def compute_slowdown(profile: Profile, ranks: int) -> float:
     if profile.devices == 1:
         return slowdown
     # Between one device and all of them, the factor grows with each.
-    busy = min(ranks, profile.devices)
-    return slowdown * (1 + (profile.together - 1) * (busy - 1) / (profile.devices - 1))
+    others = min(ranks, profile.devices) - 1
+    most_slower = profile.together - 1
+    return slowdown * (1 + most_slower * others / (profile.devices - 1))
 
 
 def get_bandwidth_share(link: Link, kind: str, n: int) -> float:

@@ -6,7 +6,7 @@ The family of a model with a `ModelSpec` says what its calls are. Those of any o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,12 +30,12 @@ from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import can_split_encoder, find_encoder_modules
 from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.anatomy import REAL_PAIRS, drop_further_keys
-from ditile.plan.cost import PlannedCall
+from ditile.plan.cost import PlannedCall, memoize_method
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
-from ditile.plan.option_classes import CallArguments, JsonObject
-from ditile.plan.plan import AXES, Plan
+from ditile.plan.option_classes import CallArguments, JsonObject, drop_missing
+from ditile.plan.plan import AXES, Facts, Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.planner.footprint import (
     DecodeWork,
@@ -43,7 +43,7 @@ from ditile.planner.footprint import (
     VaeScale,
     count_decode_work,
     count_decoder_numbers,
-    make_frame_decode_counter,
+    count_frame_decoder_numbers,
     measure_vae_scale,
 )
 from ditile.planner.kernel_times import CountedCall, Stream, StreamSizes, TransformerWork, count_transformer_work
@@ -110,10 +110,6 @@ class PlanSubject:
     decodes: float | None = None
     stored: Mapping[str, StoredWeights] = field(default_factory=dict)
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
-    _footprints: dict[float, Footprint] = field(default_factory=dict, repr=False)
-    _kept: dict[tuple[range, float, int, int], float] = field(default_factory=dict, repr=False)
-    _parameters: dict[tuple[range, float], int] = field(default_factory=dict, repr=False)
-    _decodes: dict[int, DecodeWork] = field(default_factory=dict, repr=False)
     _steps: dict[Any, RecordedStep] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -187,7 +183,9 @@ class PlanSubject:
     def is_derived(self) -> bool:
         """Whether no `ModelSpec` says what the work of its family is, so that a recorded call does."""
         spec = find_model_spec(self.transformer)
-        return self.recorder is not None and (spec is None or spec.example is None)
+        if self.recorder is None:
+            return False
+        return spec is None or spec.example is None
 
     @cached_property
     def block_hooks(self) -> TransformerHooks:
@@ -240,16 +238,19 @@ class PlanSubject:
             return self.vae_scale * self.model_spec.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
         # What a call has besides the image, such as references, is the same at both sizes.
         sides = [side * self.vae_scale for side in SIDES]
-        calls = [self._record({"height": side, "width": side, "num_frames": 1}).calls[0] for side in sides]
+        tokens = []
+        for side in sides:
+            step = self._record({"height": side, "width": side, "num_frames": 1})
+            tokens.append(step.calls[0].image)
         more_pixels = sides[1] ** 2 - sides[0] ** 2
-        return round(math.sqrt(more_pixels / (calls[1].image - calls[0].image)))
+        return round(math.sqrt(more_pixels / (tokens[1] - tokens[0])))
 
     def _record(self, call: CallArguments) -> RecordedStep:
         """The first step of a call."""
         assert self.recorder is not None
         filled = self.fill_arguments(call)
-        sizes = {name: _describe_argument(value) for name, value in filled.items()}
-        key = tuple(sorted((name, size) for name, size in sizes.items() if size is not None))
+        sizes = drop_missing({name: _describe_argument(value) for name, value in filled.items()})
+        key = tuple(sorted(sizes.items()))
         if key not in self._steps:
             self._steps[key] = self.recorder.record_step(filled)
         return self._steps[key]
@@ -296,18 +297,17 @@ class PlanSubject:
         """Numbers that every rank has in buffers of the transformer."""
         return sum(buffer.numel() for buffer in self.transformer.buffers())
 
+    @memoize_method
     def get_footprint(self, ranks: float) -> Footprint:
         """The numbers that are alive in its forward, on each of so many ranks of tensor parallelism.
 
         Args:
             ranks: of unlike shares, the whole over the share.
         """
-        if ranks not in self._footprints:
-            footprint = self.transformer_work.footprint
-            if ranks > 1:
-                footprint = footprint.divide_by_ranks(self._token_channels, ranks)
-            self._footprints[ranks] = footprint
-        return self._footprints[ranks]
+        footprint = self.transformer_work.footprint
+        if ranks == 1:
+            return footprint
+        return footprint.divide_by_ranks(self._token_channels, ranks)
 
     @property
     def _token_channels(self) -> int:
@@ -316,13 +316,11 @@ class PlanSubject:
         config: Any = self.transformer.config
         return int(config["num_attention_heads"]) * int(config["attention_head_dim"])
 
+    @memoize_method
     def count_kept_numbers(self, blocks: range, ranks: float, image: int, text: int) -> float:
         """Numbers that some blocks keep for a whole generation, on each of so many ranks of tensor parallelism."""
-        key = blocks, ranks, image, text
-        if key not in self._kept:
-            kept = self.get_footprint(ranks).kept
-            self._kept[key] = sum(kept[block].count_numbers(image, text) for block in blocks)
-        return self._kept[key]
+        kept = self.get_footprint(ranks).kept
+        return sum(kept[block].count_numbers(image, text) for block in blocks)
 
     @cached_property
     def _tensor_cuts(self) -> TensorCuts:
@@ -349,46 +347,41 @@ class PlanSubject:
             counts.append(count)
         return tuple(counts)
 
+    @memoize_method
     def count_parameters(self, blocks: range, ranks: float) -> int:
         """Parameters of some blocks on each of so many ranks of tensor parallelism."""
-        if (blocks, ranks) not in self._parameters:
-            count = sum(self.parameter_counts.blocks[block] for block in blocks)
+        count = 0
+        for block in blocks:
+            count += self.parameter_counts.blocks[block]
             if ranks > 1:
-                cut = [self.sharded_parameters[block] for block in blocks]
-                count += sum(math.ceil(parameters / ranks) - parameters for parameters in cut)
-            self._parameters[blocks, ranks] = count
-        return self._parameters[blocks, ranks]
+                sharded = self.sharded_parameters[block]
+                count += math.ceil(sharded / ranks) - sharded
+        return count
 
     @cached_property
     def _cost_model(self) -> CostModel:
         return CostModel.from_model_hooks(self.block_hooks)
 
-    @cached_property
-    def _decode_counter(self) -> Callable[[int], float]:
-        if self.decoder is None:
-            return lambda frames: 0.0
-        # A VAE of frames keeps some of them alive, so its peak depends on their number.
-        if self.scale.frames:
-            return make_frame_decode_counter(self.coder, self.decoder, self.scale.channels)
-        numbers = self.decodes
-        if numbers is None:
-            numbers = count_decoder_numbers(self.decoder, self.coder)
-        return lambda frames: numbers
-
+    @memoize_method
     def count_decode_numbers(self, frames: int = 1) -> float:
         """Numbers that are alive at once while a latent pixel of so many latent frames is decoded."""
-        return self._decode_counter(frames)
+        if self.decoder is None:
+            return 0.0
+        # A VAE of frames keeps some of them alive, so its peak depends on their number.
+        if self.scale.frames:
+            return count_frame_decoder_numbers(self.decoder, self.coder, self.scale.channels, frames)
+        if self.decodes is not None:
+            return self.decodes
+        return count_decoder_numbers(self.decoder, self.coder)
 
+    @memoize_method
     def count_decode_work(self, frames: int = 1) -> DecodeWork:
         """The work of a decode of so many latent frames."""
-        if frames not in self._decodes:
-            work = DecodeWork(0.0, 0)
-            if self.decoder is not None and self.scale.frames:
-                work = count_decode_work(self.coder, self.decoder, self.scale.channels, frames)
-            elif self.decoder is not None:
-                work = count_decode_work(self.coder, self.decoder, "latent_channels")
-            self._decodes[frames] = work
-        return self._decodes[frames]
+        if self.decoder is None:
+            return DecodeWork(0.0, 0)
+        if self.scale.frames:
+            return count_decode_work(self.coder, self.decoder, self.scale.channels, frames)
+        return count_decode_work(self.coder, self.decoder, "latent_channels")
 
     @staticmethod
     def count_prompt_tokens(call: CallArguments, shape: Shape) -> int:
@@ -404,6 +397,7 @@ class PlanSubject:
             return 0
         if self.is_derived and self.recorder is not None:
             return self.recorder.count_text_tokens(call)
+        # The default of PixArt-Sigma, a family whose text is in cross attention.
         return int(call.get("max_sequence_length") or 300)
 
     @property
@@ -523,8 +517,9 @@ class PlanSubject:
         first = max(step.calls, key=lambda recorded: recorded.rows)
         out = self.parameter_counts.out
         # If text is in the sequence, or a second stream is predicted, the numbers do not belong to the image alone.
-        is_alone = first.out == first.rows * first.image * out and latents % out == 0
-        references = first.image - latents // out if is_alone else None
+        references = None
+        if first.out == first.rows * first.image * out and latents % out == 0:
+            references = first.image - latents // out
         height = int(call["height"])
         width = int(call["width"])
         if references is not None and latent_frames == 1:
@@ -567,16 +562,24 @@ class PlanSubject:
         flat = Grid(first.image, 1)
         if not self.is_derived:
             read_grid = self.model_spec.grid
-            grid = flat if read_grid is None else read_grid(self.transformer, first.arguments)
+            grid = flat
+            if read_grid is not None:
+                grid = read_grid(self.transformer, first.arguments)
             return grid if grid.num_tokens == first.image else flat
         latents = first.arguments.get(find_latents_parameter(self.transformer))
         rows = height // self.token_side
         columns = width // self.token_side
         # Patches of a video are the same rows of every frame.
         frames, rest = divmod(first.image, rows * columns)
-        if isinstance(latents, Tensor) and latents.ndim == 5 and not rest and frames > 1:
+        # Flattened latents do not say where a frame ends.
+        has_frames = isinstance(latents, Tensor) and latents.ndim == 5
+        if has_frames and not rest and frames > 1:
             return Grid(rows, columns, frames)
         return flat
+
+    def collect_facts(self, shape: Shape) -> Facts:
+        """What plans of a call are checked against."""
+        return shape.collect_facts(type(self.transformer).__name__, len(self.block_hooks.chain))
 
     def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
         """The call under a plan.
@@ -585,7 +588,6 @@ class PlanSubject:
             PlanError: if the plan does not fit.
             ModelError: if a text encoder cannot be split as it says.
         """
-        kind = type(self.transformer).__name__
         if self.is_derived:
             self._check_derived_plan(plan)
         if plan.references is not None and not shape.references:
@@ -598,7 +600,7 @@ class PlanSubject:
             # It raises where the layers of an encoder are not known.
             for encoder in filter(None, self.encoders):
                 find_encoder_modules(encoder)
-        plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
+        plan.check(self.collect_facts(shape))
         size = shape.element_size
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights, size)
         if key not in self._stages:
@@ -610,7 +612,13 @@ class PlanSubject:
         weights = self.parameter_counts
         if plan.has_unlike_tensor_shares:
             weights = self._divisible_weights
-        return PlannedCall(plan=plan, spec=self.model_spec, shape=shape, weights=weights, stages=self._stages[key])
+        return PlannedCall(
+            plan=plan,
+            spec=self.model_spec,
+            shape=shape,
+            weights=weights,
+            stages=self._stages[key],
+        )
 
     def _check_derived_plan(self, plan: Plan) -> None:
         kind = type(self.transformer).__name__

@@ -17,7 +17,7 @@ from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.model.known import name_component_source
 from ditile.model.registry import UNKNOWN_MODEL
-from ditile.plan.errors import LoadError, ModelError
+from ditile.plan.errors import LoadError, ModelError, join_error_lines
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.option_classes import JsonObject
 from ditile.planner.recording.recorded import (
@@ -112,7 +112,7 @@ class PipelineConfigs:
                 transformer = load_component_config(kind, places.get("transformer", source), "transformer")
             vae = load_component_config(diffusers.AutoencoderKL, places.get("vae", source), "vae")
         except (OSError, KeyError, AttributeError, TypeError) as error:
-            raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
+            raise LoadError(f"the configs of {str(source)!r} cannot be read: {join_error_lines(error)}") from error
         # A count in a broken config could ask for a model that no memory holds.
         check_config_counts(transformer, f"the config of transformer in {source}")
         check_config_counts(vae, f"the config of vae in {source}")
@@ -145,8 +145,13 @@ class PipelineConfigs:
     @property
     def _encoder_names(self) -> dict[str, str]:
         """Text encoder -> the name of its class."""
-        entries = {name: self.index.get(name) or [None] for name in TEXT}
-        return {name: entry[1] for name, entry in entries.items() if entry[0]}
+        names = {}
+        for name in TEXT:
+            entry = self.index.get(name)
+            # An encoder that the pipeline lacks may stand in the index as a pair of nulls.
+            if entry and entry[0]:
+                names[name] = entry[1]
+        return names
 
     @property
     def encoders(self) -> tuple[Any, ...]:
@@ -230,7 +235,8 @@ def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObje
     parts = {part: [*entry] for part, entry in list_own_components(source, index)}
     places = dict[str, Path | str]()
     for part, entry in index.items():
-        if part not in parts and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
+        has_place = isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)
+        if part not in parts and has_place:
             where = entry[2].get("pretrained_model_name_or_path")
             if where is not None and entry[2].get("subfolder") == part:
                 parts[part] = entry[2].get("type_hint") or entry[:2]
