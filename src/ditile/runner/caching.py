@@ -63,6 +63,7 @@ from ditile.model.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.parallel.tensor.sharding import find_share
 from ditile.plan.errors import ModelError, StateError
+from ditile.plan.option_classes import drop_missing
 from ditile.plan.plan import Plan
 from ditile.runner.compose import find_loop_models
 from ditile.runner.quantize import quantize
@@ -223,7 +224,7 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
     mappings = {name: config for name, config in configs.items() if isinstance(config, Mapping)}
     if mappings:
         loaded = load_configs(mappings)
-        parsed |= {name: config for name, config in loaded.items() if config is not None}
+        parsed |= drop_missing(loaded)
     block_config = None if isinstance(parsed["cache_config"], CallCacheConfig) else parsed["cache_config"]
     ParamsModifier(cache_config=block_config, calibrator_config=parsed["calibrator_config"])
     if parsed.get("quantize_config") is not None:

@@ -54,7 +54,7 @@ class StepWatch:
 
     def __post_init__(self) -> None:
         for step in self.latents_at:
-            if not is_whole_number(step) or step < 0:
+            if not is_whole_number(step, 0):
                 raise ModelError(f"latents_at has {step!r}; give the numbers of steps, the first of which is 0")
 
 

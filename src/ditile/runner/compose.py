@@ -126,6 +126,11 @@ class Composition:
         return self.block_hooks.transformer
 
     @property
+    def models(self) -> list[nn.Module]:
+        """All models that the pipeline calls in its loop."""
+        return [hooks.transformer for hooks in self.block_hooks.models]
+
+    @property
     def spec(self) -> ModelSpec:
         """What is known of the model."""
         return self.block_hooks.spec
@@ -183,7 +188,7 @@ class Composition:
         """The models of which this rank has a part, or will have after a call."""
         models: list[nn.Module] = []
         if self.plan.divides_blocks:
-            models += [model.transformer for model in self.block_hooks.models]
+            models += self.models
         if not self.encoders.stay_whole:
             models += self.encoders.encoders.values()
         return models
@@ -219,10 +224,9 @@ class Composition:
             first: whether only rank 0 needs the images.
         """
         values = read_call_values(call)
-        models = [hooks.transformer for hooks in self.block_hooks.models]
         batch = DataCfgBatch(
             self.mesh,
-            models,
+            self.models,
             images=count_images(values),
             batch_dims=self.block_hooks.batch_dims,
             inputs=self.block_hooks.anatomy.inputs or None,
@@ -253,7 +257,7 @@ class Composition:
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
-            self.loop.install_scheduler_hooks(stack, self.pipe, models, batch, callbacks)
+            self.loop.install_scheduler_hooks(stack, self.pipe, self.models, batch, callbacks)
             try:
                 yield self.loop
             except StoppedError:  # between two calls of the model
@@ -282,11 +286,10 @@ class Composition:
 
     def _explain_unrecorded_calls(self, recorder: RecordedSteps) -> str:
         """Why calls of the models as they are now, before the hooks of a call are on them, are not recorded."""
-        models = [hooks.transformer for hooks in self.block_hooks.models]
-        if not recorder.caches.keys() <= set(models):
+        if not recorder.caches.keys() <= set(self.models):
             return "a cache is on a model that is not divided"
         # It may keep something in Python.
-        if any(map(list_user_code, models)):
+        if any(map(list_user_code, self.models)):
             return "code of the user is on the model"
         # What changes in each step is measured within the calls.
         if self.plan.warmup == AUTO:
@@ -333,7 +336,6 @@ class Composition:
         agreement = StageAgreement(
             decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages, first_blocks
         )
-        divided = [hooks.transformer for hooks in self.block_hooks.models]
         kept_buffers = None
         if self.recorder is not None:
             kept_buffers = self.recorder.kept_buffers
@@ -348,7 +350,7 @@ class Composition:
         with ExitStack() as stack:
             for cache in self.block_caches:
                 # A model that is not divided is called on all images in every replica.
-                count = count_own_images if cache.transformer in divided else count_all_images
+                count = count_own_images if cache.transformer in self.models else count_all_images
                 begin = cache.begin_generation
                 end = cache.end_generation
                 clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, count, begin, end)
@@ -763,7 +765,8 @@ def move_pipeline(pipe: Any, device: torch.device) -> None:
         # diffusers asks for the dtype of each part before it moves them, which a plain module of torch does not have.
         is_plain = is_plain or not hasattr(part, "dtype")
         # A ComponentsManager moves its parts itself.
-        if name not in offloaded and any(x.device != device for x in (*part.parameters(), *part.buffers())):
+        tensors = (*part.parameters(), *part.buffers())
+        if name not in offloaded and any(tensor.device != device for tensor in tensors):
             away.append(part)
     if offloaded or is_plain:
         for part in away:
@@ -782,8 +785,10 @@ def check_pipeline(pipe: Any) -> None:
     find_denoisers(pipe)
     scheduler = getattr(pipe, "scheduler", None)
     if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
+        instead = ""
         others = [name for name, part in vars(pipe).items() if hasattr(part, "set_timesteps")]
-        instead = f", but {' and '.join(others)}" if others else ""
+        if others:
+            instead = f", but {' and '.join(others)}"
         raise ModelError(
             f"{type(pipe).__name__} has no part `scheduler` that it steps in its loop{instead}, so its steps cannot be "
             "told apart; call it on one device"
@@ -810,7 +815,8 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
 
 def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks, options: CompositionOptions) -> None:
     """Refuses a model that cannot be divided so, before anything is touched."""
-    model, attention = block_hooks.transformer, options.attention
+    model = block_hooks.transformer
+    attention = options.attention
     if attention is not None and not block_hooks.chain:
         raise ModelError(
             f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
@@ -848,13 +854,13 @@ def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, me
     serial = plan.resolve_warmup(streams=False)
     if shared == serial:
         return shared, None
-    cannot_stream = (
-        _may_change(block_hooks)
-        or bool(find_offload_devices(pipe))
-        or bool(list_quantized_parameters(block_hooks.transformer))
+    reasons = (
+        _may_change(block_hooks),
+        bool(find_offload_devices(pipe)),
+        bool(list_quantized_parameters(block_hooks.transformer)),
     )
     # All ranks choose the same mode: one rank that cannot send its weights is enough.
-    if any(gather_json(cannot_stream, mesh.everyone)):
+    if any(gather_json(any(reasons), mesh.everyone)):
         return serial, None
     return shared, serial
 
@@ -870,7 +876,10 @@ def _build_warmup_group(
             f"warmup_mode={plan.warmup_mode}: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
         )
     if plan.warmup_mode == "separate":
-        if any(kind != LOCAL for hook in block_hooks.chain for kind in hook.list_adapter_kinds()):
+        adapter_kinds: set[str] = set()
+        for hook in block_hooks.chain:
+            adapter_kinds.update(hook.list_adapter_kinds())
+        if adapter_kinds - {LOCAL}:
             raise ModelError(
                 "warmup_mode=separate: IP-adapters attend to the image once more where a call has images for them, "
                 "which the other stages do not know; use sequence, serial or pipelined"

@@ -39,7 +39,7 @@ from ditile.parallel.block_formats import RowBlocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
-from ditile.plan.errors import DitileError, LoadError, ModelError
+from ditile.plan.errors import DitileError, LoadError, ModelError, join_error_lines
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups, require_plan
 from ditile.plan.stages import select_local_blocks
@@ -57,7 +57,6 @@ from ditile.runner.model_files import (
     collect_component_files,
     find_model_source,
     is_hub_id,
-    join_error_lines,
     list_own_components,
     read_json_object,
     read_weight_map,
@@ -73,6 +72,7 @@ from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_ba
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModularPipeline
 
+# The name that diffusers gives its files of weights.
 STEM = "diffusion_pytorch_model"
 LOG = logging.getLogger(__name__)
 CHOOSE = "for another one give --model NAME --transformer FILE"
@@ -151,6 +151,7 @@ def load(
         loaded = dict(partial)
         for component in files.keys() - partial.keys():
             loaded[component] = load_component_file(source, files[component], Plan(), 0, weight_dtype, component)
+        # After the parts that this rank reads itself, which are left out here.
         loaded |= load_whole_models(source, weight_dtype, variant, apart=loaded)
         loaded |= load_shared_components(source, apart=loaded)
         pipe: DiffusionPipeline | ModularPipeline
@@ -262,6 +263,7 @@ def load_partial_components(
         if not in_part or component.class_name is None:
             continue
         if files is not None and name in files:
+            # A file of its own counts before the files of the folder.
             partial[name] = load_component_file(source, files[name], plan, rank, dtype, name)
             if is_encoder:
                 install_guards(ExitStack(), partial[name], name)
@@ -469,6 +471,7 @@ def _load_encoder_file(
     path = _find_config(locate, name)
     if _is_quantized(path):
         raise ModelError(f"{path} is of quantized weights, and those of {file} are not; remove its quantization_config")
+    # The file has weights alone; what builds the encoder is in the pipeline's folder.
     config = model_class.config_class.from_pretrained(path.parent)
     options: dict[str, Any] = {"config": config, "config_place": path.parent}
     if locate("generation_config.json") is not None:
@@ -506,6 +509,7 @@ def _read_share(
     row_blocks: Mapping[str, RowBlocks] | None = None,
 ) -> nn.Module:
     """Reads a rank's share into a model without weights, which then has placeholders for the other blocks."""
+    # diffusers keeps these in float32, whatever the dtype.
     keep_fp32 = model._keep_in_fp32_modules or ()
     if not plan.divides_blocks:
         checkpoint = build_checkpoint(model)
@@ -532,6 +536,7 @@ def _read_share(
     checkpoint = build_checkpoint(model)
     # Before blocks are emptied, so that a missing weight raises on every rank and not only on its owner.
     refuse_missing_weights(set(model.state_dict()) - set(checkpoint.files), place)
+    # Before the weights are read, so that blocks of other ranks are never in memory.
     block_hooks.empty_other_blocks(owned, keep=False)
     bytes_read = checkpoint.read_into_module(model, dtype, keep_fp32=keep_fp32, part=select_shard)
     # After the checkpoint was read: reading asks for the `state_dict` that the guards refuse.

@@ -26,7 +26,7 @@ from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.placeholders import allow_state_dict, list_quantized_parameters
 from ditile.parallel.tensor.sharding import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
-from ditile.plan.errors import DitileError, ModelError
+from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.numbers import is_number
 from ditile.runner.model_files import DENOISERS, TRANSFORMER, is_hub_id
@@ -168,7 +168,7 @@ def _convert_load_errors(label: str) -> Iterator[None]:
         # That there is no more memory says nothing of the LoRA.
         if is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = join_error_lines(error, 300)
         raise ModelError(f"lora={label!r} cannot be loaded: {reason}") from error
 
 

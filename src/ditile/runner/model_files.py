@@ -31,7 +31,7 @@ from ditile.model.known import (
     list_known_models,
     list_published_models,
 )
-from ditile.plan.errors import LoadError, ModelError, suggest_nearest
+from ditile.plan.errors import LoadError, ModelError, join_error_lines, suggest_nearest
 from ditile.plan.extras import require_extra
 from ditile.plan.numbers import is_number
 
@@ -72,6 +72,7 @@ SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
 of its later ones and of authors, and that of DeepSeek's convention, which is no inverse either."""
 MOST_TENSORS = 30_000
 """Tensors that a file may have: transformers have hundreds, with experts thousands, and renaming looks at all often."""
+# Endings that torch.load reads, which runs what a file says.
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -221,6 +222,7 @@ def _read_format(path: Path) -> str:
     """What the first bytes of a file say of its format."""
     try:
         with path.open("rb") as file:
+            # Eight bytes of length come before the brace of a header of safetensors.
             first = file.read(9)
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {join_error_lines(error)}") from error
@@ -479,6 +481,7 @@ def open_gguf(path: Path) -> Any:
             """The bytes of an array, whose items nobody needs."""
             order = ">" if self.byte_order == "S" else "<"
             content: Any = self.data
+            # An array begins with the type of its items in 4 bytes, and their number in 8.
             item_type, count = struct.unpack_from(f"{order}IQ", content, start)
             place = start + 12
             if item_type != gguf.GGUFValueType.STRING:
@@ -557,13 +560,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def join_error_lines(error: Exception) -> str:
-    """An error's message on one line."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    # It may quote names in a file, and none may move the cursor of a terminal.
-    return "".join(letter for letter in line if letter.isprintable())
-
-
 def check_weight_source(source: str, option: str) -> None:
     """Checks the value of an option that names weights, such as a LoRA.
 
@@ -592,6 +588,7 @@ def check_hub_access(repository: str, file: str = "*model_index.json", option: s
     """
     from huggingface_hub import constants
 
+    # Files that were fetched before are enough, also where the hub cannot be reached.
     if any(find_blob_folder(repository).parent.glob(f"snapshots/*/{file}")):
         return
     problem = f"{option} {repository!r} is not in the hub's cache {constants.HF_HUB_CACHE}"

@@ -25,7 +25,7 @@ from ditile.model.adapter import find_transformers
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.placeholders import count_parameter_bytes, is_plain_parameter
 from ditile.parallel.tensor.sharding import find_share
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, join_error_lines
 from ditile.plan.extras import require_extra, require_quantizer
 
 LOG = logging.getLogger("ditile")
@@ -276,7 +276,7 @@ def _choose_quantizer(
                 for rows in (1, 32):
                     quantized(torch.ones(rows, width, device=device, dtype=dtype))
         except _CANNOT as error:
-            reasons[" ".join(str(error).split())[:200] or type(error).__name__] = None
+            reasons[join_error_lines(error, 200)] = None
             continue
         # torchao leaves a layer as it is where no kernel takes its shape.
         if not is_plain_parameter(quantized.weight):
@@ -333,6 +333,7 @@ def _list_torchao_configs(name: str, device: torch.device, scheme: str, group: i
         granularities = {
             "row": torchao.PerRow(),
             "tensor": torchao.PerTensor(),
+            # Of activations, and of weights: torchao's kernel takes no other sizes.
             "block": (torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])),
         }
         config = getattr(torchao, _TORCHAO_CONFIGS[name])
@@ -347,6 +348,7 @@ def _list_torchao_configs(name: str, device: torch.device, scheme: str, group: i
     # Only torchao's prototypes have the kernels of CPUs; torch's own one takes outputs that 16 divides.
     from torchao.prototype.quantization import int4  # type: ignore[import-untyped]
 
+    # Without int8 activations for `int4_weight_only`, with them for `int4`.
     config = int4.PrototypeInt4WeightOnlyConfig
     if name == "int4":
         config = int4.Int8DynamicActivationInt4WeightConfig

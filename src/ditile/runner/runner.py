@@ -376,7 +376,9 @@ class Runner:
             StateError: if the last call recorded no trace.
         """
         trace = self._parts.trace
-        events = trace.list_events() + trace.list_waits() if self.trace else None
+        events = None
+        if self.trace:
+            events = trace.list_events() + trace.list_waits()
         # A rank without a trace takes part, as the others wait for it.
         everyone = gather_json(events, self.mesh.everyone)
         if None in everyone:
@@ -393,7 +395,13 @@ class Runner:
         shape = self._last or self._build_call_shape({})
         if self.report is not None and self.report.text_tokens is not None:
             shape = replace(shape, text=self.report.text_tokens)
-        return PlannedCall(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
+        return PlannedCall(
+            plan=self.plan,
+            spec=parts.spec,
+            shape=shape,
+            weights=parts.weights,
+            stages=parts.stages,
+        )
 
     def __str__(self) -> str:
         """A table of device, place, blocks, tokens, parameters, keys and bytes per step of each rank, for `job`."""
@@ -479,9 +487,12 @@ class Runner:
         # pipeline alone does.
         last_stage = mesh.image.num_ranks - 1
         rng_state.synchronise_generators(generators, last_stage, mesh.within_calls, mesh.traffic)
-        decodes.raise_complaint(None if ends.decodes_alone else mesh.within_calls)
+        decoding_group = None if ends.decodes_alone else mesh.within_calls
+        decodes.raise_complaint(decoding_group)
         kept_bytes = sum(cache.kept_bytes for cache in parts.model_caches)
-        recorded = parts.recorder.summarize_generation() if parts.recorder is not None else None
+        recorded = None
+        if parts.recorder is not None:
+            recorded = parts.recorder.summarize_generation()
         self.report = meter.build_report(*loop.taken_warmup, kept_bytes, recorded)
         if first_only and mesh.rank != 0:
             return None
@@ -514,7 +525,9 @@ class Runner:
             # The class first, because what differs first is named.
             described = digest.describe_call({"pipeline": self._pipeline_class.__name__} | call | options)
             described |= digest.describe_state(self.pipe, parts.device)
-            described["cache"] = [context.settings for cache in parts.model_caches for context in cache.contexts]
+            described["cache"] = []
+            for cache in parts.model_caches:
+                described["cache"] += [context.settings for context in cache.contexts]
             return {
                 "call": described,
                 "loras": digest.describe_loras(self.pipe.components),

@@ -78,7 +78,10 @@ def _check_part_type(name: str, part_name: str, part: Any, types: tuple[Any, ...
     if not isinstance(part, nn.Module):
         return
     model = unwrap_compiled(part)
-    allowed = [cls for cls in types if isinstance(cls, type) and issubclass(cls, nn.Module)]
+    allowed = []
+    for cls in types:
+        if isinstance(cls, type) and issubclass(cls, nn.Module):
+            allowed.append(cls)
     if allowed and not isinstance(model, tuple(allowed)):
         names = " or ".join(cls.__name__ for cls in allowed)
         raise ModelError(f"{name} takes {names} for its {part_name}, and there is {type(model).__name__}")

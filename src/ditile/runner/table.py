@@ -14,7 +14,6 @@ from ditile.plan.cost import PlannedCall, RankCoordinates, count_key_store_bytes
 from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AXES, Plan, compute_coordinates
 from ditile.plan.simulate import bound_speedup
-from ditile.plan.stages import select_local_blocks
 
 EXACT = ("data", "cfg", "ring", "distrifusion", "ulysses", "tensor")
 """Axes that divide all of the work, in every step."""
@@ -131,8 +130,7 @@ def _format_rank_place(plan: Plan, rank: int) -> str:
 
 def _count_expected_parameters(job: PlannedCall, place: RankCoordinates) -> int:
     """The parameters of a rank: its share of those of its stage's blocks, plus the shared ones."""
-    blocks = select_local_blocks(job.stages, place.stage, job.plan.num_whole_stages)
-    of_blocks = sum(job.weights.blocks[block] for block in blocks)
+    of_blocks = sum(job.weights.blocks[block] for block in job.select_resident_blocks(place))
     return job.weights.shared + math.ceil(of_blocks / job.compute_tensor_divisor(place))
 
 

@@ -230,7 +230,10 @@ class _ModelTrial:
         trials = list(_iterate_row_trials(self._trial.plan, whole.num_branches, len(images)))
         if not trials:
             return None
-        rows = torch.tensor([branch * whole.num_images + image for branch in whole.branches for image in images])
+        places = []
+        for branch in whole.branches:
+            places += [branch * whole.num_images + image for image in images]
+        rows = torch.tensor(places)
         unchanged = batch.change_rows(args, kwargs, functools.partial(_pick_rows, rows))
         # Every rank computes all rows of a call in which it is not known what has rows.
         if unchanged is None:

@@ -144,9 +144,10 @@ def copy_model(pipe: Any, model: nn.Module, codes: Sequence[UserCode]) -> nn.Mod
     shared = [pipe, *model.parameters(), *model.buffers()]
     shared += [part for part in list_pipeline_parts(pipe).values() if part is not model]
     for module in model.modules():
-        values = [*vars(module).values(), *_list_torch_hooks(module)]
-        # Ranks and their messages cannot be copied.
-        shared += [value for value in values if _find_package(value) == "ditile" and not isinstance(value, nn.Module)]
+        for value in (*vars(module).values(), *_list_torch_hooks(module)):
+            # Ranks and their messages cannot be copied.
+            if _find_package(value) == "ditile" and not isinstance(value, nn.Module):
+                shared.append(value)
     functions = _FunctionCopies(model)
     # `deepcopy` takes what it finds in `memo` instead of a copy.
     memo = {id(value): value for value in shared} | functions.copies

@@ -194,7 +194,8 @@ def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: i
 def _make_keyframe(keyframe: Any, name: str, value: Any) -> Any:
     if name == "image":
         return keyframe(frames=value[0], index=0)
-    return keyframe(frames=value, index=-1 if name == "last_image" else 0)
+    index = -1 if name == "last_image" else 0
+    return keyframe(frames=value, index=index)
 
 
 def _bind_images(

@@ -28,8 +28,10 @@ def make_console(*, stderr: bool = False, piped_width: int = 160) -> Console:
     """Where tables go. Into a pipe they are as wide as a table needs, up to so many columns."""
     from rich.console import Console
 
-    piped = not (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, highlight=False, markup=False, width=piped_width if piped else None)
+    stream = sys.stderr if stderr else sys.stdout
+    # A terminal has a width of its own.
+    width = None if stream.isatty() else piped_width
+    return Console(stderr=stderr, highlight=False, markup=False, width=width)
 
 
 def print_parts(console: Console, parts: Iterable[Table | str]) -> None:

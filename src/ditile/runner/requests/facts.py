@@ -103,8 +103,10 @@ class CallFacts:
             renamed[_NOISE_STRENGTH] = renamed.pop("strength")
         rate = self.find_argument(FRAME_RATES)
         if request.fps is not None and rate is not None:
+            renamed[rate] = request.fps
             # Some classes refuse a float.
-            renamed[rate] = int(request.fps) if request.fps == int(request.fps) else request.fps
+            if request.fps == int(request.fps):
+                renamed[rate] = int(request.fps)
         return renamed
 
     def heeds_negative_prompt(self, base: CallArguments, guidance: float | None) -> bool:
@@ -118,7 +120,8 @@ class CallFacts:
             return False
         call = {**self.defaults, **base, "negative_prompt": ""}
         if guidance is not None:
-            call["true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale"] = guidance
+            scale = "true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale"
+            call[scale] = guidance
         rule = self._find_negative_rule()
         return rule is None or rule.is_guided(call)
 
@@ -210,7 +213,8 @@ class ModelFacts:
 
     def takes(self, argument: str) -> bool:
         """Whether the call of any of its pipelines takes an argument, by its name in diffusers."""
-        return any(call is not None and argument in call.defaults for call in (self.call, self.edit, self.inpaint))
+        calls = filter(None, (self.call, self.edit, self.inpaint))
+        return any(argument in call.defaults for call in calls)
 
     @property
     def needs_picture(self) -> bool:
@@ -325,8 +329,10 @@ def collect_request_arguments(request: GenerateOptions, base: CallArguments) -> 
     """The given arguments. --guidance sets true guidance if the model's own options do and --true-cfg is not given."""
     arguments = request.to_call_arguments()
     if request.guidance is not None:
-        sets_true_guidance = "true_cfg_scale" in base and request.true_cfg is None
-        arguments["true_cfg_scale" if sets_true_guidance else "guidance_scale"] = request.guidance
+        scale = "guidance_scale"
+        if "true_cfg_scale" in base and request.true_cfg is None:
+            scale = "true_cfg_scale"
+        arguments[scale] = request.guidance
     return arguments
 
 

@@ -20,6 +20,7 @@ from ditile.plan.option_classes import (
     Seconds,
     Steps,
     define_option,
+    drop_missing,
     options,
 )
 from ditile.runner.model_files import collect_component_files
@@ -184,7 +185,7 @@ class GenerateOptions(ModelOptions):
     def conditions(self) -> dict[str, Any]:
         """What it starts from besides words: option -> its file, of `image` all files."""
         values = {name: getattr(self, name) for name in ("image", "mask", "control_image", "video", "last_image")}
-        return {name: value for name, value in values.items() if value is not None}
+        return drop_missing(values)
 
     def to_call_arguments(self) -> CallArguments:
         """The values under the names that diffusers uses, without guidance, conditions and the rate."""
@@ -198,7 +199,7 @@ class GenerateOptions(ModelOptions):
             "true_cfg_scale": self.true_cfg,
             "num_frames": self.frames,
         }
-        return {name: value for name, value in values.items() if value is not None}
+        return drop_missing(values)
 
 
 @options()

@@ -79,7 +79,8 @@ class RunOptions(EngineOptions):
             raise ModelError(f"out={self.out!r} is a folder; give a file in it")
         path = Path(self.out)
         if not path.suffix:
-            path = Path(self.out + (".mp4" if video else ".png"))
+            ending = ".mp4" if video else ".png"
+            path = Path(self.out + ending)
         suffix = path.suffix.lower()
         if video and suffix not in VIDEO_SUFFIXES:
             raise ModelError(f"out={self.out!r}: this model makes videos; name it {path.stem}.mp4, .webp or .gif")
@@ -193,7 +194,8 @@ def list_input_files(*options: Any) -> Iterator[tuple[str, Path]]:
             # Unlike the method of Path it is False for a name that is too long.
             if not os.path.isdir(path):
                 continue
-            for file in (path / "model_index.json", path / "generation.json", *path.glob("*"), *path.glob("*/*")):
+            own_files = (path / "model_index.json", path / "generation.json")
+            for file in (*own_files, *path.glob("*"), *path.glob("*/*")):
                 if file.is_file():
                     yield name, file
 
@@ -205,7 +207,8 @@ def list_named_paths(options: Any) -> Iterator[tuple[str, str]]:
         reads = field.metadata.get("reads")
         if value is None or not reads:
             continue
-        for path in value if isinstance(value, tuple) else [value]:
+        paths = value if isinstance(value, tuple) else [value]
+        for path in paths:
             # Some texts say more than the path, which a function takes out of them.
             text = reads(path) if callable(reads) else str(path)
             yield field.name, text

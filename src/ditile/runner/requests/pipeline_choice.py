@@ -175,8 +175,8 @@ def _joins_channels(pipeline: type, config: JsonObject) -> bool:
 @lru_cache(maxsize=1)
 def read_class_conditions() -> Mapping[str, Mapping[str, Any]]:
     """Class of pipelines of diffusers -> what it starts from besides words; see `build_matrix`."""
-    classes: Mapping[str, Mapping[str, Any]] = json.loads((ASSETS / "matrix.json").read_text("utf-8"))["conditions"]
-    return classes
+    matrix: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
+    return matrix["conditions"]
 
 
 def _explain_refusal(pipeline: Any, conditions: Collection[str], config: JsonObject, has_controlnet: bool) -> str:

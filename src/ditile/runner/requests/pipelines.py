@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ditile.model.known import find_known_model
-from ditile.plan.errors import DitileError, ModelError
+from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.shape import FRAME_COUNTS
@@ -172,7 +172,7 @@ def convert_value_errors(pipe: Any) -> Iterator[None]:
         # A ValueError of torch or of ditile is a bug, and keeps its traceback.
         if _find_raising_module(error) not in own_modules:
             raise
-        raise ModelError(f"{type(pipe).__name__} refuses this call: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{type(pipe).__name__} refuses this call: {join_error_lines(error)}") from error
 
 
 def _list_output_fields(pipeline: Any) -> list[str]:

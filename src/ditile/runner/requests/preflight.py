@@ -126,6 +126,7 @@ def check_cache_steps(cache: CacheOptions, call: CallArguments) -> None:
     if config is None or steps is None:
         return
     # An input that is kept in part shortens the denoising loop.
-    reason = explain_idle_steps(config, max(1, min(steps, int(steps * call.get("strength", 1)))))
+    shortened = int(steps * call.get("strength", 1))
+    reason = explain_idle_steps(config, max(1, min(steps, shortened)))
     if reason is not None:
         raise ModelError(reason)

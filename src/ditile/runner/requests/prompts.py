@@ -48,8 +48,11 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
         text = files.read_text(name)
     except (OSError, ValueError) as error:
         raise ModelError(f"{option}={name!r} cannot be read as text: {files.describe_error(error)}") from error
-    prompts = [line.strip() for line in text.splitlines()]
-    prompts = [line for line in prompts if line and not line.startswith("#")]
+    prompts = []
+    for line in map(str.strip, text.splitlines()):
+        # Empty lines and comments are no prompts.
+        if line and not line.startswith("#"):
+            prompts.append(line)
     if not prompts:
         raise ModelError(f"{option}={name!r} has no prompt; write one per line")
     return prompts
@@ -135,9 +138,11 @@ def select_missing_lines(all_lines: Sequence[PromptLine], description: str, *, h
     # A file that is cut short has no texts, and is made again.
     for line in all_lines:
         path = Path(line.path)
+        described_file = build_poster_path(path) if has_posters else path
         texts = {}
         if path.is_file():
-            texts = pictures.read_picture_texts(build_poster_path(path) if has_posters else path)
-        if (texts.get("prompt"), texts.get("seed"), texts.get("request")) != (line.prompt, str(line.seed), description):
+            texts = pictures.read_picture_texts(described_file)
+        expected = {"prompt": line.prompt, "seed": str(line.seed), "request": description}
+        if any(texts.get(name) != text for name, text in expected.items()):
             missing_lines.append(line)
     return missing_lines

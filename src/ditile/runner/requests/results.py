@@ -99,8 +99,12 @@ def add_picture_texts(
     for name, parameter in list_call_parameters(pipe).items():
         if parameter.default is not inspect.Parameter.empty:
             arguments[name] = parameter.default
-    # A video is [F, H, W, 3].
-    size = (int(drawn.shape[2]), int(drawn.shape[1])) if isinstance(drawn, np.ndarray) else drawn.size
+    if isinstance(drawn, np.ndarray):
+        # A video is [F, H, W, 3].
+        height, width = drawn.shape[1:3]
+        size = (int(width), int(height))
+    else:
+        size = drawn.size
     parameters = format_parameters(
         arguments | dict(call),
         prompt=prompt or "",

@@ -65,6 +65,7 @@ def convert_to_videos(frames: Any) -> list[Video]:
         frames: a list of videos, of which each is a list of Pillow's images, an array [F, H, W, 3] or a tensor
             [F, 3, H, W] of 0 to 1; an array or a tensor with a first dimension for them; or one such video.
     """
+    # One video has four dimensions, and several have five.
     if isinstance(frames[0], Image.Image) or getattr(frames, "ndim", 5) == 4:
         frames = [frames]
     return [_convert_video(video) for video in frames]
@@ -125,9 +126,11 @@ def encode_poster(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
 def encode_spritesheet(video: Video) -> bytes:
     """Up to 16 frames of a video, spread over its length, as the bytes of one PNG: row by row, four in a row."""
     count = min(len(video), SHEET_COLUMNS**2)
-    frames = [Image.fromarray(video[round(k)]) for k in np.linspace(0, len(video) - 1, count)]
-    for frame in frames:
+    frames = []
+    for place in np.linspace(0, len(video) - 1, count):
+        frame = Image.fromarray(video[round(place)])
         frame.thumbnail((SHEET_WIDTH, SHEET_WIDTH))
+        frames.append(frame)
     width, height = frames[0].size
     columns = min(count, SHEET_COLUMNS)
     rows = math.ceil(count / columns)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils as gguf_models
 
-from ditile.plan.errors import LoadError
-from ditile.runner.model_files import FLOATS, FP8, join_error_lines
+from ditile.plan.errors import LoadError, join_error_lines
+from ditile.runner.model_files import FLOATS, FP8
 from ditile.runner.weights.single_file import CONVERSION_ERRORS, ConvertedTensor, FileTensor, SingleFile
 
 _SECTIONS = {"general", "tokenizer"}

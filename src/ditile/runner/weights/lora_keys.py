@@ -126,7 +126,9 @@ class LoraKeyFilter:
             return True
         layer = unwrap_lora_base(module)
         # Some replace norms too, whose keys end with the name of a parameter.
-        if not hasattr(layer, "weight") or not rest or not (_names_factor(rest[0]) or len(rest) == 1):
+        if not hasattr(layer, "weight") or not rest:
+            return False
+        if len(rest) > 1 and not _names_factor(rest[0]):
             return False
         problem = self._find_problem(key, state, layer)
         if problem:
@@ -238,8 +240,10 @@ def _follow_key(part: nn.Module, name: str) -> tuple[nn.Module, list[str]]:
     # module, and diffusers then removes it from the names.
     if path[0] == "text_model" and "text_model" not in module._modules:
         del path[0]
-    # A layer that has a LoRA already has its factors as modules.
-    while path and path[0] in module._modules and not _names_factor(path[0]) and not is_placeholder(module):
+    while path and path[0] in module._modules:
+        # A layer that has a LoRA already has its factors as modules.
+        if _names_factor(path[0]) or is_placeholder(module):
+            break
         following = module._modules[path.pop(0)]
         assert following is not None
         module = following

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ditile.parallel.block_formats import RowBlocks, describe_row_blocks, take_pieces
 from ditile.parallel.tensor.cuts import TensorCut
-from ditile.plan.errors import LoadError, PlanError
+from ditile.plan.errors import LoadError, PlanError, join_error_lines
 from ditile.plan.extras import require_extra, require_quantizer
-from ditile.runner.model_files import join_error_lines, open_safetensors
+from ditile.runner.model_files import open_safetensors
 from ditile.runner.weights.checkpoint import Checkpoint, OpenedTensors
 
 TORCHAO_MARK = "tensor_names"
@@ -82,6 +82,7 @@ class BitsAndBytesWeights:
         if "nested_absmax" in views:
             num_scales = views["absmax"].numel()
             counts["nested_absmax"] = num_scales / state["nested_blocksize"]
+            # Scales are quantized in eight bits, and weights in four.
             counts["nested_quant_map"] = 256
         for part, count in counts.items():
             size = views[part].numel()

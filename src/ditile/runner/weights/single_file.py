@@ -497,7 +497,8 @@ class ConvertedTensor:
         if isinstance(index, tuple) and len(index) == content.ndim:
             dim = content.ndim - 1
             start = locate_number(content, dim, index[-1].start)
-            index = (*index[:-1], slice(start, locate_number(content, dim, index[-1].stop)))
+            stop = locate_number(content, dim, index[-1].stop)
+            index = (*index[:-1], slice(start, stop))
         return content[index]
 
     def read_stored(self, stored: FileTensor) -> Tensor:
@@ -633,7 +634,8 @@ def _infer_hub_id(file: SingleFile) -> str | None:
 
 def _list_published(class_name: str) -> list[KnownModel]:
     """The published models whose transformer is of a class."""
-    return [model for model in list_known_models() if model.hub_id and model.transformer == class_name]
+    published = [model for model in list_known_models() if model.hub_id]
+    return [model for model in published if model.transformer == class_name]
 
 
 def _read_model_tensors(model_class: Any, config: Path) -> dict[str, Tensor]:
