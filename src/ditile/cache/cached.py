@@ -25,6 +25,7 @@ from ditile.cache.config import (
     ParamsModifier,
     check_one_forecast,
     merge_configs,
+    replace_config,
 )
 from ditile.cache.hooks import CacheHook
 from ditile.cache.methods.dbcache import DBCache, ProbeReached
@@ -323,9 +324,7 @@ class TransformerCache(ModelCache):
         self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
     ) -> None:
         """Prepares for a new image, see `ModelCache`."""
-        if config is not None and type(config) is type(self._config):
-            config = merge_configs(self._config, config)
-        config = (config or self._config).reset(**changes)
+        config = replace_config(self._config, config, changes)
         if not isinstance(config, BlockCacheConfig):
             raise ModelError(f"a {type(config).__name__} leaves out no blocks; call enable_cache with it")
         calibrator = merge_configs(self._calibrator, calibrator)
@@ -615,7 +614,10 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
     for name, value in inputs:
         if value is sample or (isinstance(value, Tensor) and "control" not in str(name)):
             continue
-        tensors = [leaf for leaf in _iterate_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        tensors = []
+        for leaf in _iterate_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                tensors.append(leaf)
         if not tensors:
             continue
         # A ControlNet may be on another device than the model.

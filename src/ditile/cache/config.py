@@ -281,7 +281,8 @@ class DBPruneConfig(DBCacheConfig):
     def __post_init__(self) -> None:
         DBCacheConfig.__post_init__(self)
         ids = self.non_prune_block_ids
-        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(is_whole_number(k) and k >= 0 for k in ids):
+        is_list = isinstance(ids, Sequence) and not isinstance(ids, str)
+        if not is_list or not all(is_whole_number(number, 0) for number in ids):
             raise ModelError(f"non_prune_block_ids={ids!r} are no numbers of blocks; give some such as [16, 17]")
         object.__setattr__(self, "non_prune_block_ids", tuple(ids))
 
@@ -530,6 +531,13 @@ def merge_configs(base: C | None, modifier: C | None) -> C | None:
         return modifier
     changes = {name: getattr(modifier, name) for name in modifier.given}
     return _rebuild_config(narrow, base.values() | changes, base.given | modifier.given)
+
+
+def replace_config(current: CacheConfig, config: CacheConfig | None, changes: dict[str, Any]) -> CacheConfig:
+    """The settings of a cache from now on: one of the same class changes its fields, another replaces the whole."""
+    if config is not None and type(config) is type(current):
+        config = merge_configs(current, config)
+    return (config or current).reset(**changes)
 
 
 def check_known(what: str, name: Any, known: Iterable[str]) -> None:

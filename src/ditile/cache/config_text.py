@@ -63,8 +63,8 @@ from ditile.cache.methods.seacache import SeaCacheConfig
 from ditile.cache.methods.spectrum import SpectrumConfig
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import files
-from ditile.plan.errors import LoadError, ModelError
-from ditile.plan.option_classes import CallArguments, JsonObject
+from ditile.plan.errors import LoadError, ModelError, join_error_lines
+from ditile.plan.option_classes import CallArguments, JsonObject, drop_missing
 
 CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "taylorseer": TaylorSeerCalibratorConfig,
@@ -180,7 +180,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
         content = {"cache_config": content}
     for name in content:
         check_known(f"the config {name!r}", name, _SECTIONS)
-    content = {name: value for name, value in content.items() if value is not None}
+    content = drop_missing(content)
     configs: CallArguments = dict.fromkeys(_SECTIONS)
     if "cache_config" in content:
         configs |= _parse_cache_section(_read_section(content, "cache_config"))
@@ -244,7 +244,7 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
         raise LoadError(f"the config {str(path)!r} is no {language}: it is nested too deep") from None
     # PyYAML raises the last three for a value that does not fit its tag, such as `!!bool x`.
     except (ValueError, yaml.YAMLError, LookupError, AttributeError, TypeError) as error:
-        raise LoadError(f"the config {str(path)!r} is no {language}: {' '.join(str(error).split())}") from error
+        raise LoadError(f"the config {str(path)!r} is no {language}: {join_error_lines(error)}") from error
     if not isinstance(content, Mapping):
         raise LoadError(f"the config {str(path)!r} has no sections; try some of {', '.join(_SECTIONS)}")
     return content

@@ -401,7 +401,8 @@ class Chebyshev(Forecaster):
         time = 2 * step / self._config.steps - 1
         # Rounding may lead out of the interval.
         angle = math.acos(min(max(time, -1.0), 1.0))
-        return torch.tensor([math.cos(k * angle) for k in range(self._config.degree + 1)], dtype=torch.float64)
+        values = [math.cos(k * angle) for k in range(self._config.degree + 1)]
+        return torch.tensor(values, dtype=torch.float64)
 
 
 class Modes:
@@ -423,7 +424,8 @@ class Modes:
         # `eigh` has the smallest first; rounding makes some of them negative.
         singular = squares.clamp(min=0).sqrt().flip(0)
         first = float(singular[0])
-        count = min(int((singular > NOISE * first).sum()), rank or len(singular))
+        num_known = int((singular > NOISE * first).sum())
+        count = min(num_known, rank or len(singular))
         # Snapshots of zeros have no modes.
         if not first > 0 or not math.isfinite(first):
             return
@@ -433,8 +435,8 @@ class Modes:
         later, basis = torch.linalg.eigh(gram[1:, 1:])
         # The square of this matrix is the matrix of inner products.
         root = (later.clamp(min=0).sqrt()[:, None] * basis.T).to(within.dtype)
-        amplitudes = torch.linalg.lstsq(root @ of_snapshots, root[:, -1:], driver="gelsd").solution[:, 0]
-        self._fit = (values, of_snapshots, amplitudes)
+        solution = torch.linalg.lstsq(root @ of_snapshots, root[:, -1:], driver="gelsd").solution
+        self._fit = (values, of_snapshots, solution[:, 0])
 
     def compute_weights(self, ahead: float) -> list[float] | None:
         """The weights of y_1 .. y_m in the value `ahead` spacings after y_m; None where they are not finite."""

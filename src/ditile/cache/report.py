@@ -128,9 +128,9 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
     for stage, reports_by_half in sorted(reports_by_stage.items()):
         count = max(map(len, reports_by_half.values()))
         # A replica without images has no reports.
-        complete = {place: reports for place, reports in sorted(reports_by_half.items()) if len(reports) == count}
+        complete = [half for half, reports in sorted(reports_by_half.items()) if len(reports) == count]
         for number in range(count):
-            context = {place: reports[number] for place, reports in complete.items()}
+            context = {half: reports_by_half[half][number] for half in complete}
             context_reports.append(_merge_context_reports(stage, context))
     return context_reports
 
@@ -146,7 +146,8 @@ def _merge_context_reports(stage: int, reports_by_half: dict[tuple[int, int], Co
     merged: list[Decisions] = []
     first_units: dict[int, int] = {}
     for (replica, _), by_half in sorted(choices.items()):
-        first_unit = first_units.setdefault(replica, 1 + max((decision.unit for decision in merged), default=-1))
+        num_units = 1 + max((decision.unit for decision in merged), default=-1)
+        first_unit = first_units.setdefault(replica, num_units)
         # The half that computed a branch knows most of its decisions.
         for decision in max(by_half, key=_count_known):
             merged.append(replace(decision, unit=first_unit + decision.unit))
@@ -171,8 +172,11 @@ def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Ta
         columns.append("median difference")
     # A table that was measured is to be copied from here.
     reports = list(reports)
-    ratios = [",".join(f"{ratio:.5f}" for ratio in report.mag_ratios) for report in reports if report.mag_ratios]
-    caption = "".join(f"ratios={text}\n" for text in ratios)
+    caption = ""
+    for report in reports:
+        if report.mag_ratios:
+            ratios = ",".join(f"{ratio:.5f}" for ratio in report.mag_ratios)
+            caption += f"ratios={ratios}\n"
     report_table = Table(*columns, title="what the cache left out", caption=caption or None)
     for report in reports:
         name = report.name
@@ -185,7 +189,8 @@ def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Ta
             continue
         for decision in report.decisions:
             differences = sorted(difference for _, difference in decision.differences)
-            saved = len(decision.skipped) / max(report.steps, 1) * report.middle / report.blocks
+            share = len(decision.skipped) / max(report.steps, 1)
+            saved = share * report.middle / report.blocks
             place = [str(decision.branch), str(decision.patch), str(decision.unit)]
             numbers = [_format_percentile(differences, percent) for percent in PERCENTILES]
             report_table.add_row(*head, format_steps(decision.skipped), f"{saved:.0%}", *place, *numbers)

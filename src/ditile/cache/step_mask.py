@@ -108,7 +108,8 @@ def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
     if isinstance(mask, str):
         return check_preset_name(mask)
     is_list = isinstance(mask, Sequence) and len(mask) > 0
-    if not is_list or not all(isinstance(step, int) and step in (0, 1) for step in mask):
+    # 1.0 equals 1, and is refused.
+    if not is_list or not all(isinstance(step, int) for step in mask) or not {0, 1}.issuperset(mask):
         raise ModelError(
             f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
             "a preset"
@@ -191,7 +192,8 @@ def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
         gap = step - start
         # With so many steps between them no part of the gap is longer than the longest hole.
         more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
-        result += [start + round(gap * number / (more + 1)) for number in range(1, more + 1)]
+        for number in range(1, more + 1):
+            result.append(start + round(gap * number / (more + 1)))
         result.append(step)
     return result
 
@@ -199,6 +201,6 @@ def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
 def _check_bins(name: str, bins: Sequence[int] | None) -> Sequence[int]:
     if bins is None:
         raise ModelError(f"{name} is missing; give compute_bins and cache_bins, such as [6, 1, 1] and [1, 2]")
-    if isinstance(bins, str) or not bins or not all(is_whole_number(length) and length >= 1 for length in bins):
+    if isinstance(bins, str) or not bins or not all(is_whole_number(length, 1) for length in bins):
         raise ModelError(f"{name}={bins!r} are no lengths in steps; give whole numbers of at least 1")
     return bins

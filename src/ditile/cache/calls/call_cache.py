@@ -21,7 +21,7 @@ from ditile.cache.config import (
     FittedScheduleConfig,
     check_one_forecast,
     format_cache_config,
-    merge_configs,
+    replace_config,
 )
 from ditile.cache.fitted.fitted_pipeline import FittedPolicies
 from ditile.cache.fitted.identity import ListShares
@@ -100,9 +100,7 @@ class CallCache(ModelCache):
     ) -> None:
         """Prepares for a new image, see `ModelCache`."""
         check_one_forecast(self._config, calibrator)
-        if config is not None and type(config) is type(self._config):
-            config = merge_configs(self._config, config)
-        config = (config or self._config).reset(**changes)
+        config = replace_config(self._config, config, changes)
         if not isinstance(config, CallCacheConfig):
             raise ModelError(f"a {type(config).__name__} leaves out blocks; call enable_cache with it")
         # Before the settings change, as it may refuse them.

@@ -112,7 +112,8 @@ class CallForecasts:
         tensors: list[Tensor] = []
         for leaf in branch.leaves:
             if _is_output(leaf):
-                tensors.append(leaf if branch.is_fresh else leaf.detach().clone())
+                kept = leaf if branch.is_fresh else leaf.detach().clone()
+                tensors.append(kept)
         output = ComputedOutput(call._replace(latents=latents), tensors)
         # The patches of a step come one after the other, and each result has those before it.
         if branch.outputs and branch.outputs[0].call.step == call.step:
@@ -144,7 +145,9 @@ class CallForecasts:
         tensors = iter(self.policy.forecast(call, branch.outputs))
         leaves: list[Any] = []
         for leaf in branch.leaves:
-            leaves.append(next(tensors) if _is_output(leaf) else leaf)
+            if _is_output(leaf):
+                leaf = next(tensors)
+            leaves.append(leaf)
         return pytree.tree_unflatten(leaves, branch.spec)
 
     def _copy_fresh_results(self) -> None:
@@ -163,7 +166,11 @@ class CallForecasts:
 def _change_outputs(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A result with each of its outputs changed."""
     open_result_class(result)
-    return pytree.tree_map(lambda leaf: change(leaf) if _is_output(leaf) else leaf, result)
+
+    def change_output(leaf: Any) -> Any:
+        return change(leaf) if _is_output(leaf) else leaf
+
+    return pytree.tree_map(change_output, result)
 
 
 def _is_output(leaf: Any) -> bool:

@@ -63,7 +63,8 @@ class ScheduledSteps(CallPolicy):
         before = kept[1].call.step
         # More steps compute where the model or its mode changes, and weights are right for two steps alone.
         end = bisect.bisect_left(self._order, call.step)
-        if weights[1] and [before, newest] != self._order[max(end - 2, 0) : end]:
+        scheduled = self._order[max(end - 2, 0) : end]
+        if weights[1] and [before, newest] != scheduled:
             weights = weigh_line(before, newest, call.step)
         return combine_outputs(kept, weights)
 

@@ -14,6 +14,7 @@ expect is then that of all forecasts added up, as what they take back is no erro
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
@@ -119,7 +120,9 @@ class StepFit:
         self._reuses = reuses
         self._drift_left = DRIFT_LEFT if corrects_drift else 0.0
         self._gap_errors: dict[tuple[int, int, int], float] = {}
-        self._forced_until = [len([step for step in self._forced if step < end]) for end in range(self._num_steps + 1)]
+        # At `end`: how many forced steps come before it.
+        is_forced = [step in self._forced for step in range(self._num_steps)]
+        self._forced_until = [0, *itertools.accumulate(is_forced)]
 
     def fit_weights(self, before: int, newest: int, step: int, drift: Vector | None = None) -> tuple[float, float]:
         """The weights of the newest computed prediction and of the one before it in the forecast of a step.

@@ -7,10 +7,13 @@ this has other outputs, for which the weights of the forecasts are wrong.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ditile.plan.option_classes import drop_missing
 
 # The command line reads schedules before it imports torch.
 if TYPE_CHECKING:
@@ -140,7 +143,7 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
     for name, parameter in inspect.signature(type(pipe).__call__).parameters.items():
         if parameter.default is not parameter.empty:
             complete[name] = parameter.default
-    complete |= {name: value for name, value in call.items() if value is not None}
+    complete |= drop_missing(call)
     return {"guidance": _read_guidance(model, complete), "size": _read_size(pipe, model, complete)}
 
 
@@ -208,7 +211,8 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
         # One copy from a device, and not one for each parameter.
         numbers = iter(torch.cat(list(heads.values())).tolist())
         for name, head in heads.items():
-            sampled[name] = tuple(float(f"{next(numbers):.5g}") for _ in range(len(head)))
+            own = itertools.islice(numbers, len(head))
+            sampled[name] = tuple(float(f"{number:.5g}") for number in own)
     return sampled
 
 
@@ -231,8 +235,8 @@ def _read_guidance(model: nn.Module, call: Mapping[str, Any]) -> dict[str, float
             guidance[name] = value
     if "true_cfg_scale" in guidance:
         # Pipelines with true guidance guide only away from a negative prompt.
-        negatives = [value for name, value in call.items() if name.startswith("negative_prompt")]
-        if all(value is None for value in negatives) or (guidance["true_cfg_scale"] or 0) <= 1:
+        negatives = [name for name in drop_missing(call) if name.startswith("negative_prompt")]
+        if not negatives or (guidance["true_cfg_scale"] or 0) <= 1:
             guidance["true_cfg_scale"] = 1.0
         # A distilled scale that the model does not take has no effect.
         if getattr(getattr(model, "config", None), "guidance_embeds", None) is False:
@@ -249,7 +253,9 @@ def _read_size(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[str
     size: dict[str, int] = {}
     for name in SIZE_ARGUMENTS:
         value = call.get(name)
-        if value is None and name in call and name != "num_frames" and isinstance(side, int) and isinstance(scale, int):
+        # A side that is named and not said is the pipeline's own.
+        is_own_side = value is None and name in call and name != "num_frames"
+        if is_own_side and isinstance(side, int) and isinstance(scale, int):
             value = side * scale
         if isinstance(value, int):
             size[name] = value

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ditile.cache.fitted.identity import MAX_STEPS, Identity, Name, Number
 from ditile.distributed import files
 from ditile.model.known import ASSETS
-from ditile.plan.errors import LoadError, ModelError
+from ditile.plan.errors import LoadError, ModelError, join_error_lines
 
 FOLDER = ASSETS / "schedules"
 """The schedules that come with the package."""
@@ -116,12 +116,13 @@ class Schedule(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             # Keys of the file may be any text.
-            place = ".".join(map(str, first["loc"][:3])).encode("unicode_escape").decode() or "it"
+            place = ".".join(map(str, first["loc"][:3]))
+            place = place.encode("unicode_escape").decode() or "it"
             raise ModelError(
                 f"the schedule {str(path)!r} is not one of `ditile fit`: {place}: {first['msg']}"
             ) from error
         except (ValueError, RecursionError) as error:
-            raise ModelError(f"the schedule {str(path)!r} is no JSON: {' '.join(str(error).split())[:200]}") from error
+            raise ModelError(f"the schedule {str(path)!r} is no JSON: {join_error_lines(error, 200)}") from error
 
     def write(self, path: str | Path) -> None:
         """Writes the file; it has its name only when it is whole."""

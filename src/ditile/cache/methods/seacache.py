@@ -124,14 +124,16 @@ class SpectralFeature:
         latents = _unpack_latents(call.sample, grid)
         power = self._power
         if power is None:
-            power = 3.0 if len(grid.dims) == 3 and latents.shape[grid.dims[0]] > 1 else 2.0
+            has_frames = len(grid.dims) == 3 and latents.shape[grid.dims[0]] > 1
+            power = 3.0 if has_frames else 2.0
         levels = read_noise_level(call.scheduler, call.moment.step)
         rows = latents.shape[grid.dims[-2]]
         parts = []
         for patch, (start, stop, count) in zip(call.moment.patches, call.moment.row_spans(), strict=True):
             # A row of tokens is one or more rows of latents.
             first = start * rows // count
-            patch_rows = latents.narrow(grid.dims[-2], first, stop * rows // count - first)
+            num_rows = stop * rows // count - first
+            patch_rows = latents.narrow(grid.dims[-2], first, num_rows)
             parts.append((patch, filter_latents(patch_rows, grid.dims, levels, power)))
         return parts
 
@@ -238,8 +240,11 @@ def _read_packed_shape(inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
     if ids.ndim == 3:
         ids = ids[0]
     # References have another number in the first column, or come after the last row.
-    own = ids[(ids[:, 0] == ids[0, 0]).int().cumprod(0).bool()]
-    columns = int((own[:, 1] == own[0, 1]).int().cumprod(0).sum())
+    is_own = ids[:, 0] == ids[0, 0]
+    own = ids[is_own.int().cumprod(0).bool()]
+    # The tokens of the first row have its number in the second column.
+    is_first_row = own[:, 1] == own[0, 1]
+    columns = int(is_first_row.int().cumprod(0).sum())
     return len(own) // columns, columns
 
 
