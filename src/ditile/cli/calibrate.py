@@ -122,7 +122,11 @@ def _measure_ranks_alone(base: Profile, folder: str, options: CalibrateOptions) 
 
 def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
     """The profile, measured by ranks that this process starts."""
-    ranks = options.ranks or torch.cuda.device_count() or max(1, (os.cpu_count() or 1) // options.threads)
+    ranks = options.ranks or torch.cuda.device_count()
+    if not ranks:
+        # As many as there are cores for.
+        num_cores = os.cpu_count() or 1
+        ranks = max(1, num_cores // options.threads)
     profile = _launch_single_rank(options, ranks)
     if ranks == 1:
         return profile
@@ -188,6 +192,9 @@ def measure_single_rank(dtype: str) -> Profile:
     device = pick_device(None, 0)
     bench = Bench(device, getattr(torch, dtype), env.report_progress)
     is_gpu = device.type == "cuda"
+    if is_gpu:
+        # What the process itself needs is not on the device.
+        idle = 0
     name, device_memory = _describe_device(device)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     profile = Profile(
@@ -203,7 +210,7 @@ def measure_single_rank(dtype: str) -> Profile:
         runs_ahead=is_gpu,
         micro_s=0.0,
         link=NO_LINK,
-        idle_bytes=0 if is_gpu else idle,
+        idle_bytes=idle,
         host_memory_bytes=cpus.count_memory_bytes(),
     )
     return fit_bundled_calls(profile, dtype)

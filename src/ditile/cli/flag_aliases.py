@@ -136,8 +136,12 @@ def merge_alias_values(arguments: argparse.Namespace, cls: type, flag_values: di
 
 def _name_field(alias: FlagAlias) -> str:
     """The name of an alias's field on the command line; it is an argument without a flag if both names are equal."""
-    return alias.field.upper() if alias.name == alias.field else format_flag(alias.field)
+    if alias.name == alias.field:
+        return alias.field.upper()
+    return format_flag(alias.field)
 
 
 def _format_value(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)

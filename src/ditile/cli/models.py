@@ -197,7 +197,8 @@ def format_matrix_markdown(matrix: JsonObject, proven: JsonObject) -> str:
     for method, flag in methods:
         cells[0].append(method)
         cells[1].append("---")
-        cells[2].append(f"`{flag}`" if flag else "")
+        shown = f"`{flag}`" if flag else ""
+        cells[2].append(shown)
     cells += [[family, *row] for family, row in matrix["cells"].items()]
     known = [["family", "transformer", "pipelines", "support level", "why"], ["---"] * 5]
     for family in matrix["families"]:
@@ -222,7 +223,8 @@ def _format_families(proven: JsonObject) -> list[str]:
         for reason in holes.values():
             numbers.setdefault(reason, f"({len(numbers) + 1})")
         for column in columns:
-            row.append(numbers[holes[column]] if column in holes else "+")
+            cell = numbers[holes[column]] if column in holes else "+"
+            row.append(cell)
         table.append(row)
         if not holes:
             num_whole += 1
@@ -247,7 +249,8 @@ def _format_references(proven: JsonObject) -> list[str]:
     pipelines = {family["name"]: f"{family['pipeline']} ({family['name']})" for family in proven["families"]}
     answers: dict[str, list[str]] = {}
     for name, reason in proven["references"].items():
-        answers.setdefault(f"no, it {reason}" if reason else "+", []).append(pipelines[name])
+        answer = f"no, it {reason}" if reason else "+"
+        answers.setdefault(answer, []).append(pipelines[name])
     rows = [["references", "pipelines"], ["---", "---"]]
     rows += [[answer, ", ".join(names)] for answer, names in answers.items()]
     return [_REFERENCES, *_format_markdown_rows(rows)]
@@ -255,7 +258,10 @@ def _format_references(proven: JsonObject) -> list[str]:
 
 def _format_conditions(matrix: JsonObject) -> list[str]:
     rows = [["starts from", "pipelines"], ["---", "---"]]
-    rows += [[words.replace("*", "\\*"), ", ".join(names)] for words, names in _group_conditions(matrix).items()]
+    for words, names in _group_conditions(matrix).items():
+        # Markdown would read it as emphasis.
+        escaped = words.replace("*", "\\*")
+        rows.append([escaped, ", ".join(names)])
     return [_CONDITIONS, *_format_markdown_rows(rows)]
 
 

@@ -59,7 +59,9 @@ def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
     for calls in zip(*reports, strict=True):
         # What does not add up, such as the warmup mode, is from the last call.
         total = dict(calls[-1])
-        total["seconds"] = {name: sum(call["seconds"][name] for call in calls) for name in total["seconds"]}
+        total["seconds"] = {}
+        for name in calls[-1]["seconds"]:
+            total["seconds"][name] = sum(call["seconds"][name] for call in calls)
         for name in ("steps", "bytes_sent"):
             total[name] = sum(call[name] for call in calls)
         for name in ("synchronous", "reference_steps"):
@@ -162,7 +164,8 @@ def list_outcome_lines(outcome: Outcome) -> Iterator[str]:
 
 def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     facts = summarize_outcome(outcome)
-    yield "videos" if outcome.has_videos else "images", _format_image_names(outcome)
+    kind = "videos" if outcome.has_videos else "images"
+    yield kind, _format_image_names(outcome)
     yield "model", outcome.model
     yield from outcome.components.items()
     yield "seed", str(outcome.seed)
@@ -226,7 +229,8 @@ def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if "quantize_config" in settings:
         yield "weights", str(settings["quantize_config"].get("quant_type", "quantized by component"))
     if "lora" in settings:
-        yield "LoRA", settings["lora"] + (" (fused)" if settings["fuse_lora"] else "")
+        fused = " (fused)" if settings["fuse_lora"] else ""
+        yield "LoRA", settings["lora"] + fused
     if "cache_config" not in settings or not outcome.reports:
         return
     if not entries:

@@ -7,6 +7,7 @@ Then it generates the captions again with the budgets that are most asked for, a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -191,7 +192,10 @@ class ScheduleFitting:
             call["prompt"] = caption
         frames: list[Any] = []
         for drawn in list_drawn(self._runner(**call)):
-            frames += drawn if isinstance(drawn, list | tuple) else [drawn]
+            if isinstance(drawn, list | tuple):
+                frames += drawn
+            else:
+                frames.append(drawn)
         return np.stack([np.asarray(frame)[..., :3] for frame in frames]).astype(np.uint8)
 
     def _describe_identity(self, steps: StepRecord) -> Identity:
@@ -215,9 +219,10 @@ class ScheduleFitting:
         num_steps = len(runs[0].gram)
         if self._is_first_order:
             sigmas = [*self._identity.sigmas, 0.0]
-            return [abs(after - before) for before, after in zip(sigmas, sigmas[1:], strict=False)]
+            return [abs(after - before) for before, after in itertools.pairwise(sigmas)]
         # Others use a prediction in later steps too, or scale it, so its effect is measured.
-        steps = sorted({round(step) for step in np.linspace(1, num_steps - 1, MEASURED_GAINS)} - {*switches})
+        spread_steps = {round(step) for step in np.linspace(1, num_steps - 1, MEASURED_GAINS)}
+        steps = sorted(spread_steps.difference(switches))
         measured: list[float] = []
         with show_progress_bar("measuring the effect of errors", len(steps)) as advance:
             for step in steps:
@@ -257,9 +262,11 @@ class ScheduleFitting:
                     continue
                 decibels: list[float] = []
                 for number, run in enumerate(runs):
-                    decibels.append(compute_decibels(self._generate_with(schedule, budget.size, number), run.frames))
+                    frames = self._generate_with(schedule, budget.size, number)
+                    decibels.append(compute_decibels(frames, run.frames))
                     advance(1)
-                measured = {"mean_db": round(float(np.mean(decibels)), 2), "worst_db": round(min(decibels), 2)}
+                mean = float(np.mean(decibels))
+                measured = {"mean_db": round(mean, 2), "worst_db": round(min(decibels), 2)}
                 budgets.append(budget.model_copy(update=measured))
         return schedule.model_copy(update={"budgets": tuple(budgets)})
 
@@ -316,6 +323,7 @@ def build_schedule_table(schedule: Schedule) -> Table:
         work = f"{100 * budget.size / schedule.num_steps:.0f}"
         row = [str(budget.size), work, f"{budget.predicted_db:.1f}"]
         for measured in (budget.mean_db, budget.worst_db):
-            row.append("-" if measured is None else f"{measured:.1f}")
+            cell = "-" if measured is None else f"{measured:.1f}"
+            row.append(cell)
         table.add_row(*row)
     return table

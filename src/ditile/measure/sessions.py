@@ -27,6 +27,7 @@ from ditile.distributed.mesh import Communicators
 from ditile.distributed.trace import GenerationTrace
 from ditile.model.registry import find_loop_model
 from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import drop_missing
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
 from ditile.runner.caching import disable_cache, enable_cache
@@ -70,7 +71,9 @@ class TurnPipelines:
         self._cores = cores
         self._is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         parsed_plans = [Plan.parse(text) for text in dict.fromkeys(plans)]
-        sharing_plans = [plan for plan in parsed_plans if share_plain and _uses_whole_pipeline(plan)]
+        sharing_plans = []
+        if share_plain:
+            sharing_plans = list(filter(_uses_whole_pipeline, parsed_plans))
         if sharing_plans or (with_plain and self._is_first_rank):
             self.plain = create_pipeline(None).to(device)
         # Plans of the same degrees share their process groups, which are expensive to make.
@@ -88,7 +91,7 @@ class TurnPipelines:
         if self.plain is None or plan.text != "each":
             return
         parts = {name: getattr(self.plain, name, None) for name in SHARED_PARTS}
-        pipe.register_modules(**{name: part for name, part in parts.items() if part is not None})
+        pipe.register_modules(**drop_missing(parts))
 
     @contextmanager
     def prepare_turn(self, plan: str, cache_arguments: Mapping[str, Any], label: str = "") -> Iterator[Any]:
@@ -255,7 +258,9 @@ def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
     if own_cores is None:
         yield
         return
-    bind_to_cores(range(os.cpu_count() or 1) if cores is None else cores)
+    if cores is None:
+        cores = range(os.cpu_count() or 1)
+    bind_to_cores(cores)
     try:
         yield
     finally:

@@ -399,7 +399,9 @@ def _compute_difference(latents: Tensor, reference: Tensor | None) -> float:
         return 0.0
     latents = latents.cpu().double()
     reference = reference.double()
-    if latents.shape != reference.shape or not (latents.isfinite().all() and reference.isfinite().all()):
+    if latents.shape != reference.shape:
+        return math.inf
+    if not latents.isfinite().all() or not reference.isfinite().all():
         return math.inf
     return float((latents - reference).abs().max() / reference.abs().max())
 

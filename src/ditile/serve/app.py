@@ -100,6 +100,7 @@ def write_access_log(stream: TextIO) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(message)s"))
     ACCESS_LOG.addHandler(handler)
     ACCESS_LOG.setLevel(logging.INFO)
+    # The lines are JSON, and other handlers would write them a second time.
     ACCESS_LOG.propagate = False
     try:
         yield
@@ -125,6 +126,7 @@ class RequestGate:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The lifespan of the app has no headers.
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -184,6 +186,7 @@ class RequestGate:
         """Raises `RequestError` for a body that is announced too large."""
         length = headers.get("content-length", "0")
         max_body = self._options.max_body
+        # 18 digits fit 64 bits; int() of a very long text would take seconds.
         if length.isdecimal() and len(length) <= 18 and int(length) <= max_body:
             return
         # A client that still sends sees no answer: the body is read and dropped as far as is sensible.
@@ -223,6 +226,7 @@ class AccessLog:
             return
         state = scope.setdefault("state", {})
         began = time.time()
+        # The status of a request whose answer never began.
         status = 500
 
         async def send_noted(message: Message) -> None:
@@ -292,6 +296,7 @@ def _describe_model(http: HttpRequest) -> JsonObject:
     return {
         "id": find_served_name(find_service(http).facts.name),
         "object": "model",
+        # OpenAI's clients require the field.
         "created": 0,
         "owned_by": "ditile",
     }

@@ -160,6 +160,7 @@ class Replica(ABC):
         if not isinstance(error, RankError) and self.facts is None:
             return
         line = str(error)
+        # Starts that fail in the same way fill the log with one traceback alone.
         traceback = getattr(error, "traceback", "").rstrip()
         if traceback and line != self._last_line:
             LOG.error("replica %s: %s\n%s", self.name, line, traceback)
@@ -251,11 +252,13 @@ class LocalReplica(Replica):
         while not self._is_ending.is_set():
             is_ready = threading.Event()
             error = self._run_ranks(is_ready)
+            # Ranks that were ready have shown that the model and the plan fit.
             if is_ready.is_set():
                 delay = 0.0
                 has_been_ready = True
                 failed_starts.clear()
             else:
+                # It doubles, as what is missing may take long to come back.
                 delay = min(LONGEST_DELAY, max(1.0, 2 * delay))
                 failed_starts[name_cause(error)] += 1
             has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS

@@ -151,11 +151,13 @@ class Service:
         self._check_not_failed()
         # Nothing is accepted before the first replica has said what the model takes.
         _ = self.facts
+        # 24 letters of 36 cannot be guessed: the address of an image needs no key.
         letters = "".join(secrets.choice(ID_LETTERS) for _ in range(24))
         job_id = f"{kind}_{letters}"
         job = Job(id=job_id, owner=owner, kind=kind, request=request)
         accepting = self._spawn_task(self._accept_job(job, inputs))
         try:
+            # The job is written to the end even if the client goes, and is cancelled after that.
             return await asyncio.shield(accepting)
         except asyncio.CancelledError:
             self._spawn_task(self._cancel_unseen_job(accepting))
@@ -253,6 +255,7 @@ class Service:
         else:
             status = "restarting"
         reason = None
+        # While another replica serves, clients need no reason.
         if status != "ok" and self._failures:
             reason = next(iter(self._failures.values())).message
         replicas = []
@@ -378,6 +381,7 @@ class Service:
             self._leave_to_next_server(batch.open)
             self._release_batch(batch)
         elif batch.replica.state != "ready":
+            # Each is put at the front, so that the first one ends up first.
             for state in reversed(batch.open):
                 state.batch = None
                 self._queue.put_back_job(state.job)
@@ -580,6 +584,7 @@ class Service:
         """Keeps removing jobs that have expired."""
         while True:
             pause = self.options.keep_results / 10
+            # A tenth of the time that results are kept, within bounds for very short and very long ones.
             await asyncio.sleep(min(30.0, max(0.05, pause)))
             now = time.time()
             ids = []

@@ -33,9 +33,11 @@ MAX_ATTEMPTS = 3
 # What SQLite calls the application id ("diti"), and the version of the table.
 APPLICATION = 0x64697469
 VERSION = 1
+# Ids and names from requests become paths: nothing else than these may.
 JOB_ID = re.compile(r"(image|video)_[a-z0-9]{24}")
 FILE_NAME = re.compile(r"(image|mask)(-\d{1,4})?|(\d{1,6}|thumbnail|spritesheet)\.(png|jpeg|webp|mp4|gif)|trace\.json")
 
+# AUTOINCREMENT: the number of a job that was removed must not be given to a later one.
 _TABLE = """
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -118,6 +120,7 @@ class JobStore:
                 with self._database:
                     self._database.execute(_INSERT, _build_row(job))
             except (OSError, sqlite3.Error):
+                # The client is told that the job was not accepted, so that nothing of it may stay.
                 shutil.rmtree(self._find_folder(job.id), ignore_errors=True)
                 raise
 
@@ -141,6 +144,7 @@ class JobStore:
 
     def remove_jobs(self, ids: Sequence[str]) -> None:
         """Removes rows and files; raises `StateError` if the rows cannot be removed."""
+        # Rows before files: a folder without a row is removed at the next start.
         with self._convert_errors(), self._database:
             self._database.executemany("DELETE FROM jobs WHERE id = ?", [(job_id,) for job_id in ids])
         for job_id in ids:
@@ -253,6 +257,7 @@ def _lock_folder(folder: Path) -> int:
     """A descriptor that holds the folder until it is closed, also by the death of this process."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        # The system lets go of the lock when the process dies, whatever kills it.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
@@ -274,6 +279,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
         # It holds prompts; SQLite gives its journal the same mode.
         path.touch(mode=0o600)
         path.chmod(0o600)
+        # IMMEDIATE takes the lock when a transaction begins, and not in the middle of it.
         database = sqlite3.connect(path, isolation_level="IMMEDIATE")
     except (OSError, sqlite3.Error) as error:
         raise StateError(f"{path} cannot be opened: {error}; give --state another folder") from None
@@ -290,6 +296,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 
 def _prepare_database(database: sqlite3.Connection, path: Path) -> None:
+    # A new file has 0 for both; another program's database is not touched.
     (application,) = database.execute("PRAGMA application_id").fetchone()
     (version,) = database.execute("PRAGMA user_version").fetchone()
     (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -299,6 +306,7 @@ def _prepare_database(database: sqlite3.Connection, path: Path) -> None:
         raise StateError(
             f"{path} has version {version} and this ditile reads {VERSION}; remove it, or give --state another folder"
         )
+    # Readers and the writer do not wait for each other.
     database.execute("PRAGMA journal_mode = WAL")
     # Each commit is on the disk when it returns.
     database.execute("PRAGMA synchronous = FULL")

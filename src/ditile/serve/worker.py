@@ -99,6 +99,7 @@ class RankWorker:
         Raises:
             StateError: if the ranks cannot go on, as messages of a call are still in flight.
         """
+        # A message to stop must arrive while this thread generates.
         threading.Thread(target=self._receive_messages, daemon=True).start()
         self._warm_up()
         if self._is_first:
@@ -275,6 +276,7 @@ class RankWorker:
         if len(jobs) == 1:
             conditions = _decode_conditions(jobs[0])
             seeds = list_request_seeds(options)
+            # One job may start from images, which calls of several jobs cannot.
             return calls[0] | build_object_arguments(self._pipe, options, seeds, conditions=conditions)
         # A row for each image of each job.
         rows = []
@@ -377,6 +379,7 @@ class LoraCache:
         for name in scales:
             if name not in self._loaded:
                 self._load_lora(name, scales.keys())
+            # To the end, as the one that was used last.
             self._loaded.remove(name)
             self._loaded.append(name)
         adapters = {_name_adapter(name): scale for name, scale in scales.items()}

@@ -106,7 +106,10 @@ def summarize_runs(runs: Iterable[Row], predictions: Mapping[str, Prediction] | 
 def write_bench_rows(folder: str, rows: Sequence[Row]) -> Path:
     """Writes the rows as JSON lines, all at once; their keys are in them as fields."""
     path = Path(folder, ROWS)
-    RowFile(path, "model").replace([{name: row[name] for name in row if name != "key"} for row in rows])
+    written = []
+    for row in rows:
+        written.append({name: value for name, value in row.items() if name != "key"})
+    RowFile(path, "model").replace(written)
     return path
 
 

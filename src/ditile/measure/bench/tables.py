@@ -59,7 +59,8 @@ def list_bench_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 def find_peak_rank(row: Row) -> dict[str, int]:
     """The memory, by use, of the rank that needs most; empty if it was not measured."""
-    return max(row.get("memory") or [{}], key=lambda rank: sum(rank.values()))
+    memory_of_ranks = row.get("memory") or [{}]
+    return max(memory_of_ranks, key=lambda memory: sum(memory.values()))
 
 
 def _format_size(row: Row) -> str:

@@ -125,7 +125,15 @@ def parse_caption(caption: str) -> Scene:
 def _parse_noun_phrase(noun: str, place: tuple[float, float], caption: str) -> Thing:
     match noun.split():
         case ["a", size, color, shape] if size in SIZES and color in COLORS and shape in SHAPES:
-            return Thing(shape=shape, color=color, size=size, x=place[0], y=place[1], radius=SIZES[size])
+            x, y = place
+    return Thing(
+        shape=shape,
+        color=color,
+        size=size,
+        x=x,
+        y=y,
+        radius=SIZES[size],
+    )
     raise ValueError(f"{noun!r} in {caption!r} is not 'a <{'|'.join(SIZES)}> <colour> <{'|'.join(SHAPES)}>'")
 
 
@@ -180,8 +188,10 @@ class ImageVerdict:
     @property
     def all_right(self) -> bool:
         """Whether every thing and the background's colour are right, and no other colour is there."""
-        things = all(thing.color and thing.position and thing.shape and thing.size for thing in self.things)
-        return things and self.background and self.clean
+        verdicts = [self.background, self.clean]
+        for thing in self.things:
+            verdicts += [thing.color, thing.position, thing.shape, thing.size]
+        return all(verdicts)
 
 
 def judge_image(image: Image, caption: str) -> ImageVerdict:

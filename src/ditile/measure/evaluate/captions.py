@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ditile.distributed import files
 from ditile.model.known import ASSETS
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, join_error_lines
 from ditile.runner.requests.outputs import COCO_PREFIX
 from ditile.runner.requests.prompts import read_prompts
 
@@ -56,7 +56,7 @@ def read_coco_captions(path: Path) -> list[Caption]:
     try:
         content = files.parse_json(files.read_file(path, MAX_ANNOTATION_BYTES))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{option} cannot be read: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{option} cannot be read: {join_error_lines(error)}") from error
     try:
         names = {image["id"]: str(image["file_name"]) for image in content.get("images", [])}
         # Later entries replace earlier ones, so the lowest id of an image must come last.

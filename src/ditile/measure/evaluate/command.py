@@ -37,7 +37,7 @@ from ditile.measure.evaluate.store import (
 from ditile.measure.rows import Row, list_values
 from ditile.measure.sessions import read_load_average
 from ditile.model.registry import list_model_specs
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, join_error_lines
 from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
@@ -165,7 +165,7 @@ def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationS
     try:
         index = diffusers.DiffusionPipeline.load_config(source)
     except OSError as error:
-        raise ModelError(f"model {options.model!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        raise ModelError(f"model {options.model!r} cannot be loaded: {join_error_lines(error)}") from error
     known = {cls.__name__ for cls in list_model_specs()}
     # Other models are checked by `parallelize`, before they generate.
     if index.get("transformer", (None, None))[1] in known:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.measure.evaluate.caption_check import judge_image, parse_caption
 from ditile.model.known import list_bundled_models
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, join_error_lines
 from ditile.plan.extras import is_installed, require_extra
 
 ImageArray = NDArray[np.uint8]  # [H, W, 3]
@@ -64,7 +64,7 @@ def check_torchmetrics() -> None:
     try:
         importlib.import_module("torchmetrics")
     except IMPORT_ERRORS as error:
-        raise ModelError(f"torchmetrics cannot be imported: {_shorten_error(error)}") from error
+        raise ModelError(f"torchmetrics cannot be imported: {join_error_lines(error, 160)}") from error
 
 
 def compute_psnr(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
@@ -144,7 +144,7 @@ def load_inception_features() -> Callable[[ImageArray], Tensor] | str:
         package: Any = importlib.import_module("torchmetrics.image.fid")
         model = package.NoTrainInceptionV3("inception-v3-compat", ["2048"], str(_find_hub_file(INCEPTION)))
     except IMPORT_ERRORS as error:
-        return f"torch_fidelity cannot be imported: {_shorten_error(error)}"
+        return f"torch_fidelity cannot be imported: {join_error_lines(error, 160)}"
 
     @torch.inference_mode()
     def extract_features(image: ImageArray) -> Tensor:
@@ -174,7 +174,7 @@ def _load_lpips_metric() -> Metric | str:
             warnings.simplefilter("ignore")
             model = package.LearnedPerceptualImagePatchSimilarity(net_type="alex").eval()
     except IMPORT_ERRORS as error:
-        return f"torchvision cannot be imported: {_shorten_error(error)}"
+        return f"torchvision cannot be imported: {join_error_lines(error, 160)}"
 
     @torch.inference_mode()
     def compute_lpips(a: ImageArray, b: ImageArray, _: str) -> float:
@@ -217,7 +217,7 @@ def _load_clip_metric(name: str) -> Metric:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         if is_out_of_memory(error):
             raise
-        reason = _shorten_error(error)
+        reason = join_error_lines(error, 160)
         raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {reason}") from error
     length = model.config.text_config.max_position_embeddings
 
@@ -254,7 +254,7 @@ def _load_image_reward_metric() -> Metric | str:
             package = importlib.import_module("ImageReward")
             model = package.load(str(weights), device="cpu", med_config=str(config))
     except (*IMPORT_ERRORS, OSError) as error:
-        return f"ImageReward cannot be loaded: {_shorten_error(error)}"
+        return f"ImageReward cannot be loaded: {join_error_lines(error, 160)}"
 
     @torch.inference_mode()
     def compute_image_reward(a: ImageArray, _: ImageArray, caption: str) -> float:
@@ -292,11 +292,6 @@ def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
 def _find_hub_file(name: str) -> Path:
     """The path of a file of weights in torch's hub folder."""
     return Path(torch.hub.get_dir(), "checkpoints", name)
-
-
-def _shorten_error(error: Exception) -> str:
-    """An error on one short line."""
-    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def _to_byte_tensor(image: ImageArray) -> Tensor:

@@ -47,6 +47,7 @@ _ANSWERS: list[tuple[type[DitileError], int, str, int | None]] = [
     (NotReadyError, 503, "not_ready", NOT_READY_SECONDS),
     (JobNotFoundError, 404, "not_found", None),
 ]
+# OpenAI's words; all other statuses are `invalid_request_error`.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -115,6 +116,7 @@ def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
     message = f"{name} generates images; send this to /v1/images/generations"
     if facts.is_video:
         message = f"{name} generates videos; send this to /v1/videos"
+    # 422: the request is well formed, and this server's model does not generate it.
     raise RequestError(message, status=422, param="model", code="wrong_kind_of_model")
 
 
@@ -207,6 +209,7 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
         await asyncio.wait({end, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if end.done():
             return end.result()
+        # nginx's status for it; only the access log shows it.
         raise RequestError("the client is gone", status=499, code="disconnected")
     finally:
         # The request's own task may have been cancelled, too.

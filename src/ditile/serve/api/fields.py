@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import is_whole_number
-from ditile.plan.option_classes import JsonObject
+from ditile.plan.option_classes import JsonObject, drop_missing
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.promise import Bounds
 from ditile.runner.requests.cache_options import LoraChoice
@@ -174,7 +174,7 @@ def list_own_values(facts: ModelFacts) -> JsonObject:
     if facts.size:
         width, height = facts.size
         own |= {"width": width, "height": height, "size": f"{width}x{height}"}
-    return {name: value for name, value in own.items() if value is not None}
+    return drop_missing(own)
 
 
 def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values: JsonObject | None = None) -> FieldsT:
@@ -431,11 +431,12 @@ def parse_size(
     # Each side alone, too: a side of 0 would hide a long one.
     if max(final_width * final_height, final_width, final_height) > options.max_pixels:
         most = int(options.max_pixels**0.5)
+        param = "size" if _has_size(fields) else "width"
         raise RequestError(
             f"size={final_width}x{final_height} has more than the {options.max_pixels} pixels that this server "
             f"generates; try size={most}x{most} or less",
             status=422,
-            param="size" if _has_size(fields) else "width",
+            param=param,
         )
     return width, height
 

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ditile.plan.option_classes import JsonObject
+from ditile.plan.option_classes import JsonObject, drop_missing
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
@@ -379,4 +379,4 @@ def _validate_fields(http: HttpRequest, values: JsonObject) -> StableDiffusionFi
 
 
 def _drop_nulls(values: JsonObject) -> JsonObject:
-    return {name: value for name, value in values.items() if value is not None}
+    return drop_missing(values)

@@ -268,7 +268,9 @@ def _render_grid(title: str, rows: Mapping[str, Sequence[bool]], num_steps: int,
         for index, is_stale in enumerate(values):
             meaning = stale if is_stale else fresh
             color = STALE if is_stale else FRESH
-            chart.add_bar(row, index, 0.9, color, f"step {index // per_step + 1}, {label}: {meaning}")
+            note = f"step {index // per_step + 1}, {label}: {meaning}"
+            # A tenth is left between two cells.
+            chart.add_bar(row, index, 0.9, color, note)
     return f"<p>{_render_legend({fresh: FRESH, stale: STALE})}</p>{chart.render()}"
 
 

@@ -185,7 +185,9 @@ def _format_milliseconds(seconds: float) -> str:
 
 
 def _format_rank(row: Row) -> str:
-    return "" if row["plan"] == ONE_RANK else f"{row['rank']} of {row['world']}"
+    if row["plan"] == ONE_RANK:
+        return ""
+    return f"{row['rank']} of {row['world']}"
 
 
 COLUMNS: dict[str, Callable[[Row], str]] = {

@@ -22,7 +22,7 @@ from ditile.measure.rows import Row, RowFile
 from ditile.measure.sessions import silence_advice
 from ditile.model.registry import find_loop_model
 from ditile.plan.cost import PlannedCall
-from ditile.plan.option_classes import CallArguments
+from ditile.plan.option_classes import CallArguments, drop_missing
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.price import Pricer
@@ -157,7 +157,8 @@ def choose_measured_ranks(job: PlannedCall | None, pricer: Pricer | None, world:
     ranks = {0, world - 1}
     if job is not None and pricer is not None and job.plan.pipefusion > 1:
         busiest = find_busiest_stage(pricer, job)
-        ranks.add(next(rank for rank in range(world) if job.locate_rank(rank).stage == busiest))
+        stages = [job.locate_rank(rank).stage for rank in range(world)]
+        ranks.add(stages.index(busiest))
     return sorted(ranks)
 
 
@@ -191,12 +192,13 @@ def _make_load(step: RankStep) -> DeviceLoad:
 
 
 def _make_row(task: AloneTask, cell: BenchCell, step: RankStep) -> Row:
+    world = 1 if cell.plan == ONE_RANK else cell.num_ranks
     row = dict(task.facts) | {
         "plan": cell.plan,
         "height": cell.height,
         "width": cell.width,
         "steps": list(task.steps),
-        "world": 1 if cell.plan == ONE_RANK else cell.num_ranks,
+        "world": world,
         "rank": step.rank,
         "recorded": step.recorded,
         "as_code": step.as_code or None,
@@ -208,4 +210,4 @@ def _make_row(task: AloneTask, cell: BenchCell, step: RankStep) -> Row:
         "call_s": list(step.call_s),
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-    return {name: value for name, value in row.items() if value is not None}
+    return drop_missing(row)

@@ -290,7 +290,8 @@ def answer_compiled_seconds(session: SuiteSession, item: SuiteItem) -> Row:
     if item.what == suite.COMPILED:
         options = {"compile": True}
     # To try the suite in tiny sizes, blocks are called as compiled ones, and run as they are: to compile takes long.
-    with torch.compiler.set_stance("force_eager" if session.task.small else "default"):
+    stance = "force_eager" if session.task.small else "default"
+    with torch.compiler.set_stance(stance):
         return session.compare_plan_with_plain(Plan(patches=4), item.size, **options)
 
 
