@@ -207,27 +207,26 @@ def count_rank_memory(
         # The largest block counts, since the next weights from another stage may be of any block.
         buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, range(len(job.weights.blocks)), divisor)
     activations = _count_activation_bytes(subject, job, profile, rank, text_tokens)
+    # Keys of a transformer that is no longer called stay in memory until the end.
+    keys = cost.count_key_store_bytes(job, rank) * subject.models
     tapes = 0
     if records and can_record_calls(plan, profile):
         tapes = _count_tape_bytes(subject, job, rank, text_tokens) * subject.models
         # With the keys that they read they hold no more than their share, and other calls run as code.
         limit = int(profile.memory_bytes * SHARE_OF_MEMORY)
-        limit -= cost.count_key_store_bytes(job, rank) * subject.models
-        tapes = min(tapes, max(0, limit))
+        tapes = min(tapes, max(0, limit - keys))
         # Every step of an exact plan is played in later images, so it computes in the tapes' memory. What is constant
         # in attention to the text is made again for each image, in a first step that runs as code.
         if not job.step_schedule.has_stale_steps and not job.spec.cross:
             activations = max(activations - tapes, 0)
     # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
-    models = range(subject.models)
-    weight_bytes = sum(subject.count_weight_bytes(weights, size, model) for model in models)
-    weight_bytes += max(subject.count_weight_bytes(buffers, size, model) for model in models)
+    weight_bytes = sum(subject.count_weight_bytes(weights, size, model) for model in range(subject.models))
+    weight_bytes += max(subject.count_weight_bytes(buffers, size, model) for model in range(subject.models))
     return RankMemory(
         weights=weight_bytes,
         text=_count_text_parameters(subject, plan, rank) * size,
         vae=subject.vae * size,
-        # Keys of a transformer that is no longer called stay in memory until the end.
-        keys=cost.count_key_store_bytes(job, rank) * subject.models,
+        keys=keys,
         activations=activations,
         decode=_count_decode_bytes(subject, job, place, rank),
         idle=profile.idle_bytes,

@@ -64,9 +64,8 @@ def prepare_runner(
     _check_pipeline_class(source, plan, cache)
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
-    loading_plan = None if needs_whole_model else plan
     with Status(f"loading {model}{_describe_weights(source)}") as loading:
-        pipe: Any = load(model, dtype=engine.dtype, plan=loading_plan, components=components)
+        pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan, components=components)
     enable_required_tiling(pipe)
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
