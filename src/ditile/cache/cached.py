@@ -167,6 +167,7 @@ class ModelCache(abc.ABC):
         # Innermost, where it is never lost: it sees when a generation begins, and then renews the hooks of blocks.
         owner, name = find_innermost_forward(self.transformer)
         forward = getattr(owner, name)
+        # A forward of the class comes back by itself when the override is deleted.
         self._had_own = vars(owner).get(name) is not None
         self._stock = forward
 
@@ -275,6 +276,7 @@ class ModelCache(abc.ABC):
         moment = self._begin_call(clock)
         try:
             result = self._run_call(moment, forward, args, kwargs)
+        # It ends the first part of a call on purpose: the generation goes on.
         except ProbeReached:
             raise
         except BaseException:
@@ -352,6 +354,7 @@ class TransformerCache(ModelCache):
     def begin_generation(self, steps: int) -> None:
         """Begins a generation of `steps` steps, with an empty cache."""
         self.end_generation()
+        # A runner renews them itself, before it puts its own hooks around them.
         if self._clock is self._own_clock:
             self.renew_hooks()
         self._forget_reports()
@@ -506,6 +509,7 @@ class TransformerCache(ModelCache):
         batch_size = len(sample)
         kind = _describe_input((*args, *kwargs.values()))
         control = None
+        # Measuring it reads all arguments.
         if any(chain.needs_control for _, chain in self._chains):
             control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
         scheduler = self._find_scheduler()

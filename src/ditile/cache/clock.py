@@ -209,6 +209,7 @@ class SchedulerClock:
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Surrounds one call of the pipeline, which makes one image; refuses a second call at the same time."""
+        # An RLock, as the pipeline of this thread may call itself.
         if not self._busy.acquire(blocking=False):
             raise self._make_thread_error()
         self._depth += 1
@@ -401,6 +402,7 @@ class CallClock:
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Surrounds one call of the pipeline, which makes one image."""
         call = inspect.signature(self._pipe.__call__).bind_partial(*args, **kwargs)
+        # The number of steps may be the pipeline's default.
         call.apply_defaults()
         steps = call.arguments.get("num_inference_steps")
         if not isinstance(steps, int):

@@ -81,6 +81,7 @@ EXAMPLE = "a large red circle on the left on a gray background"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    # Both are read by libraries when they are imported.
     env.silence_library_imports()
     env.prefer_passive_waiting()
     if argv is None:
@@ -105,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = f"out of memory: {error}" if str(error) else "out of memory"
         return _end_with_error(RankFailure(time.monotonic(), type(error).__name__, line), line, 1)
     except KeyboardInterrupt:
+        # 128 + 2, as a shell says of SIGINT.
         return _end_with_error(RankFailure(time.monotonic(), "interrupted", "interrupted"), "interrupted", 130)
 
 

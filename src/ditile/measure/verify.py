@@ -129,7 +129,9 @@ def run_plan_checks(
             whole = make(None)
             proof = _prove_patches(whole, plan)
             reference = _compute_reference_latents(whole, call, pick_device(device, find_local_rank()))
+            # Its memory is needed for the share of this rank.
             del whole
+    # Packed messages round, and no warmup makes up for that.
     exact = replace(plan, wire_dtype=None)
     if plan.attends_to_stale_keys:
         # With a synchronous step for every step no key is stale.
@@ -358,6 +360,7 @@ class _HostSyncCounter:
 
 def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:
     """The latents of the pipeline without any plan; each call of its model reports progress to `launch`."""
+    # Without it `launch` would take rank 0 for hanging while others wait.
     find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     pipe.to(device)
     with convert_value_errors(pipe):

@@ -299,6 +299,7 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
         return {}
     calls = job.count_calls_in_step(step)
     for micro in job.step_schedule.list_micro_steps(step):
+        # Each formula is of one call, and a step makes several.
         for formula in (*_CALL_FORMULAS, *_STAGE_FORMULAS):
             for kind, size, times in formula(job, place, micro):
                 total[kind] += calls * size * times

@@ -138,6 +138,7 @@ def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple
                 if stage_time > next_slowest[stop]:
                     break
                 worst = max(slowest[start], stage_time)
+                # Of cuts that are alike, the one whose last stage is longest comes last, and stays.
                 if worst <= next_slowest[stop]:
                     next_slowest[stop] = worst
                     starts[stop] = start

@@ -136,6 +136,7 @@ def enable_cache(
     if kernel is None and division is not None:
         kernel = division.attention_backend
     transformers = _list_called_models(pipe, config)
+    # Threads that spin while they wait take the cores from other ranks.
     if all(_is_on_cpu(transformer) for transformer in transformers):
         cpus.warn_of_spinning_threads()
     if kernel is not None:
@@ -226,6 +227,7 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
         loaded = load_configs(mappings)
         parsed |= drop_missing(loaded)
     block_config = None if isinstance(parsed["cache_config"], CallCacheConfig) else parsed["cache_config"]
+    # Made for its check of the two configs alone.
     ParamsModifier(cache_config=block_config, calibrator_config=parsed["calibrator_config"])
     if parsed.get("quantize_config") is not None:
         parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
@@ -246,6 +248,7 @@ def disable_cache(pipe_or_adapter: Any) -> Any:
     Raises:
         StateError: if a call is under way, or the pipeline was divided, and its weights were changed or freed since.
     """
+    # Checked for all of them before the first is closed.
     for enabled in _list_unused(pipe_or_adapter):
         enabled.stack.close()
     return pipe_or_adapter
@@ -320,6 +323,7 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
         cache.update_reports()
         reports += cache.reports
     if isinstance(pipe_or_adapter, Runner):
+        # A stage has the blocks of its own, and a replica other images.
         mesh = pipe_or_adapter.mesh
         place = [mesh["data"].index, mesh["cfg"].index, mesh.stage_index]
         reports_by_rank = []
@@ -558,6 +562,7 @@ def _divide_pipeline(stack: ExitStack, pipe: Any, division: RankDivision, kernel
     plan = division.to_plan(world)
     if plan == Plan() and kernel is None:
         return None
+    # `disable_cache` gives the whole pipeline back.
     runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=division.cp_plan)
 
     @functools.wraps(type(pipe).__call__)

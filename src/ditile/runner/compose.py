@@ -208,6 +208,7 @@ class Composition:
         self.mesh.renew_groups(self.plan)
         self.mesh.connect_groups(self.plan, self.device)
         self.encoders.use_control_group(self.mesh.control)
+        # Channels are of the groups that were made anew.
         self.pipefusion.open_channels(self.mesh)
         self.pipefusion.connect_channels(self.device)
 
@@ -294,6 +295,7 @@ class Composition:
         # What changes in each step is measured within the calls.
         if self.plan.warmup == AUTO:
             return "warmup=auto measures within calls"
+        # With cuda_graphs=True it is refused before a call.
         if recorder.is_auto and explain_manager_refusal(self.pipe, self.device, "cuda_graphs"):
             return "a ComponentsManager moves the weights"
         return ""
@@ -327,6 +329,7 @@ class Composition:
         names: dict[nn.Module, str] = {}
         stages: dict[nn.Module, int] = {}
         first_blocks: list[nn.Module] = []
+        # Caches know blocks, and the stages of both models are cut alike.
         for hooks in self.block_hooks.models:
             first_blocks += [hook.block for hook in hooks.chain[:1]]
             names |= {hook.block: hook.name for hook in hooks.chain}
@@ -356,6 +359,7 @@ class Composition:
                 clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, count, begin, end)
                 loop.when_over.append(clock.end_generation)
                 stack.enter_context(cache.use_clock_and_agreement(clock, agreement, kept_buffers))
+            # After an error the loop is not over, and the next call adds its own.
             stack.callback(loop.when_over.clear)
             try:
                 yield
@@ -484,6 +488,7 @@ class LayerAttentionBuilder:
             fresh = RingKeys(ring, kernel, traffic)
             gather = RingGather(ring, traffic)
         keys: KeySource = fresh
+        # One patch has no keys of the step before.
         if self._plan.num_patches > 1:
             keys = self.stale_keys(now, layer, kernel, fresh, gather, check=self._checks)
         # Around the others: it replaces them in the steps that the group computes.
@@ -635,6 +640,7 @@ def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
     kept = Counter[str]()
     there = {}
     own_bytes = 0 if offload is None else offload.count_host_bytes()
+    # Ranks of one host know each other by its name.
     own = [platform.node(), own_bytes, cpus.count_memory_bytes()]
     for host, size, memory in gather_json(own, mesh.everyone):
         kept[host] += size
@@ -801,6 +807,7 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
     spec = registry.select_plan_spec(pipe, plan)
     block_hooks: TransformerHooks | None = None
     models = find_denoisers(pipe)
+    # The hooks of the first model hold those of the second one.
     for name, model in reversed(models.items()):
         label = f"{name}:" if len(models) > 1 else ""
         if calls_whole_model:
@@ -852,6 +859,7 @@ def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, me
     """The plan without warmup_mode=auto, and the plan of calls in which its warmup group rests."""
     shared = plan.resolve_warmup()
     serial = plan.resolve_warmup(streams=False)
+    # The plan names a mode, or `auto` has none to choose from.
     if shared == serial:
         return shared, None
     reasons = (
@@ -886,6 +894,7 @@ def _build_warmup_group(
             )
         return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)
+    # In a synchronous step they run in place of the blocks of other stages.
     block_hooks.replacement_blocks = weight_stream.streamed_blocks
     return WarmupGroup(mesh, block_hooks, stages, plan.pipefusion, weight_stream, may_rest=may_rest)
 

@@ -209,11 +209,13 @@ class Runner:
             if self._composition is None:
                 self._derive_and_divide(args, kwargs)
             name = "output_on"
+            # Modular pipelines have an argument of that name, with another meaning.
             if output is not None and is_modular(self.pipe):
                 kwargs["output"] = output
             elif output is not None:
                 name = "output"
                 output_on = output
+            # Sorted, as every rank must have the same text of it.
             options = {"output_on": output_on, "latents_at": sorted(watch.latents_at) or None}
             call = self._agree_on_call(args, kwargs, name, options)
             self._check_call_fits_plan(call)
@@ -277,6 +279,7 @@ class Runner:
         components: dict[str, Any] = {}
         # The current pipeline last, as its components are the newest.
         for pipe in (*(pipe for pipe, _ in self._pipes.values()), self.pipe):
+            # A class of the family may take only some of them.
             components |= pipe.components
         key = (getattr(kind, "__module__", ""), getattr(kind, "__name__", ""))
         pipeline_class: type = kind
@@ -338,6 +341,7 @@ class Runner:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
+        # Those that were added, removed, or are used in another way.
         changed = self._loras.items() ^ self._describe_loras().items()
         if changed:
             raise StateError(
@@ -672,6 +676,7 @@ class Runner:
         # Prompt embeddings may have any length, so the number of text tokens is not checked.
         facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)
         if self._parts.calls_whole_model:
+            # Whole models on whole images: neither blocks, heads nor tokens are divided.
             facts = Facts(branches=facts.branches)
         # With resolution binning the pipeline generates another size than the call asks for.
         if call.get("use_resolution_binning", "use_resolution_binning" in self._parameters):
@@ -712,6 +717,7 @@ def _agree_on_result(
     for rank, theirs in enumerate(everyone):
         if theirs["refusal"] is not None:
             name, message = theirs["refusal"]
+            # The other ranks raise what this one would, so that callers can tell it apart.
             known = getattr(errors, name, None)
             if known is None:
                 raise StateError(f"rank {rank} raised {name}: {message}")
@@ -912,6 +918,7 @@ def build_recorder(setting: bool | Literal["auto"], plan: Plan, device: torch.de
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     """A runner of a plan of one rank, whoever else there is, where the pipeline is."""
+    # Rank 0 of one, without a process group.
     mesh = Mesh(0, 1)
     device = find_pipeline_device(pipe)
     options = CompositionOptions(keep_weights=True)
