@@ -73,7 +73,7 @@ def draw_pictures(
 
         if run.warm:
             _warm(runner, make_call(), cache)
-        num_videos = request.num_images * (1 + NUM_PERF_CALLS if cache.perf else 1)
+        num_videos = request.num_images * _count_calls(cache)
         with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
             call_result = _call_and_report(runner, make_call, cache)
         images = list_drawn(call_result.result)
@@ -217,10 +217,15 @@ def _warm(runner: Runner, call: CallArguments, cache: CacheOptions) -> None:
         warm_runner(runner, call, is_cached=cache.build_cache_arguments()["cache_config"] is not None)
 
 
+def _count_calls(cache: CacheOptions) -> int:
+    """How often a request is generated: with --perf once more than is counted, as the first call makes what stays."""
+    return 1 + NUM_PERF_CALLS if cache.perf else 1
+
+
 def _call_and_report(runner: Runner, make: Callable[[], CallArguments], cache: CacheOptions) -> RunnerCallResult:
     """Calls a runner once, or as often as --perf wants; `make` makes new arguments for each call."""
     reports = []
-    for _ in range(1 + NUM_PERF_CALLS if cache.perf else 1):
+    for _ in range(_count_calls(cache)):
         with convert_value_errors(runner.pipe):
             result = runner(**make(), output_on="first")
         reports.append(runner.reports())

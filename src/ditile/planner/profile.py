@@ -54,7 +54,9 @@ class Curve:
                     raise ValueError(f"no rising sizes: {high!r} is after {low!r}")
         lengths = set()
         for row in self.rates:
-            lengths.add(len(row) if isinstance(row, tuple) else 0)
+            # A rate over one size has no row.
+            length = len(row) if isinstance(row, tuple) else 0
+            lengths.add(length)
         has_rates = len(self.rates) == len(self.x) and lengths == {len(self.y)}
         if not self.x or not has_rates:
             raise ValueError("not one rate for each of its sizes")

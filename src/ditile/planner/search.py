@@ -515,7 +515,10 @@ class PlanSearch:
         # Who asks for a number of synchronous steps gets no other.
         if self.request.warmup is None:
             is_worth_it = self._predict_latency(chosen) <= WORTH * self._predict_latency(shared)
-        yield chosen if is_worth_it else shared
+        if is_worth_it:
+            yield chosen
+        else:
+            yield shared
 
     def sort_jobs_by_bound(self) -> list[tuple[float, PlannedCall]]:
         """Every plan with the seconds for which its busiest stage is occupied, the fastest first."""

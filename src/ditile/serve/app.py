@@ -258,7 +258,8 @@ class AccessLog:
 async def report_health(http: HttpRequest) -> Response:
     """200 if an image would be generated now, otherwise 503 with the reason."""
     health = find_service(http).describe_health()
-    return AsciiJSONResponse(health, status_code=200 if health["status"] == "ok" else 503)
+    status_code = 200 if health["status"] == "ok" else 503
+    return AsciiJSONResponse(health, status_code=status_code)
 
 
 @router.get("/metrics")

@@ -78,8 +78,10 @@ class FittedPolicies:
         words: list[str] = []
         for schedule in self._candidates:
             digest.update(schedule.model_dump_json().encode())
-            is_other = find_difference(schedule.identity, present, self._models)
-            words.append(f"of {'other' if is_other else 'these'} weights")
+            word = "these"
+            if find_difference(schedule.identity, present, self._models):
+                word = "other"
+            words.append(f"of {word} weights")
         return " ".join([digest.hexdigest()[:16], *words])
 
     def check_call(self, call: Mapping[str, Any]) -> None:

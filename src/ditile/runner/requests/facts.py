@@ -283,22 +283,28 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     config = dict(getattr(pipe, "config", {}))
     base = defaults(model)
     call = collect_call_facts(own, config)
-    edit = find_pipeline_class_for(own, ["image"], config)
-    inpaint = find_pipeline_class_for(own, ["image", "mask"], config)
+    conditioned: list[CallFacts | None] = []
+    for conditions in (["image"], ["image", "mask"]):
+        pipeline_class = find_pipeline_class_for(own, conditions, config)
+        # Not every family generates from images.
+        facts = None if pipeline_class is None else collect_call_facts(pipeline_class, config)
+        conditioned.append(facts)
+    edit, inpaint = conditioned
     known = find_known_model(model)
+    example = "" if known is None else known.example
     return ModelFacts(
         name=model,
         plan=str(plan),
         is_video=returns_videos(own),
         call=call,
-        edit=None if edit is None else collect_call_facts(edit, config),
-        inpaint=None if inpaint is None else collect_call_facts(inpaint, config),
+        edit=edit,
+        inpaint=inpaint,
         base={name: value for name, value in base.items() if name in call.defaults},
         size=_find_default_size(pipe, {**call.defaults, **base}),
         size_multiple=find_size_multiple(pipe),
         frames_ratio=find_frames_ratio(pipe),
         fps=choose_fps(pipe, GenerateOptions(model=model), base),
-        example="" if known is None else known.example,
+        example=example,
         has_second_transformer=has_second_transformer(pipe),
     )
 

@@ -211,7 +211,10 @@ async def write_options(http: HttpRequest) -> Response:
     """Accepts options, and changes none: the served model stays. Warnings name those that ask for a change."""
     values = await read_json_object(http)
     warnings = _list_ignored_settings(values, find_served_name(find_service(http).facts.name), "")
-    return AsciiJSONResponse({"warnings": shorten_warnings(warnings)} if warnings else None)
+    if not warnings:
+        # As AUTOMATIC1111 answers.
+        return AsciiJSONResponse(None)
+    return AsciiJSONResponse({"warnings": shorten_warnings(warnings)})
 
 
 @router.get("/samplers")

@@ -365,7 +365,10 @@ class Page:
             del body.values[name]
         if values[self._lora] != NO_LORA:
             scale = values[self._lora_scale]
-            body.values["lora"] = {values[self._lora]: 1.0 if scale is None else scale}
+            # The field is empty where the user has cleared it.
+            if scale is None:
+                scale = 1.0
+            body.values["lora"] = {values[self._lora]: scale}
         fields_class: type[VideoFields] | type[ImageFields] = VideoFields if facts.is_video else ImageFields
         fields = parse_fields(fields_class, body.values, facts)
         request, inputs = await read_request(self._service, fields, body)

@@ -145,12 +145,14 @@ def fill_workload(work: Workload, gpus: int, ranks: int, *, small: bool) -> Work
 
 def collect_gpu_facts(work: Workload, gpus: int, ranks: int) -> Row:
     """Card, driver and versions, the model and the ranks: what the lines depend on."""
+    # NCCL takes one rank on each GPU.
+    messages = "NCCL" if gpus >= ranks else "gloo"
     facts = collect_machine_facts(work.device) | {
         "model": work.model,
         "steps": work.steps,
         "dtype": work.dtype,
         "ranks": ranks,
-        "messages": "NCCL" if gpus >= ranks else "gloo",
+        "messages": messages,
         "date": time.strftime("%Y-%m-%d"),
     }
     if gpus:
