@@ -22,7 +22,7 @@ from ditile.plan.plan import FEW_STEPS, Plan
 from ditile.planner.hardware import load_profile
 from ditile.planner.memory import count_host_memory
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import SearchRequest, search_plans
+from ditile.planner.search import PlanSearch, SearchRequest
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
 
@@ -106,7 +106,9 @@ def _iterate_rows(recipe: Recipe, subject: PlanSubject, call: dict[str, Any]) ->
         for devices in machine.devices:
             place = f"{devices} x {machine.name}"
             try:
-                found = search_plans(subject, call, profile, SearchRequest(devices=devices, all_devices=True))
+                found = PlanSearch(
+                    subject, call, profile, SearchRequest(devices=devices, all_devices=True)
+                ).find_fastest_plans()
             except PlanError as error:
                 reason = str(error).partition(";")[0].replace("no plan", f"no plan of {devices}", 1)
                 yield f"| {place} | | | {reason} |"

@@ -19,7 +19,6 @@ from ditile.planner.search import (
     SearchRequest,
     SearchResult,
     make_pricer,
-    search_plans,
 )
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from tests.planner.test_planner import EVEN, RATE, call, subject
@@ -29,7 +28,7 @@ TURBO = "shapes-flux-turbo"
 
 def search(profile: Profile) -> SearchResult:
     arguments = call(TURBO, height=512, width=512)
-    return search_plans(subject(TURBO), arguments, profile, SearchRequest(devices=4))
+    return PlanSearch(subject(TURBO), arguments, profile, SearchRequest(devices=4)).find_fastest_plans()
 
 
 def slow_down(bandwidth: float) -> Profile:
@@ -93,7 +92,7 @@ def test_fewer_steps_on_one_rank_are_named_where_they_are_as_fast() -> None:
     """A failure means that a user starts four devices for what one does in three steps."""
     one, arguments = subject(TURBO), call(TURBO, height=512, width=512)
     profile, wanted = dataclasses.replace(slow_down(3e7), matmul=RATE), SearchRequest(devices=2, all_devices=True)
-    result = search_plans(one, arguments, profile, wanted)
+    result = PlanSearch(one, arguments, profile, wanted).find_fastest_plans()
     stale = dataclasses.replace(result.prices[0], plan=Plan(pipefusion=2, patches=4))
     half_a_second = dataclasses.replace(stale, latency_s=0.5, text_s=0.0, decode_s=0.0)
     for steps, better in ((3, True), (2, False)):

@@ -25,7 +25,7 @@ from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import SHOWN, SearchRequest, list_divisors, make_pricer, search_plans
+from ditile.planner.search import SHOWN, PlanSearch, SearchRequest, list_divisors, make_pricer
 from ditile.planner.subject import PlanSubject
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
@@ -124,7 +124,7 @@ def test_text_encoders_and_decode_are_shared_out_where_memory_is_short(height: i
     """A failure means that a search says no plan fits where one does, or shares out what there is room for."""
     profile, one = hardware.load_profile("rtx-4090"), PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev")
     call = {"height": height, "width": height, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
-    result = search_plans(one, call, profile, SearchRequest(devices=devices))
+    result = PlanSearch(one, call, profile, SearchRequest(devices=devices)).find_fastest_plans()
     words = str(result.prices[0].plan)
     assert words.endswith(also) and result.too_large
     assert all(price.memory_bytes <= profile.memory_bytes for price in result.prices)
@@ -323,7 +323,7 @@ def test_a_search_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch
         if not is_on:
             gc.disable()
         with pytest.raises(ZeroDivisionError):
-            search_plans(one, {}, hardware.load_profile("l40-pcie"), question)
+            PlanSearch(one, {}, hardware.load_profile("l40-pcie"), question).find_fastest_plans()
         assert seen == [False] and gc.isenabled() == is_on
     finally:
         gc.enable()

@@ -32,7 +32,7 @@ from ditile.planner.memory import RankMemory, count_peaks_of_ranks, count_rank_m
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.profile import Curve, Link, Profile
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import SearchRequest, iterate_plans, make_pricer, predict_skipped_steps, search_plans
+from ditile.planner.search import PlanSearch, SearchRequest, iterate_plans, make_pricer, predict_skipped_steps
 from ditile.planner.seconds import (
     RankTokens,
     RooflineDevice,
@@ -131,7 +131,7 @@ def test_the_fastest_of_all_simulated_plans_are_found(name: str, interlink: str 
         job = one.make_plan_job(plan, shape)
         simulated.append(pricer.predict_latency(job))
         assert 0 < pricer.bound_latency(job) <= simulated[-1] * 1.0001, plan
-    result = search_plans(one, arguments, profile, wanted)
+    result = PlanSearch(one, arguments, profile, wanted).find_fastest_plans()
     first = [price.latency_s for price in result.prices if price.plan.warmup_mode == "serial"]
     assert first == pytest.approx(sorted(simulated)[: len(first)], rel=0.01)
     assert first and result.prices[0].latency_s <= min(simulated) * 1.0001
@@ -158,7 +158,8 @@ def test_slower_links_favour_fewer_bytes() -> None:
         for rate in (1e9, 1e13)
     )
     first, second = (
-        search_plans(one, arguments, profile, SearchRequest(devices=4)).prices[0] for profile in (slow, fast)
+        PlanSearch(one, arguments, profile, SearchRequest(devices=4)).find_fastest_plans().prices[0]
+        for profile in (slow, fast)
     )
     assert first.plan.pipefusion * first.plan.cfg == 4
     assert second.latency_s < first.latency_s and second.exposed_s < first.latency_s
@@ -168,8 +169,8 @@ def test_messages_in_eight_bits_are_priced_and_proposed_but_never_taken() -> Non
     """A failure means that an approximation is chosen for a user, or that its bytes or its kernels cost nothing."""
     one, arguments = subject("flux.1-dev"), call("flux.1-dev", num_inference_steps=4)
     near, far = hardware.load_profile("l40-pcie"), hardware.load_profile("l40-pcie", "1Gbit")
-    on_near = search_plans(one, arguments, near, SearchRequest(devices=4))
-    on_far = search_plans(one, arguments, far, SearchRequest(devices=4, hosts=4))
+    on_near = PlanSearch(one, arguments, near, SearchRequest(devices=4)).find_fastest_plans()
+    on_far = PlanSearch(one, arguments, far, SearchRequest(devices=4, hosts=4)).find_fastest_plans()
     assert "packed" not in on_near.others, "kernels that pack cost more than bytes on a fast link"
     packed_price = on_far.others["packed"].price
     assert packed_price.plan.wire_dtype == "int8"
@@ -194,9 +195,9 @@ def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
     peaks = [max(count_peaks_of_ranks(one, job, profile).values()) for job in (staged, alone)]
     assert peaks[0] < peaks[1]
     with pytest.raises(PlanError, match=r"no plan fits 2\.00 GB a device: '.*' needs least, .* GB more"):
-        search_plans(one, arguments, profile, SearchRequest(devices=8, memory_bytes=2 * 10**9))
+        PlanSearch(one, arguments, profile, SearchRequest(devices=8, memory_bytes=2 * 10**9)).find_fastest_plans()
     with pytest.raises(PlanError, match=r"no plan takes at most 0\.001 s: the fastest"):
-        search_plans(one, arguments, profile, SearchRequest(devices=8, max_latency_s=0.001))
+        PlanSearch(one, arguments, profile, SearchRequest(devices=8, max_latency_s=0.001)).find_fastest_plans()
 
 
 def test_blocks_are_offloaded_where_nothing_else_fits() -> None:
@@ -204,10 +205,12 @@ def test_blocks_are_offloaded_where_nothing_else_fits() -> None:
     flux, shape, given = subject("flux.1-dev"), {"num_inference_steps": 4}, SearchRequest(devices=2)
     asked = call("flux.1-dev", **shape)
     profile = hardware.load_profile("rtx-4090")
-    whole = search_plans(flux, asked, profile, given)
+    whole = PlanSearch(flux, asked, profile, given).find_fastest_plans()
     assert all(price.plan.offload == "none" for price in whole.prices)
     least = min(price.memory_bytes for price in whole.prices)
-    tight = search_plans(flux, asked, profile, dataclasses.replace(given, memory_bytes=least - 4 * 10**9))
+    tight = PlanSearch(
+        flux, asked, profile, dataclasses.replace(given, memory_bytes=least - 4 * 10**9)
+    ).find_fastest_plans()
     assert all(price.plan.offload == "blocks" for price in tight.prices)
     for text in ("pipefusion=2 patches=2", "tensor=2"):
         plan = Plan.parse(text)

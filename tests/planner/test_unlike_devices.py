@@ -20,7 +20,7 @@ from ditile.planner.ops import OpPricer
 from ditile.planner.price import Price
 from ditile.planner.profile import Link, Profile, RankDevice
 from ditile.planner.question import PlanQuestion, load_machine_profile
-from ditile.planner.search import PlanSearch, SearchRequest, make_pricer, search_plans
+from ditile.planner.search import PlanSearch, SearchRequest, make_pricer
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from tests.planner.test_planner import EVEN, SMALL, call, subject
@@ -123,9 +123,9 @@ def test_each_division_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(price, "_simulate_loop", count_loops)
     one = subject("shapes-pixart")
     shape = one.make_call_shape(SMALL)
-    search_plans(one, SMALL, EVEN, SearchRequest(devices=4))
+    PlanSearch(one, SMALL, EVEN, SearchRequest(devices=4)).find_fastest_plans()
     of_alike = len(simulated)
-    result = search_plans(one, SMALL, join_ranks(1.0, 1.0, 0.6, 0.5), SearchRequest(devices=4))
+    result = PlanSearch(one, SMALL, join_ranks(1.0, 1.0, 0.6, 0.5), SearchRequest(devices=4)).find_fastest_plans()
     assert len(simulated) - of_alike < 3 * of_alike
     jobs = [one.make_plan_job(each.plan, shape) for each in result.prices]
     for job, other in itertools.combinations(jobs, 2):
@@ -193,14 +193,14 @@ def test_blocks_go_where_there_is_memory() -> None:
     # A host that has no room for weights.
     request = SearchRequest(devices=2, all_devices=True, host_memory_bytes=10**9)
     for devices in ((whole, small), (small, whole)):
-        result = search_plans(one, call, hardware.join_devices(devices), request)
+        result = PlanSearch(one, call, hardware.join_devices(devices), request).find_fastest_plans()
         best = result.prices[0].plan
         assert best.stage_blocks is not None and best.offload == "none"
         roomy = devices.index(whole)
         assert best.stage_blocks[roomy] > best.stage_blocks[1 - roomy]
         assert result.others["equal_shares"].lacks_bytes > 0
         roomier = dataclasses.replace(request, host_memory_bytes=None)
-        faster = search_plans(one, call, hardware.join_devices(devices), roomier).prices[0]
+        faster = PlanSearch(one, call, hardware.join_devices(devices), roomier).find_fastest_plans().prices[0]
         assert faster.plan.offload_ranks == (1 - roomy,) and faster.latency_s < 0.95 * result.prices[0].latency_s
     with pytest.raises(PlanError, match=r"needs 2\d\.\d\d GB on rank 1, and there are 14\.50 GB"):
         answer_with_plan("pipefusion=2 patches=2", hardware.join_devices((whole, small)))
@@ -212,12 +212,14 @@ def test_only_the_rank_that_lacks_memory_offloads() -> None:
     one = subject("flux.1-dev")
     call = {"height": 1024, "width": 1024, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
     request = SearchRequest(devices=2, all_devices=True, exact=True)
-    found = {str(price.plan): price for price in search_plans(one, call, profile, request).prices}
+    found = {str(price.plan): price for price in PlanSearch(one, call, profile, request).find_fastest_plans().prices}
     plan = "ring=2 token_weights=1.35,1.0 text=split offload=blocks offload_ranks=1"
     assert "tensor=2 rank_weights=1.35,1.0 text=split" in found and plan in found
     # The host's memory is that of one rank, and counts.
     tight = dataclasses.replace(request, host_memory_bytes=40 * 10**9)
-    assert not any("offload" in str(price.plan) for price in search_plans(one, call, profile, tight).prices)
+    assert not any(
+        "offload" in str(price.plan) for price in PlanSearch(one, call, profile, tight).find_fastest_plans().prices
+    )
     with pytest.raises(PlanError, match=r"keeps 40\.80 GB of weights in the host's memory, and there are 40\.00 GB"):
         PlanSearch(one, call, profile, tight).price_plan(Plan.parse(plan))
     answer = answer_with_plan(plan, profile)

@@ -192,22 +192,6 @@ def _pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@_pause_garbage_collection()
-def search_plans(
-    subject: PlanSubject,
-    call: CallArguments,
-    profile: Profile,
-    request: SearchRequest,
-    skips: CacheSkips = NO_SKIPS,
-) -> SearchResult:
-    """The fastest of all legal plans that fit, with their prices.
-
-    Raises:
-        PlanError: if no plan fits the memory or the latency.
-    """
-    return PlanSearch(subject, call, profile, request, skips).find_fastest_plans()
-
-
 @dataclass(frozen=True)
 class PlanSearch:
     """One model, one call, one machine, and the bounds of a search."""
@@ -251,8 +235,9 @@ class PlanSearch:
             speeds.append(1 / pricer.predict_latency(job, self.skips))
         return speeds
 
+    @_pause_garbage_collection()
     def find_fastest_plans(self) -> SearchResult:
-        """The result of the search.
+        """The fastest of all legal plans that fit, with their prices.
 
         Raises:
             PlanError: if no plan fits the memory or the latency.

@@ -51,13 +51,7 @@ class RankTokens(NamedTuple):
 
     def count_all_tokens(self) -> RankTokens:
         """The same if the rank computes all tokens, and attends with all heads."""
-        return self._replace(
-            image=self.image_keys,
-            text=self.text_keys,
-            heads=1.0,
-            split=1,
-            share=1.0,
-        )
+        return self._replace(image=self.image_keys, text=self.text_keys, heads=1.0, split=1, share=1.0)
 
     def count_keys(self, stream: Stream) -> int:
         """Keys of a stream."""

@@ -152,15 +152,7 @@ def draw_tradeoff(evaluation: Row, out: Path) -> None:
     _draw_settings(axes, rows, top)
     axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--", label="above it the same image, without a PSNR")
     # An entry for the legend, without data.
-    axes.errorbar(
-        [],
-        [],
-        xerr=[],
-        color="#555555",
-        ls="none",
-        lw=0.8,
-        label="lowest to highest",
-    )
+    axes.errorbar([], [], xerr=[], color="#555555", ls="none", lw=0.8, label="lowest to highest")
     axes.set_ylim(low - room, top + 0.8 * room)
     ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
     labels = [f"{tick:g}" for tick in ticks]

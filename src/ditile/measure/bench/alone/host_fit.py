@@ -209,14 +209,7 @@ def count_step(base: Profile, line: AloneLine) -> CountedStep:
     stage = job.locate_rank(line.rank).stage
     # A step has one second of each block or kernel in these profiles, so that its seconds are their number.
     link = replace(base.link, latency_s=0.0, bandwidth=FREE, call_s=0.0, sum_s=None)
-    bare = replace(
-        base,
-        link=link,
-        devices=job.plan.world,
-        kernel_s=0.0,
-        block_s=0.0,
-        kernel_gap_s=0.0,
-    )
+    bare = replace(base, link=link, devices=job.plan.world, kernel_s=0.0, block_s=0.0, kernel_gap_s=0.0)
     seconds = []
     num_calls = 0
     for profile in (bare, replace(bare, kernel_s=1.0), replace(bare, block_s=1.0)):
