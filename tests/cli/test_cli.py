@@ -194,6 +194,7 @@ def opened(path: str) -> Image.Image:
         (("models", "--all"), "--all is not known"),
         (("models", "flux.1-dve"), "no model or family has 'flux.1-dve' in its name; did you mean flux.1-dev?"),
         (("models", "!"), "no model or family has '!' in its name; "),
+        (("models", "."), "name='.' is a folder, and names and files are shown here; "),
         (("models", "no.gguf"), "'no.gguf' is no file; give a .safetensors or .gguf file"),
         (("generate", "a", "--component", "vae="), "component='vae=' is not NAME=FILE; try vae=FILE"),
         (("generate", "a", "--component", "a.gguf"), "is not NAME=FILE; try transformer=a.gguf"),
@@ -401,6 +402,18 @@ def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureF
     assert (settings["true_cfg_scale"], settings["guidance_scale"]) == (3, 4)
     assert settings["negative_prompt"] == "a ring" and two.text["plan"] == "cfg=2"
     assert np.array_equal(np.asarray(one), np.asarray(two))
+
+
+def test_a_scale_that_the_model_does_not_embed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure: the image is unguided, and nothing says so."""
+    tiny.flux().save_pretrained("model")
+    capsys.readouterr()  # a progress bar
+    words = ["generate", "a circle", "--model", "model", "--height", "32", "--width", "32", *SMALL]
+    said = "FluxTransformer2DModel embeds no guidance here, so FluxPipeline would ignore it; try --true-cfg 4"
+    assert said in refused(capsys, *words, "--guidance", "4").replace("true_cfg=", "--true-cfg ")
+    Path("model", "generation.json").write_text('{"guidance_scale": 4, "true_cfg_scale": 2}')
+    assert main.main([*words, "--guidance", "3"]) == 0
+    assert json.loads(opened("ditile-image.png").text["settings"])["true_cfg_scale"] == 3
 
 
 def test_pixart_starts_from_no_picture(capsys: pytest.CaptureFixture[str]) -> None:

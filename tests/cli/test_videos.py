@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from PIL import Image
 import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
+from ditile.model.known import ASSETS
 from ditile.runner.model_files import read_generation_defaults
 from ditile.runner.requests import arguments, videos
 from ditile.runner.requests.options import GenerateOptions
@@ -225,6 +227,13 @@ def test_sizes_beyond_the_rotary_table_are_refused(capsys: pytest.CaptureFixture
         assert main.main(["generate", PROMPT, *SHORT, size, "1025" if size == "--frames" else "1088"]) == 2
         error = capsys.readouterr().err
         assert "is more than the rotary table of WanTransformer3DModel has rows for" in error and said in error
+
+
+def test_the_size_of_the_class_is_checked_where_no_file_says_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a folder as diffusers writes it. A failure: a traceback from within the model."""
+    shutil.copytree(ASSETS / "shapes-wan", "model", ignore=shutil.ignore_patterns("generation.json"))
+    for words in (("generate", PROMPT), ("generate", PROMPT, "--dry-run"), ("plan", "--hardware", "rtx-5090")):
+        assert "width=832 is more than the rotary table" in refused(capsys, *words, "--model", "model")
 
 
 def test_frames_that_a_vae_makes() -> None:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ditile.cache.config_text import parse_cache_line
 from ditile.cli.main import main
 from ditile.model.known import CONFIGS
+from ditile.model.registry import find_model_spec
 from ditile.plan import cost
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
@@ -27,7 +28,7 @@ from ditile.plan.schedule import Op, OpKind
 from ditile.plan.simulate import compute_makespan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question, plan_for
-from ditile.planner.kernel_times import Work
+from ditile.planner.kernel_times import Work, count_transformer_work
 from ditile.planner.memory import RankMemory, count_peaks_of_ranks, count_rank_memory
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.profile import Curve, Link, Profile
@@ -43,6 +44,7 @@ from ditile.planner.seconds import (
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
 from ditile.runner.weights.prequantized import StoredWeights
+from tests import tiny
 
 RATE = Curve((1.0,), (1e9,))
 EVEN = Profile(
@@ -70,6 +72,15 @@ def count_work_flops(work: Work, tokens: RankTokens) -> float:
         width = {"matmul": kernel.size[1] / 2, "attention": tokens.count_keys(kernel.keys)}.get(kernel.kind, 0)
         total += times * 4 * tokens.batch * tokens.count_tokens(kernel.stream) * kernel.size[0] * width
     return total
+
+
+def test_a_model_for_fewer_tokens_than_are_counted() -> None:
+    """A failure: `ditile plan` ends with a traceback from within the model."""
+    transformer = tiny.sd3().transformer.to("meta")
+    spec = find_model_spec(transformer)
+    assert spec is not None
+    with pytest.raises(ModelError, match="cannot be counted with 19 rows of 37 tokens"):
+        count_transformer_work(transformer, spec, None)
 
 
 @pytest.mark.parametrize("name", ["shapes-flux", "shapes-pixart", "sd3.5-medium", "flux.1-dev"])

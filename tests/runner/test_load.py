@@ -98,9 +98,10 @@ def test_defaults_are_those_beside_the_model(folder: Path) -> None:
     assert defaults("shapes-flux")["true_cfg_scale"] > 1
     (folder / "generation.json").unlink()
     assert defaults(str(folder)) == {}
-    (folder / "generation.json").write_text("[1]")
-    with pytest.raises(LoadError, match="no JSON object"):
-        defaults(str(folder))
+    for wrong, says in (("[1]", "no JSON object"), ('{"height": "64"}', "height='64' is no whole number above 0")):
+        (folder / "generation.json").write_text(wrong)
+        with pytest.raises(LoadError, match=says):
+            defaults(str(folder))
     assert defaults("someone/something") == {}
     for model in list_bundled_models():
         known = inspect.signature(type(load(model)).__call__).parameters
@@ -379,7 +380,8 @@ def test_the_index_beside_a_variant(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "plain" / f"{stem}.json", part)
     loaded = load(str(tmp_path / "model"), variant="fp16")
     assert torch.equal(loaded.text_encoder_3.shared.weight, pipe.text_encoder_3.shared.weight)
-    assert "index in its folder names it" in message(tmp_path / "model")
+    said = message(tmp_path / "model")
+    assert said.endswith("give ditile.load(.., variant='fp16'), or leave .fp16 out of the names of its files"), said
     gone = sorted(part.glob("model.fp16-*.safetensors"))[2]
     gone.unlink()
     with pytest.raises(LoadError, match=f"{gone.name} is missing"):

@@ -9,7 +9,8 @@ import pytest
 
 from ditile.plan.plan import Plan
 from ditile.runner.requests.prepare import choose_warm_steps, warm_runner
-from ditile.runner.runner import Runner
+from ditile.runner.runner import Runner, parallelize
+from tests import tiny
 from tests.pool import Pool
 from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, divided, run, same
@@ -45,3 +46,7 @@ def test_steps_of_a_call_that_nobody_sees() -> None:
     assert choose_warm_steps(Plan(), is_cached=False) == 4
     assert choose_warm_steps(Plan(pipefusion=2, warmup=3), is_cached=False) == 5
     assert choose_warm_steps(Plan(pipefusion=2, warmup=3), is_cached=True) is None
+    runner = parallelize(tiny.flux(), Plan())
+    with mock.patch.object(Runner, "__call__", autospec=True) as calls:
+        warm_runner(runner, {"prompt": "a"}, is_cached=False)
+    assert calls.call_args.kwargs["num_inference_steps"] == 4, "of 28, which the class has by default"

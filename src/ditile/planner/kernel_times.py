@@ -33,6 +33,7 @@ from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.option_classes import CallArguments
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
+from ditile.runner.load import convert_build_errors
 from ditile.runner.weights.prequantized import StoredWeights
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
@@ -237,7 +238,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
         call: what its forward is called with; by default what the spec has as an example.
 
     Raises:
-        ModelError: as `make_counted_call`.
+        ModelError: as `make_counted_call`, or if the model is made for fewer tokens than are counted.
     """
     call = call or make_counted_call(transformer, spec)
     hooks = build_block_hooks(transformer, spec)
@@ -248,6 +249,8 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
         # Without a spec's word, what is computed outside of the blocks is told apart by where it is.
         if not call.splits_outside:
             _watch_ends(stack, recorder, hooks, spec)
+        refusal = f"cannot be counted with {GRID.rows} rows of {GRID.tokens_per_row} tokens"
+        stack.enter_context(convert_build_errors(type(transformer).__name__, refusal))
         with call.mode(), torch.no_grad(), recorder, recorder.attention, tracker:
             transformer(**call.make_inputs())
     first_alike = [first for _, first in sorted(recorder.alike.items())]

@@ -33,7 +33,8 @@ from ditile.model.known import (
 )
 from ditile.plan.errors import LoadError, ModelError, join_error_lines, suggest_nearest
 from ditile.plan.extras import require_extra
-from ditile.plan.numbers import is_number
+from ditile.plan.numbers import is_number, is_whole_number
+from ditile.plan.shape import FRAME_COUNTS
 
 PERIOD = 1.0
 """Seconds between two looks at a folder that grows."""
@@ -90,7 +91,7 @@ def defaults(model: str) -> dict[str, Any]:
 
     Raises:
         ModelError: if the model is not known.
-        LoadError: if the file is no JSON object.
+        LoadError: if the file is no JSON object, or its steps or sizes are no whole numbers.
     """
     call = read_generation_defaults(model)
     call.pop(FRAME_RATE, None)
@@ -105,7 +106,12 @@ def read_generation_defaults(model: str) -> dict[str, Any]:
     path = source / "generation.json"
     if not path.exists():
         return {}
-    return read_json_object(path)
+    call = read_json_object(path)
+    for name in ("num_inference_steps", "height", "width", *FRAME_COUNTS):
+        value = call.get(name)
+        if value is not None and not (is_whole_number(value) and value > 0):
+            raise LoadError(f"{path}: {name}={value!r} is no whole number above 0; leave it out, or write such as 32")
+    return call
 
 
 def find_model_source(
@@ -391,6 +397,13 @@ def _check_component(folder: Path, variant: str | None, or_give: str = "") -> No
                 "convert it with save_pretrained(..., safe_serialization=True)"
             )
         raise LoadError(f"{folder} has no weights; a *.safetensors file belongs there{or_give}")
+    # Plain names have one dot: diffusion_pytorch_model.safetensors, and model-00001-of-00002.safetensors.
+    if variant is None and all("." in path.stem for path in weight_files):
+        variant = weight_files[0].stem.partition(".")[2].partition("-")[0]
+        raise LoadError(
+            f"{folder} has weights of the variant {variant} alone, and plain names are read here; give "
+            f"ditile.load(.., variant={variant!r}), or leave .{variant} out of the names of its files"
+        )
     for path in weight_files:
         if not path.exists():
             raise LoadError(f"{path} is missing, and the index in its folder names it; copy the whole model")

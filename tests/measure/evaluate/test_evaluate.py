@@ -123,6 +123,8 @@ def test_steps_of_a_model_that_does_not_say_them_are_those_of_its_class(tmp_path
     # PixArt's pipeline has 20 by default.
     assert options.cache_lines == ["none", "F=1 W=4 R=0.12 taylor=1"]
     assert len(dataclasses.replace(options, methods=True, plans=DEFAULT_PLANS).method_lines) > 15
+    with pytest.raises(PlanError, match="methods: each of them needs more steps"):
+        dataclasses.replace(options, methods=True, plans=DEFAULT_PLANS, steps=2)
     bounds = Bounds(min_psnr=30.0)
     with pytest.raises(PlanError, match="for 20 steps"):
         choose_promise_of_request(bounds, options.build_generate_options(), None, None, cuda_graphs=False)

@@ -86,8 +86,11 @@ class EvaluateOptions(ModelOptions):
         self.build_generate_options()
         if self.methods and (self.plans, self.caches) != (DEFAULT_PLANS, None):
             raise ModelError("methods has plans and caches of its own; leave --plans and --caches out")
+        if self.methods and not self.candidate_settings:
+            raise PlanError("methods: each of them needs more steps than this image has; give more --steps")
         if not self.candidate_settings:
-            raise PlanError(f"plans={self.plans!r} and caches={self.caches!r} leave nothing besides the original")
+            caches = "; ".join(self.cache_lines)
+            raise PlanError(f"plans={self.plans!r} and caches={caches!r} leave nothing besides the original")
 
     @property
     def candidate_settings(self) -> list[EvaluationSetting]:

@@ -37,6 +37,7 @@ from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.runner.load import convert_build_errors
+from ditile.runner.requests.arguments import check_rotary_table
 
 NO_GUIDANCE = dict.fromkeys(("guidance_scale", "true_cfg_scale", "audio_guidance_scale"), 0.0)
 """Arguments of a call of one branch, as far as the pipeline has them: 0 is no guidance under every convention."""
@@ -142,6 +143,8 @@ class PipelineRecorder:
         latents = list[int]()
         sizes = SizesOnly()
         step = inspect.signature(self.pipe.scheduler.step)
+        own = {name: parameter.default for name, parameter in self._parameters.items()}
+        check_rotary_table(self.pipe, own | dict(call))
 
         def end_step(*args: Any, **kwargs: Any) -> Any:
             latents.append(step.bind(*args, **kwargs).arguments["sample"].numel())

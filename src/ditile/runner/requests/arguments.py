@@ -14,7 +14,7 @@ from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests.conditions import bind_conditions, read_call_conditions
-from ditile.runner.requests.facts import collect_call_facts, find_size_multiple
+from ditile.runner.requests.facts import collect_call_facts, collect_request_arguments, find_size_multiple
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
     FRAME_RATES,
@@ -42,10 +42,14 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
         # The model's files say the rate of its videos; a class that conditions on the rate is called with it.
         request = dataclasses.replace(request, fps=read_generation_defaults(request.model).get(FRAME_RATE))
     # A modular pipeline may have no config.
-    call = merge_call_arguments(find_call_owner(pipe), request, base, dict(getattr(pipe, "config", {})))
+    facts = collect_call_facts(find_call_owner(pipe), dict(getattr(pipe, "config", {})))
+    call = facts.merge_arguments(request, base)
+    if "guidance_scale" in collect_request_arguments(request, base):
+        _check_guidance(pipe, call)
     _check_picture_size(pipe, call)
     check_num_frames(pipe, call)
-    _check_rotary_table(pipe, call)
+    # Where neither the request nor the model's files say a size, it is that of the class.
+    check_rotary_table(pipe, facts.defaults | call)
     return call
 
 
@@ -107,7 +111,19 @@ def build_batch_call(
     return call
 
 
-def _check_rotary_table(pipe: Any, call: CallArguments) -> None:
+def _check_guidance(pipe: Any, call: CallArguments) -> None:
+    """Raises `ModelError` for a scale that a model does not embed: its pipeline would ignore it."""
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    # Where it is the only scale, the pipeline guides by it.
+    if getattr(config, "guidance_embeds", None) is False and find_argument(pipe, ("true_cfg_scale",)) is not None:
+        scale = call["guidance_scale"]
+        raise ModelError(
+            f"guidance={scale:g}: {type(pipe.transformer).__name__} embeds no guidance here, so {type(pipe).__name__} "
+            f"would ignore it; try true_cfg={scale:g}"
+        )
+
+
+def check_rotary_table(pipe: Any, call: CallArguments) -> None:
     """Raises `ModelError` for a size with more rows, columns or frames of tokens than a model has rotations for."""
     config = getattr(getattr(pipe, "transformer", None), "config", None)
     table_rows = getattr(config, "rope_max_seq_len", None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ditile.distributed import env
 from ditile.distributed.torchrun import join_torchrun
 from ditile.plan.errors import LoadError, ModelError, PlanError
-from ditile.plan.numbers import format_bytes
+from ditile.plan.numbers import format_bytes, is_whole_number
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import DENOISERS, TRANSFORMER, find_model_source, refuse_unknown_components
@@ -288,9 +288,12 @@ def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None
 
     preparing = runner.num_preparing_steps
     warm_steps = choose_warm_steps(runner.plan, is_cached=is_cached, num_preparing_steps=preparing)
+    parameters = list_call_parameters(runner.pipe)
     steps = call.get("num_inference_steps")
+    if steps is None and "num_inference_steps" in parameters:
+        steps = parameters["num_inference_steps"].default
     # With `strength` only a part of the steps runs, and a list of sigmas has its own length.
-    has_fixed_steps = "strength" in list_call_parameters(runner.pipe) or call.get("sigmas") is not None
-    if warm_steps is not None and steps is not None and not has_fixed_steps:
+    has_fixed_steps = "strength" in parameters or call.get("sigmas") is not None
+    if warm_steps is not None and is_whole_number(steps) and not has_fixed_steps:
         call = {**call, "num_inference_steps": min(steps, warm_steps)}
     runner(**call, output_on="first")
