@@ -224,7 +224,7 @@ class OpPricer:
         """Seconds for which an op occupies its stage; with `free`, messages take no time."""
         # Stages with the same work take the same time.
         stage = self.first_alike_stages[stage]
-        patch = self._find_alike_patch(op.patch)
+        patch = self._first_alike_patches[op.patch]
         # The first call of a step has more to do than the calls of other branches.
         key = (stage, op.kind, self.step_kinds[op.step], patch, op.branch == 0, op.micro_batch, free)
         seconds = self._seen.get(key)
@@ -232,23 +232,20 @@ class OpPricer:
             seconds = self._seen[key] = self._compute_op_seconds(stage, op, free=free)
         return seconds
 
-    def _find_alike_patch(self, patch: int | None) -> int | None:
-        """The first patch with the same work and messages."""
-        return None if patch is None else self._first_alike_patches[patch]
-
     @cached_property
-    def _first_alike_patches(self) -> list[int]:
+    def _first_alike_patches(self) -> dict[int | None, int | None]:
+        """For each patch the first one with the same work and messages; None is the whole image."""
         layout = self.job.image_layout
         first_patches: dict[tuple[Any, ...], int] = {}
-        alike = []
+        alike: dict[int | None, int | None] = {None: None}
         for patch in range(layout.num_patches):
             # The first patch of a step has the work that is done once in a step. Where references are left out, that
             # is the first patch of the latents.
             if patch <= layout.num_references:
-                alike.append(patch)
+                alike[patch] = patch
                 continue
             kind = (layout.count_rows(patch), layout.carries_text(patch), self.job.count_denoised_share(patch))
-            alike.append(first_patches.setdefault(kind, patch))
+            alike[patch] = first_patches.setdefault(kind, patch)
         return alike
 
     def is_played(self, step: int, stage: int) -> bool:
@@ -351,7 +348,7 @@ class OpPricer:
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
         """Seconds of a message on its way, after those for which it occupies its sender."""
-        patch = self._find_alike_patch(op.patch)
+        patch = self._first_alike_patches[op.patch]
         key = ("travel", self.first_alike_stages[stage], op.kind, patch, op.micro_batch, self.step_kinds[op.step])
         if key not in self._seen:
             link = self.get_axis_link("pipefusion")

@@ -136,7 +136,6 @@ def enable_cache(
     if kernel is None and division is not None:
         kernel = division.attention_backend
     transformers = _list_called_models(pipe, config)
-    # Threads that spin while they wait take the cores from other ranks.
     if all(_is_on_cpu(transformer) for transformer in transformers):
         cpus.warn_of_spinning_threads()
     if kernel is not None:
