@@ -65,13 +65,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
     label = "a state dict" if isinstance(source, Mapping) else str(source)
     if not isinstance(source, Mapping):
-        source = os.path.expanduser(str(source))
-        # diffusers would take the path of nothing for a hub id.
-        if not os.path.exists(source) and (source.endswith(".safetensors") or not is_hub_id(source)):
-            raise ModelError(f"lora={label!r} is no file, folder or hub id (owner/name); give a .safetensors file")
-        if os.path.isfile(source):
-            kwargs["weight_name"] = Path(source).name
-            source = str(Path(source).parent)
+        source = _locate_source(source, kwargs)
     _check_weight_name(source, label, kwargs.get("weight_name"))
     into_second = kwargs.pop("load_into_transformer_2", None)
     has_second = has_second_transformer(pipe)
@@ -109,6 +103,21 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
             label,
             type(pipe).__name__,
         )
+
+
+def _locate_source(source: Any, kwargs: dict[str, Any]) -> str:
+    """The folder or hub id of a LoRA; of a file its folder, with the name of the file in the arguments of the loader.
+
+    Raises:
+        ModelError: if there is nothing, which diffusers would take for a hub id.
+    """
+    path = os.path.expanduser(str(source))
+    if os.path.isfile(path):
+        kwargs["weight_name"] = Path(path).name
+        return str(Path(path).parent)
+    if not os.path.exists(path) and (path.endswith(".safetensors") or not is_hub_id(path)):
+        raise ModelError(f"lora={str(source)!r} is no file, folder or hub id (owner/name); give a .safetensors file")
+    return path
 
 
 def _check_weight_name(source: Any, label: str, weight_name: str | None) -> None:
