@@ -23,6 +23,7 @@ from ditile.measure.bench.tables import make_bench_tables
 from ditile.measure.rows import Row
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.profile import Profile
@@ -145,6 +146,7 @@ def _write_results(
         keys = [task.keys[cell] for cell in _add_baselines(cells)]
         rows_by_sweep[sweep] = [row_by_key[key] for key in keys if key in row_by_key]
     if not compared.no_figures:
+        require_extra("plots", "a figure")
         from ditile.measure.bench.figures import draw_bench_figure
 
         for sweep, sweep_rows in rows_by_sweep.items():
