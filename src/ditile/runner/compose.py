@@ -207,9 +207,8 @@ class Composition:
         self.release_recordings()
         self.mesh.renew_groups(self.plan)
         self.mesh.connect_groups(self.plan, self.device)
-        self.encoders.use_control_group(self.mesh.control)
         # Channels are of the groups that were made anew.
-        self.pipefusion.open_channels(self.mesh)
+        self.pipefusion.open_channels()
         self.pipefusion.connect_channels(self.device)
 
     @contextmanager
@@ -471,7 +470,7 @@ class LayerAttentionBuilder:
         if axis.num_ranks == 1:
             return HeadExchange()
         if self._plan.async_ulysses:
-            return OverlappedUlysses(axis, traffic, traffic.trace, self._now, uneven=uneven, weights=weights)
+            return OverlappedUlysses(axis, traffic, self._now, uneven=uneven, weights=weights)
         return UlyssesExchange(axis, traffic, uneven=uneven, weights=weights)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
@@ -526,9 +525,7 @@ def compose_strategies(
     plan, serial_plan = _choose_warmup_mode(pipe, block_hooks, plan, mesh)
     stages = divide_into_stages(block_hooks, plan)
     kernel = _choose_named_kernel(options.attention, block_hooks.transformer, device, plan)
-    encoders = TextEncoders(
-        pipe, plan, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=options.text_after
-    )
+    encoders = TextEncoders(pipe, plan, mesh, device, keep=keep, after=options.text_after)
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
     warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh, may_rest=serial_plan is not None)
@@ -612,7 +609,7 @@ def _build_pipefusion(
     """This rank's stage."""
     joint = block_hooks.anatomy.joint
     stage = stages[mesh.stage_index]
-    return PipeFusion(mesh, stage, plan, joint, mesh.traffic.trace, sharded.streams, warmup_group)
+    return PipeFusion(mesh, stage, plan, joint, sharded.streams, warmup_group)
 
 
 def _move_own_weights(
@@ -671,7 +668,6 @@ def _build_loop(
         mesh,
         plan,
         token_split,
-        mesh.traffic.trace,
         kept_buffers=kept_buffers,
         may_change=_may_change(block_hooks),
         serial_plan=serial_plan,

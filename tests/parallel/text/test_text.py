@@ -184,7 +184,7 @@ def test_encoders_wait_on_the_cpu() -> None:
     """
     pipe, device = MAKE["flux"](), torch.device("meta")
     mesh = parallelize(pipe, Plan()).mesh
-    encoders = TextEncoders(pipe, Plan(), mesh.image, None, device, mesh.traffic, after="offload")
+    encoders = TextEncoders(pipe, Plan(), mesh, device, after="offload")
     before = [list(part.state_dict()) for part in find_text_encoders(pipe).values()]
     moves: list[str] = []
     for part in find_text_encoders(pipe).values():

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.recording.tape import CURRENT, note_action
-from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
 from ditile.model.hooks.block_policy import CallForm, TokenState
 from ditile.model.hooks.generation import Generation, LayoutTokens
@@ -38,10 +37,9 @@ class PipeFusion:
     """One stage. The loop calls the methods `begin_generation` to `send_stepped_patch`, the block hooks the others.
 
     Args:
-        mesh: the stage's place and groups.
+        mesh: the stage's place and groups, and what records each op.
         plan: the patches and their check.
         joint: where the text is in the sequence.
-        trace: records each op.
         streams: this rank's share of its tokens between the Linears.
         warmup_group: computes the synchronous steps, where they are not computed stage after stage.
 
@@ -57,7 +55,6 @@ class PipeFusion:
         owned: range,
         plan: Plan,
         joint: Joint,
-        trace: GenerationTrace,
         streams: TokenStreams,
         warmup_group: WarmupGroup | None = None,
     ) -> None:
@@ -68,12 +65,12 @@ class PipeFusion:
         self.plan = plan
         self.warmup_group = warmup_group
         self._joint = joint
-        self._trace = trace
         self._streams = streams
         self._patches = plan.num_patches
+        self._mesh = mesh
+        self._trace = mesh.traffic.trace
         self._sequence = mesh.sequence
         self._traffic = mesh.traffic
-        self._world = mesh.world
         # References may be whole frames, and are any run of tokens.
         self.row_parts = 1
         if plan.references is None:
@@ -86,20 +83,20 @@ class PipeFusion:
         self._activations_out: PeerChannel | None = None
         self._latents_in: ReceivePrefetcher | None = None
         self._latents_out: list[PeerChannel] = []  # by stage
-        self.open_channels(mesh)
+        self.open_channels()
 
-    def open_channels(self, mesh: Mesh) -> None:
+    def open_channels(self) -> None:
         """Makes the channels to other stages, in the groups that the mesh has now."""
+        mesh = self._mesh
         self._activations_in = None
         self._activations_out = None
         self._latents_in = None
         self._latents_out = []
         self.broken = False
-        self._latents_group = mesh.latents
         if mesh.latents is None:
             return
         if self.warmup_group is not None:
-            self.warmup_group.open_channels(mesh)
+            self.warmup_group.open_channels()
         if self.stage > 0:
             group = mesh.select_downstream_group(self.stage - 1)
             self._activations_in = ReceivePrefetcher(
@@ -129,7 +126,7 @@ class PipeFusion:
 
     def share_latents(self, device: torch.device) -> None:
         """From now on every stage may get the denoised patches."""
-        group = self._latents_group
+        group = self._mesh.latents
         if group is None or self.stages < 3:
             return
         # All stages come here with no message under way: opening a connection of NCCL waits for both its ends. The last
@@ -192,7 +189,7 @@ class PipeFusion:
         Before the first step nothing was sent, and what is refused there is refused on every rank.
         """
         clean = clean or not self._has_begun
-        self.broken = not clean and self._world > 1
+        self.broken = not clean and self._mesh.world > 1
         for prefetcher in (self._activations_in, self._latents_in):
             if prefetcher is not None:
                 prefetcher.clear_expectations()

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import broadcast_tensor
 from ditile.model.hooks.generation import CallRecorder, Generation, TokenShares
 from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers, RelativeChange
@@ -58,7 +57,6 @@ class Loop:
         mesh: for agreements and the final broadcast.
         plan: patches and warmup.
         split: how ranks split the tokens.
-        trace: records each op.
         kept_buffers: memory in which keys and values stay from call to call, as recorded calls read them there.
         may_change: whether the pipeline calls another model, or one in another mode, in some steps.
         serial_plan: of calls in which the warmup group rests; None where it never does.
@@ -84,7 +82,6 @@ class Loop:
         mesh: Mesh,
         plan: Plan,
         split: Split,
-        trace: GenerationTrace,
         kept_buffers: KeptBuffers | None = None,
         *,
         may_change: bool = False,
@@ -94,7 +91,7 @@ class Loop:
         self._mesh = mesh
         self._plan = plan
         self._split = split
-        self._trace = trace
+        self._trace = mesh.traffic.trace
         self._kept_buffers = kept_buffers
         self._may_change = may_change
         self._serial_plan = serial_plan

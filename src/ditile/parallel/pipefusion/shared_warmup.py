@@ -64,6 +64,7 @@ class WarmupGroup:
         self.weight_stream = weight_stream
         self.may_rest = may_rest
         self.is_member = self.stage < size
+        self._mesh = mesh
         self._axis = mesh["pipefusion"]
         self._traffic = mesh.traffic
         self._chain = hooks.chain
@@ -86,8 +87,9 @@ class WarmupGroup:
             self._order.append((0, owner, KEYS))
         self._channels: dict[ChannelName, PeerChannel] = {}
 
-    def open_channels(self, mesh: Mesh) -> None:
+    def open_channels(self) -> None:
         """Makes the channels, in the groups that the mesh has now."""
+        mesh = self._mesh
         assert mesh.latents is not None
         self._channels = {}
         for name in self._order:

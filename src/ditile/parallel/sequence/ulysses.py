@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PendingMessages, Traffic, start_all_to_all
 from ditile.model.hooks.generation import Generation, LayerTokens
 from ditile.model.hooks.protocols import DeferredTensor, HeadExchange
@@ -230,7 +229,7 @@ class OverlappedUlysses(UlyssesExchange):
 
     Args:
         axis, traffic, uneven, weights: as for `UlyssesExchange`.
-        trace, now: where the start and end of each exchange are recorded, and at which micro-step.
+        now: at which micro-step the trace records the start and end of each exchange.
     """
 
     overlaps = True
@@ -239,14 +238,13 @@ class OverlappedUlysses(UlyssesExchange):
         self,
         axis: Axis,
         traffic: Traffic,
-        trace: GenerationTrace,
         now: Generation,
         *,
         uneven: bool = True,
         weights: tuple[float, ...] | None = None,
     ) -> None:
         super().__init__(axis, traffic, uneven=uneven, weights=weights)
-        self._trace = trace
+        self._trace = traffic.trace
         self._now = now
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:

@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.utils.generic import ModelOutput
 
-from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Traffic, broadcast_tensor, describe_dtype, gather_json
+from ditile.distributed.mesh import Mesh
+from ditile.distributed.transport import broadcast_tensor, describe_dtype, gather_json
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.overrides import IN_CALL, override_attribute
 from ditile.model.hooks.placeholders import ModuleContents, refuse_saving, restore_contents, turn_into_placeholder
@@ -61,10 +60,8 @@ class TextEncoders:
         self,
         pipe: Any,
         plan: Plan,
-        axis: Axis,
-        control: dist.ProcessGroup | None,
+        mesh: Mesh,
         device: torch.device,
-        traffic: Traffic,
         *,
         keep: bool = False,
         after: After = "keep",
@@ -73,8 +70,7 @@ class TextEncoders:
 
         Args:
             plan: says how they are divided.
-            axis: the ranks of an image.
-            control: their CPU group, for headers.
+            mesh: the ranks of an image.
             device: where the encoders run.
             keep: keep the parts of other ranks aside.
             after: what becomes of them when denoising begins: they stay, wait on the CPU for the next call, where they
@@ -86,11 +82,11 @@ class TextEncoders:
         """
         check_value(After, after, "text_after")
         self.encoders = find_text_encoders(pipe)
-        self._place = EncoderPlacement.choose_placement(plan, axis.index)
+        self._place = EncoderPlacement.choose_placement(plan, mesh.image.index)
         self._after = after
         self._device = device
         self._keep = keep
-        self._channel = _EncoderChannel(axis, control, device, traffic)
+        self._channel = _EncoderChannel(mesh, device)
         self._kept: list[tuple[nn.Module, ModuleContents]] = []
         self._guards = ExitStack()
         self._away = False
@@ -113,10 +109,6 @@ class TextEncoders:
     def has_freed_encoders(self) -> bool:
         """Whether the encoders are gone for good."""
         return any(read_placement(encoder) == FREED for encoder in self.encoders.values())
-
-    def use_control_group(self, control: dist.ProcessGroup | None) -> None:
-        """Sends headers in another group from now on."""
-        self._channel.control = control
 
     @property
     def stay_whole(self) -> bool:
@@ -195,13 +187,13 @@ class TextEncoders:
 
 
 class _EncoderChannel:
-    """Sends what one rank of an image returns to the others."""
+    """Sends what one rank of an image returns to the others: headers over their CPU group, tensors over the other."""
 
-    def __init__(self, axis: Axis, control: dist.ProcessGroup | None, device: torch.device, traffic: Traffic) -> None:
-        self.control = control
-        self._axis = axis
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        # Its groups are others after a failed call, so they are looked up for each message.
+        self._mesh = mesh
+        self._axis = mesh.image
         self._device = device
-        self._traffic = traffic
 
     def broadcast_result(self, source: int, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank `source`, on every rank: tensors, and their containers as JSON.
@@ -222,16 +214,16 @@ class _EncoderChannel:
         except BaseException as error:
             # The others wait for a header, whatever happens here.
             message = " ".join(str(error).split())
-            gather_json({"raised": f"{type(error).__name__}: {message}"}, self.control)
+            gather_json({"raised": f"{type(error).__name__}: {message}"}, self._mesh.control)
             raise
-        gather_json(header, self.control)
+        gather_json(header, self._mesh.control)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._broadcast_tensor(leaf.to(self._device), source)
         return result
 
     def _receive_result(self, source: int) -> Any:
-        header = gather_json(None, self.control)[source]
+        header = gather_json(None, self._mesh.control)[source]
         if "raised" in header:
             raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
         leaves = []
@@ -250,7 +242,7 @@ class _EncoderChannel:
     def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         # A single rank broadcasts nothing.
         assert self._axis.group is not None
-        return broadcast_tensor(tensor, source, self._axis.group, self._traffic, "text")
+        return broadcast_tensor(tensor, source, self._axis.group, self._mesh.traffic, "text")
 
 
 class _SplitEncoder:
