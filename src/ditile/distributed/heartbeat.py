@@ -296,6 +296,7 @@ def _read_used_seconds(folder: Path) -> float:
     words = _read_words(folder / "stat")[-50:]
     if len(words) < 50:
         return 0.0
+    # Fields 14 and 15 of proc(5).
     user_ticks = int(words[11])
     system_ticks = int(words[12])
     return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")

@@ -388,7 +388,9 @@ def _make_subgroup_axis(
     # torch wants every rank to make the groups of all lines, in one order.
     own_axis = Axis(name, (rank,))
     for ranks in list_subgroups(plan, names):
-        group = groups.get_or_make_group(name, ranks, backend) if len(ranks) > 1 else None
+        group = None
+        if len(ranks) > 1:
+            group = groups.get_or_make_group(name, ranks, backend)
         if rank in ranks:
             own_axis = Axis(name, ranks, ranks.index(rank), group)
     return own_axis

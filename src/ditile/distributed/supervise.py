@@ -125,7 +125,10 @@ class RankProcess(RankState):
 
     def read_stack_file(self) -> str:
         """What the rank wrote into its stack file so far."""
-        return self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
+        # A rank makes the file once it has started.
+        if not self.stacks.exists():
+            return ""
+        return self.stacks.read_text(errors="replace")
 
     def signal_process_group(self, number: signal.Signals) -> None:
         """Sends a signal to the rank and to whatever it started."""

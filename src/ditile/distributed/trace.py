@@ -180,7 +180,9 @@ def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]])
         name = {"name": f"stage {rank}"}
         slices.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
         for event in events:
-            label = event.kind if event.patch is None else f"{event.kind} p{event.patch}"
+            label = event.kind
+            if event.patch is not None:
+                label = f"{event.kind} p{event.patch}"
             slices.append(
                 {
                     "name": label,

@@ -286,6 +286,7 @@ class PendingMessages:
                 self.staged = [x.to(transfer_device) for x in self.sent]
                 self.landing = [torch.empty_like(x, device=transfer_device) for x in self.received]
             self.start_works = self.prepare(self.staged, self.landing)
+        # A tape starts the works again, which send from the memory that was staged first.
         elif self.staged is not self.sent:
             for copy, x in zip(self.staged, self.sent, strict=True):
                 copy.copy_(x)
@@ -319,6 +320,7 @@ class PendingMessages:
             for work in messages.works:
                 work.wait()
             if messages.landing is not messages.received:
+                # Where this rank is alone, nothing has landed.
                 for target, landed in zip(messages.received, messages.landing, strict=False):
                     target.copy_(landed)
 
@@ -419,6 +421,7 @@ def start_gather(
         shapes = [packing.pack_shape(shape) for shape in shapes]
         x = packing.pack_vectors(x)
     size = (len(shapes) - 1) * x.nbytes
+    # `all_gather` takes parts of one shape alone.
     if len(set(shapes)) == 1:
         x = x.contiguous()
         everyone = [torch.empty_like(x) for _ in shapes]

@@ -151,7 +151,9 @@ def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
     validate_adapter(adapter)
     transformers = _list_named_transformers(adapter)
     count = len(transformers)
-    blocks_or_names = adapter.blocks if adapter.blocks is not None else adapter.blocks_name
+    blocks_or_names = adapter.blocks
+    if blocks_or_names is None:
+        blocks_or_names = adapter.blocks_name
     # All fields are split before a functor may edit the first transformer.
     blocks = _split_adapter_field("blocks", blocks_or_names, count)
     patterns = _split_adapter_field("forward_pattern", adapter.forward_pattern, count)
@@ -346,7 +348,9 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
         is_usable = (call is None or call.alone) and name not in (adapter.dummy_blocks_names or ())
         if is_named and is_classed and is_alike and is_usable:
             matches.append((name, tuple(blocks)))
-        known_pattern = "of no known pattern" if flow is None else find_flow_pattern(flow).name
+        known_pattern = "of no known pattern"
+        if flow is not None:
+            known_pattern = find_flow_pattern(flow).name
         others.append(f"{name} ({known_pattern})")
     if not matches:
         pattern_name = None if pattern is None else pattern.name

@@ -75,7 +75,9 @@ def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> F
     """The flow of the blocks of a list by their sources; None if they differ."""
     classes = {type(unwrap_module(block)): block for block in blocks}
     flows = {infer_block_flow(block, call) for block in classes.values()}
-    return flows.pop() if len(flows) == 1 else None
+    if len(flows) != 1:
+        return None
+    return flows.pop()
 
 
 def find_model_entry(transformer: nn.Module) -> TransformerEntry:

@@ -244,7 +244,9 @@ class _Derivation:
         calls = list(values)
         if all(type(value) is int for value in values.values()):
             kind = self._match_length(where, calls, list(values.values()))
-            return f"#{kind}" if kind in TOKENS else ""
+            if kind in TOKENS:
+                return f"#{kind}"
+            return ""
         if not all(isinstance(value, Tensor) for value in values.values()):
             return ""
         shapes = [value.shape for value in values.values()]
@@ -531,7 +533,9 @@ class _Derivation:
             return None
         if not all(usable):
             return None
-        image_out: Tensor = out[anatomy.returns.index("image")] if anatomy.is_tuple else out
+        if anatomy.is_tuple:
+            out = out[anatomy.returns.index("image")]
+        image_out: Tensor = out
         return image_out
 
     def _agree_on_order(self, where: str, known: Joint, order: Joint) -> Joint:

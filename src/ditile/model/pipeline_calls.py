@@ -139,7 +139,10 @@ def _list_own_models(pipe: Any) -> list[str]:
         library, _, _ = type(part).__module__.partition(".")
         if library not in ("diffusers", "transformers"):
             names.append(name)
-    return names if len(names) == 1 else []
+    # Which of several its loop calls is not known.
+    if len(names) > 1:
+        return []
+    return names
 
 
 def find_pipeline_device(pipe: Any) -> torch.device:

@@ -176,7 +176,9 @@ def describe_change(first: Mapping[str, Any], other: Mapping[str, Any], latents:
     before = _list_shapes(list(first.values()))
     after = _list_shapes(list(other.values()))
     # Rows of one argument alone are no other text: what they are joined with may be as many.
-    return "text" if before != after and _list_rows(before) == _list_rows(after) else ""
+    if before != after and _list_rows(before) == _list_rows(after):
+        return "text"
+    return ""
 
 
 def _list_rows(shapes: list[tuple[int, ...]]) -> list[int]:
@@ -313,7 +315,9 @@ def _repeat_rows(value: Any, rows: int) -> Any:
     if isinstance(value, dict):
         return {name: _repeat_rows(part, rows) for name, part in value.items()}
     if _has_rows(value) and len(value) == rows:
-        return [*value, *value] if isinstance(value, list) else torch.cat([value, value])
+        if isinstance(value, list):
+            return [*value, *value]
+        return torch.cat([value, value])
     if rows == 1 and isinstance(value, str | Image.Image):
         return [value, value]
     return value

@@ -194,7 +194,9 @@ def _record_block(
             args, kwargs = spread_arguments(block, _poison_streams(record.arguments, flow, poisons))
         out = forward(*args, **kwargs)
         record.outputs = out if isinstance(out, tuple) else None
-        return _pass_on(record.arguments, flow, out) if bypass else out
+        if bypass:
+            return _pass_on(record.arguments, flow, out)
+        return out
 
     override_attribute(stack, block, "forward", forward_and_record)
 

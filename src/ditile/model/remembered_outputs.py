@@ -122,7 +122,9 @@ class OutputMemoizer:
         for name, inputs in modules.inputs.items():
             is_head = name in modules.after_blocks
             lasts = is_head or modules.is_of_latents[name]
-            is_read = self._last if is_head else self._first or reads_latents
+            is_read = self._first or reads_latents
+            if is_head:
+                is_read = self._last
             if (lasts and is_read) or self._remembered.get(name, lasts) != lasts:
                 self._excluded.add(name)
             elif not lasts and name not in self._excluded:

@@ -216,6 +216,7 @@ def _walk_own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
         node = queue.pop(0)
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            # Before what follows, so that the order is that of the source.
             queue[:0] = list(ast.iter_child_nodes(node))
 
 
@@ -233,8 +234,10 @@ def _find_block_loops(function: ast.FunctionDef) -> Iterator[tuple[str, BlockCal
         is_zipped = any(read_name(part) == "zip" for part in ast.walk(node.iter))
         names = [part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)]
         for index, name in enumerate(lists):
+            block = ""
             # The last variables of the loop are the blocks; one before them may count.
-            block = names[index - len(lists)] if len(names) >= len(lists) else ""
+            if len(names) >= len(lists):
+                block = names[index - len(lists)]
             yield name, _read_loop_call(node, block, alone=not (is_zipped and len(lists) > 1))
 
 
@@ -254,7 +257,9 @@ def _find_loop_lists(iterated: ast.expr, aliases: Mapping[str, str]) -> list[str
 
 def read_own_attribute(node: ast.AST) -> str:
     """`x` of `self.x`; empty if a node is something else."""
-    return node.attr if isinstance(node, ast.Attribute) and read_name(node.value) == "self" else ""
+    if isinstance(node, ast.Attribute) and read_name(node.value) == "self":
+        return node.attr
+    return ""
 
 
 def read_name(node: ast.AST) -> str:

@@ -13,7 +13,9 @@ from ditile.distributed.transport import Traffic, broadcast_tensor
 
 def list_generators(generator: Any, device: torch.device) -> list[torch.Generator]:
     """The generators that a call may use: the given one or list, and torch's own, which some schedulers use."""
-    generators = [generator] if isinstance(generator, torch.Generator) else list(generator or [])
+    if isinstance(generator, torch.Generator):
+        generator = [generator]
+    generators = list(generator or [])
     if device.type == "cuda":
         index = device.index
         if index is None:

@@ -89,7 +89,9 @@ def _list_written_tensors(operator: Any, args: Any, kwargs: Any) -> list[Tensor]
     if operator._schema.is_mutable:
         for index, argument in enumerate(operator._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                value = kwargs.get(argument.name)
+                if index < len(args):
+                    value = args[index]
                 written += list_tensors(value)
     return written
 

@@ -462,7 +462,9 @@ class _SurveyPass:
         elif anatomy.joint != "none":
             lengths.setdefault("T", length - lengths["N"])
         lengths["J"] = lengths["N"] + lengths.get("T", 0)
-        expected = lengths["N"] if anatomy.joint == "none" else lengths["J"]
+        expected = lengths["J"]
+        if anatomy.joint == "none":
+            expected = lengths["N"]
         if length != expected:
             raise ModelError(
                 f"{self._model}: {hook.name} is given {length} tokens and the blocks before it "

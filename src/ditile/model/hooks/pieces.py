@@ -144,8 +144,10 @@ class RehearsedPrediction(Tensor):
         place = _DIM_OF_REDUCTIONS[name]
         if dim is None and len(args) > place:
             dim = args[place]
+        options = {}
         # `mean` without a dim takes no `keepdim`.
-        options = {} if dim is None else {"dim": dim, "keepdim": result.ndim == x.ndim}
+        if dim is not None:
+            options = {"dim": dim, "keepdim": result.ndim == x.ndim}
         share = is_nan.float().mean(**options)
         return result.masked_fill(share == 1, float("nan")).as_subclass(cls)
 

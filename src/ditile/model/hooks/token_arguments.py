@@ -134,9 +134,10 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
         if dims is None:
             return f"the shape {shape}, and its dimensions are known as {word or 'no tensor'}"
         for size, kind in zip(shape, dims, strict=True):
+            if kind != "1" and kind not in TOKENS:
+                continue
             # One row serves all tokens.
-            allowed = (1, lengths.get(kind)) if kind in TOKENS else (1,)
-            if (kind in TOKENS or kind == "1") and size not in allowed:
+            if size not in (1, lengths.get(kind)):
                 return f"the shape {shape}, and its dimensions are known as {word}"
     return None
 

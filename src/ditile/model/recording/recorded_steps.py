@@ -307,7 +307,9 @@ class RecordedSteps:
         # They would lie in memory that tapes share.
         if not call.made_stores <= now.memory.list_written_steps(now.branch).keys():
             return FIRST_KEYS
-        return "" if self._tapes.make_room_to_capture(call.size) else NO_ROOM
+        if not self._tapes.make_room_to_capture(call.size):
+            return NO_ROOM
+        return ""
 
     def _can_play_at_once(self, call: CallTape, now: Generation, model: nn.Module) -> bool:
         """Whether a call in the first step of a generation is the same as in an earlier one, but for its arguments."""

@@ -155,7 +155,9 @@ class AttentionCore:
         further_k = self._exchange.select_own_heads(further_k, heads)
         further_v = self._exchange.select_own_heads(further_v, heads)
         # Where the further keys go once the dummies are left out.
-        place = max(0, place - tokens.dummies) if tokens.dummies_first else min(place, own - tokens.dummies)
+        if tokens.dummies_first:
+            place -= min(place, tokens.dummies)
+        place = min(place, own - tokens.dummies)
         return k, v, mask, FurtherKeys(further_k, further_v, further_mask, place)
 
     def _take_further_mask(self, mask: Tensor, own: int, count: int, tokens: LayerTokens) -> tuple[Tensor, Tensor]:

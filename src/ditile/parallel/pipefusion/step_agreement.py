@@ -118,7 +118,8 @@ class StepAgreement:
         if self._finite:
             # Read once for all steps, because reading waits for a GPU.
             finite = torch.stack(list(self._finite.values())).tolist()
-            remaining = num_steps - finite.index(False) if False in finite else 0
+            if False in finite:
+                remaining = num_steps - finite.index(False)
         if self.wait_for_votes() or self._is_stopped():
             remaining = num_steps + 1
         # The rank whose latents failed first has most steps remaining, and a cancelled one has more than all.

@@ -109,7 +109,9 @@ class SteppedLatents:
     def hand_on(self, *, is_dry: bool) -> Tensor:
         """The latents that the pipeline gets as the result of a step: a copy where it may write into them."""
         assert self.latents is not None
-        self._handed_on = self.latents.clone() if is_dry or self.is_blended else self.latents
+        self._handed_on = self.latents
+        if is_dry or self.is_blended:
+            self._handed_on = self.latents.clone()
         if is_dry and self.marked_piece is not None:
             marked = self.marked_piece.take(self._handed_on)
             self.marked_piece.put(self._handed_on, torch.full_like(marked, float("nan")))

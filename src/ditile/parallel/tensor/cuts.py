@@ -300,7 +300,9 @@ def _read_row(
 def _find_norm_width(norm: Any) -> int | None:
     # torch and diffusers' RMSNorm have `normalized_shape` or `dim`, as a number or a shape.
     shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
-    return int(shape[-1]) if isinstance(shape, tuple | list) else shape
+    if isinstance(shape, tuple | list):
+        return int(shape[-1])
+    return shape
 
 
 def _find_linear(transformer: nn.Module, path: str) -> Any:
@@ -378,7 +380,9 @@ def _check_sum(path: str, what: str, features: Any, sizes: Sequence[int], transf
 def _find_value_and_gate(kind: str, transformer: nn.Module, path: str) -> Sequence[int]:
     # diffusers' gated activations make the value and its gate by one Linear.
     parent = transformer.get_submodule(path.rpartition(".")[0])
-    return (1, 1) if kind == "colwise" and isinstance(parent, GEGLU | SwiGLU) else (1,)
+    if kind == "colwise" and isinstance(parent, GEGLU | SwiGLU):
+        return (1, 1)
+    return (1,)
 
 
 def _check_norm_shardable(path: str, module: nn.Module) -> None:
@@ -455,8 +459,10 @@ def _count_stored_blocks(
         return []
     counts = []
     for part in style.compute_block_sizes(measure_weight(weight)[dim]):
+        blocks, rest = divmod(part, row_blocks.numbers)
         # A part that ends within a block cannot be cut at all.
-        blocks = part // row_blocks.numbers if part % row_blocks.numbers == 0 else 1
+        if rest:
+            blocks = 1
         counts.append((blocks, f"blocks of {row_blocks.numbers} {row_blocks.name} weights in the rows of {path}"))
     return counts
 

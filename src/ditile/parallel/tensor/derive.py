@@ -448,6 +448,8 @@ class _FlowWatch(TorchFunctionMode):
             if name not in part.sources:
                 continue
             blocks = self._list_blocks(name)
+            if blocks == [part.width]:
+                return name
             if part.width in blocks:
-                return name if len(blocks) == 1 else f"{name}/{blocks.index(part.width)}"
+                return f"{name}/{blocks.index(part.width)}"
         return part.width

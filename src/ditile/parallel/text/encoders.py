@@ -324,10 +324,12 @@ def _check_structure(text: str) -> None:
             continue
         cls = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind)
         # Names of fields, of classes that have some.
-        names = json.loads(node["context"]) if isinstance(node["context"], str) else node["context"]
-        if names is None:
-            names = []
-        is_plain = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        names = node["context"]
+        if isinstance(names, str):
+            names = json.loads(names)
+        is_plain = names is None
+        if isinstance(names, list):
+            is_plain = all(isinstance(name, str) for name in names)
         is_output = isinstance(cls, type) and issubclass(cls, ModelOutput)
         is_known = is_output or cls in (list, tuple, dict)
         if not (is_plain and is_known):

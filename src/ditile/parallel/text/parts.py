@@ -291,7 +291,9 @@ class EncoderPlacement:
     def choose_placement(cls, plan: Plan, index: int) -> EncoderPlacement:
         """The part of a rank; all of it where nothing is split."""
         weights = plan.list_rank_weights()
-        return WHOLE if plan.text == "each" or len(weights) == 1 else cls(plan.text, index, weights)
+        if plan.text == "each" or len(weights) == 1:
+            return WHOLE
+        return cls(plan.text, index, weights)
 
     @property
     def has_no_weights(self) -> bool:

@@ -114,8 +114,13 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: boo
     """
     functions = RowFunctions(strip)
     for name, coder in _iterate_coders(vae):
-        gather = strip.gather_image_on_first if first and name == "decoder" else strip.gather_image
-        unit = find_row_unit(vae) if name == "encoder" else 1
+        gather = strip.gather_image
+        unit = 1
+        if name == "encoder":
+            # Latents of every strip are whole rows.
+            unit = find_row_unit(vae)
+        elif first:
+            gather = strip.gather_image_on_first
         _install_coder_forward(stack, coder, functions, strip, gather, unit)
         # Blocks are normalized and convolved together, so that no whole normalized strip is made.
         if strip.block_size is not None and isinstance(coder, Encoder | Decoder):
