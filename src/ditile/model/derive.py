@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
@@ -68,6 +68,18 @@ def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
     records = [record_blocks(transformer, chain, call) for call in calls]
     poisoned = [record_blocks(transformer, chain, poison_latents(call, latents), bypass=True) for call in calls]
     return _Derivation(transformer, chain, calls, records, poisoned).derive()
+
+
+class _AttentionPlace(NamedTuple):
+    """A call of attention: the block's place in the chain, the path of the module in it, and the turn of the call."""
+
+    block: int
+    path: str
+    turn: int
+
+    def find_call(self, records: Sequence[BlockRecord]) -> AttentionCall:
+        """The call among the records of all blocks in one call of the transformer."""
+        return records[self.block].attention[self.path][self.turn]
 
 
 class _Derivation:
@@ -238,18 +250,17 @@ class _Derivation:
 
     def _match_leaf(self, where: str, values: Mapping[int, Any]) -> str:
         """The kind of a leaf, from its value in each call that has the argument."""
-        values = {call: value for call, value in values.items() if value is not None}
-        if not values:
-            return ""
-        calls = list(values)
-        if all(type(value) is int for value in values.values()):
-            kind = self._match_length(where, calls, list(values.values()))
+        calls = [call for call, value in values.items() if value is not None]
+        leaves = [values[call] for call in calls]
+        # A flag is an instance of int too, and counts nothing.
+        if leaves and all(type(leaf) is int for leaf in leaves):
+            kind = self._match_length(where, calls, leaves)
             if kind in TOKENS:
                 return f"#{kind}"
             return ""
-        if not all(isinstance(value, Tensor) for value in values.values()):
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             return ""
-        shapes = [value.shape for value in values.values()]
+        shapes = [leaf.shape for leaf in leaves]
         if len(set(map(len, shapes))) > 1:
             raise ModelError(f"{where} has other dimensions from call to call")
         # A word has a letter for each dimension.
@@ -261,8 +272,9 @@ class _Derivation:
             return "1"
         matching = []
         for kind, lengths in self._lengths.items():
+            expected = [lengths[call] for call in calls]
             # A table that serves all tokens has length 1.
-            if all(size in (lengths[call], 1) for call, size in zip(calls, sizes, strict=True)):
+            if all(size in (length, 1) for size, length in zip(sizes, expected, strict=True)):
                 matching.append(kind)
         if len(set(sizes)) == 1 and matching in ([], ["B"]):
             return "."
@@ -349,17 +361,18 @@ class _Derivation:
         where = f"{self._name}: {block.name}.{path}".rstrip(".")
         every = range(len(self._records))
         for turn, first in enumerate(self._records[0][index].attention[path]):
-            calls = [record[index].attention[path][turn] for record in self._records]
+            place = _AttentionPlace(index, path, turn)
+            calls = list(map(place.find_call, self._records))
             if first.causal:
                 raise ModelError(f"{where} is causal")
             queries = self._match_length(f"{where}, queries", every, [call.queries for call in calls])
             if queries in "NJ":
-                further = self._find_further_keys(index, path, turn)
+                further = self._find_further_keys(place)
                 if further:
                     kinds.append(further)
                     continue
             keys = self._match_length(f"{where}, keys", every, [call.keys for call in calls])
-            is_shared = keys in "NJ" or (keys == "T" and self._has_text_keys(index, path, turn))
+            is_shared = keys in "NJ" or (keys == "T" and self._has_text_keys(place))
             if queries in TOKENS and is_shared:
                 kind = queries
                 if keys != queries:
@@ -368,8 +381,8 @@ class _Derivation:
                     kind += REAL_PAIRS
                 kinds.append(kind)
                 if keys == "J":
-                    order = self._agree_on_order(where, order, self._find_key_order(index, path, turn))
-            elif keys in "TC.1" and not self._has_image_keys(index, path, turn):
+                    order = self._agree_on_order(where, order, self._find_key_order(place))
+            elif keys in "TC.1" and not self._has_image_keys(place):
                 kinds.append(LOCAL)
             else:
                 pairs = sorted({(call.queries, call.keys) for call in calls})
@@ -380,29 +393,29 @@ class _Derivation:
                 )
         return tuple(kinds), order
 
-    def _find_key_order(self, index: int, path: str, turn: int) -> Joint:
+    def _find_key_order(self, place: _AttentionPlace) -> Joint:
         """Where the text is among the keys of an attention call; "none" where these do not show the image."""
-        call = self._poisoned[0][index].attention[path][turn]
+        call = place.find_call(self._poisoned[0])
         if call.poisoned is None or not 0 < len(call.poisoned) < call.keys:
             return "none"
         return _read_order(call.poisoned)
 
-    def _find_further_keys(self, index: int, path: str, turn: int) -> str:
+    def _find_further_keys(self, place: _AttentionPlace) -> str:
         """The kind of an attention call whose keys are those of its own tokens and others; empty if it is none."""
-        calls = [record[index].attention[path][turn] for record in self._records]
+        calls = list(map(place.find_call, self._records))
         if all(call.keys <= call.queries for call in calls):
             return ""
         kinds = set[str]()
         for number, call in enumerate(calls):
             # Keys that are finite although all streams are NaN are made of something else.
-            finite = self._without_streams[number][index].attention[path][turn].finite
+            finite = place.find_call(self._without_streams[number]).finite
             if finite is None or len(finite) != call.keys - call.queries:
                 return ""
             is_joint = "J" in self._lengths and self._lengths["J"][number] == call.queries
             whole = "J" if is_joint else "N"
             kind_at = {call.queries: whole + FURTHER, 0: FURTHER + whole}
             if is_joint:
-                image = self._poisoned[number][index].attention[path][turn].poisoned
+                image = place.find_call(self._poisoned[number]).poisoned
                 if image is not None and image.stop == call.keys:
                     kind_at[self._lengths["T"][number]] = "T+N"
                 else:
@@ -419,14 +432,14 @@ class _Derivation:
             records.append(record_blocks(self._transformer, self._chain, call, bypass=True, poisons=("image", "text")))
         return records
 
-    def _has_image_keys(self, index: int, path: str, turn: int) -> bool:
+    def _has_image_keys(self, place: _AttentionPlace) -> bool:
         """Whether tokens of the image are among the keys of an attention call."""
-        poisoned = self._poisoned[0][index].attention[path][turn].poisoned
+        poisoned = place.find_call(self._poisoned[0]).poisoned
         return poisoned is None or len(poisoned) > 0
 
-    def _has_text_keys(self, index: int, path: str, turn: int) -> bool:
+    def _has_text_keys(self, place: _AttentionPlace) -> bool:
         """Whether the keys of an attention call are made of text tokens that go through the blocks."""
-        call = self._text_poisoned[index].attention[path][turn]
+        call = place.find_call(self._text_poisoned)
         return call.poisoned is None or len(call.poisoned) == call.keys
 
     @functools.cached_property

@@ -32,7 +32,7 @@ def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozense
             if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Subscript):
                 continue
             # The line assigns a part of the latents to the name of the latents.
-            sides = {read_name(side) for side in (node.value.value, *node.targets)}
+            sides = set(map(read_name, (node.value.value, *node.targets)))
             if len(sides) == 1 and sides <= stepped:
                 cuts[ast.unparse(node)] = names
     return cuts
@@ -176,9 +176,10 @@ def _walk_guarded(body: Sequence[ast.stmt], names: frozenset[str]) -> Iterator[t
 
 def _list_required_names(test: ast.expr) -> set[str]:
     """The names that must be true for a condition to hold."""
-    names = {read_name(test)}
+    tested = [test]
     if isinstance(test, ast.BoolOp):
-        names = set()
-        if isinstance(test.op, ast.And):
-            names = {read_name(value) for value in test.values}
-    return names - {""}
+        tested = test.values
+        # None of several alternatives has to be true.
+        if not isinstance(test.op, ast.And):
+            return set()
+    return set(map(read_name, tested)) - {""}

@@ -69,7 +69,8 @@ def _has_real_pairs(kinds: Kinds) -> bool:
 def _merge_words(where: str, first: str, second: str) -> str:
     if not first or not second:
         return first or second
-    if "|" not in first + second and len(first) == len(second):
+    has_one_word = "|" not in first + second
+    if has_one_word and len(first) == len(second):
         where = f"{where} ({first}, {second})"
         return "".join(_merge_letters(where, *letters) for letters in zip(first, second, strict=True))
     # An argument that calls give with another number of dimensions has a word for each number.

@@ -261,7 +261,8 @@ class _ShapeProbe:
 
 def _refuse_misfit_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
     """Attention without data takes masks with any number of rows; this refuses them."""
-    if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, query.shape[0]):
+    rows = query.shape[0]
+    if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, rows):
         raise ValueError(f"a mask of {mask.shape[0]} rows for {query.shape[0]}")
 
 

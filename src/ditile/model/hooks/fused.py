@@ -88,7 +88,8 @@ class FusedProjections:
         for (linear, name), address in self._addresses.items():
             if getattr(linear, name).data_ptr() != address:
                 return self._forwards[index](x)
-        outputs: tuple[Tensor, ...] = functional.linear(x, self._weight, self._bias).split(self._widths, dim=-1)
+        product = functional.linear(x, self._weight, self._bias)
+        outputs: tuple[Tensor, ...] = product.split(self._widths, dim=-1)
         self._tokens = x
         self._outputs = dict(enumerate(outputs[1:], start=1))
         return outputs[0]
@@ -169,7 +170,9 @@ def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN has the kernel; `torch.backends.mkldnn.flags(enabled=False)` switches it off."""
     # `enabled` is also true where torch was built without oneDNN.
     onednn = torch.backends.mkldnn
-    return device.type == "cpu" and dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
+    if device.type != "cpu" or dtype != torch.float32:
+        return False
+    return onednn.is_available() and bool(onednn.enabled)
 
 
 def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, now: Generation) -> None:

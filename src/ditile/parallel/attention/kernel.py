@@ -213,7 +213,8 @@ def run_fused_kernel(
     is_on_cpu = q.device.type == "cpu"
     # On a GPU the kernels need head sizes that 8 divides; torch's public function pads before it calls them.
     if not is_on_cpu and size % 8:
-        q, k, v = (functional.pad(x, (0, -size % 8)) for x in (q, k, v))
+        missing = -size % 8
+        q, k, v = (functional.pad(x, (0, missing)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     bias = None if mask is None else _make_additive_mask(mask, q, k)
     if not name:

@@ -141,7 +141,8 @@ class WarmupGroup:
         if now.has_all_image_tokens:
             return state
         part = now.tokens.get_own_part(None)
-        image = torch.cat([state.image[:, run.start : run.stop] for run in part.image], dim=1)
+        runs = [state.image[:, run.start : run.stop] for run in part.image]
+        image = torch.cat(runs, dim=1)
         if state.text is None:
             return TokenState(image, None)
         text = state.text[:, part.text.start : part.text.stop] if part.text else dummies

@@ -87,6 +87,7 @@ def collect_rank_runs(tokens: LayerTokens, size: int) -> tuple[tuple[range, ...]
     """The tokens of each rank along the outer axis, together with the inner ranks that share its place there."""
     inner = len(tokens.runs) // size
     collected = []
+    # Ranks along the inner axis are neighbours.
     for first in range(0, len(tokens.runs), inner):
         runs: tuple[range, ...] = sum(tokens.runs[first : first + inner], ())
         collected.append(runs)
@@ -103,6 +104,7 @@ def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) ->
     out_b, lse_b = other
     precise = torch.promote_types(out_a.dtype, torch.float32)
     # NaN if all keys of both sets are masked.
-    weight = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)
-    out = torch.lerp(out_a.to(precise), out_b.to(precise), weight.unsqueeze(-1).to(precise))
+    share_of_b = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)
+    weight = share_of_b.unsqueeze(-1).to(precise)
+    out = torch.lerp(out_a.to(precise), out_b.to(precise), weight)
     return out, torch.logaddexp(lse_a, lse_b)

@@ -295,8 +295,10 @@ class RowFunctions(TorchFunctionMode):
         before = self._take_padding(x)
         if not above and not below and before is None:
             return functional.pad(x, tuple(pad), mode, value)
-        is_known = mode != "circular" and above >= 0 and below >= 0 and not value
-        if not is_known or (before is not None and (above or below)):
+        # Zeros, or a mode that looks at the rows of one edge alone; negative numbers cut rows off.
+        is_known = mode != "circular" and min(above, below) >= 0 and not value
+        is_second = before is not None and (above or below)
+        if not is_known or is_second:
             raise ModelError(
                 f"a coder pads rows by {(above, below)}, {mode}, value {value}, so that it cannot be divided by rows; "
                 "use vae=whole"
@@ -337,7 +339,7 @@ class RowFunctions(TorchFunctionMode):
         before = self._take_padding(input)
         kernel = (weight.shape[-2] - 1) * dilations[-2] + 1
         # It looks at no other row, so no rows travel.
-        is_pointwise = kernel == 1 and strides[-2] == 1 and not paddings[-2] and before is None
+        is_pointwise = (kernel, strides[-2], paddings[-2]) == (1, 1, 0) and before is None
         if is_pointwise and input.shape[-2]:
             return self._note_shape(func(input, weight, bias, stride, padding, dilation, groups))
         if before is None:
@@ -381,7 +383,10 @@ class RowFunctions(TorchFunctionMode):
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if not is_of_rows or is_of_frames or is_causal or query.shape[-2] != length:
+        has_a_key_for_each_query = query.shape[-2] == length
+        # As many tokens as frames may be either.
+        is_known = is_of_rows and not is_of_frames and has_a_key_for_each_query
+        if is_causal or not is_known:
             causally = ", causally" if is_causal else ""
             raise ModelError(
                 f"a coder attends to {length} tokens in {own} rows of {self._width} and {self._frames} frames"
@@ -394,7 +399,8 @@ class RowFunctions(TorchFunctionMode):
         if not own:
             return query
         all_pairs = torch.cat(gathered).movedim(0, -2)
-        keys, values = all_pairs.split([key.shape[-1], value.shape[-1]], dim=-1)
+        widths = [key.shape[-1], value.shape[-1]]
+        keys, values = all_pairs.split(widths, dim=-1)
         if attn_mask is not None:
             lengths = [count * self._width for count in self._strip.rows.rows_per_rank]
             attn_mask = _extend_frame_mask(attn_mask, own * self._width, lengths)
