@@ -116,8 +116,10 @@ def find_first_failure(
     """The failure that ends a run, and its rank; None while the run may go on. `looked`: as in `detect_silence`."""
     failures = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
     if failures:
+        # Failures are compared by their times, which are the first field.
+        first_failure, _ = min(failures)
         # An earlier cause may still be on its way.
-        if time.monotonic() < min(failures)[0].at + limits.grace:
+        if time.monotonic() < first_failure.at + limits.grace:
             return None
         return min(failures, key=_order_of_blame)
     return _find_abandoned_call(ranks, limits, looked) or _find_stall(ranks, limits, looked)

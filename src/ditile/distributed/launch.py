@@ -160,6 +160,7 @@ def run_rank_process(
         # The connections stay open until all ranks are done: a peer that sees them closed would fail as well.
         dismissed.wait()
         _destroy_process_group()
+        # Before its file is closed.
         faulthandler.disable()
 
 

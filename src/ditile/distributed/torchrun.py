@@ -38,6 +38,7 @@ def join_torchrun(timeout: float | None = None, device: torch.device | None = No
     place = env.read_torchrun_place()
     if place is None:
         return
+    # The watch comes first: ranks with a watcher wait for each other as long as it lets them.
     begin_watch(timeout)
     if not dist.is_initialized():
         join_process_group(place, max(timeout or 0.0, STALL_SECONDS), device)

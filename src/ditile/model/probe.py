@@ -32,6 +32,7 @@ SIZES = ((6, 10), (10, 14))
 """Rows and columns of the small and the large image, in `UNIT` pixels of the VAE's latents."""
 UNIT = 2
 SEQUENCE_LENGTHS = (19, 29)
+"""Tokens of the short and the long text: numbers that no image, and no image with a text, has."""
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
 REMEDY = "give parallelize the arguments of a call that works, as example=dict(...), or use a plan of data or cfg"
 
@@ -379,6 +380,7 @@ def _list_known_arguments(size: tuple[int, int], scale: int) -> dict[str, Any]:
         "num_inference_steps": 2,
         "output_type": "latent",
         "max_sequence_length": SEQUENCE_LENGTHS[0],
+        # VAEs of videos make a frame of latents of the first frame, and one of 4 or 8 of the others.
         "num_frames": 9,
         "use_resolution_binning": False,
     }

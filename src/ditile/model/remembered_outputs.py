@@ -315,6 +315,7 @@ class PatchWatch:
         """
         same: set[str] = set()
         for (name, _), number in self._calls.items():
+            # One call in each patch.
             if name in self._same and number == len(self._patches) > 1:
                 same.add(name)
         outermost: set[str] = set()

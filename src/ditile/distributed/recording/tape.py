@@ -119,6 +119,7 @@ class Recording:
         sent: list[Tensor] = []
 
         def copy_and_send() -> None:
+            # Allocated between two segments, and so outside of their memory.
             if not sent:
                 sent.append(torch.empty_like(message))
             wait(sent[0])

@@ -218,6 +218,7 @@ class BlockCalls:
         """Rows of the batch of a call, by its arguments, or where none is known to have rows, by its blocks."""
         for name, kinds in self._anatomy.inputs.items():
             value: Any = inputs.get(name)
+            # A list with an item for each row.
             if kinds == (ROWS,) and isinstance(value, list):
                 return len(value)
             if not isinstance(value, Tensor):
@@ -410,6 +411,7 @@ class _SurveyPass:
         self._measure(hook, image, text)
         if self._checks:
             self._check_arguments(hook, call)
+        # What the first block is given is made of the latents in any case.
         if hook.index:
             flags = []
             for x in list_tensors(call):

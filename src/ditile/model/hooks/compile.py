@@ -120,6 +120,7 @@ def wrap_model_call(stack: ExitStack, pipe: Any, model: nn.Module, wrap: Callabl
     """Puts something around a pipeline's calls of its model, compiled or not, until the stack is closed."""
     owner = model
     name = "forward" if get_compiled_call(model) is None else COMPILED_CALL_ATTRIBUTE
+    # What the pipeline calls is around the model, where it was compiled by `torch.compile`.
     for _, outer in _find_compiled_wrappers(pipe, model):
         owner = outer
         name = "forward"

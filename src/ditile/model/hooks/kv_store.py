@@ -113,6 +113,7 @@ class KeyStore:
         runs = tuple(runs)
         rows = k.shape[0] if batch_range is None else batch_size
         buffers = self.buffers
+        # Asked before the buffers are made.
         is_first = buffers is None
         if buffers is None or buffers[0].shape[0] != rows:
             buffers = self._make_buffers(k, rows)

@@ -234,6 +234,7 @@ class FreshKeys:
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
+        # Without a ring there is one mask.
         mask = extra.mask.ring_masks[0] if extra.mask else None
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)

@@ -271,6 +271,7 @@ class ReplicaImages:
         if to == "all":
             return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait_for_tensors())
         if to == "first" and self._axis.index == 0:
+            # From all but this replica. Empty messages never go, so one without images sends none.
             receives = list(enumerate(shapes))[1:]
             parts = start_exchange([], receives, own, group, self._traffic, kind).wait_for_tensors()
             return torch.cat([own, *parts])

@@ -134,7 +134,9 @@ class PatchSchedulers:
     def sync_step_index(self, scheduler: Any) -> None:
         """Sets the index of the stock scheduler, which is never stepped: in-painting pipelines read it there."""
         if "_step_index" in vars(scheduler):
-            scheduler._step_index = self._copies[self._latest_patch % len(self._copies)]._step_index
+            # Before a patch was stepped the first copy stands for all.
+            latest_copy = self._copies[self._latest_patch % len(self._copies)]
+            scheduler._step_index = latest_copy._step_index
 
     def scale_sample(self, x: Tensor, timestep: Any, patches: Sequence[int], *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where nobody reads the result, on a single number."""

@@ -96,6 +96,7 @@ class WarmupGroup:
             sender, receiver, kind = name
             if self.stage not in (sender, receiver):
                 continue
+            # What comes back from the last stage has a group of its own, see `Mesh.latents`.
             group = mesh.latents if kind == LATENTS else mesh.select_downstream_group(sender)
             peer = receiver if sender == self.stage else sender
             self._channels[name] = PeerChannel(group, peer, kind, mesh.traffic)

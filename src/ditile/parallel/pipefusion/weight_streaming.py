@@ -24,6 +24,7 @@ from ditile.plan.cost import ALIGNMENT
 from ditile.plan.errors import ModelError
 
 BLOCKS_AHEAD = 2
+"""Blocks whose weights may travel while one is computed."""
 
 
 class FlatTensorSpec(NamedTuple):

@@ -169,6 +169,7 @@ class DistriFusionKeys:
         assert incoming is not None
         exchange_tensors(partial(self._wait_for_messages, tokens))
         received = iter(incoming.list_received())
+        # Messages are in the order of the ranks, without this one.
         for rank, runs in enumerate(store.incoming_runs):
             if rank != self.axis.index:
                 k, v = next(received)

@@ -99,6 +99,7 @@ class TensorCollectives:
         if own < longest:
             mine = torch.cat([x, x.new_zeros(batch, longest - own, width)], dim=1)
         received = mine.new_empty(self._size, batch, longest, width)
+        # Padding is not counted.
         whole_bytes = batch * sum(streams) * width * x.element_size()
         exchange_tensors(partial(self._gather, whole_bytes), received, mine)
         return self._unpack_streams(received, streams)

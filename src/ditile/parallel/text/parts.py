@@ -158,6 +158,7 @@ def read_partial_encoder(
         ModelError: if it cannot be split.
         LoadError: if a weight of this part is missing, or of another shape, or belongs to no layer of the model.
     """
+    # Only the config is read.
     if place.has_no_weights:
         subfolder = options.get("subfolder", "")
         config = options.get("config") or kind.config_class.from_pretrained(source, subfolder=subfolder)

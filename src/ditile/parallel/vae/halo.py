@@ -362,6 +362,7 @@ class Strip:
         if self._rank == 0:
             receives = []
             for rank, size in enumerate(self.rows.rows_per_rank):
+                # A rank that has no rows sends nothing.
                 if rank and size:
                     receives.append((rank, replace_height(x, size)))
             strips = self._links.start_exchange([], receives, x).wait_for_tensors()

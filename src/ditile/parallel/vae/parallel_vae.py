@@ -220,6 +220,7 @@ def check_vae_divisible(vae: Any) -> None:
 def explain_rows_refusal(vae: Any) -> str | None:
     """Why an autoencoder cannot be divided by rows exactly, or None; one that was changed is tried again."""
     structure = _describe_structure(vae)
+    # A proof decodes and encodes, so it is made once for each structure.
     if vae in _checked and _checked[vae][0] == structure:
         return _checked[vae][1]
     reason = None
