@@ -103,11 +103,8 @@ def launch(
                 rank_call = f"run_rank_process({tuple(place)}, {directory!r}, {network_fds}, {prepare})"
                 code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import run_rank_process; {rank_call}"
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
-                link = None
-                descriptors = network_fds
-                if links is not None:
-                    link = links[number]
-                    descriptors = (*network_fds, link)
+                link = None if links is None else links[number]
+                descriptors = network_fds if link is None else (*network_fds, link)
                 environ = functools.partial(env.build_rank_environment, place, directory, link)
                 stacks = Path(directory, f"stacks-{number}")
                 started.append(RankProcess(number, command, environ, job, stacks, descriptors))

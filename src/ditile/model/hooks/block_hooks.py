@@ -344,9 +344,7 @@ class TransformerHooks:
                 # Before the hook of the block, which may compute attention itself, and is not called in every pass.
                 if is_own or hook.index in self.replacement_blocks:
                     self._replace_attention(stack, hook, now, core, dispatch, is_own=is_own)
-                own_around = None
-                if around is not None and is_own:
-                    own_around = functools.partial(around, now, hook)
+                own_around = functools.partial(around, now, hook) if around and is_own else None
                 wrap = functools.partial(self._wrap_block, calls, hook, owned, own_around)
                 varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
                 block_compile = compile_ if is_own else None
