@@ -24,6 +24,7 @@ from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
     build_object_arguments,
+    check_guidance,
 )
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import show_progress_bar
@@ -195,6 +196,7 @@ def _prepare_runner(
         components=request.components,
     )
     runner.trace = run.trace is not None
+    check_guidance(pipe, request, defaults(request.model))
     if "video" in conditions:
         check_frame_count(type(pipe).__name__, len(conditions["video"]), find_frames_ratio(pipe), None)
     if conditions and runner.mesh.rank == 0:

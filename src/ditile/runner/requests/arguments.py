@@ -44,8 +44,6 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
     # A modular pipeline may have no config.
     facts = collect_call_facts(find_call_owner(pipe), dict(getattr(pipe, "config", {})))
     call = facts.merge_arguments(request, base)
-    if "guidance_scale" in collect_request_arguments(request, base):
-        _check_guidance(pipe, call)
     _check_picture_size(pipe, call)
     check_num_frames(pipe, call)
     # Where neither the request nor the model's files say a size, it is that of the class.
@@ -111,12 +109,16 @@ def build_batch_call(
     return call
 
 
-def _check_guidance(pipe: Any, call: CallArguments) -> None:
-    """Raises `ModelError` for a scale that a model does not embed: its pipeline would ignore it."""
+def check_guidance(pipe: Any, request: GenerateOptions, base: CallArguments) -> None:
+    """Raises `ModelError` for a scale that a model does not embed: its pipeline would ignore it.
+
+    Servers do not check it: clients of other interfaces send a scale with every request.
+    """
+    scale = collect_request_arguments(request, base).get("guidance_scale", 0)
     config = getattr(getattr(pipe, "transformer", None), "config", None)
     # Where it is the only scale, the pipeline guides by it.
-    if getattr(config, "guidance_embeds", None) is False and find_argument(pipe, ("true_cfg_scale",)) is not None:
-        scale = call["guidance_scale"]
+    has_true_scale = find_argument(pipe, ("true_cfg_scale",)) is not None
+    if scale > 1 and getattr(config, "guidance_embeds", None) is False and has_true_scale:
         raise ModelError(
             f"guidance={scale:g}: {type(pipe.transformer).__name__} embeds no guidance here, so {type(pipe).__name__} "
             f"would ignore it; try true_cfg={scale:g}"
