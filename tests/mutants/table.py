@@ -98,8 +98,8 @@ MUTANTS = (
     Mutant(
         "the sets of keys of a ring weigh the wrong way round",
         "parallel/sequence/ring.py",
-        "weight = torch.sigmoid(lse_b - lse_a)",
-        "weight = torch.sigmoid(lse_a - lse_b)",
+        "torch.sigmoid(lse_b - lse_a)",
+        "torch.sigmoid(lse_a - lse_b)",
         SEQUENCE,
     ),
     Mutant(
@@ -140,8 +140,8 @@ MUTANTS = (
     Mutant(
         "a share of a weight in blocks begins within a block",
         "parallel/tensor/cuts.py",
-        "        blocks = part // row_blocks.numbers if part % row_blocks.numbers == 0 else 1\n",
-        "        blocks = part\n",
+        "        blocks, rest = divmod(part, row_blocks.numbers)\n",
+        "        blocks, rest = part, 0\n",
         ("runner/test_gguf.py",),
     ),
     Mutant(

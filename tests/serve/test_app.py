@@ -4,9 +4,11 @@ import dataclasses
 import io
 import json
 import logging
+import socket
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -14,6 +16,7 @@ from fastapi.testclient import TestClient
 
 from ditile.plan.errors import ModelError
 from ditile.runner.requests.options import GenerateOptions
+from ditile.serve import app
 from ditile.serve.api.answers import RequestError, check_done, rename_options
 from ditile.serve.api_keys import read_api_keys
 from ditile.serve.app import ACCESS_LOG, create_app, write_access_log
@@ -120,6 +123,16 @@ def test_bodies_that_are_too_large(tmp_path: Path) -> None:
             assert answer.status_code == 413
             assert "more than the 20000 bytes" in read_error(answer)["message"]
         assert served.post(DRAW, {"prompt": PROMPT}).status_code == 200
+
+
+def test_a_body_that_stalls_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that announces too much and sends nothing would otherwise keep its connection for good."""
+    monkeypatch.setattr(app, "DROP_SECONDS", 0.1)
+    with serve_painted(tmp_path, max_body=20000) as served:
+        place = urlsplit(served.url)
+        with socket.create_connection((place.hostname, place.port), 30) as client:
+            client.sendall(f"POST {DRAW} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n{{}}".encode())
+            assert client.recv(20).startswith(b"HTTP/1.1 413")
 
 
 def test_what_a_server_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

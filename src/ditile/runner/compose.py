@@ -515,7 +515,7 @@ def compose_strategies(
     Raises:
         ModelError: if the pipeline cannot be divided.
         PlanError: if the plan does not fit the model.
-        StateError: if the pipeline was divided before, and not restored.
+        StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.
     """
     keep = options.keep_weights
     # All that may raise comes first, so that an error leaves the pipeline as it was.

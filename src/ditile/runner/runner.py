@@ -831,7 +831,7 @@ def parallelize(
         PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
         ModelError: if `pipe` is no pipeline or cannot be divided so, the kernel will not do, or `cuda_graphs` is no
             such value.
-        StateError: if the pipeline was divided before, and not restored.
+        StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.
         JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
     """
     if plan is None:

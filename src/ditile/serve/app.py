@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("ditile")
 # One line of JSON for each request, without its content.
 ACCESS_LOG = logging.getLogger("ditile.serve.access")
+# How long a body that is too large is read before it is refused.
+DROP_SECONDS = 10.0
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 router = APIRouter()
@@ -190,12 +193,8 @@ class RequestGate:
         if length.isdecimal() and len(length) <= 18 and int(length) <= max_body:
             return
         # A client that still sends sees no answer: the body is read and dropped as far as is sensible.
-        left = 2 * max_body
-        while left > 0:
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if message["type"] != "http.request" or not message.get("more_body"):
-                break
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_drop_body(receive, 2 * max_body), DROP_SECONDS)
         raise _build_size_error(max_body)
 
     def _limit_bytes(self, receive: Receive) -> Receive:
@@ -211,6 +210,15 @@ class RequestGate:
             return message
 
         return receive_counted
+
+
+async def _drop_body(receive: Receive, max_bytes: int) -> None:
+    left = max_bytes
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body"):
+            break
 
 
 class AccessLog:
