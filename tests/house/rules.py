@@ -20,12 +20,12 @@ LONELY_LINES = 60
 """A module with fewer lines that one other alone imports belongs into that one, unless it is data."""
 # What the package held when the rule was written. A figure here may only be replaced by a better one.
 MOST_DENSE = {
-    "nodes of the syntax tree a line": 9.87,
-    "conditional expressions in 1,000 lines": 12.4,
+    "nodes of the syntax tree a line": 9.78,
+    "conditional expressions in 1,000 lines": 9.8,
     "tuple assignments in 1,000 lines": 0.2,
-    "comprehensions in 1,000 lines": 29.6,
+    "comprehensions in 1,000 lines": 27.0,
 }
-LEAST_COMMENTS = 3.98
+LEAST_COMMENTS = 4.5
 """Comments on a line of their own, in 100 lines of code."""
 PACKAGE = "src/ditile/"
 ORDER = (
