@@ -38,15 +38,22 @@ def show_models(shown: ModelsOptions, console: Console) -> None:
     tables = build_matrix_tables(matrix)
     if shown.name is not None and (os.path.isfile(shown.name) or Path(shown.name).suffix in FORMATS):
         tables = [build_table_of_file(Path(shown.name))]
-    elif shown.name is not None and os.path.isdir(shown.name):
-        raise ModelError(
-            f"name={shown.name!r} is a folder, and names and files are shown here; what a folder holds is shown by "
-            f"`ditile generate --model {shlex.quote(shown.name)} --dry-run`"
-        )
     elif shown.name is not None:
-        tables = build_tables_of_name(matrix, shown.name)
+        tables = _build_tables_of_known_name(matrix, shown.name)
     for table in tables:
         console.print(table)
+
+
+def _build_tables_of_known_name(matrix: JsonObject, name: str) -> list[Table]:
+    try:
+        return build_tables_of_name(matrix, name)
+    except ModelError:
+        if not os.path.isdir(name):
+            raise
+    raise ModelError(
+        f"name={name!r} is a folder, and names and files are shown here; what a folder holds is shown by "
+        f"`ditile generate --model {shlex.quote(name)} --dry-run`"
+    )
 
 
 def read_matrix() -> JsonObject:

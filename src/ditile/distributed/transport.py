@@ -43,7 +43,7 @@ class Traffic:
     """Bytes and messages that this rank has sent, by kind.
 
     Attributes:
-        trace: records the times of waits, while it is on: all code that waits for messages is within its `record_wait`.
+        trace: records the times of waits while it is on; code that waits for messages runs within its `record_wait`.
         packings: of the kinds of messages that are packed into fewer bytes: all ranks have the same.
     """
 

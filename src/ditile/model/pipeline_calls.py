@@ -178,8 +178,11 @@ def find_offload_devices(pipe: Any) -> dict[str, torch.device]:
     """The components that a ComponentsManager keeps on the CPU until they are called -> where it moves them then."""
     devices = {}
     for name, part in pipe.components.items():
-        # The attribute that accelerate keeps its hook in.
-        hook = getattr(part, "_hf_hook", None)
+        if not isinstance(part, nn.Module):
+            continue
+        # The attribute that accelerate keeps its hook in. Not by getattr, which a compiled module answers for the one
+        # inside.
+        hook = vars(part).get("_hf_hook")
         if isinstance(hook, CustomOffloadHook):
             devices[name] = torch.device(hook.execution_device or "cpu")
     return devices

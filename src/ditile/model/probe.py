@@ -380,7 +380,7 @@ def _list_known_arguments(size: tuple[int, int], scale: int) -> dict[str, Any]:
         "num_inference_steps": 2,
         "output_type": "latent",
         "max_sequence_length": SEQUENCE_LENGTHS[0],
-        # VAEs of videos make a frame of latents of the first frame, and one of 4 or 8 of the others.
+        # VAEs of videos turn the first frame into one latent frame, and every 4 or 8 further frames into another one.
         "num_frames": 9,
         "use_resolution_binning": False,
     }

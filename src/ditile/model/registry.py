@@ -111,8 +111,8 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
     if plan.divides_the_batch_alone:
         return choose_model_spec(model)
     # Perturbed attention replaces processors in mid-run, on a model whose processors may be replaced already.
-    divides_tokens = plan.world > plan.data * plan.tensor or plan.num_patches > 1
-    if is_guided_in_attention and divides_tokens:
+    divides_images = plan.world > plan.data * plan.tensor or plan.num_patches > 1
+    if is_guided_in_attention and divides_images:
         raise ModelError(
             f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
             "tokens alone; use data or tensor"

@@ -269,11 +269,13 @@ def read_name(node: ast.AST) -> str:
 
 def _read_loop_call(loop: ast.For, block: str, *, alone: bool) -> BlockCall:
     """The call of a block in the body of a loop, with the names that its result is assigned to."""
+    # The loops of diffusers' U-ViT call `layer_`, which is the layer or its checkpoint.
+    callees = (block, f"{block}_")
     for node in ast.walk(loop):
         if not isinstance(node, ast.Assign):
             continue
         for part in ast.walk(node.value):
-            if not isinstance(part, ast.Call) or read_name(part.func) != block:
+            if not isinstance(part, ast.Call) or read_name(part.func) not in callees:
                 continue
             named = {word.arg: _name_call_argument(word.value) for word in part.keywords if word.arg}
             # What a starred argument holds is not known, so neither is what comes after it.

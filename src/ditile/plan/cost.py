@@ -65,11 +65,13 @@ def memoize_method(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
     """Keeps the results of a method on its instance, by the arguments, for as long as the instance lives."""
-    attribute = f"_results_of_{method.__name__}"
+    attribute = f"_results_of_{method.__qualname__}"
 
     @wraps(method)
     def look_up(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        results: dict[Any, Result] = vars(self).setdefault(attribute, {})
+        results: dict[Any, Result] | None = vars(self).get(attribute)
+        if results is None:
+            results = vars(self)[attribute] = {}
         key = (*args, *kwargs.items())
         if key not in results:
             results[key] = method(self, *args, **kwargs)
@@ -239,21 +241,27 @@ class PlannedCall:
         places = map(self.locate_rank, range(self.plan.world))
         return all(self.count_heads(place) == other.count_heads(place) for place in places)
 
-    @memoize_method
     def count_layers(self, place: RankCoordinates) -> Mapping[bool, int]:
         """How many attention layers of a rank see the text (True), and how many do not."""
+        return self._count_layers_in_stage(place.stage)
+
+    @memoize_method
+    def _count_layers_in_stage(self, stage: int) -> Mapping[bool, int]:
         layers = Counter[bool]()
-        for block in self.stages[place.stage]:
+        for block in self.stages[stage]:
             layers.update(self.weights.layers[block])
         return layers
 
-    @memoize_method
     def count_tensor_exchanges(self, place: RankCoordinates) -> Mapping[tuple[str, str], int]:
         """What tensor parallelism exchanges in a rank's blocks: ("sum" or "gather", stream) -> how often."""
+        return self._count_exchanges_in_stage(place.stage)
+
+    @memoize_method
+    def _count_exchanges_in_stage(self, stage: int) -> Mapping[tuple[str, str], int]:
         exchanges = Counter[tuple[str, str]]()
         # Weights without a tensor table have none.
         if self.weights.exchanges:
-            for block in self.stages[place.stage]:
+            for block in self.stages[stage]:
                 exchanges.update(self.weights.exchanges[block])
         return exchanges
 

@@ -70,15 +70,19 @@ class RankError(DitileError):
 
 
 def join_error_lines(error: Exception, limit: int | None = None) -> str:
-    """An error's message on one line of so many letters; the name of its class, if it has none."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    # It may quote names in a file, and none may move the cursor of a terminal.
-    return "".join(letter for letter in line if letter.isprintable())[:limit]
+    """An error's message on one line of at most `limit` letters; the name of its class, if it has no message."""
+    return (_join_lines(str(error)) or type(error).__name__)[:limit]
 
 
 def describe_class_and_text(error: BaseException) -> str:
     """One line about an error that is not ditile's: its class, and at most 200 letters of its message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {_join_lines(str(error))[:200]}"
+
+
+def _join_lines(text: str) -> str:
+    line = " ".join(text.split())
+    # It may quote names in a file, and none may move the cursor of a terminal.
+    return "".join(letter for letter in line if letter.isprintable())
 
 
 def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:

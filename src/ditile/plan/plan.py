@@ -390,7 +390,7 @@ class Plan:
         return self.vae == "rows" or self.text == "split"
 
     def list_rank_weights(self) -> tuple[float, ...]:
-        """The share of each rank of an image of the rows or tiles of the decode and the layers of text encoders."""
+        """The weight of each rank of an image, by which rows or tiles of the decode and text encoders are divided."""
         if self.rank_weights is not None:
             return self.rank_weights
         weights = []

@@ -88,7 +88,7 @@ def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
     if not plan.divides_ends:
         return plan
     num_ranks = plan.world // plan.data
-    # The weights are those of all replicas, and the last rank of each place decides.
+    # The weights serve all replicas, so the slowest rank at each place decides.
     weights = _round_weights([min(speeds[rank : plan.world : num_ranks]) for rank in range(num_ranks)])
     if weights == _round_weights(plan.list_rank_weights()):
         return plan

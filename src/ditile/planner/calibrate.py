@@ -391,6 +391,6 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
         kernel_s = 0.0
     if slower < 1:
         slower = 1.0
-        left = kernels * (1 - work)
-        kernel_s = max(0.0, float(left.sum() / kernels.square().sum()))
+        residuals = kernels * (1 - work)
+        kernel_s = max(0.0, float(residuals.sum() / kernels.square().sum()))
     return dataclasses.replace(profile.slow_down(slower), kernel_s=kernel_s)

@@ -75,12 +75,12 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     profile = search.profile
     request = search.request
     plan = question.priced_plan
-    # The plan that is priced may leave devices idle.
     used_devices = request.devices
     if plan is None:
         result = search.find_fastest_plans()
     else:
         result = search.price_plan(plan)
+        # The plan that is priced may leave devices idle.
         used_devices = plan.world
     tokens = subject.count_text_tokens(search.call)
     memories = []

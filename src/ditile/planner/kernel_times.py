@@ -28,12 +28,11 @@ from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import list_parameter_names, match_modules, override_attribute
 from ditile.plan.anatomy import ListAnatomy
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.option_classes import CallArguments
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
-from ditile.runner.load import convert_build_errors
 from ditile.runner.weights.prequantized import StoredWeights
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
@@ -249,10 +248,17 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
         # Without a spec's word, what is computed outside of the blocks is told apart by where it is.
         if not call.splits_outside:
             _watch_ends(stack, recorder, hooks, spec)
-        refusal = f"cannot be counted with {GRID.rows} rows of {GRID.tokens_per_row} tokens"
-        stack.enter_context(convert_build_errors(type(transformer).__name__, refusal))
         with call.mode(), torch.no_grad(), recorder, recorder.attention, tracker:
-            transformer(**call.make_inputs())
+            try:
+                transformer(**call.make_inputs())
+            except DitileError:
+                raise
+            except (IndexError, RuntimeError, ValueError) as error:
+                raise ModelError(
+                    f"{type(transformer).__name__} cannot be planned for: it does not take the "
+                    f"{call.sizes.image} tokens of an image and {call.sizes.text} of a text with which it is counted "
+                    f"({join_error_lines(error, 200)})"
+                ) from error
     first_alike = [first for _, first in sorted(recorder.alike.items())]
 
     def collect_work(place: str) -> tuple[Work, ...]:

@@ -417,9 +417,7 @@ def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> flo
         tokens = 5 * own
     elif job.plan.ulysses > 1:
         # Queries, keys and values exist as sent, as received, and in order.
-        tokens = 9 * own
-        if keeps_keys:
-            tokens -= own
+        tokens = 8 * own if keeps_keys else 9 * own
     elif job.plan.ring > 1 and (micro.patch is not None or keeps_keys):
         # Keys and values that are kept: this rank's, those of all ranks as they come, and joined.
         tokens = 2 * own + 4 * sum(lengths)

@@ -432,7 +432,7 @@ class PlanSearch:
         blocks[giver] -= 1
         blocks[taker] += 1
         plan = replace(job.plan, stage_weights=None, stage_blocks=tuple(blocks))
-        # Rows of the decode and layers of text encoders are still divided by the weights that cut the stages.
+        # Rows of the decode and layers of text encoders still follow the speeds, which no stage weights say any more.
         if job.plan.stage_weights is not None:
             plan = self._weigh_ends(plan)
         return self._make_job(plan)

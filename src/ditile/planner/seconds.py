@@ -154,9 +154,9 @@ def compute_slowdown(profile: Profile, ranks: int) -> float:
     if profile.devices == 1:
         return slowdown
     # Between one device and all of them, the factor grows with each.
-    others = min(ranks, profile.devices) - 1
-    most_slower = profile.together - 1
-    return slowdown * (1 + most_slower * others / (profile.devices - 1))
+    other_devices = min(ranks, profile.devices) - 1
+    most_slowdown = profile.together - 1
+    return slowdown * (1 + most_slowdown * other_devices / (profile.devices - 1))
 
 
 def get_bandwidth_share(link: Link, kind: str, n: int) -> float:

@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3
 # What SQLite calls the application id ("diti"), and the version of the table.
 APPLICATION = 0x64697469
 VERSION = 1
-# Ids and names from requests become paths: nothing else than these may.
+# Ids and names of requests become paths, so nothing else is allowed.
 JOB_ID = re.compile(r"(image|video)_[a-z0-9]{24}")
 FILE_NAME = re.compile(r"(image|mask)(-\d{1,4})?|(\d{1,6}|thumbnail|spritesheet)\.(png|jpeg|webp|mp4|gif)|trace\.json")
 

@@ -126,7 +126,7 @@ def _parse_noun_phrase(noun: str, place: tuple[float, float], caption: str) -> T
     match noun.split():
         case ["a", size, color, shape] if size in SIZES and color in COLORS and shape in SHAPES:
             x, y = place
-    return Thing(shape=shape, color=color, size=size, x=x, y=y, radius=SIZES[size])
+            return Thing(shape=shape, color=color, size=size, x=x, y=y, radius=SIZES[size])
     raise ValueError(f"{noun!r} in {caption!r} is not 'a <{'|'.join(SIZES)}> <colour> <{'|'.join(SHAPES)}>'")
 
 

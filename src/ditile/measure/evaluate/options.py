@@ -98,6 +98,7 @@ class EvaluateOptions(ModelOptions):
         if self.methods:
             return [EvaluationSetting(ORIGINAL.plan, line) for line in self.method_lines]
         settings = []
+        cache_lines = self.cache_lines
         for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]:
             plan = Plan.parse(text)
             # Its images are the same as one rank's, so there is nothing to compare.
@@ -105,7 +106,7 @@ class EvaluateOptions(ModelOptions):
                 raise PlanError(
                     f"data={plan.data} makes more images at a time, each as before; leave data out of '{plan}'"
                 )
-            for line in self.cache_lines:
+            for line in cache_lines:
                 setting = EvaluationSetting(str(plan), " ".join(line.split()))
                 # It raises for a cache that cannot be read.
                 _ = setting.cache_arguments

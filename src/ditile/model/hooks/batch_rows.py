@@ -263,7 +263,7 @@ def _refuse_misfit_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     """Attention without data takes masks with any number of rows; this refuses them."""
     rows = query.shape[0]
     if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, rows):
-        raise ValueError(f"a mask of {mask.shape[0]} rows for {query.shape[0]}")
+        raise ValueError(f"a mask of {mask.shape[0]} rows for {rows}")
 
 
 def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Collection[object]]:

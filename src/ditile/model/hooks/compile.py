@@ -32,7 +32,7 @@ from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON
 from ditile.distributed.recording.tape import hide_from_recording
 from ditile.model.hooks.overrides import override_attribute
 from ditile.plan.errors import ModelError, suggest_nearest
-from ditile.plan.option_classes import Count, check_value
+from ditile.plan.option_classes import Count, check_value, drop_missing
 from ditile.plan.plan import Plan
 
 LOG = logging.getLogger("ditile")
@@ -316,7 +316,7 @@ def set_compile_configs(
     from torch._inductor import config as inductor
 
     owners = dict.fromkeys(dynamo.get_config_copy(), dynamo) | dict.fromkeys(inductor.get_config_copy(), inductor)
-    more = {name: value for name, value in torch_flags.items() if value is not None}
+    more = drop_missing(torch_flags)
     for name, value in more.items():
         if name not in owners:
             hint = suggest_nearest(name, owners, "see torch._inductor.config")

@@ -280,7 +280,7 @@ class RecordedSteps:
         problem = self._explain_missing_tape(call, now)
         if problem:
             return self._run_code(problem, forward, args, kwargs)
-        # Another constant drops the tape, so it comes before what only a tape needs.
+        # First, because a changed constant drops the tape, on which all that follows depends.
         self._fill_constants(call, now.memory, model)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, now, forward, args, kwargs)

@@ -119,7 +119,7 @@ class AttentionCore:
         if keys.dummies:
             k = k[:, keys.real_tokens]
             v = v[:, keys.real_tokens]
-        # A mask of pairs is cut by the places of its queries among the keys, which are of other tokens here.
+        # A mask of pairs is cut as if queries and keys were the same tokens, and here they are not.
         if keys is not tokens and mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
             raise make_pairs_error(mask)
         q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens, keys)
@@ -282,7 +282,8 @@ class StaleKeys:
         # A text that is not computed with this patch has no queries.
         if not q.shape[1]:
             return q
-        # In a whole step the keys keep the order in which they came: the result is bit-identical to one process.
+        # A patch attends to the stored keys of the whole sequence. A whole step takes its keys in the order in which
+        # they came, so that its result is bit-identical to that of one process.
         if patch is not None:
             assert store.buffers is not None
             if self.check is not None:

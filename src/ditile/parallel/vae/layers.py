@@ -297,8 +297,8 @@ class RowFunctions(TorchFunctionMode):
             return functional.pad(x, tuple(pad), mode, value)
         # Zeros, or a mode that looks at the rows of one edge alone; negative numbers cut rows off.
         is_known = mode != "circular" and min(above, below) >= 0 and not value
-        is_second = before is not None and (above or below)
-        if not is_known or is_second:
+        pads_twice = before is not None and (above or below)
+        if not is_known or pads_twice:
             raise ModelError(
                 f"a coder pads rows by {(above, below)}, {mode}, value {value}, so that it cannot be divided by rows; "
                 "use vae=whole"

@@ -2,9 +2,9 @@
 
 diffusers calls a coder on one tile after the other, and blends them at the end. Here the coder of another rank's tile
 returns at once, with a tensor that is yet to arrive, and the first operation that reads it waits. So all ranks code
-their own tiles at the same time, and the result equals the tiled call on one rank. A tile goes to the rank that is done
-with it first, by the weights of the ranks. An autoencoder that blends each tile
-before it codes the next would wait for one rank after the other: correct, but no faster.
+their own tiles at the same time, and the result equals the tiled call on one rank. A tile goes to the rank that would
+finish it first, by the weights of the ranks. An autoencoder that blends each tile before it codes the next would wait
+for one rank after the other: correct, but no faster.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SharedCoder:
 
     def begin_call(self) -> None:
         """Forgets the tiles of the call before."""
-        self._numbers_of_ranks = [0] * self._links.num_ranks
+        self._assigned_numbers = [0] * self._links.num_ranks
 
     def code_tile(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The result of a tile, or a tensor that is yet to arrive."""
@@ -124,13 +124,13 @@ class SharedCoder:
             return result
 
     def _choose_owner(self, numbers: int) -> int:
-        """The rank that would be done first with a tile of so many numbers, after those that it has."""
+        """The rank that would finish a tile of so many numbers first, after the tiles that it already has."""
         ends = []
-        for assigned, weight in zip(self._numbers_of_ranks, self._weights, strict=True):
+        for assigned, weight in zip(self._assigned_numbers, self._weights, strict=True):
             ends.append((assigned + numbers) / weight)
         owner = ends.index(min(ends))
         # Every rank counts the same tiles in the same order, so that all agree on the owner of each.
-        self._numbers_of_ranks[owner] += numbers
+        self._assigned_numbers[owner] += numbers
         return owner
 
     def _find_shape(self, sample: Tensor, args: Any, kwargs: Any) -> torch.Size:

@@ -41,7 +41,7 @@ FrameRate = Annotated[float, Field(ge=LEAST_FPS, le=MOST_FPS)]
 Strength = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_make_tuple)]
-# The shell leaves a home that stands behind the sign of a flag.
+# The shell expands ~ only at the start of a word, and not in --model=~/x.
 ModelName = Annotated[str, AfterValidator(os.path.expanduser)]
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
 TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"

@@ -295,7 +295,7 @@ def convert_fields(
             values[name] = round_side(side, facts)
             if values[name] != side:
                 warnings.append(f"{name} is {values[name]}: this model takes multiples of {facts.size_multiple}")
-    return validate_fields(ImageFields, _drop_nulls(values)), warnings
+    return validate_fields(ImageFields, drop_missing(values)), warnings
 
 
 def list_ignored_fields(values: JsonObject, served: str, *, has_image: bool) -> list[str]:
@@ -378,8 +378,4 @@ def _validate_fields(http: HttpRequest, values: JsonObject) -> StableDiffusionFi
     for name, sent_name in sent_names.items():
         if name in examples:
             examples[sent_name] = examples.pop(name)
-    return validate_fields(StableDiffusionFields, _drop_nulls(values), examples)
-
-
-def _drop_nulls(values: JsonObject) -> JsonObject:
-    return drop_missing(values)
+    return validate_fields(StableDiffusionFields, drop_missing(values), examples)
