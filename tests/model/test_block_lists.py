@@ -85,6 +85,24 @@ def test_the_source_says_the_same(name: str) -> None:
     assert same == (name not in UNTOLD), UNTOLD.get(name)
 
 
+class CheckpointedLoop(nn.Module):
+    """Calls its blocks by another name, as diffusers' U-ViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        for layer in self.blocks:
+            layer_ = layer
+            hidden_states = layer_(hidden_states)
+        return hidden_states
+
+
+def test_a_block_may_be_called_as_its_checkpoint() -> None:
+    assert read_block_calls(CheckpointedLoop())["blocks"].results == ("hidden_states",)
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTED)
 def test_discovery_finds_the_same(name: str) -> None:
