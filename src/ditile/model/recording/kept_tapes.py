@@ -286,9 +286,9 @@ class KeptTapes:
         return [call for call in self._calls.values() if call.tape is not None]
 
     def _drop_calls_of(self, generation: int) -> None:
-        for key, call in list(self._calls.items()):
-            if call.last_used == generation:
-                del self._calls[key]
+        # Keys alone: a name for the last call would hold its memory while it is counted.
+        for key in [key for key, call in self._calls.items() if call.last_used == generation]:
+            del self._calls[key]
         self._count_tape_bytes()
 
     def _count_tape_bytes(self) -> None:

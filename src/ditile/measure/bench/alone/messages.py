@@ -31,7 +31,8 @@ LEAST_NOISE = 1 << 16
 """Random numbers that are kept at least; longer messages make more."""
 
 
-@dataclass(frozen=True)
+# Compared by identity, as the groups of torch are: after a failed call the world of the next rank is another one.
+@dataclass(frozen=True, eq=False)
 class LoneGroup:
     """A process group of which only one rank is there."""
 
