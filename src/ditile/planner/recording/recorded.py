@@ -22,8 +22,8 @@ import diffusers
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import override_attribute
@@ -300,7 +300,7 @@ def _describe_call(
         image=image_tokens,
         text=text,
         channels=image.shape[-1],
-        out=sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)),
+        out=sum(leaf.numel() for leaf in list_tensors(out)),
     )
 
 

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
+
+from ditile.distributed.recording.segments import list_tensors
 
 LARGE = 2**24
 """Numbers above which an unknown tensor has no memory of its own."""
@@ -56,7 +58,7 @@ class SizesOnly(TorchDispatchMode):
         if kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
             # Pipelines make tensors on the device of their models.
             kwargs["device"] = _CPU
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list_tensors((args, kwargs))
         if not any(map(self._is_unknown, tensors)):
             return func(*args, **kwargs)
         if func in CONSTANTS and not kwargs.get("dtype", tensors[0].dtype).is_floating_point:
