@@ -28,7 +28,7 @@ def build_wheel(folder: Path) -> Path:
             shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
         else:
             shutil.copy(ROOT / name, copied / name)
-    _run_pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(copied))
+    run_pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(copied))
     (wheel,) = folder.glob("ditile-*.whl")
     return wheel
 
@@ -41,7 +41,7 @@ def build_environment_beside(folder: Path, package: str) -> Path:
     paths = [sysconfig.get_path("purelib"), str(ROOT / "src")]
     (site_packages / "beside.pth").write_text("\n".join(paths) + "\n", "utf-8")
     python = folder / "beside" / "bin" / "python"
-    _run_pip("--python", str(python), "install", "--no-deps", package)
+    run_pip("--python", str(python), "install", "--no-deps", package)
     return python
 
 
@@ -53,7 +53,6 @@ class Environment:
         wheel: what is installed.
         extras: the extras of the wheel.
         base: an environment with the wheel alone, whose packages this one has too; None installs all.
-        packages: what is installed besides.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Environment:
         wheel: Path,
         extras: tuple[str, ...] = (),
         base: Environment | None = None,
-        packages: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder / "environment"
         self.work = folder / "work"
@@ -76,7 +74,7 @@ class Environment:
         wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
         # Compiled when imported: most of what is installed never is.
         flags = ("--no-compile", "--constraint", str(ROOT / "constraints.txt"))
-        _run_pip("--python", str(self.python), "install", *flags, wanted, *packages)
+        run_pip("--python", str(self.python), "install", *flags, wanted)
 
     def build_variables(self) -> dict[str, str]:
         """The variables of commands: without those that lead to other packages or to files of the user's."""
@@ -116,7 +114,8 @@ class Environment:
         return line
 
 
-def _run_pip(*words: str) -> None:
+def run_pip(*words: str) -> None:
+    """Run pip, without the variables of this Python; fails unless it succeeds."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=COMMAND_SECONDS)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 import urllib.request
+import venv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.packaging.environments import (
     Environment,
     build_environment_beside,
     build_wheel,
+    run_pip,
 )
 
 PROMPT = "a large red circle on the left on a gray background"
@@ -93,11 +95,6 @@ def make(wheel: Path, base: Environment, tmp_path: Path) -> Make:
         return made
 
     return make_environment
-
-
-def has_broken_torchvision(made: Environment) -> bool:
-    """Whether the torchvision that is installed was built for another torch, as one for CUDA beside one for CPUs."""
-    return made.run("python", "-c", "import torchvision").returncode != 0
 
 
 def check_packages(made: Environment, extras: tuple[str, ...]) -> None:
@@ -272,14 +269,22 @@ def test_bitsandbytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_vision(make: Make) -> None:
-    """Processors that see can be built."""
-    made = make("vision")
-    if has_broken_torchvision(made):
-        pytest.skip("no torchvision for this build of torch is to be had here")
-    source = "import transformers\nfrom ditile.runner.load import _lacks_torchvision\n"
-    for name in ("PixtralProcessor", "Qwen2VLProcessor"):
-        assert made.run_python(f"{source}print(_lacks_torchvision(transformers.{name}))").endswith("False\n")
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_no_extra_moves_torch(wheel: Path, tmp_path: Path, extra: str) -> None:
+    """With the oldest torch that is supported, which a driver may ask for. A failure means that the GPUs are gone."""
+    venv.create(tmp_path / "environment", symlinks=True)
+    (site_packages,) = tmp_path.glob("environment/lib/python*/site-packages")
+    oldest = site_packages / "torch-2.9.0.dist-info"
+    oldest.mkdir()
+    (oldest / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n", "utf-8")
+    (oldest / "INSTALLER").write_text("pip\n", "utf-8")
+    (oldest / "RECORD").write_text("", "utf-8")
+    report = tmp_path / "report.json"
+    python = str(tmp_path / "environment" / "bin" / "python")
+    words = ("install", "--dry-run", "--quiet", "--report", str(report), f"{wheel}[{extra}]")
+    run_pip("--python", python, *words)
+    chosen = {item["metadata"]["name"] for item in json.loads(report.read_text("utf-8"))["install"]}
+    assert "ditile" in chosen and not chosen & {"torch", "torchvision"}
 
 
 @pytest.mark.nightly
@@ -290,11 +295,8 @@ def test_plots(make: Make) -> None:
 
 
 @pytest.mark.nightly
-def test_evaluate(make: Make, wheel: Path, base: Environment, tmp_path: Path) -> None:
-    """Where no torchvision fits torch, with torchmetrics alone, which has what is always measured."""
+def test_evaluate(make: Make) -> None:
     made = make("evaluate")
-    if has_broken_torchvision(made):
-        made = Environment(tmp_path / "alone", wheel, (), base, ("torchmetrics",))
     words = ("--model", "shapes-flux-turbo", "--plans", "pipefusion=2", "--num", "2", "--out", "evaluation")
     made.run_ditile("evaluate", *words)
     evaluation = json.loads((made.work / "evaluation" / "evaluation.json").read_text("utf-8"))

@@ -8,7 +8,9 @@ Packages are looked for and not imported, which would take seconds for some of t
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 
 from ditile.plan.errors import ModelError
@@ -19,13 +21,15 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "gguf": ("gguf",),
     "plots": ("matplotlib",),
     "video": ("av", "ftfy"),
-    "vision": ("torchvision",),
     "serve": ("fastapi", "prometheus_client", "python_multipart", "sse_starlette", "starlette", "uvicorn"),
     "page": ("gradio",),
     "ray": ("ray",),
-    "evaluate": ("torchmetrics", "torchvision", "torch_fidelity"),
+    "evaluate": ("torchmetrics",),
 }  # fmt: skip
-"""Extra of pyproject.toml -> the packages that it brings, by the names under which they are imported."""
+"""Extra of pyproject.toml -> the packages that it brings, by the names under which they are imported.
+
+None of them may need torchvision: pip takes its newest release, which brings another torch in place of the one that the
+user installed for a driver."""
 
 
 def is_installed(package: str) -> bool:
@@ -49,6 +53,22 @@ def require_extra(extra: str, purpose: str, packages: Sequence[str] = (), instea
         raise ModelError(
             f"{purpose} needs {', '.join(missing)}, which {verb} not installed; pip install 'ditile[{extra}]'{instead}"
         )
+
+
+def require_torchvision(purpose: str) -> None:
+    """Check that torchvision is installed, and raise `ModelError` with the release for this torch otherwise."""
+    if not is_installed("torchvision"):
+        raise ModelError(f"{purpose} needs torchvision, which is not installed; {advise_torchvision()}")
+
+
+def advise_torchvision() -> str:
+    """Return the command of pip that installs torchvision and keeps torch as it is."""
+    release, _, build = importlib.metadata.version("torch").partition("+")
+    _, minor, patch = re.findall(r"\d+", release)[:3]
+    # torchvision 0.15 was made for torch 2.0, and each release since for the next one.
+    command = f"pip install torchvision==0.{int(minor) + 15}.{patch}"
+    # Builds for one version of CUDA are in an index of their own.
+    return f"{command} --index-url https://download.pytorch.org/whl/{build}" if build else command
 
 
 def require_quantizer(quant_type: str, purpose: str = "") -> None:

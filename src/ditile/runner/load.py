@@ -40,7 +40,7 @@ from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
 from ditile.plan.errors import DitileError, LoadError, ModelError, join_error_lines
-from ditile.plan.extras import require_extra
+from ditile.plan.extras import require_torchvision
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups, require_plan
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.compose import divide_into_stages
@@ -624,7 +624,7 @@ def check_component_packages(source: Path | str) -> None:
     for component in _list_components(source):
         if component.library == "transformers" and _lacks_torchvision(component.cls):
             needed_by = f"{component.name} of {source}, a {component.class_name},"
-            require_extra("vision", needed_by, ["torchvision"])
+            require_torchvision(needed_by)
 
 
 def _lacks_torchvision(cls: Any) -> bool:

@@ -143,7 +143,10 @@ class Lpips(nn.Module):
 
 def test_lpips_is_given_both_pictures_from_minus_one_to_one(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     """`[1, 3, H, W]`, red first. A failure means distances that no paper has, a download, or a traceback."""
-    assert "torchvision is not installed" in load_available_metrics("shapes-flux", [CAPTION], None)[1]["lpips"]
+    monkeypatch.setattr("importlib.metadata.version", {"torch": "2.9.1+cu126"}.__getitem__)
+    advice = "pip install torchvision==0.24.1 --index-url https://download.pytorch.org/whl/cu126"
+    absent = load_available_metrics("shapes-flux", [CAPTION], None)[1]
+    assert absent["lpips"] == f"torchvision is not installed: {advice}"
     install(monkeypatch, "torchvision")
     assert ALEXNET in load_available_metrics("shapes-flux", [CAPTION], None)[1]["lpips"], "nothing is downloaded"
     on_disk(home / "hub" / "checkpoints" / ALEXNET)

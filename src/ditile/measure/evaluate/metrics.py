@@ -26,7 +26,7 @@ from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.measure.evaluate.caption_check import judge_image, parse_caption
 from ditile.model.known import list_bundled_models
 from ditile.plan.errors import ModelError, join_error_lines
-from ditile.plan.extras import is_installed, require_extra
+from ditile.plan.extras import advise_torchvision, is_installed, require_extra
 
 ImageArray = NDArray[np.uint8]  # [H, W, 3]
 ImageArrays = NDArray[np.uint8]  # [N, H, W, 3]
@@ -283,10 +283,17 @@ def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
     """The package or file of weights that is missing, in a phrase; None if all are there."""
     for package in packages:
         if not is_installed(package):
-            return f"{package} is not installed: pip install 'ditile[evaluate]'"
+            return f"{package} is not installed: {_advise_install(package)}"
     if not _find_hub_file(weights).is_file():
         return f"{weights} is not in torch's hub folder"
     return None
+
+
+def _advise_install(package: str) -> str:
+    """Return the command of pip for a package that no extra brings."""
+    if package == "torchvision":
+        return advise_torchvision()
+    return f"pip install {package.replace('_', '-')}"
 
 
 def _find_hub_file(name: str) -> Path:
