@@ -25,6 +25,7 @@ OF_PYTHON: list[Rule] = [rules.sizes, rules.vague]
 OF_TEXT: list[Rule] = [rules.unfinished, rules.machine_paths]
 OF_TREE: list[TreeRule] = [
     rules.root_entries, rules.folders, rules.twins, rules.format_skips, rules.lonely, rules.density,
+    rules.rooms, rules.first_words,
 ]  # fmt: skip
 TEXTS = {".py", ".typed", ".md", ".toml", ".txt", ".json", ".sh", ".yml", ".yaml", ""}
 
@@ -90,6 +91,7 @@ def package(**files: str) -> list[Source]:
 
 LONG = "def exchange_heads(): ..."
 PLAIN = "x = 1\n" * 10
+DOCUMENTED = 'def exchange_heads():\n    """{}"""\n'
 WRONG_TREES: dict[TreeRule, list[list[Source]]] = {
     rules.root_entries: [package(**{f"m{k}": "" for k in range(15)})],
     rules.folders: [package(**{f"cache__m{k}": "" for k in range(17)})],
@@ -103,12 +105,13 @@ WRONG_TREES: dict[TreeRule, list[list[Source]]] = {
         package(plan__a=LONG, b="def f():\n    from ditile.plan import a"),
     ],
     rules.density: [
-        package(a="# A reason.\nx = f(g(h(1, 2, 3), 4, 5), [6, 7])"),
         package(a="# A reason.\n" + PLAIN + "y = 1 if x else 2\n"),
         package(a="# A reason.\n" + PLAIN + "a, b = 1, 2\n"),
         package(a="# A reason.\n" + PLAIN + "a = [x for x in y]\n"),
         package(a=PLAIN),
     ],
+    rules.rooms: [package(plan__flags__a=PLAIN * 1000), package(attic__a=PLAIN), package(a=PLAIN * 20)],
+    rules.first_words: [package(a=DOCUMENTED.format("Whether it fits.")), package(a=DOCUMENTED.format("The tokens."))],
 }
 RIGHT_TREES: dict[TreeRule, list[list[Source]]] = {
     rules.root_entries: [package(**{f"plan__m{k}": "" for k in range(15)})],
@@ -124,6 +127,8 @@ RIGHT_TREES: dict[TreeRule, list[list[Source]]] = {
         package(a="# A reason.\n" + PLAIN),
         package(a='"""A docstring\n\nof three lines."""\n# A reason.\n' + PLAIN + "a, b = pair\n"),
     ],
+    rules.rooms: [package(plan__a=PLAIN, a=PLAIN)],
+    rules.first_words: [package(a=DOCUMENTED.format("Return whether it fits.")), package(a=LONG)],
 }
 
 
