@@ -4,7 +4,6 @@ python -m benchmarks.plots gantt trace.json docs/images/gantt.png --steps 1-4
 python -m benchmarks.plots freshness docs/images/freshness.png --patches 4
 python -m benchmarks.plots pareto pixart.jsonl flux.jsonl curves.png
 python -m benchmarks.plots tradeoff evaluation/evaluation.json docs/images/evaluation.png
-python -m benchmarks.plots suite gpu-results/gpu.jsonl gpu.png
 """
 
 from __future__ import annotations
@@ -146,20 +145,6 @@ def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) 
     save_figure(figure, out)
 
 
-def draw_suite_bars(file: Path, out: Path) -> None:
-    """Draws the seconds of each timed call of `ditile bench --suite gpu` as a share of the plain pipeline's."""
-    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    timed = [row for row in rows if "seconds" in row]
-    labels = [f"{row['what']}, {row['size']} px, {row['ranks']} rank(s)" for row in timed]
-    figure, axes = plt.subplots(figsize=(7.2, 0.8 + 0.22 * len(timed)))
-    axes.barh(range(len(timed)), [row["of_plain"] for row in timed], color="#4477aa")
-    axes.axvline(1.0, color="#333333", lw=0.8)
-    axes.set_yticks(range(len(timed)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds / seconds of one rank")
-    save_figure(figure, out)
-
-
 def main() -> None:
     """Draws one figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -177,13 +162,8 @@ def main() -> None:
     points = kinds.add_parser("tradeoff")
     points.add_argument("file", type=Path)
     points.add_argument("out", type=Path)
-    bars = kinds.add_parser("suite")
-    bars.add_argument("file", type=Path)
-    bars.add_argument("out", type=Path)
     options = parser.parse_args()
-    if options.kind == "suite":
-        draw_suite_bars(options.file, options.out)
-    elif options.kind == "tradeoff":
+    if options.kind == "tradeoff":
         draw_tradeoff(json.loads(options.file.read_text("utf-8")), options.out)
     elif options.kind == "pareto":
         draw_pareto_panels(options.files, options.out)

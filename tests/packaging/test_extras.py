@@ -204,13 +204,6 @@ def test_serve(make: Make) -> None:
 
 
 @pytest.mark.nightly
-def test_the_base_asks_a_gpu_everything(base: Environment) -> None:
-    words = ("--suite", "gpu", "--device", "cpu", "--small", "--out", "suite")
-    shown = base.run_ditile("bench", *words)
-    assert "error" not in shown and "written: suite/gpu.jsonl" in shown
-
-
-@pytest.mark.nightly
 def test_page(make: Make) -> None:
     made = make("serve", "page")
     with serve(made, "--model", "shapes-flux", "--threads", "1") as url, urllib.request.urlopen(url) as answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 import os
 import pkgutil
 import re
@@ -26,6 +27,7 @@ from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.runner.load import _check_fetched_types, load, load_partial_components
 from ditile.runner.model_files import check_hub_access, check_weight_source, defaults, find_model_source
+from ditile.runner.requests.prepare import silence_libraries
 from tests import tiny
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -411,3 +413,12 @@ def test_a_quantized_transformer(tmp_path: Path) -> None:
         actual = load(str(tmp_path), dtype="bfloat16", plan=plan).transformer.proj_out.weight
         assert type(actual) is type(quantized.proj_out.weight) is not torch.nn.Parameter
         assert torch.equal(actual.dequantize(), quantized.proj_out.weight.dequantize())
+
+
+def test_a_cast_of_a_model_is_silent() -> None:
+    """diffusers warns of each cast, even where no module should stay in float32; another warning is shown."""
+    silence_libraries()
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+    for modules, shown in (("[]", False), ("['norm']", True)):
+        text = f"There are modules that should be kept in float32: {modules}."
+        assert bool(logger.filter(logger.makeRecord("", 30, "", 0, text, (), None))) == shown

@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 
 from ditile.distributed import cpus, env
+from ditile.distributed.backend import pick_device
 from ditile.distributed.launch import launch
 from ditile.measure import sessions
 from ditile.measure.bench import runs, sweeps
@@ -60,11 +61,8 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
         DitileError: if a plan, a size or a cache does not fit; nothing was measured or written then.
     """
     silence_libraries()
-    if compared.suite is not None:
-        from ditile.measure.bench.gpu.suite import run_gpu_suite
-
-        _, tables, remarks = run_gpu_suite(compared, work)
-        return BenchResult(tables=tables, remarks=remarks)
+    # Before ranks are started: each of them would refuse it.
+    pick_device(work.device, 0)
     profile = load_prediction_profile(compared)
     if compared.alone:
         rows, notes = measure_plans_alone(compared, work, profile)

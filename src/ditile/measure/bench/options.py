@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +13,6 @@ from ditile.runner.requests.options import DeviceOptions, ModelName, ModelOption
 from ditile.runner.requests.outputs import check_output_files
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "cache")
-SUITE_PARTS = (
-    "exact", "methods", "caches", "synchronisations", "compile", "memory", "few steps", "wire", "verify",
-)  # fmt: skip
 RANDOM = "random-"
 """The prefix of the names of models with random weights."""
 
@@ -32,23 +28,12 @@ class Comparison:
     plans: str | None = define_option(
         None, "plans with ; between them, a cache after |: 'ulysses=2; ulysses=2 | F=1 W=4 R=0.12'"
     )
-    suite: Literal["gpu"] | None = define_option(
-        None, "instead of plans: everything that is to be known of a machine with GPUs, in 15 minutes"
-    )
-    quick: bool = define_option(False, "the suite in 6 minutes")
-    small: bool = define_option(False, "the suite in tiny sizes, to try it; with --device cpu on any machine")
-    only: str | None = define_option(
-        None, "parts of the suite and no others, such as exact,caches", metavar="PARTS", example="exact,caches"
-    )
     alone: bool = define_option(
         False, "measure ranks of the plans by themselves, one after the other on one device; links are computed"
     )
     all_ranks: bool = define_option(False, "alone, measure every rank; by default the first, the last and the busiest")
     recorded: bool | None = define_option(
         None, "alone, measure each rank with recorded steps (cuda_graphs) too; by default where there is a GPU"
-    )
-    devices: Ranks | None = define_option(
-        None, "ranks of the suite; by default one for each GPU, or two that share one"
     )
     sweep: str | None = define_option(None, f"instead of plans: {', '.join(SWEEPS)}, or several", metavar="NAMES")
     ranks: Ranks | None = define_option(None, "ranks of a sweep; by default all of torchrun's, one for each GPU, or 2")
@@ -71,9 +56,8 @@ class Comparison:
     )
 
     def __post_init__(self) -> None:
-        if [self.plans, self.sweep, self.suite].count(None) != 2:
-            raise PlanError("give --plans 'ulysses=2; ring=2', --sweep methods or --suite gpu, and one of them alone")
-        self._check_suite()
+        if (self.plans is None) == (self.sweep is None):
+            raise PlanError("give --plans 'ulysses=2; ring=2' or --sweep methods, and one of them alone")
         self._check_sweeps()
         if self.alone and self.plans is None:
             raise PlanError("--alone measures ranks of --plans, such as --plans 'pipefusion=8 patches=8; ulysses=4'")
@@ -83,28 +67,16 @@ class Comparison:
             raise PlanError(f"recorded={self.recorded} is for --alone; other ranks record where that is faster")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
-        # The suite and ranks alone have no figure.
-        if not self.no_figures and self.suite is None and not self.alone:
+        # Ranks alone have no figure.
+        if not self.no_figures and not self.alone:
             require_extra("plots", "the figure of a bench", instead=", or give --no-figures")
-
-    def _check_suite(self) -> None:
-        if self.suite is None:
-            for name in ("quick", "small", "only", "devices"):
-                if getattr(self, name):
-                    raise PlanError(f"{name}={getattr(self, name)} is for --suite gpu")
-        for part in self.suite_parts:
-            if part not in SUITE_PARTS:
-                raise PlanError(f"only={part!r} is no part of the suite; there are {', '.join(SUITE_PARTS)}")
-        # One GPU can hold two ranks, but one rank has nothing to exchange.
-        if self.devices == 1:
-            raise PlanError("devices=1 leaves nothing to divide; one GPU is shared by devices=2")
 
     def _check_sweeps(self) -> None:
         for name in self.sweep_names:
             if name not in SWEEPS:
                 raise PlanError(f"sweep {name!r} is not known; there are {', '.join(SWEEPS)}")
         if self.ranks is not None and self.sweep is None:
-            raise PlanError(f"ranks={self.ranks} is for --sweep; plans say how many they need, a suite has --devices")
+            raise PlanError(f"ranks={self.ranks} is for --sweep; plans say how many they need")
         if self.ranks == 1:
             raise PlanError(f"ranks={self.ranks} leave nothing to divide; try ranks=2")
         if self.sizes is not None and "resolution" not in self.sweep_names:
@@ -118,15 +90,8 @@ class Comparison:
         if os.path.exists(folder):
             if not folder.is_dir():
                 raise ModelError(f"out={self.out!r} is a file; give a folder")
-            names = ["runs.jsonl", "rows.jsonl", "gpu.jsonl", "alone.jsonl"]
+            names = ["runs.jsonl", "rows.jsonl", "alone.jsonl"]
         check_output_files([("out", folder / name) for name in names], self, *others)
-
-    @property
-    def suite_parts(self) -> Sequence[str]:
-        """The parts of the suite that are measured."""
-        if self.only is None:
-            return SUITE_PARTS
-        return [part.strip() for part in self.only.split(",")]
 
     @property
     def sweep_names(self) -> list[str]:
