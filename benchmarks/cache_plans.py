@@ -28,9 +28,6 @@ from rich.table import Table
 from benchmarks.cache_settings import OURS, CacheSetting
 from ditile.distributed import files
 from ditile.distributed.launch import launch
-from ditile.measure.evaluate.caption_check import judge_image
-from ditile.measure.evaluate.metrics import compute_psnr
-from ditile.measure.sessions import allow_all_cores
 from ditile.model.known import ASSETS
 from ditile.plan.errors import DitileError
 from ditile.plan.flag_parser import add_arguments, collect_arguments
@@ -40,6 +37,9 @@ from ditile.runner.caching import enable_cache
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
+from ditile_lab.quality.caption_check import judge_image
+from ditile_lab.quality.metrics import compute_psnr
+from ditile_lab.sessions import allow_all_cores
 
 ALONE = "one rank"
 CACHED = "cache"

@@ -31,10 +31,6 @@ from rich.table import Table
 
 from benchmarks import peer
 from benchmarks.cache_settings import COMMON, ENGINES, OWN, THEIRS, CacheSetting, parse_cache_settings
-from ditile.measure.evaluate.caption_check import judge_image
-from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr, compute_ssim
-from ditile.measure.rows import Row, RowFile
-from ditile.measure.sessions import rotate
 from ditile.model.known import ASSETS
 from ditile.plan.errors import DitileError, StateError
 from ditile.plan.flag_parser import add_arguments, collect_arguments
@@ -42,6 +38,10 @@ from ditile.plan.option_classes import define_option
 from ditile.runner.caching import enable_cache, summary
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
+from ditile_lab.quality.caption_check import judge_image
+from ditile_lab.quality.metrics import ImageArrays, compute_psnr, compute_ssim
+from ditile_lab.rows import Row, RowFile
+from ditile_lab.sessions import rotate
 
 PLAIN = CacheSetting("", "no cache")
 SPEEDS = (1.5, 2.0, 3.0, 4.0)

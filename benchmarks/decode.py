@@ -26,11 +26,11 @@ from diffusers import AutoencoderKL
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.measure.sessions import allow_all_cores
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
 from ditile.planner.footprint import LiveBytes
+from ditile_lab.sessions import allow_all_cores
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")

@@ -24,8 +24,6 @@ from rich.table import Table
 
 from ditile.distributed import env, files
 from ditile.distributed.launch import launch
-from ditile.measure.evaluate.captions import BUNDLED_SOURCE, load_captions
-from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr
 from ditile.model.known import list_bundled_models
 from ditile.plan.errors import DitileError, PlanError
 from ditile.plan.plan import FEW_STEPS, Plan
@@ -34,6 +32,8 @@ from ditile.plan.simulate import bound_speedup
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
+from ditile_lab.quality.captions import BUNDLED_SOURCE, load_captions
+from ditile_lab.quality.metrics import ImageArrays, compute_psnr
 from training.caption_scores import score_images
 
 MODEL = "shapes-flux-turbo"

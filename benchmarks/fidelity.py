@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ditile.distributed import files
 from ditile.distributed.launch import launch
-from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr, compute_ssim
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.parallel.attention.core import StaleKeys
@@ -36,6 +35,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
+from ditile_lab.quality.metrics import ImageArrays, compute_psnr, compute_ssim
 from training.caption_scores import score_images
 from training.evaluate import list_captions
 from training.motion_check import score_clips

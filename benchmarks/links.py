@@ -24,17 +24,17 @@ from rich.console import Console
 from benchmarks.two_hosts import check_namespace_rights, create_two_hosts, parse_link_rate
 from ditile.distributed import env, files
 from ditile.distributed.launch import unwind_on_signals
-from ditile.measure.bench.cells import BenchCell, parse_cells
-from ditile.measure.bench.command import load_prediction_profile, predict_cell
-from ditile.measure.bench.options import Comparison, Workload
-from ditile.measure.bench.runs import ROWS
-from ditile.measure.bench.subjects import BenchSubject, create_bench_subject
-from ditile.measure.bench.sweeps import list_representative_plans, make_fit_check
-from ditile.measure.bench.tables import make_bench_tables
 from ditile.plan.errors import DitileError, PlanError, RankError
 from ditile.plan.plan import Plan
 from ditile.planner.hardware import add_interlink
 from ditile.runner.requests.prepare import silence_libraries
+from ditile_lab.bench.cells import BenchCell, parse_cells
+from ditile_lab.bench.command import load_prediction_profile, predict_cell
+from ditile_lab.bench.options import Comparison, Workload
+from ditile_lab.bench.runs import ROWS
+from ditile_lab.bench.subjects import BenchSubject, create_bench_subject
+from ditile_lab.bench.sweeps import list_representative_plans, make_fit_check
+from ditile_lab.bench.tables import make_bench_tables
 
 RANKS = 2
 RATES = ("100mbit", "1gbit", "10gbit")

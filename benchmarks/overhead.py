@@ -25,9 +25,9 @@ from rich.table import Table
 from torch import nn
 
 from ditile.distributed import files
-from ditile.measure.bench.random_models import RandomModel
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
+from ditile_lab.bench.random_models import RandomModel
 
 DOUBLE = 19
 SINGLE = 38

@@ -38,7 +38,7 @@ from benchmarks import (
     video_patches,
 )
 from ditile.distributed import files
-from ditile.measure.bench import tables
+from ditile_lab.bench import tables
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = "benchmarks/data/"

@@ -24,10 +24,10 @@ from matplotlib import pyplot as plt
 from benchmarks.cache_quality import average_image_rows, find_speed_quality_front, read_image_rows
 from benchmarks.cache_settings import OURS, THEIRS
 from benchmarks.sweep_figures import set_logarithmic_scale
-from ditile.measure.evaluate.figures import draw_tradeoff
-from ditile.measure.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
-from ditile.measure.rows import Row, list_values
 from ditile.plan.schedule import MicroStep, PatchSchedule
+from ditile_lab.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
+from ditile_lab.quality.figures import draw_tradeoff
+from ditile_lab.rows import Row, list_values
 
 FRESH, STALE = "#4477aa", "#dddddd"
 PATCH_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#777777")

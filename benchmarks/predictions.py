@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from ditile.distributed import files
-from ditile.measure.bench.cells import ONE_RANK
-from ditile.measure.bench.runs import ROWS
+from ditile_lab.bench.cells import ONE_RANK
+from ditile_lab.bench.runs import ROWS
 
 CACHE = "F=1 W=3 R=1 MC=2 taylor=1"
 PATCHED = "pipefusion=2 patches=2; pipefusion=2 patches=4; "

@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ditile.distributed import files
-from ditile.measure.evaluate.metrics import compute_psnr
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
+from ditile_lab.quality.metrics import compute_psnr
 from training.evaluate import list_captions
 
 MODEL = "shapes-flux"

@@ -19,8 +19,9 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.two_hosts import parse_link_rate
 from ditile.distributed.files import write_atomically
-from ditile.measure.bench.cells import ONE_RANK
-from ditile.measure.bench.figures import (
+from ditile.plan.plan import Plan
+from ditile_lab.bench.cells import ONE_RANK
+from ditile_lab.bench.figures import (
     DIAMOND,
     STYLE,
     WIDTH,
@@ -32,12 +33,11 @@ from ditile.measure.bench.figures import (
     place_legend_below,
     save_bench_figure,
 )
-from ditile.measure.bench.runs import ROWS
-from ditile.measure.bench.sweeps import WARMUP_MODES
-from ditile.measure.bench.tables import find_peak_rank, make_rows_title
-from ditile.measure.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour
-from ditile.measure.rows import Row
-from ditile.plan.plan import Plan
+from ditile_lab.bench.runs import ROWS
+from ditile_lab.bench.sweeps import WARMUP_MODES
+from ditile_lab.bench.tables import find_peak_rank, make_rows_title
+from ditile_lab.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour
+from ditile_lab.rows import Row
 
 MEMORY_PARTS = (
     ("parameters", "weights, text encoders included", "#4477aa"),

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ditile.distributed.launch import launch
-from ditile.measure.bench.random_models import RandomModel
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
+from ditile_lab.bench.random_models import RandomModel
 
 ROWS = 2
 FLOAT = 4

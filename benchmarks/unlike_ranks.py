@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ditile.distributed.launch import launch
-from ditile.measure.bench.cells import ONE_RANK, BenchCell
-from ditile.measure.bench.options import Workload
-from ditile.measure.bench.subjects import RandomSubject
 from ditile.plan.plan import Plan
 from ditile.planner.hardware import join_devices, load_profile
 from ditile.planner.profile import RankDevice
 from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
+from ditile_lab.bench.cells import ONE_RANK, BenchCell
+from ditile_lab.bench.options import Workload
+from ditile_lab.bench.subjects import RandomSubject
 
 MODEL = "random-pixart blocks=12 heads=8 head_dim=32"
 SIDE = 512

@@ -30,11 +30,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ditile.distributed import files
-from ditile.measure.evaluate.metrics import compute_psnr
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
+from ditile_lab.quality.metrics import compute_psnr
 from training.evaluate import list_captions
 from training.motion_check import score_clips
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ditile.measure.evaluate.caption_check import (
+from ditile_lab.quality.caption_check import (
     BACKDROP,
     STRIPES,
     Image,

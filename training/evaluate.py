@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
-from ditile.measure.evaluate.caption_check import Image
 from ditile.runner.load import load
 from ditile.runner.model_files import FRAME_RATE
+from ditile_lab.quality.caption_check import Image
 from training.caption_scores import VERDICT_ITEMS, score_images
 from training.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
 from training.motions import sample_motion_caption

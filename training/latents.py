@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditile.measure.evaluate.caption_check import Image
+from ditile_lab.quality.caption_check import Image
 from training.scenes import render_scene, sample_scene
 
 BASIS = Path(__file__).parent / "basis.safetensors"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ditile.measure.evaluate.caption_check import (
+from ditile_lab.quality.caption_check import (
     BACKGROUNDS,
     COLORS,
     MIN_OVERLAP,

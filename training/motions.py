@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ditile.measure.evaluate.caption_check import BACKGROUNDS, COLORS, SHAPES
+from ditile_lab.quality.caption_check import BACKGROUNDS, COLORS, SHAPES
 from training.motion_check import LANE_MOVES, LANES, MOVES, RADII, parse_motion_caption
 from training.scenes import is_held_out
 
@@ -126,7 +126,7 @@ def draw_clips(clips: ClipTensors, frames: int, side: int) -> torch.Tensor:
 
 
 def _measure_distance(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
-    """`ditile.measure.evaluate.caption_check.compute_signed_distance` for tensors, of a shape for each clip."""
+    """`ditile_lab.quality.caption_check.compute_signed_distance` for tensors, of a shape for each clip."""
     length = torch.hypot(x, y)
     low = y - 0.2 * radius
     sides = torch.maximum(0.87 * x - 0.5 * low, -0.87 * x - 0.5 * low) - 0.55 * radius

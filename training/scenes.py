@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 
-from ditile.measure.evaluate.caption_check import (
+from ditile_lab.quality.caption_check import (
     BACKGROUNDS,
     COLORS,
     GRADIENT_DEPTH,

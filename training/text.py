@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from ditile.measure.evaluate.caption_check import (
+from ditile_lab.quality.caption_check import (
     BACKGROUNDS,
     COLORS,
     PLACES,

@@ -16,7 +16,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import nn
 
-from ditile.measure.evaluate.caption_check import Image
+from ditile_lab.quality.caption_check import Image
 from training.latents import CHANNELS, Basis, load_basis, pixels
 from training.optim import MasterOptimiser, learning_rate
 from training.scenes import render_scene, sample_scene

@@ -12,9 +12,9 @@ import pytest
 from benchmarks import fidelity
 from benchmarks.fidelity import FidelityJob, by_warmup, compared, measure_fidelity_rows, read_rows_of_job
 from benchmarks.page import markdown
-from ditile.measure.evaluate.metrics import compute_psnr, compute_ssim
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
+from ditile_lab.quality.metrics import compute_psnr, compute_ssim
 from training.caption_scores import VERDICT_ITEMS
 
 

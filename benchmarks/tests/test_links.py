@@ -19,10 +19,10 @@ from benchmarks import links, two_hosts
 from benchmarks.links import list_link_plans
 from benchmarks.sweep_figures import name_plan_methods
 from benchmarks.two_hosts import check_namespace_rights, create_two_hosts
-from ditile.measure.bench.cells import ONE_RANK
-from ditile.measure.bench.options import Workload
-from ditile.measure.bench.subjects import create_bench_subject
 from ditile.plan.errors import PlanError, RankError
+from ditile_lab.bench.cells import ONE_RANK
+from ditile_lab.bench.options import Workload
+from ditile_lab.bench.subjects import create_bench_subject
 
 BYTES = 250_000
 ECHO = """

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import overhead
-from ditile.measure.bench.random_models import RandomModel
+from ditile_lab.bench.random_models import RandomModel
 
 
 def test_the_overhead_is_the_median_of_ratios_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import predictions
 from benchmarks.page import markdown
-from ditile.measure.bench.cells import parse_cells
 from ditile.planner.hardware import load_profile
+from ditile_lab.bench.cells import parse_cells
 
 
 def row(plan: str, world: int, loop: float, predicted: float, cache: str = "") -> dict[str, Any]:

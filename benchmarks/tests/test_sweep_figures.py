@@ -9,14 +9,14 @@ from matplotlib import pyplot as plt
 from PIL import Image
 
 from benchmarks import sweep_figures
-from ditile.measure import palette
-from ditile.measure.bench import figures, runs, sweeps
-from ditile.measure.bench.cells import ONE_RANK, BenchCell
-from ditile.measure.rows import Row
 from ditile.plan.plan import Plan
-from tests.measure.bench.test_bench import all_fit
-from tests.measure.bench.test_bench import run as ran
-from tests.measure.bench.test_figures import assert_apart, make_rows
+from ditile_lab import palette
+from ditile_lab.bench import figures, runs, sweeps
+from ditile_lab.bench.cells import ONE_RANK, BenchCell
+from ditile_lab.rows import Row
+from tests.lab.bench.test_bench import all_fit
+from tests.lab.bench.test_bench import run as ran
+from tests.lab.bench.test_figures import assert_apart, make_rows
 
 RATES = ("100mbit", "1gbit", "10gbit")
 SIDES = (256, 512, 1024, 2048)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ditile import Schedule
-from ditile.cache.fitted.fit import StepFit, compute_gram_matrix, list_forced_steps
 from ditile.plan.errors import LoadError, ModelError
+from ditile_lab.quality.fit import StepFit, compute_gram_matrix, list_forced_steps
 
 STEPS = 9
 

@@ -505,7 +505,7 @@ def test_help_shows_on_one_screen_what_most_people_need(command: str, capsys: py
     short, full = texts
     assert len(short.splitlines()) <= {"generate": 30, "serve": 40}[command] < 150 < len(full.splitlines())
     assert f"ditile {command} --help-all" in short
-    for name in main.COMMANDS[command].essential:
+    for name in main.list_commands()[command].essential:
         flag = "PROMPT" if name == "prompt" else "--" + name.replace("_", "-")
         assert flag in short and flag in full
     assert "--use-cfg-parallel" not in short and "--stage-weights" not in short

@@ -208,7 +208,7 @@ def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path, command: st
 import sys
 from ditile.cli import main
 from ditile.cli.outcome import Outcome
-from ditile.measure.verdict import Check, PlanVerdict
+from ditile.cli.verdict import Check, PlanVerdict
 report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
 report |= {{"warmup_mode": "serial", "peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
 report |= {{"reference_tokens": 0, "reference_steps": [], "recorded": None}}

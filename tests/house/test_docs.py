@@ -33,9 +33,9 @@ def page_id(path: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_python_files_that_a_page_names_exist(page: Path) -> None:
-    """Paths begin at the root, at the package, or beside the page."""
+    """Paths begin at the root, at the package, beside it, or beside the page."""
     names = re.findall(r"`([\w./*-]+\.py)`", page.read_text("utf-8"))
-    folders = (ROOT, PACKAGE, page.parent)
+    folders = (ROOT, PACKAGE, PACKAGE.parent, page.parent)
     assert not [name for name in names if not any(list(folder.glob(name)) for folder in folders)]
 
 

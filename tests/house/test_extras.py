@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ditile.plan.extras import EXTRAS
-from tests.house.rules import PACKAGE, Source
+from tests.house.rules import LAB, PACKAGE, Source
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,7 +30,7 @@ TOOLS = {"dev", "docs"}
 IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "ImageReward", "torch_fidelity", "torchvision", "xfuser"}
 """Packages that are used where they are installed, each after a look for it in the same module."""
 BEHIND_A_CHECK: Mapping[str, set[str]] = {
-    "ditile.measure.bench.figures": {"plots"},
+    "ditile_lab.bench.figures": {"plots"},
     "ditile.runner.weights.gguf_file": {"gguf"},
     "ditile.serve.page.guard": {"serve", "page"},
     "ditile.serve.page.layout": {"serve", "page"},
@@ -40,7 +40,9 @@ BEHIND_A_CHECK: Mapping[str, set[str]] = {
 """Modules and folders that are imported after the check of these extras alone; the first that fits counts."""
 PACKAGES = {package: extra for extra, packages in EXTRAS.items() for package in packages}
 SOURCES = [
-    Source(path.relative_to(ROOT).as_posix(), path.read_text("utf-8")) for path in (ROOT / PACKAGE).rglob("*.py")
+    Source(path.relative_to(ROOT).as_posix(), path.read_text("utf-8"))
+    for folder in (PACKAGE, LAB)
+    for path in (ROOT / folder).rglob("*.py")
 ]
 
 
@@ -151,7 +153,7 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
 
 def test_every_package_that_is_imported_is_a_dependency_or_in_the_table() -> None:
     base = set().union(*list_import_names(PROJECT["dependencies"]).values())
-    known = {*base, *PACKAGES, *IN_NO_EXTRA, *sys.stdlib_module_names, "ditile"}
+    known = {*base, *PACKAGES, *IN_NO_EXTRA, *sys.stdlib_module_names, "ditile", "ditile_lab"}
     found = [
         f"{source.path}:{each.line} {each.name}"
         for source in SOURCES

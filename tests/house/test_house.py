@@ -59,6 +59,7 @@ WRONG = {
     ],
     rules.directions: [
         "from ditile.parallel.sequence import ring",
+        "from ditile_lab.bench import rows",
         "import ditile.parallel.sequence.ring",
         "from ditile import compose",
         "import ditile",
@@ -150,7 +151,7 @@ FILES = tracked()
 
 @pytest.mark.parametrize("rule", OF_PACKAGE, ids=lambda rule: rule.__name__)
 def test_the_package_keeps(rule: Rule) -> None:
-    assert_kept(rule, [s for s in FILES if s.path.startswith(rules.PACKAGE) and s.path.endswith(".py")])
+    assert_kept(rule, [s for s in FILES if s.path.startswith((rules.PACKAGE, rules.LAB)) and s.path.endswith(".py")])
 
 
 @pytest.mark.parametrize("rule", OF_PYTHON, ids=lambda rule: rule.__name__)

@@ -9,10 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditile.measure.bench.cells import BenchCell
-from ditile.measure.bench.options import Workload
-from ditile.measure.bench.session import count_weight_bytes
-from ditile.measure.bench.subjects import RandomSubject
 from ditile.model.hooks.fused import can_fuse_gelu
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
@@ -21,6 +17,10 @@ from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.profile import FUSED
 from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
+from ditile_lab.bench.cells import BenchCell
+from ditile_lab.bench.options import Workload
+from ditile_lab.bench.session import count_weight_bytes
+from ditile_lab.bench.subjects import RandomSubject
 from tests.pool import Pool
 from tests.rotation import rotate
 

@@ -9,9 +9,6 @@ import torch
 
 import ditile
 from ditile.cache.config_text import parse_cache_line
-from ditile.measure.bench.cells import BenchCell
-from ditile.measure.bench.options import Workload
-from ditile.measure.bench.subjects import RandomSubject
 from ditile.model.recording.recorded_steps import PROBE
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind
@@ -20,6 +17,9 @@ from ditile.planner.ops import OpPricer
 from ditile.planner.profile import Profile
 from ditile.planner.search import make_pricer, predict_skipped_steps
 from ditile.runner.runner import parallelize
+from ditile_lab.bench.cells import BenchCell
+from ditile_lab.bench.options import Workload
+from ditile_lab.bench.subjects import RandomSubject
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
 

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ditile.distributed.recording.tape import Action
-from ditile.measure.bench.cells import BenchCell
-from ditile.measure.bench.options import Workload
-from ditile.measure.bench.session import count_weight_bytes
-from ditile.measure.bench.subjects import RandomSubject
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
+from ditile_lab.bench.cells import BenchCell
+from ditile_lab.bench.options import Workload
+from ditile_lab.bench.session import count_weight_bytes
+from ditile_lab.bench.subjects import RandomSubject
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
 from tests.rotation import rotate

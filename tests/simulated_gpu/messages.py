@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-from ditile.measure.bench.alone.messages import LoneGroup
 from ditile.model.hooks.generation import Generation
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep
+from ditile_lab.machine.messages import LoneGroup
 from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedGraph, SimulatedMessage
 from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ditile.measure.evaluate.caption_check import SHAPES, compute_signed_distance, make_pixel_grid
+from ditile_lab.quality.caption_check import SHAPES, compute_signed_distance, make_pixel_grid
 from training.motion_check import CLIP_ITEMS, MOVES, Video, judge_clip, parse_motion_caption, score_clips
 from training.motions import draw_clips, jitter_clips, make_clip_tensors, sample_motion_caption
 from training.scenes import is_held_out

@@ -6,7 +6,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from ditile.measure.evaluate.caption_check import Scene, judge_image, parse_caption
+from ditile_lab.quality.caption_check import Scene, judge_image, parse_caption
 from training.caption_scores import VERDICT_ITEMS, compute_item_shares, score_images
 from training.scenes import describe_scene, is_held_out, name_thing, render_scene, sample_scene
 

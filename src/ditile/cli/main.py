@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -23,9 +24,6 @@ from ditile.distributed import env
 from ditile.distributed.heartbeat import RankFailure, describe_error, is_out_of_memory
 from ditile.distributed.launch import launch
 from ditile.distributed.start_watcher import begin_watch, needs_watch, report_failure, start_watcher
-from ditile.measure.bench.cells import parse_cells
-from ditile.measure.bench.options import Comparison, Workload
-from ditile.measure.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
 from ditile.model.known import find_known_model
 from ditile.plan.errors import (
     DitileError,
@@ -37,7 +35,7 @@ from ditile.plan.errors import (
     find_nearest,
     suggest_nearest,
 )
-from ditile.plan.extras import require_extra
+from ditile.plan.extras import import_lab
 from ditile.plan.flag_parser import (
     FlagParser,
     add_arguments,
@@ -61,7 +59,7 @@ from ditile.runner.requests.console import (
     print_parts,
     print_tables_and_json,
 )
-from ditile.runner.requests.options import CalibrateOptions, FitOptions, GenerateOptions, ModelsOptions, VerifyOptions
+from ditile.runner.requests.options import GenerateOptions, ModelsOptions, VerifyOptions
 from ditile.runner.requests.outputs import RunOptions, check_output_files
 from ditile.runner.requests.preflight import check_known_model, check_options
 from ditile.runner.requests.seeds import choose_random_seed
@@ -69,7 +67,7 @@ from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from ditile.cli.outcome import Outcome
-    from ditile.measure.verdict import PlanVerdict
+    from ditile.cli.verdict import PlanVerdict
 
 Options = TypeVar("Options")
 MAX_LINE = 480
@@ -111,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
-    command = COMMANDS[arguments.command]
+    command = list_commands()[arguments.command]
     try:
         return command.run(arguments)
     except ModelError as error:
@@ -134,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     top = FlagParser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     parsers = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=FlagParser)
-    for name, command in COMMANDS.items():
+    for name, command in list_commands().items():
         parser = parsers.add_parser(
             name,
             help=command.help,
@@ -160,9 +158,9 @@ def _check_words(words: list[str]) -> None:
 
 def _parse_arguments(words: list[str]) -> argparse.Namespace:
     _check_words(words)
-    if not words[0].startswith("-") and words[0] not in COMMANDS:
-        hint = suggest_nearest(words[0], COMMANDS, "", cutoff=0.5)
-        raise PlanError(f"{words[0]!r} is no command; {hint} there are {', '.join(COMMANDS)}".replace("  ", " "))
+    if not words[0].startswith("-") and words[0] not in list_commands():
+        hint = suggest_nearest(words[0], list_commands(), "", cutoff=0.5)
+        raise PlanError(f"{words[0]!r} is no command; {hint} there are {', '.join(list_commands())}".replace("  ", " "))
     arguments, unknown = build_parser().parse_known_args(words)
     if not unknown and arguments.command is not None:
         return arguments
@@ -188,9 +186,9 @@ def _list_known_flags(command: str | None) -> list[str]:
     if command is None:
         return ["--help", "--help-all", "--version"]
     flags = ["--help", "--help-all"]
-    for cls in COMMANDS[command].options:
+    for cls in list_commands()[command].options:
         flags += list_flags(cls)
-    aliases = flag_aliases.list_aliases(list(COMMANDS[command].options))
+    aliases = flag_aliases.list_aliases(list(list_commands()[command].options))
     return flags + [format_flag(alias.name) for alias in aliases]
 
 
@@ -201,13 +199,14 @@ def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None
     return Plan(**values)
 
 
-def _build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
+def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
+    """Return the options of a class that were given, by flags and by aliases."""
     options: Any = cls(**_collect_values(cls, arguments))
     model = getattr(options, "model", None)
     # A file in place of a model is the transformer of a published one.
     if model is not None and hasattr(options, "transformer") and os.path.isfile(model):
         check_model_file(Path(model))
-        _silence_libraries()
+        silence_libraries()
         from ditile.runner.load import split_model_file
 
         base, files = split_model_file(model, options.components)
@@ -221,11 +220,11 @@ def _collect_values(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_generate_command(arguments: argparse.Namespace) -> int:
-    cache = _build_options(CacheOptions, arguments)
-    bounds = _build_options(Bounds, arguments)
+    cache = build_options(CacheOptions, arguments)
+    bounds = build_options(Bounds, arguments)
     plan = _build_plan(arguments, cache)
-    request = _build_options(GenerateOptions, arguments)
-    run = _build_options(RunOptions, arguments)
+    request = build_options(GenerateOptions, arguments)
+    run = build_options(RunOptions, arguments)
     if run.plan is not None:
         plan = resolve_plan_option(run.plan, request, run, plan)
     else:
@@ -241,7 +240,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         return _print_dry_run(request, run, plan, cache)
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
         # Before many processes are started, each of which would raise the same error.
-        _silence_libraries()
+        silence_libraries()
         from ditile.planner.dry_run import build_dry_run_job
 
         build_dry_run_job(_pick_one_line(request, plan), plan, cache.build_cache_arguments())
@@ -286,7 +285,7 @@ def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions,
     known = find_known_model(request.model)
     if known is None or known.hub_id is not None:
         # The answer depends on the class of the model, and to find it diffusers is imported.
-        _silence_libraries()
+        silence_libraries()
     from ditile.runner.requests.pipelines import check_model_packages, draws_videos
 
     makes_videos = draws_videos(request.model)
@@ -380,7 +379,7 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
             return results[0]
     begin_watch(run.stall_timeout)
     result = fn(*args)
-    _leave_torchrun()
+    leave_torchrun()
     return result
 
 
@@ -400,17 +399,17 @@ def _draw_prompt_lines(*args: Any) -> Outcome | None:
 
 
 def _verify_plan(*args: Any) -> PlanVerdict:
-    from ditile.measure.verify import verify_plan
+    from ditile.cli.verify import verify_plan
 
     return verify_plan(*args)
 
 
 def _print_dry_run(request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> int:
-    _silence_libraries()
+    silence_libraries()
     from ditile.planner.dry_run import describe_dry_run
 
     print(describe_dry_run(_pick_one_line(request, plan), plan, cache.build_cache_arguments(), run))
-    _leave_torchrun()
+    leave_torchrun()
     return 0
 
 
@@ -423,7 +422,7 @@ def _pick_one_line(request: GenerateOptions, plan: Plan) -> GenerateOptions:
 
 def _run_verify_command(arguments: argparse.Namespace) -> int:
     plan = _build_plan(arguments)
-    proof = _build_options(VerifyOptions, arguments)
+    proof = build_options(VerifyOptions, arguments)
     request = proof.to_generate_options()
     if proof.plan is not None:
         plan = resolve_plan_option(proof.plan, request, RunOptions(), plan)
@@ -446,8 +445,8 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
 def _run_serve_command(arguments: argparse.Namespace) -> int:
     from ditile.cli.serve import serve_model
 
-    options = _build_options(ServeOptions, arguments)
-    cache = _build_options(CacheOptions, arguments)
+    options = build_options(ServeOptions, arguments)
+    cache = build_options(CacheOptions, arguments)
     plan = _build_plan(arguments, cache)
     request = GenerateOptions(model=options.model, transformer=options.transformer, component=options.component)
     if options.plan is not None:
@@ -462,64 +461,16 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
 def _run_models_command(arguments: argparse.Namespace) -> int:
     from ditile.cli.models import show_models
 
-    show_models(_build_options(ModelsOptions, arguments), make_console(piped_width=LINE_WIDTH))
-    return 0
-
-
-def _run_bench_command(arguments: argparse.Namespace) -> int:
-    comparison = _build_options(Comparison, arguments)
-    work = _build_options(Workload, arguments)
-    if is_writing_process():
-        comparison.check_output_folder(work)
-    if not work.has_random_weights:
-        find_model_source(work.model, components=work.components)
-    plans = [Plan()]
-    if comparison.plans is not None:
-        plans += [cell.plan_object for cell in parse_cells(comparison.plans)]
-    for plan in plans:
-        check_known_model(work.to_generate_options(), plan)
-    from ditile.measure.bench.command import run_benchmark
-
-    measured = run_benchmark(comparison, work)
-    _leave_torchrun()
-    if measured is not None:
-        remarks = [f"- {remark}" for remark in measured.remarks]
-        print_parts(make_console(), [*measured.tables, *remarks])
-    return 0
-
-
-def _run_evaluate_command(arguments: argparse.Namespace) -> int:
-    require_extra("evaluate", "ditile evaluate", ["torchmetrics"])
-    options = _build_options(EvaluateOptions, arguments)
-    judge = _build_options(JudgeOptions, arguments)
-    session = _build_options(SessionOptions, arguments)
-    if is_writing_process():
-        session.check_output_folder(options, judge)
-    find_model_source(options.model, components=options.components)
-    for setting in options.candidate_settings:
-        check_known_model(options.build_generate_options(), Plan.parse(setting.plan))
-    _silence_libraries()
-    from ditile.runner.requests.pipelines import draws_videos
-
-    if draws_videos(options.model):
-        raise ModelError(f"model {options.model!r} makes videos, and images are compared here; try shapes-flux")
-    from ditile.measure.evaluate.command import build_evaluation_tables, list_table_remarks, run_evaluation
-
-    evaluation = run_evaluation(options, judge, session)
-    if evaluation is not None:
-        remarks = [f"- {remark}" for remark in list_table_remarks(evaluation)]
-        print_parts(
-            make_console(), [*build_evaluation_tables(evaluation, options), *remarks, f"written: {session.out}"]
-        )
+    show_models(build_options(ModelsOptions, arguments), make_console(piped_width=LINE_WIDTH))
     return 0
 
 
 def _run_plan_command(arguments: argparse.Namespace) -> int:
-    question = _build_options(PlanQuestion, arguments)
+    question = build_options(PlanQuestion, arguments)
     if question.json not in (None, "-"):
         check_output_files([("json", Path(question.json))], question)
     question.check_without_torch()
-    _silence_libraries()
+    silence_libraries()
     from ditile.planner.choose import answer_question
 
     plan_answer = answer_question(question)
@@ -527,54 +478,14 @@ def _run_plan_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_fit_command(arguments: argparse.Namespace) -> int:
-    options = _build_options(FitOptions, arguments)
-    if options.out is not None:
-        check_output_files([("out", Path(options.out))], options)
-    find_model_source(options.model, components=options.components)
-    check_known_model(options.to_generate_options(prompt=EXAMPLE), Plan())
-    _silence_libraries()
-    from ditile.measure.schedule_fit import build_schedule_table, fit_schedule
-
-    schedule, path = fit_schedule(options)
-    print_parts(make_console(), [build_schedule_table(schedule), f"written: {path}"])
-    return 0
-
-
-def _run_calibrate_command(arguments: argparse.Namespace) -> int:
-    options = _build_options(CalibrateOptions, arguments)
-    if is_writing_process():
-        _check_profile_path(options)
-    _silence_libraries()
-    from ditile.cli.calibrate import calibrate_machine
-
-    with Status("starting the ranks that measure this machine, for a minute or two"):
-        path = calibrate_machine(options)
-    _leave_torchrun()
-    if path is not None:
-        print(path)
-    return 0
-
-
-def _check_profile_path(options: CalibrateOptions) -> None:
-    """Raises `ModelError` unless the profile can be written."""
-    if options.out is not None:
-        path = Path(options.out)
-    else:
-        path = env.find_profile_path()
-        # The user's cache folder may not exist yet.
-        path.parent.mkdir(parents=True, exist_ok=True)
-    check_output_files([("out", path)], options)
-
-
-def _silence_libraries() -> None:
+def silence_libraries() -> None:
     """Silences libraries; it must come before diffusers is imported, which would warn."""
-    from ditile.runner.requests.prepare import silence_libraries
+    from ditile.runner.requests import prepare
 
-    silence_libraries()
+    prepare.silence_libraries()
 
 
-def _leave_torchrun() -> None:
+def leave_torchrun() -> None:
     """Destroys the process group under torchrun; every rank calls this at the end of a command."""
     if env.read_torchrun_place() is not None:
         from ditile.distributed.torchrun import leave_process_group
@@ -642,35 +553,11 @@ COMMANDS = {
         "Check a plan on this machine: exactness, message sizes, memory.",
         {Plan: "plan", VerifyOptions: "proof"},
     ),
-    "bench": Command(
-        _run_bench_command,
-        "measure plans side by side",
-        "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
-        {Comparison: "comparison", Workload: "workload"},
-    ),
-    "evaluate": Command(
-        _run_evaluate_command,
-        "measure what plans and caches do to images, and to time",
-        "Generate images of the same captions with plans and caches and with the original pipeline, and compare them.",
-        {EvaluateOptions: "images", JudgeOptions: "judging", SessionOptions: "run"},
-    ),
     "plan": Command(
         _run_plan_command,
         "which plan for a model and a machine",
         "Rank plans by predicted latency.",
         {PlanQuestion: "question"},
-    ),
-    "fit": Command(
-        _run_fit_command,
-        "find the steps that a model can leave out",
-        "Generate captions in full, and find for each number of steps which ones to compute, and what that loses.",
-        {FitOptions: "captions"},
-    ),
-    "calibrate": Command(
-        _run_calibrate_command,
-        "measure this machine",
-        "Measure this machine, so that plans can be ranked for it.",
-        {CalibrateOptions: "measurement"},
     ),
     "models": Command(
         _run_models_command,
@@ -679,3 +566,10 @@ COMMANDS = {
         {ModelsOptions: "table"},
     ),
 }
+
+
+@functools.cache
+def list_commands() -> dict[str, Command]:
+    """Return the commands by their names: those of the library, and those of the lab."""
+    # The lab's commands import this module.
+    return {**COMMANDS, **import_lab("commands").COMMANDS}

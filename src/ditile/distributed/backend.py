@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import json
 import logging
+import os
 import socket
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -195,3 +199,31 @@ def make_device_current(device: torch.device) -> None:
     """Makes a GPU torch's current one, for what names no device: batches of messages, pinned memory, streams."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has finished; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release_memory() -> None:
+    """Free what nothing refers to any more, on the GPU too."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def list_host_syncs() -> Iterator[list[str]]:
+    """Yield a list, and add the places where `torch.cuda` warned that the host waited for the GPU."""
+    places: list[str] = []
+    try:
+        with warnings.catch_warnings(record=True) as messages:
+            warnings.simplefilter("always")
+            yield places
+        for message in messages:
+            if "synchroniz" in str(message.message):
+                places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

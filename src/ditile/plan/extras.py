@@ -8,10 +8,12 @@ Packages are looked for and not imported, which would take seconds for some of t
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ditile.plan.errors import ModelError
 
@@ -69,6 +71,12 @@ def advise_torchvision() -> str:
     command = f"pip install torchvision==0.{int(minor) + 15}.{patch}"
     # Builds for one version of CUDA are in an index of their own.
     return f"{command} --index-url https://download.pytorch.org/whl/{build}" if build else command
+
+
+def import_lab(module: str) -> Any:
+    """Return a module of `ditile_lab`, which is imported when it is first needed."""
+    # The lab stands above the library, and imports it: nothing else of the library may reach for it.
+    return importlib.import_module(f"ditile_lab.{module}")
 
 
 def require_quantizer(quant_type: str, purpose: str = "") -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ditile.distributed.mesh import Communicators
-from ditile.measure.bench.alone.messages import LoneMessages, replace_torch_distributed
 from ditile.plan.plan import Plan
 from ditile.planner.question import PlanQuestion
 from ditile.runner.load import load
 from ditile.runner.model_files import find_model_source
 from ditile.runner.runner import parallelize
+from ditile_lab.machine.messages import LoneMessages, replace_torch_distributed
 from tests.simulated_gpu.call import simulate_rank
 from tests.step_counts import COUNTED_STEP, StepCount, StepCounter
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -297,3 +299,15 @@ def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None
     if warm_steps is not None and is_whole_number(steps) and not has_fixed_steps:
         call = {**call, "num_inference_steps": min(steps, warm_steps)}
     runner(**call, output_on="first")
+
+
+@contextmanager
+def silence_advice() -> Iterator[None]:
+    """Log errors alone within it: advice on a plan does not fit the few steps of a check or of a short call."""
+    log = logging.getLogger("ditile")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

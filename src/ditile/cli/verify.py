@@ -1,0 +1,448 @@
+"""`ditile verify`: checks a plan on this machine, by properties that every plan on every model must have.
+
+    exact       with warmup = steps the latents of every rank equal those of one rank: bit for bit, or up to rounding
+    repeatable  two calls under the plan have one result, which is equal on all ranks
+    ages        every key that is read is as old as the schedule says
+    no waiting  the host waits for the device in no micro-step (CUDA)
+    bytes       each rank sends as many bytes as the formula of `ditile.plan.cost` says
+    memory      the memory of a call is free again when it is over
+
+Only rank 0 needs the whole model, for the first check. The tests run the same functions on tiny models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ditile.cli.verdict import Check, PlanVerdict
+from ditile.distributed import backend, env
+from ditile.distributed.backend import PEER_TIMEOUT, list_host_syncs, pick_device, release_memory
+from ditile.distributed.mesh import find_local_rank, find_process_rank
+from ditile.distributed.private_network import make_groups
+from ditile.distributed.torchrun import join_torchrun
+from ditile.distributed.transport import gather_json, is_on_gpu
+from ditile.model.hooks.kv_store import AgeChecks
+from ditile.model.pipeline_calls import is_modular
+from ditile.model.registry import find_loop_model
+from ditile.plan import cost
+from ditile.plan.errors import ModelError, StateError
+from ditile.plan.numbers import format_bytes
+from ditile.plan.option_classes import CallArguments
+from ditile.plan.plan import AUTO, Plan
+from ditile.plan.schedule import PatchSchedule
+from ditile.plan.version import __version__
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
+from ditile.runner.prove import TOLERANCE, prove_pipeline
+from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
+from ditile.runner.requests.options import VerifyOptions
+from ditile.runner.requests.pipelines import convert_value_errors, find_argument
+from ditile.runner.requests.preflight import read_condition_files
+from ditile.runner.requests.prepare import silence_advice, silence_libraries, switch_to_conditions
+from ditile.runner.runner import Runner, build_single_runner, parallelize
+
+ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""The share of the largest value by which an exact plan may differ: it adds in another order, in every step."""
+
+PipelineFactory = Callable[[Plan | None], Any]
+"""See `run_plan_checks`."""
+ArgumentsFactory = Callable[[Any], dict[str, Any]]
+
+
+def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
+    """Checks a plan on a model by name, on this rank; every rank must call it.
+
+    Raises:
+        DitileError: if the model or the plan does not fit.
+    """
+    # Libraries print while they load; the standard output has the verdict alone.
+    with contextlib.redirect_stdout(sys.stderr), silence_advice():
+        silence_libraries()
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        join_torchrun(options.stall_timeout)
+        generate_options = options.to_generate_options()
+        conditions = read_condition_files(generate_options)
+
+        def create_pipeline(plan: Plan | None) -> Any:
+            pipe: Any = load(options.model, dtype=options.dtype, plan=plan, components=options.components)
+            if conditions:
+                pipe = switch_to_conditions(pipe, [*conditions], dtype=options.dtype)
+            pipe.set_progress_bar_config(disable=True)
+            return pipe
+
+        def make_arguments(pipe: Any) -> CallArguments:
+            call = build_call_arguments(pipe, generate_options, defaults(options.model))
+            if conditions and find_argument(type(pipe), ("strength",)):
+                # With a lower strength the pipeline skips some of the few steps.
+                call["strength"] = 1.0
+            if is_modular(pipe):
+                call["output"] = ["latents"]
+            else:
+                call["output_type"] = "latent"
+            call |= build_object_arguments(
+                pipe, generate_options, range(plan.data), conditions=conditions, alone=plan.data == 1
+            )
+            if plan.data > 1:
+                for name in ("prompt", "negative_prompt"):
+                    if name in call:
+                        call[name] = [call[name]] * plan.data
+            return call
+
+        checks, machine = run_plan_checks(create_pipeline, make_arguments, plan, options.steps, options.device)
+    return PlanVerdict(f"{options.model}, {options.steps} steps; {plan}; {machine}", checks)
+
+
+def run_plan_checks(
+    make: PipelineFactory, call: ArgumentsFactory, plan: Plan, steps: int, device: str | None
+) -> tuple[list[Check], str]:
+    """All checks of a plan, and a description of the machine; every rank must call it, and gets the same.
+
+    Args:
+        make: (plan) -> the pipeline, the same on every rank, with what this rank needs for the plan; the whole for
+            None.
+        call: (pipeline) -> the arguments of a call that returns tensors, with new generators each time; the first of
+            its results (`images`, `frames`) is compared.
+        steps: of the calls, at least 3.
+        device: this rank's; by default its GPU, otherwise the CPU.
+    """
+    proof = None
+    reference = None
+    with _wait_for_slowest_rank():
+        # Only rank 0 has room for a whole model.
+        if find_process_rank(plan) == 0:
+            whole = make(None)
+            proof = _prove_patches(whole, plan)
+            reference = _compute_reference_latents(whole, call, pick_device(device, find_local_rank()))
+            # Its memory is needed for the share of this rank.
+            del whole
+    # Packed messages round, and no warmup makes up for that.
+    exact = replace(plan, wire_dtype=None)
+    if plan.attends_to_stale_keys:
+        # With a synchronous step for every step no key is stale.
+        exact = replace(exact, warmup=steps)
+    runner = parallelize(make(exact), exact, device)
+    latents = _generate_first_result(runner, call(runner.pipe))
+    checks = [
+        _check_exactness(runner, latents, reference),
+        Check("this model may be computed in patches", *gather_json(proof, runner.mesh.everyone)[0]),
+    ]
+    # Memory is counted from here on.
+    del runner, latents
+    release_memory()
+    # The plan itself, with its stale keys: every read of a key compares its age with the schedule.
+    ages = AgeChecks()
+    runner = parallelize(make(plan), plan, device, checks=ages)
+    first = _digest_call_result(runner, call, reference)
+    # Tapes grow from call to call, up to a limit of their own.
+    runner.forget_recorded_steps()
+    bytes_after_first = _measure_tensor_bytes(runner)
+    assert runner.report is not None
+    sent = runner.report.sent
+    # The first call rehearses, which waits and calls the model more often than the schedule says.
+    sync_counter = _HostSyncCounter(runner, steps)
+    # The same arguments, with a new generator of the same seed.
+    with sync_counter.count_host_syncs():
+        second = _digest_call_result(runner, call, reference)
+    runner.forget_recorded_steps()
+    checks += [
+        _check_repeatability(runner, first, second),
+        _check_key_ages(runner, ages, steps),
+        sync_counter.check_host_syncs(),
+        _check_traffic_bytes(runner, sent),
+        _check_memory_growth(runner, bytes_after_first, _measure_tensor_bytes(runner)),
+    ]
+    return checks, _describe_environment(runner)
+
+
+# The checks
+
+
+def _check_exactness(runner: Runner, latents: Tensor, reference: Tensor | None) -> Check:
+    """Rank 0 compares its latents with the reference; the other ranks must have the same latents as rank 0."""
+    answer = (_compute_difference(latents, reference), _hash_latents(latents), _find_allowed_rounding(runner, latents))
+    answers = gather_json(answer, runner.mesh.everyone)
+    difference = answers[0][0]
+    are_equal = len({digest for _, digest, _ in answers}) == 1
+    allowed = max(rounding for _, _, rounding in answers)
+    finding = "equal bit for bit"
+    if difference != 0:
+        finding = f"largest difference: {difference:.1e} of the largest value (up to {allowed:.0e} is rounding)"
+    if not are_equal:
+        finding += "; ranks differ from each other"
+    return Check("with no stale keys: the image of one device", difference <= allowed and are_equal, finding)
+
+
+def _prove_patches(pipe: Any, plan: Plan) -> tuple[bool | None, str]:
+    """Whether a call that is computed patch by patch is the whole call, as the values of a `Check`."""
+    if plan.divides_the_batch_alone:
+        return None, "not needed: each device computes whole images"
+    try:
+        difference = prove_pipeline(pipe, build_single_runner)
+    except ModelError as error:
+        return None, f"not tried: {error}"
+    except StateError as error:
+        return False, str(error)
+    says = f"largest difference: {difference:.1e} of the largest value, with random weights"
+    return difference <= TOLERANCE, says
+
+
+def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:
+    """The rounding of the coarsest type among the latents and the model's weights, which may be of different types."""
+    dtypes = {parameter.dtype for parameter in find_loop_model(runner.pipe).parameters()} | {latents.dtype}
+    return max(rounding for dtype, rounding in ROUNDING_BY_DTYPE.items() if dtype in dtypes)
+
+
+def _digest_call_result(runner: Runner, call: ArgumentsFactory, reference: Tensor | None) -> tuple[str, float]:
+    """The digest of a call's result, and its difference from the reference. It keeps no tensor alive."""
+    latents = _generate_first_result(runner, call(runner.pipe))
+    return _hash_latents(latents), _compute_difference(latents, reference)
+
+
+def _check_repeatability(runner: Runner, first: tuple[str, float], second: tuple[str, float]) -> Check:
+    answers = gather_json([first[0], second[0], first[1]], runner.mesh.everyone)
+    first_digests = {answer[0] for answer in answers}
+    second_digests = {answer[1] for answer in answers}
+    problems = []
+    if len(first_digests) > 1 or len(second_digests) > 1:
+        problems.append("ranks have different results")
+    if first_digests != second_digests:
+        problems.append("the second call differs from the first")
+    says = "; ".join(problems)
+    if not problems:
+        says = f"equal on {len(answers)} rank(s), twice{_explain_difference(runner.plan, answers[0][2])}"
+    return Check("the same call twice: one image, on all ranks", not problems, says)
+
+
+def _explain_difference(plan: Plan, difference: float) -> str:
+    """How far the plan's image is from one device's, and what allows it to be another."""
+    causes = []
+    if plan.attends_to_stale_keys:
+        causes.append("stale keys")
+    if plan.wire_dtype is not None:
+        causes.append(f"{plan.wire_dtype} messages")
+    if difference == 0 or not causes:
+        return ""
+    return (
+        f". The image of one device is a little different, as this plan's approximation allows ({', '.join(causes)}): "
+        f"by {difference:.1e} of the largest value at most"
+    )
+
+
+def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
+    """Checks that the ages of some keys were compared; a wrong age raises `StateError` during the call."""
+    name = "stale keys are as old as scheduled"
+    counts = gather_json(ages.passed, runner.mesh.everyone)
+    schedule = PatchSchedule.from_plan(runner.plan, steps)
+    if not any(map(schedule.reads_stale_keys, range(steps))):
+        return Check(name, None, "not needed: this plan has no stale keys")
+    return Check(name, min(counts) > 0, f"{sum(counts):,} reads checked, on {len(counts)} rank(s)")
+
+
+def _check_traffic_bytes(runner: Runner, sent: dict[str, int]) -> Check:
+    """Compares the bytes that each rank sent in the first call, by kind, with the formula."""
+    name = "ranks send as many bytes as calculated"
+    job = runner.job()
+    # The number of steps that send everything is known only afterwards.
+    if runner.plan.warmup == AUTO:
+        return Check(name, None, f"not calculated: warmup={AUTO} decides during the call how many steps send what")
+    if job is None:
+        return Check(name, None, "not calculated: ditile has no formula for this model")
+    problems = []
+    total = 0
+    other_bytes: dict[str, int] = {}
+    answers = gather_json([sent, cost.count_traffic_bytes(job, runner.mesh.rank)], runner.mesh.everyone)
+    for rank, (sent_by_rank, formula) in enumerate(answers):
+        for kind in cost.KINDS:
+            size = sent_by_rank.get(kind, 0)
+            total += size
+            if size != formula.get(kind, 0):
+                problems.append(f"rank {rank} sent {size} of {kind}, by formula {formula.get(kind, 0)}")
+        for kind in sent_by_rank.keys() - set(cost.KINDS):
+            other_bytes[kind] = other_bytes.get(kind, 0) + sent_by_rank[kind]
+    says = f"{format_bytes(total)} over {len(answers)} rank(s)"
+    if other_bytes:
+        others = [f"{kind} {format_bytes(size)}" for kind, size in sorted(other_bytes.items())]
+        says += f"; besides that: {', '.join(others)}"
+    return Check(name, not problems, "; ".join(problems) or says)
+
+
+def _check_memory_growth(runner: Runner, before: int, after: int) -> Check:
+    answers = gather_json([before, after], runner.mesh.everyone)
+    problems = []
+    for rank, (bytes_before, bytes_after) in enumerate(answers):
+        if bytes_after > bytes_before:
+            problems.append(f"rank {rank} holds {format_bytes(bytes_after - bytes_before)} more")
+    says = f"{format_bytes(max(bytes_before for bytes_before, _ in answers))} after each call"
+    return Check("a second call needs no more memory", not problems, "; ".join(problems) or says)
+
+
+class _HostSyncCounter:
+    """Counts how often the host waits for the device in the micro-steps after the first stale step.
+
+    In earlier micro-steps constants are made and schedulers look up their step, which may wait.
+    """
+
+    def __init__(self, runner: Runner, steps: int) -> None:
+        self._runner = runner
+        schedule = PatchSchedule.from_plan(runner.plan, steps)
+        self._micro_steps = [len(schedule.list_micro_steps(step)) for step in range(steps)]
+        self._first_step = min(steps - 1, schedule.warmup + 1)
+        self._places: list[str] = []
+        self._calls = 0
+        device = torch.device(runner.devices[runner.mesh.rank])
+        self._reason_not_counted = ""
+        if device.type != "cuda":
+            self._reason_not_counted = "not needed: there is no GPU"
+        elif runner.mesh.everyone is not None and not is_on_gpu(device, runner.mesh.everyone):
+            self._reason_not_counted = "not counted: gloo carries messages through the CPU, which waits for each"
+
+    @contextlib.contextmanager
+    def count_host_syncs(self) -> Iterator[None]:
+        """Counts within."""
+        if self._reason_not_counted:
+            yield
+            return
+        job = self._runner.job()
+        calls = []
+        for step, micro_steps in enumerate(self._micro_steps):
+            calls_per_patch = 1
+            if job is not None:
+                calls_per_patch = job.count_calls_in_step(step)
+            calls.append(calls_per_patch * micro_steps)
+        first = sum(calls[: self._first_step])
+        last = sum(calls)
+
+        def update_sync_mode(*_: Any) -> None:
+            # Not after the last call, when the pipeline reads its result.
+            mode = "warn" if first <= self._calls < last - 1 else "default"
+            self._calls += 1
+            torch.cuda.set_sync_debug_mode(mode)
+
+        handle = find_loop_model(self._runner.pipe).register_forward_pre_hook(update_sync_mode)
+        try:
+            with list_host_syncs() as self._places:
+                yield
+        finally:
+            handle.remove()
+
+    def check_host_syncs(self) -> Check:
+        """The count of all ranks."""
+        name = "the CPU does not wait for the GPU within steps"
+        answers = gather_json(self._places, self._runner.mesh.everyone)
+        if self._reason_not_counted:
+            return Check(name, None, self._reason_not_counted)
+        count = max(map(len, answers))
+        says = f"{count} waits in {sum(self._micro_steps[self._first_step :])} computations of a patch"
+        places = sorted(set[str]().union(*answers))
+        if places:
+            says += f": {', '.join(places)}"
+        return Check(name, count == 0, says)
+
+
+# What they measure with
+
+
+def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:
+    """The latents of the pipeline without any plan; each call of its model reports progress to `launch`."""
+    # Without it `launch` would take rank 0 for hanging while others wait.
+    find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
+    pipe.to(device)
+    with convert_value_errors(pipe):
+        latents = _generate_first_result(pipe, call(pipe)).cpu()
+    del pipe
+    release_memory()
+    return latents
+
+
+def _generate_first_result(pipe: Any, call: CallArguments) -> Tensor:
+    """The first of the results of a pipeline or a runner."""
+    results = pipe(**call)
+    if isinstance(results, dict):
+        results = list(results.values())
+    first: Tensor = results[0]
+    return first
+
+
+@contextlib.contextmanager
+def _wait_for_slowest_rank() -> Iterator[None]:
+    """At its end all ranks wait for the slowest, however long it takes: rank 0 fetches and runs a whole model."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    # Outside of the run's private network its ports refuse connections, which gloo reports as errors and tries again.
+    with make_groups():
+        everyone = backend.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
+    try:
+        yield
+    finally:
+        # Also after an error, so that the other ranks do not wait for a rank that failed.
+        dist.barrier(everyone)
+        dist.destroy_process_group(everyone)
+
+
+def _compute_difference(latents: Tensor, reference: Tensor | None) -> float:
+    """The largest difference as a share of the largest value; infinite if either is not finite, 0 without reference."""
+    if reference is None:
+        return 0.0
+    latents = latents.cpu().double()
+    reference = reference.double()
+    if latents.shape != reference.shape:
+        return math.inf
+    if not latents.isfinite().all() or not reference.isfinite().all():
+        return math.inf
+    return float((latents - reference).abs().max() / reference.abs().max())
+
+
+def _hash_latents(latents: Tensor) -> str:
+    data = latents.detach().cpu().contiguous().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def _measure_tensor_bytes(runner: Runner) -> int:
+    """Bytes of all tensors: allocated on a GPU, alive on a CPU."""
+    release_memory()
+    device = torch.device(runner.devices[runner.mesh.rank])
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    # A thread of gloo frees a sent tensor a moment after the wait for it has ended.
+    return min(_count_live_cpu_bytes(seconds) for seconds in (0.0, 0.05, 0.05))
+
+
+def _count_live_cpu_bytes(wait_seconds: float) -> int:
+    """Bytes of tensors on the CPU, after some seconds."""
+    time.sleep(wait_seconds)
+    sizes = {}
+    for instance in gc.get_objects():
+        # Not isinstance: it would ask proxies for their class, which may compute. One of `vmap` has no storage.
+        if issubclass(type(instance), Tensor) and not torch._C._functorch.is_batchedtensor(instance):
+            storage = instance.untyped_storage()
+            if storage.device.type == "cpu":
+                sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _describe_environment(runner: Runner) -> str:
+    """Versions and devices, which a bug report needs."""
+    device_types = sorted({torch.device(device).type for device in runner.devices})
+    machine = platform.machine()
+    if "cuda" in device_types:
+        machine = torch.cuda.get_device_name()
+    return (
+        f"ditile {__version__}, torch {torch.__version__}, diffusers {diffusers.__version__}, "
+        f"Python {platform.python_version()}, {len(runner.devices)} rank(s) on {', '.join(device_types)} {machine}"
+    )

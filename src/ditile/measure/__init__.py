@@ -1,1 +1,0 @@
-"""The command line: `ditile generate`, `verify`, `plan`, `calibrate`, `bench`, `evaluate` and `models`."""

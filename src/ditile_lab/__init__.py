@@ -1,0 +1,1 @@
+"""Studies a family, a machine or a quality, and writes the tables that `ditile` reads."""

@@ -1,0 +1,350 @@
+"""`ditile calibrate`: measures this machine, first on one rank and then on all, and writes its profile.
+
+Under torchrun it uses the ranks that torchrun started. If they are on several hosts, the first rank of each host also
+helps to measure the link between the hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ditile.distributed import cpus, env, files
+from ditile.distributed.backend import pick_device
+from ditile.distributed.launch import launch
+from ditile.distributed.mesh import Communicators
+from ditile.distributed.torchrun import join_torchrun, list_ranks_by_host
+from ditile.distributed.transport import gather_json
+from ditile.plan.errors import PlanError
+from ditile.plan.option_classes import CallArguments
+from ditile.plan.plan import Plan
+from ditile.plan.schedule import PatchSchedule
+from ditile.planner.profile import Link, Profile, RankDevice
+from ditile.planner.question import PlanQuestion, load_machine_profile
+from ditile.planner.search import make_pricer
+from ditile.planner.subject import PlanSubject
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults, find_model_source
+from ditile.runner.requests.console import show_progress_bar
+from ditile.runner.requests.options import ALONE_HERE, CalibrateOptions
+from ditile.runner.requests.prepare import silence_libraries
+from ditile.runner.runner import Runner, parallelize
+from ditile_lab.bench.options import Comparison, Workload
+from ditile_lab.machine import timings as curves
+from ditile_lab.machine.comparison import measure_plans_alone
+from ditile_lab.machine.host_fit import fit_profile, read_alone_lines
+from ditile_lab.machine.session import ROWS
+from ditile_lab.machine.timings import Bench
+
+ALONE_MODEL = "random-flux blocks=19 heads=24 head_dim=128"
+"""Blocks of FLUX.1's sizes, a third of them: what the host needs for one does not depend on how many there are."""
+ALONE_SIDE = 1024
+"""Pixels: at this size an H200's host is the limit of these plans."""
+ALONE_PLANS = "ulysses=4; ring=4; tensor=4; distrifusion=4; pipefusion=4 patches=4; ulysses=8"
+"""They send from none to three messages in each block."""
+NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
+
+CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
+"""The model and the image size of each call that the profile is fitted to."""
+PATCHES = (1, 4)
+STEPS = 3
+ROUNDS = 2
+KERNEL = 1e-6
+"""Seconds that are added to the cost of a kernel, to see how the predicted latency grows with it."""
+
+
+def calibrate_machine(options: CalibrateOptions) -> Path | None:
+    """Measures this machine and writes the profile.
+
+    Returns:
+        The path of the profile; None on ranks of torchrun that did not write it.
+
+    Raises:
+        PlanError: if torchrun started a number of ranks other than `options.ranks`, or not the same number on each
+            host.
+    """
+    place = env.read_torchrun_place()
+    profile: Profile | None
+    if options.alone is not None:
+        profile = _fit_ranks_alone(options.alone, options)
+    elif place is not None and place.world > 1:
+        profile = _calibrate_torchrun_group(options)
+    else:
+        profile = _calibrate_this_machine(options)
+    if profile is None:
+        return None
+    path = Path(options.out) if options.out is not None else env.find_profile_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomically(path, profile.to_json() + "\n")
+    return path
+
+
+def _fit_ranks_alone(source: str, options: CalibrateOptions) -> Profile:
+    """A GPU's profile with what its host needs, fitted to ranks that were measured alone.
+
+    Raises:
+        PlanError, ModelError: if there is no GPU to measure, no profile of it, or lines are not to be used.
+    """
+    base = load_machine_profile(PlanQuestion(hardware=options.hardware))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(source)
+        if source == ALONE_HERE:
+            path = Path(folder, ROWS)
+            _measure_ranks_alone(base, folder, options)
+        lines = read_alone_lines(path)
+    fitted = fit_profile(base, lines)
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    note = f"host fitted by ditile calibrate --alone to {len(lines)} lines, {today}"
+    return dataclasses.replace(fitted, name=options.name or base.name, source=f"{base.source}; {note}")
+
+
+def _measure_ranks_alone(base: Profile, folder: str, options: CalibrateOptions) -> None:
+    if pick_device(None, 0).type != "cuda":
+        raise PlanError(
+            "alone: only of a GPU is the host apart, and there is none here; give --alone FILE with lines of "
+            "`ditile bench --alone`, such as ditile-bench/alone.jsonl"
+        )
+    work = Workload(model=ALONE_MODEL, height=ALONE_SIDE, width=ALONE_SIDE, dtype=options.dtype)
+    compared = Comparison(plans=ALONE_PLANS, alone=True, out=folder)
+    measure_plans_alone(compared, work, base)
+
+
+def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
+    """The profile, measured by ranks that this process starts."""
+    ranks = options.ranks or torch.cuda.device_count()
+    if not ranks:
+        # As many as there are cores for.
+        num_cores = os.cpu_count() or 1
+        ranks = max(1, num_cores // options.threads)
+    profile = _launch_single_rank(options, ranks)
+    if ranks == 1:
+        return profile
+    links = _launch_with_progress(measure_links, ranks, options, curves.LINK_PARTS)
+    return dataclasses.replace(profile, **links)
+
+
+def _launch_with_progress(measure: Callable[[str], Any], ranks: int, options: CalibrateOptions, parts: int) -> Any:
+    """Runs `measure` on new ranks and shows its progress; returns the result of the first rank."""
+    with show_progress_bar(f"measuring {ranks} rank(s)", parts) as advance:
+
+        def advance_on_first_rank(rank: int, reports: int) -> None:
+            if rank == 0:
+                advance(reports)
+
+        dtype = _choose_dtype(options)
+        return launch(measure, ranks, (dtype,), threads=options.threads, progress=advance_on_first_rank)[0]
+
+
+def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
+    """The profile, measured by the ranks that torchrun started; None on every rank except the first."""
+    join_torchrun()
+    hosts = list_ranks_by_host()
+    counts = [len(ranks) for ranks in hosts]
+    num_ranks = counts[0]
+    if set(counts) != {num_ranks}:
+        raise PlanError(f"the hosts have {', '.join(map(str, counts))} ranks; start as many on each")
+    if options.ranks not in (None, num_ranks):
+        raise PlanError(f"ranks={options.ranks}, and torchrun started {num_ranks} on each host; leave it out")
+    profile = None
+    if dist.get_rank() == 0:
+        profile = _launch_single_rank(options, num_ranks)
+    # The other ranks wait here, so that the first rank measures an idle machine.
+    dist.barrier()
+    if not torch.cuda.device_count():
+        torch.set_num_threads(options.threads)
+    with show_progress_bar("measuring links", curves.LINK_PARTS, shown=profile is not None):
+        links: dict[str, Any] = measure_links(_choose_dtype(options), hosts)
+    return None if profile is None else dataclasses.replace(profile, **links)
+
+
+def _launch_single_rank(options: CalibrateOptions, ranks: int) -> Profile:
+    """The profile that a single rank measures in its own process; `ranks` is how many the machine has."""
+    micro_steps = 0
+    for patches in PATCHES:
+        schedule = PatchSchedule.from_plan(Plan(patches=patches), STEPS)
+        micro_steps += sum(len(schedule.list_micro_steps(step)) for step in range(STEPS))
+    parts = curves.PARTS + len(CALLS) * ROUNDS * micro_steps
+    alone: Profile = _launch_with_progress(measure_single_rank, 1, options, parts)
+    return dataclasses.replace(alone, devices=ranks, name=options.name or alone.name)
+
+
+def _choose_dtype(options: CalibrateOptions) -> str:
+    if options.dtype is not None:
+        return options.dtype
+    return "bfloat16" if torch.cuda.device_count() else "float32"
+
+
+def measure_single_rank(dtype: str) -> Profile:
+    """Measures the profile of a single rank: the curves, and the costs of real calls that the curves do not show."""
+    silence_libraries()
+    idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    device = pick_device(None, 0)
+    bench = Bench(device, getattr(torch, dtype), env.report_progress)
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        # What the process itself needs is not on the device.
+        idle = 0
+    name, device_memory = _describe_device(device)
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    profile = Profile(
+        name=name,
+        source=f"measured by ditile calibrate on {name}, torch {torch.__version__}, {today}",
+        memory_bytes=device_memory,
+        element_size=getattr(torch, dtype).itemsize,
+        matmul=curves.measure_matmul(bench),
+        attention=curves.measure_attention(bench),
+        head=curves.measure_head_sizes(bench),
+        pointwise=curves.measure_pointwise(bench),
+        kernel_s=0.0,
+        runs_ahead=is_gpu,
+        micro_s=0.0,
+        link=NO_LINK,
+        idle_bytes=idle,
+        host_memory_bytes=cpus.count_memory_bytes(),
+    )
+    return fit_bundled_calls(profile, dtype)
+
+
+def _describe_device(device: torch.device) -> tuple[str, int]:
+    """The name of a rank's hardware, and the bytes of its memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    return f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores", cpus.count_memory_bytes()
+
+
+def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
+    """Measures the links within a host and between hosts, and the device of each rank; every rank must call this.
+
+    If each host has one rank, both links are the link between hosts.
+
+    Args:
+        dtype: the dtype of the messages.
+        hosts: the ranks of each host; by default all ranks are on one host.
+    """
+    silence_libraries()
+    hosts = hosts or [range(dist.get_world_size())]
+    place = env.read_torchrun_place()
+    local_rank = dist.get_rank() if place is None else place.local_rank
+    device = pick_device(None, local_rank)
+    interlink = None
+    if len(hosts) > 1:
+        interlink = measure_link_of_ranks(dtype, device, [ranks[0] for ranks in hosts])
+    link = interlink or NO_LINK
+    if len(hosts[0]) > 1:
+        link = measure_link_of_ranks(dtype, device, hosts[0])
+    return {"link": link, "interlink": interlink, "ranks": measure_rank_devices(dtype, device)}
+
+
+def measure_rank_devices(dtype: str, device: torch.device) -> tuple[RankDevice, ...]:
+    """Compares the devices of all ranks, which compute at once; every rank must call this."""
+    rate = curves.measure_rank_rate(Bench(device, getattr(torch, dtype), env.report_progress))
+    measured = gather_json([*_describe_device(device), rate], dist.group.WORLD)
+    _, _, first_rate = measured[0]
+    return tuple(RankDevice(name=name, memory_bytes=size, speed=each / first_rate) for name, size, each in measured)
+
+
+def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
+    """Measures the link between some ranks. All ranks must call this; ranks that are not in `ranks` wait."""
+    group = None
+    if len(ranks) < dist.get_world_size():
+        group = Communicators().get_or_make_group("calibrate", ranks, None)
+    link = NO_LINK
+    if dist.get_rank() in ranks:
+        # gloo sends only tensors in the host's memory.
+        sends_from = device if "nccl" in dist.get_backend() else torch.device("cpu")
+        link = curves.measure_link(Bench(sends_from, getattr(torch, dtype), env.report_progress, group))
+    dist.barrier()
+    return link
+
+
+def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
+    """Adds to a profile the costs that its curves do not show, from calls of the bundled models."""
+    calls = []
+    for model in dict.fromkeys(model for model, _ in CALLS):
+        for patches in PATCHES:
+            pipe: Any = load(model, dtype=dtype)
+            pipe.set_progress_bar_config(disable=True)
+            # The host's time for a kernel is one of the costs, which a recorded step does not have.
+            runner = parallelize(pipe, Plan(patches=patches), cuda_graphs=False)
+            calls += [_FittedCall(runner, model, size, patches) for name, size in CALLS if name == model]
+    # The calls take turns, so that a machine that slows down over time slows all of them alike.
+    for _ in range(ROUNDS):
+        for call in calls:
+            call.times.append(call.time_denoising_loop())
+    measured = []
+    outside: list[float] = []
+    for call in calls:
+        known, kernels = _separate_kernels(call, profile)
+        measured.append((statistics.median(loop.inside for loop in call.times), known, kernels))
+        outside += [loop.outside / loop.calls for loop in call.times]
+    return dataclasses.replace(curves.fit_kernel_costs(profile, measured), micro_s=statistics.median(outside))
+
+
+@dataclasses.dataclass(slots=True)
+class _FittedCall:
+    """A call of a bundled model that the profile is fitted to, and the measured times of its denoising loop."""
+
+    runner: Runner
+    model: str
+    size: int
+    patches: int
+    times: list[_LoopSeconds] = dataclasses.field(default_factory=list)
+
+    @property
+    def arguments(self) -> CallArguments:
+        """The arguments of the call, except prompt and generator."""
+        sizes = {"height": self.size, "width": self.size, "num_inference_steps": STEPS}
+        return defaults(self.model) | sizes
+
+    def time_denoising_loop(self) -> _LoopSeconds:
+        """Runs the call once and measures its denoising loop."""
+        times = []
+
+        def record_time(*_: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+        transformer = self.runner.pipe.transformer
+        hooks = [transformer.register_forward_pre_hook(record_time), transformer.register_forward_hook(record_time)]
+        generator = torch.Generator().manual_seed(0)
+        self.runner("a red circle", output_type="latent", generator=generator, **self.arguments)
+        for hook in hooks:
+            hook.remove()
+        # The times alternate between the beginning and the end of a call of the transformer.
+        begins = times[::2]
+        ends = times[1::2]
+        inside = sum(end - begin for begin, end in zip(begins, ends, strict=True))
+        gaps = zip(ends[:-1], begins[1:], strict=True)
+        outside = sum(begin - end for end, begin in gaps)
+        return _LoopSeconds(inside, outside, len(begins) - 1)
+
+
+def _separate_kernels(call: _FittedCall, profile: Profile) -> tuple[float, float]:
+    """Seconds of a call by the curves alone, and its number of kernels, from how its latency grows with `kernel_s`."""
+    subject = PlanSubject.from_configs(call.model, find_model_source(call.model))
+    shape = subject.make_call_shape(call.arguments, profile.element_size)
+    job = subject.make_plan_job(Plan(patches=call.patches), shape)
+    known = make_pricer(subject, call.arguments, profile).predict_latency(job)
+    costly = dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)
+    more = make_pricer(subject, call.arguments, costly).predict_latency(job)
+    return known, (more - known) / KERNEL
+
+
+class _LoopSeconds(NamedTuple):
+    """Seconds of a denoising loop inside and outside of its transformer, and the number of gaps between its calls."""
+
+    inside: float
+    outside: float
+    calls: int

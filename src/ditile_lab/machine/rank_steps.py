@@ -1,0 +1,199 @@
+"""The seconds of a step of one rank: the slope between calls of few and of more steps, so that nothing else counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ditile.distributed.backend import release_memory, synchronize
+from ditile.distributed.mesh import Communicators
+from ditile.plan import cost
+from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.runner.runner import Runner, parallelize
+from ditile_lab.machine.messages import LoneMessages, replace_torch_distributed
+
+WARMUPS = 2
+"""Calls that are not timed: kernels are chosen in the first one, and what can be recorded is in the second one."""
+
+MakeArguments = Callable[[Any, int], dict[str, Any]]
+"""(pipeline, steps) -> new arguments of a call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCalls:
+    """How calls are measured.
+
+    Attributes:
+        device: where they compute.
+        steps: of a short and of a long call.
+        rounds: how often each is timed; the shortest counts.
+    """
+
+    device: torch.device
+    steps: tuple[int, int]
+    rounds: int
+    make_arguments: MakeArguments
+
+    @property
+    def num_between(self) -> int:
+        """Steps by which the calls differ."""
+        return self.steps[1] - self.steps[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """A step of one rank alone.
+
+    Attributes:
+        recorded: whether its calls of the model were to be recorded, and played.
+        as_code: why none of them was, where they were to be; empty if some were.
+        step_s: its seconds.
+        host_s: those until the host has started everything; None on a CPU, which is host and device at once.
+        device_s: those in which kernels run; None on a CPU.
+        messages: messages and collectives that it starts.
+        sent_bytes: bytes that it would send, by kind.
+        call_s: seconds of the short and of the long calls.
+    """
+
+    rank: int
+    step_s: float
+    recorded: bool = False
+    as_code: str = ""
+    host_s: float | None = None
+    device_s: float | None = None
+    messages: float = 0.0
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+    call_s: tuple[list[float], list[float]] = ([], [])
+
+
+class CallSeconds(NamedTuple):
+    """Seconds of a call until the host has started everything, and until the device has finished."""
+
+    host: float
+    total: float
+
+
+def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, recorded: bool = False) -> RankStep:
+    """A step of a rank of a plan, of a whole pipeline that is as before when this returns or raises.
+
+    Args:
+        recorded: whether calls of the model are recorded, in those that are not timed, and played.
+    """
+    messages = LoneMessages(rank, plan.world, calls.device)
+    # Synchronous steps do not count, and stages that share them ask each other for what only a block's owner knows.
+    if plan.warmup_mode in ("sequence", "auto"):
+        plan = replace(plan, warmup_mode="serial")
+    with ExitStack() as stack:
+        # A plan of one rank runs as it does in any process.
+        if plan.world > 1:
+            stack.enter_context(replace_torch_distributed(messages))
+        runner = parallelize(pipe, plan, calls.device, keep_weights=True, groups=Communicators(), cuda_graphs=recorded)
+        stack.callback(pipe.to, calls.device)
+        stack.callback(runner.restore)
+        step = measure_step(lambda steps: runner(**calls.make_arguments(pipe, steps), output_on="first"), calls, rank)
+        step = _count_traffic(runner, messages, calls, step)
+        if not recorded:
+            return step
+        return replace(step, recorded=True, as_code=_explain_code(runner))
+
+
+def _explain_code(runner: Runner) -> str:
+    """Why the last call of a runner that records played nothing; empty if it did."""
+    report = runner.report
+    if report is None or report.recorded is None:
+        return "nothing is recorded here"
+    if report.recorded.played:
+        return ""
+    reasons = report.recorded.as_code
+    return max(reasons, key=reasons.__getitem__, default="it makes no calls")
+
+
+def measure_plain(pipe: Any, calls: MeasuredCalls) -> RankStep:
+    """A step of the plain pipeline."""
+    return measure_step(lambda steps: pipe(**calls.make_arguments(pipe, steps)), calls)
+
+
+def measure_step(run: Callable[[int], Any], calls: MeasuredCalls, rank: int = 0) -> RankStep:
+    """A step of calls of so many steps.
+
+    Args:
+        rank: the rank that makes them.
+    """
+    short, long = calls.steps
+    for _ in range(WARMUPS):
+        run(short)
+    times: dict[int, list[CallSeconds]] = {short: [], long: []}
+    # In turns, so that a machine that becomes slower slows both.
+    for _ in range(calls.rounds):
+        for steps in calls.steps:
+            synchronize(calls.device)
+            began = time.perf_counter()
+            run(steps)
+            host = time.perf_counter() - began
+            synchronize(calls.device)
+            times[steps].append(CallSeconds(host, time.perf_counter() - began))
+    short_s = [time.total for time in times[short]]
+    long_s = [time.total for time in times[long]]
+    step = RankStep(
+        rank=rank, step_s=compute_step_seconds(short_s, long_s, calls.num_between), call_s=(short_s, long_s)
+    )
+    if calls.device.type != "cuda":
+        return step
+    short_host = [time.host for time in times[short]]
+    long_host = [time.host for time in times[long]]
+    busy = [_measure_busy_seconds(run, steps, calls.device) for steps in calls.steps]
+    return replace(
+        step,
+        host_s=compute_step_seconds(short_host, long_host, calls.num_between),
+        device_s=compute_step_seconds(busy[:1], busy[1:], calls.num_between),
+    )
+
+
+def compute_step_seconds(short: Sequence[float], long: Sequence[float], num_between: int) -> float:
+    """The slope between the shortest of some short calls and of some long ones, which have so many more steps.
+
+    Raises:
+        ModelError: if the long ones took no longer.
+    """
+    slope = (min(long) - min(short)) / num_between
+    if slope <= 0:
+        raise ModelError(
+            f"calls of {num_between} more steps took no longer ({min(short):.3g} and {min(long):.3g} s): give more "
+            "--steps, or wait until this machine is quiet"
+        )
+    return slope
+
+
+def _measure_busy_seconds(run: Callable[[int], Any], steps: int, device: torch.device) -> float:
+    """Seconds in which the kernels and copies of a call run on a GPU."""
+    # Not `torch.profiler`, which asks torch.distributed for groups that are not there.
+    profiler = torch.autograd.profiler.profile(use_device=device.type, use_cpu=False, use_kineto=True)
+    with profiler:
+        run(steps)
+        synchronize(device)
+    microseconds: float = sum(event.self_device_time_total for event in profiler.key_averages())
+    return microseconds / 1e6
+
+
+def _count_traffic(runner: Runner, messages: LoneMessages, calls: MeasuredCalls, step: RankStep) -> RankStep:
+    """The step with what it sends: the difference between a short and a long call."""
+    counted = []
+    for steps in calls.steps:
+        before = messages.num_messages
+        runner(**calls.make_arguments(runner.pipe, steps), output_on="first")
+        assert runner.report is not None
+        sent = {kind: runner.report.sent.get(kind, 0) for kind in cost.KINDS}
+        counted.append((messages.num_messages - before, sent))
+    (few, short), (many, long) = counted
+    sent_bytes = {}
+    for kind in cost.KINDS:
+        if long[kind] > short[kind]:
+            sent_bytes[kind] = (long[kind] - short[kind]) / calls.num_between
+    release_memory()
+    return replace(step, messages=(many - few) / calls.num_between, sent_bytes=sent_bytes)

@@ -1,0 +1,211 @@
+"""The options of `ditile evaluate`: what is compared, how it is judged, and where it runs. No import of torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ditile.cache.config_text import NO_CACHE
+from ditile.cache.fitted.schedule import read_shipped_schedules
+from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.option_classes import CallArguments, Count, Ranks, Scale, define_option, options
+from ditile.plan.plan import Plan
+from ditile.runner.model_files import defaults
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.facts import build_dry_run_call, count_request_steps
+from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
+from ditile.runner.requests.outputs import check_output_files
+from ditile_lab.quality.methods import SCHEDULE, list_method_lines
+
+DEFAULT_PLANS = "pipefusion=2 patches=4; ulysses=2"
+
+
+class EvaluationSetting(NamedTuple):
+    """A plan and a cache, as text; equal text is one setting.
+
+    Attributes:
+        plan: the plan, as `str(Plan)` writes it.
+        cache: a cache in one line (`ditile.cache.config_text`), or `none`.
+    """
+
+    plan: str
+    cache: str
+
+    def __str__(self) -> str:
+        if self == ORIGINAL:
+            return "original"
+        if self.cache == NO_CACHE:
+            return self.plan
+        return f"{self.plan}; {self.cache}"
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return Plan.parse(self.plan).world
+
+    @property
+    def cache_arguments(self) -> CallArguments:
+        """The keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
+        return CacheOptions(cache_line=self.cache).build_cache_arguments()
+
+    @property
+    def has_original_plan(self) -> bool:
+        """Whether one process generates with the whole pipeline, with or without a cache."""
+        return self.plan == ORIGINAL.plan
+
+
+ORIGINAL = EvaluationSetting(str(Plan()), NO_CACHE)
+
+
+@options()
+class EvaluateOptions(ModelOptions):
+    """What is generated: every caption by the original pipeline, and by each plan with each cache.
+
+    Raises:
+        ModelError: if a value is out of its range, or a cache is not known.
+        PlanError: if a plan cannot be read, has data above 1, or there is none besides the original.
+    """
+
+    plans: str = define_option(DEFAULT_PLANS, "plans, with ; between them; pipefusion=1 is one process")
+    caches: str | None = define_option(
+        None,
+        f"caches for each plan, with ; between them (docs/caching.md); by default {NO_CACHE}, and DBCache",
+        metavar="LINES",
+    )
+    methods: bool = define_option(
+        False, "compare all methods that skip work, with some settings each, on one rank; in place of plans and caches"
+    )
+    captions: str = define_option("bundled", "bundled, a file of one per line, or coco:FILE of annotations", reads=True)
+    num: Count | None = define_option(None, "captions to generate; 10, or all if there are fewer")
+    seed: int = define_option(0, "seed of the first caption; they count up")
+    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
+    negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
+
+    def __post_init__(self) -> None:
+        self.build_generate_options()
+        if self.methods and (self.plans, self.caches) != (DEFAULT_PLANS, None):
+            raise ModelError("methods has plans and caches of its own; leave --plans and --caches out")
+        if self.methods and not self.candidate_settings:
+            raise PlanError("methods: each of them needs more steps than this image has; give more --steps")
+        if not self.candidate_settings:
+            caches = "; ".join(self.cache_lines)
+            raise PlanError(f"plans={self.plans!r} and caches={caches!r} leave nothing besides the original")
+
+    @property
+    def candidate_settings(self) -> list[EvaluationSetting]:
+        """All plans with all caches, each once, without the original. Raises the errors of the class."""
+        if self.methods:
+            return [EvaluationSetting(ORIGINAL.plan, line) for line in self.method_lines]
+        settings = []
+        cache_lines = self.cache_lines
+        for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]:
+            plan = Plan.parse(text)
+            # Its images are the same as one rank's, so there is nothing to compare.
+            if plan.data > 1:
+                raise PlanError(
+                    f"data={plan.data} makes more images at a time, each as before; leave data out of '{plan}'"
+                )
+            for line in cache_lines:
+                setting = EvaluationSetting(str(plan), " ".join(line.split()))
+                # It raises for a cache that cannot be read.
+                _ = setting.cache_arguments
+                if setting != ORIGINAL:
+                    settings.append(setting)
+        return list(dict.fromkeys(settings))
+
+    @property
+    def cache_lines(self) -> list[str]:
+        """The caches of each plan, in one line each."""
+        if self.caches is not None:
+            return _split_at_semicolons(self.caches) or [NO_CACHE]
+        # A warmup of all the steps would leave nothing out.
+        warmup = max(1, min(4, count_request_steps(self.build_generate_options()) // 4))
+        return [NO_CACHE, f"F=1 W={warmup} R=0.12 taylor=1"]
+
+    @property
+    def method_lines(self) -> dict[str, str]:
+        """The caches of --methods, in one line each, with the names of their methods."""
+        request = self.build_generate_options()
+        call = build_dry_run_call(request, defaults(self.model))
+        scales = [call[name] for name in ("true_cfg_scale", "guidance_scale") if name in call]
+        is_guided = max(scales, default=0.0) > 1
+        lines = list_method_lines(count_request_steps(request), is_guided=is_guided)
+        own_call = build_dry_run_call(GenerateOptions(model=self.model, prompt="a caption"), defaults(self.model))
+        is_shipped = any(schedule.model == self.model for schedule in read_shipped_schedules().values())
+        if is_shipped and call != own_call | {"prompt": call["prompt"]}:
+            # The schedules that come with a bundled model are for its own call, and refused for another.
+            return {line: method for line, method in lines.items() if method != SCHEDULE}
+        return lines
+
+    def build_generate_options(self) -> GenerateOptions:
+        """The options of `ditile generate` for the image of a caption. Raises the errors of the class."""
+        return self.to_generate_options(prompt="a caption")
+
+
+@options()
+class JudgeOptions:
+    """How images are judged. Other metrics are measured too if their packages and weights are there.
+
+    Raises:
+        ModelError: if a value is out of its range, or a folder has no image.
+    """
+
+    resize: int | None = define_option(None, "pixels of a side that images are resized to before they are judged")
+    references: str | None = define_option(
+        None, "folder of reference images, for the Frechet distance", metavar="FOLDER"
+    )
+    clip: str | None = define_option(
+        None, "a CLIP that transformers loads from disk, for the CLIP score", metavar="NAME"
+    )
+
+    def __post_init__(self) -> None:
+        if self.resize is not None and self.resize < 8:
+            raise ModelError(f"resize={self.resize} is too small to judge; try resize=256")
+        if self.references is not None and not list_images(Path(self.references)):
+            raise ModelError(f"references={self.references!r} is no folder with images (.png, .jpg, .jpeg, .webp)")
+
+
+@options()
+class SessionOptions(DeviceOptions):
+    """Where ranks run, and where results are written."""
+
+    out: str = define_option("evaluation", "folder for all that is written; resumes what is there", metavar="FOLDER")
+    threads: Ranks | None = define_option(
+        None,
+        "CPU threads of each rank and of the original; by default the cores divided by the most ranks",
+    )
+    one_at_a_time: bool = define_option(
+        False, "hold one setting in memory at a time: for large models; latencies are then not interleaved"
+    )
+
+    def __post_init__(self) -> None:
+        out = Path(self.out)
+        # The functions of os.path are False for a name that is too long, for which methods of Path raise.
+        # An existing folder is resumed.
+        if os.path.isdir(out):
+            return
+        if os.path.exists(out):
+            raise ModelError(f"out={self.out!r} is a file; give a folder")
+        if not os.path.isdir(out.absolute().parent):
+            raise ModelError(f"out={self.out!r}: there is no folder {str(out.parent)!r}; make it first")
+
+    def check_output_folder(self, *others: Any) -> None:
+        """Raises `ModelError` unless the files of the folder can be written, over none that `others` read."""
+        folder = Path(self.out)
+        names = [""]
+        if os.path.isdir(folder):
+            names = ["job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png", "methods.png"]
+        check_output_files([("out", folder / name) for name in names], *others)
+
+
+def list_images(folder: Path) -> list[Path]:
+    """The images in a folder but not in its subfolders, sorted by name; none if there is no such folder."""
+    if not os.path.isdir(folder):
+        return []
+    suffixes = (".png", ".jpg", ".jpeg", ".webp")
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes)
+
+
+def _split_at_semicolons(text: str) -> list[str]:
+    return [part.strip() for part in text.split(";") if part.strip()]

@@ -1,0 +1,329 @@
+"""`ditile fit`: generates captions in full, fits a schedule of computed steps to them, and measures what it loses.
+
+One process generates. Of each caption it keeps the products of what the scheduler takes in all steps, not the tensors.
+Then it generates the captions again with the budgets that are most asked for, and compares the images in 8 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ditile.cache.config import FittedScheduleConfig
+from ditile.cache.fitted.identity import (
+    Identity,
+    describe_call,
+    describe_latents,
+    describe_models,
+    describe_scheduler,
+)
+from ditile.cache.fitted.schedule import Schedule, StepBudget, choose_measured_sizes
+from ditile.model.hooks.overrides import WatchedMethod, find_latents_parameter, list_parameter_names, override_attribute
+from ditile.parallel.pipefusion.patch_schedulers import StepSignature, extract_sample
+from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import CallArguments
+from ditile.plan.plan import Plan
+from ditile.runner.compose import find_loop_models
+from ditile.runner.model_files import defaults
+from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.console import show_progress_bar
+from ditile.runner.requests.options import EngineOptions, FitOptions
+from ditile.runner.requests.preflight import read_condition_files
+from ditile.runner.requests.prepare import prepare_runner
+from ditile.runner.requests.results import list_drawn
+from ditile_lab.quality.captions import BUNDLED_SOURCE, load_captions
+from ditile_lab.quality.fit import EXACT_DB, Matrix, compute_gram_matrix, fit_budgets
+from ditile_lab.sessions import use_cache_within
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MEASURED_GAINS = 7
+"""Steps in which the effect of an error is measured; between them it is interpolated."""
+
+CAPTIONS_OF_GAINS = 3
+"""Captions for which it is measured: it hardly depends on the caption."""
+
+Frames = NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one call of a pipeline gives to its scheduler.
+
+    Attributes:
+        predictions: of each step, in the memory of the host.
+        latents: after the last step, there too.
+        models: the number of the model that was called before each step.
+        shape: of one image's latents, as the first model takes them.
+    """
+
+    predictions: list[Tensor] = field(default_factory=list)
+    latents: Tensor = field(default_factory=lambda: torch.empty(0))
+    models: list[int] = field(default_factory=list)
+    shape: tuple[int, ...] = ()
+    called: int = 0
+
+
+class FullRun(NamedTuple):
+    """One caption, generated with all steps: the frames `[frames, H, W, 3]`, what was recorded, and its products.
+
+    The predictions of the first captions alone are kept.
+    """
+
+    frames: Frames
+    steps: StepRecord
+    gram: Matrix
+
+
+@contextmanager
+def record_steps(pipe: Any) -> Iterator[StepRecord]:
+    """Records the steps of calls of a pipeline within the context."""
+    record = StepRecord()
+    signature = StepSignature(pipe.scheduler)
+
+    def note_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A copy, as the pipeline may write into it.
+        record.predictions.append(signature.bind(args, kwargs).prediction.detach().to("cpu", copy=True))
+        record.models.append(record.called)
+        result = stock(*args, **kwargs)
+        record.latents = extract_sample(result).detach().to("cpu", copy=True)
+        return result
+
+    def note_call(number: int, name: str, place: int, model: nn.Module, args: Any, kwargs: Any) -> None:
+        record.called = number
+        latents = kwargs.get(name)
+        if latents is None and place < len(args):
+            latents = args[place]
+        record.shape = record.shape or describe_latents(latents)
+
+    with ExitStack() as stack:
+        watched = WatchedMethod(note_step, pipe.scheduler.step)
+        override_attribute(stack, pipe.scheduler, "step", watched)
+        for number, model in enumerate(find_loop_models(pipe)):
+            name = find_latents_parameter(model)
+            place = list_parameter_names(model).index(name)
+            note = functools.partial(note_call, number, name, place)
+            stack.callback(model.register_forward_pre_hook(note, with_kwargs=True).remove)
+        yield record
+
+
+class ScheduleFitting:
+    """Fits a schedule to a model.
+
+    Args:
+        options: the model, the call, and how many captions.
+
+    Raises:
+        DitileError: if the model or an option does not fit.
+    """
+
+    def __init__(self, options: FitOptions) -> None:
+        self._options = options
+        self._captions = choose_captions(options)
+        request = options.to_generate_options(prompt=self._captions[0], seed=options.seed)
+        self._request = request
+        engine = EngineOptions(
+            dtype=options.dtype, device=options.device, threads=options.threads, stall_timeout=options.stall_timeout
+        )
+        self._conditions = read_condition_files(request)
+        self._pipe, self._runner = prepare_runner(
+            options.model,
+            engine,
+            Plan(),
+            CacheOptions(),
+            conditions=list(self._conditions),
+            components=options.components,
+        )
+        self._pipe.set_progress_bar_config(disable=True)
+        self._base = build_call_arguments(self._pipe, request, defaults(options.model))
+
+    def fit(self) -> Schedule:
+        """The schedule, with what was measured."""
+        total = len(self._captions)
+        with show_progress_bar("generating with all steps", total) as advance:
+            runs: list[FullRun] = []
+            for number, caption in enumerate(self._captions):
+                runs.append(self._generate_in_full(number, caption))
+                advance(1)
+        models = runs[0].steps.models
+        switches = []
+        for step in range(1, len(models)):
+            if models[step] != models[step - 1]:
+                switches.append(step)
+        self._identity = self._describe_identity(runs[0].steps)
+        gains = self._find_gains(runs, switches)
+        gram = np.mean([run.gram for run in runs], axis=0)
+        mean_square = float(np.mean([_measure_square(run.steps.latents) for run in runs]))
+        budgets = fit_budgets(gram, gains, switches, mean_square, has_exact_gains=self._is_first_order)
+        return self._measure_budgets(self._make_schedule(*budgets), runs)
+
+    def _generate_in_full(self, number: int, caption: str) -> FullRun:
+        with record_steps(self._pipe) as record:
+            frames = self._generate(number, caption)
+        if len(record.predictions) < 2:
+            raise ModelError(
+                f"model {self._options.model!r} made {len(record.predictions)} step(s) with its scheduler, and of one "
+                "alone none can be left out; give more steps"
+            )
+        gram = compute_gram_matrix(record.predictions)
+        if number >= CAPTIONS_OF_GAINS:
+            record.predictions.clear()
+        return FullRun(frames, record, gram)
+
+    def _generate(self, number: int, caption: str) -> Frames:
+        """The image of a caption in 8 bits `[frames, H, W, 3]`."""
+        seed = self._options.seed + number
+        call: CallArguments = dict(self._base)
+        call |= build_object_arguments(self._pipe, self._request, [seed], conditions=self._conditions)
+        if "prompt" in call:
+            call["prompt"] = caption
+        frames: list[Any] = []
+        for drawn in list_drawn(self._runner(**call)):
+            if isinstance(drawn, list | tuple):
+                frames += drawn
+            else:
+                frames.append(drawn)
+        return np.stack([np.asarray(frame)[..., :3] for frame in frames]).astype(np.uint8)
+
+    def _describe_identity(self, steps: StepRecord) -> Identity:
+        models = find_loop_models(self._pipe)
+        fields = describe_models(models) | describe_call(self._pipe, models[0], self._base)
+        fields |= describe_scheduler(self._pipe.scheduler, len(steps.models))
+        return Identity(**fields, latents=steps.shape)
+
+    def _make_schedule(self, *budgets: StepBudget) -> Schedule:
+        return Schedule(
+            model=self._options.model, identity=self._identity, captions=len(self._captions), budgets=budgets
+        )
+
+    @property
+    def _is_first_order(self) -> bool:
+        """Whether a step adds its prediction to the latents, by a factor that the sigmas say."""
+        return type(self._pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+
+    def _find_gains(self, runs: Sequence[FullRun], switches: Sequence[int]) -> list[float]:
+        """How much an error of the prediction of each step moves the final latents."""
+        num_steps = len(runs[0].gram)
+        if self._is_first_order:
+            sigmas = [*self._identity.sigmas, 0.0]
+            return [abs(after - before) for before, after in itertools.pairwise(sigmas)]
+        # Others use a prediction in later steps too, or scale it, so its effect is measured.
+        spread_steps = {round(step) for step in np.linspace(1, num_steps - 1, MEASURED_GAINS)}
+        steps = sorted(spread_steps.difference(switches))
+        measured: list[float] = []
+        with show_progress_bar("measuring the effect of errors", len(steps)) as advance:
+            for step in steps:
+                measured.append(self._measure_gain(step, runs[:CAPTIONS_OF_GAINS]))
+                advance(1)
+        logs = np.interp(np.arange(num_steps), steps, np.log(np.maximum(measured, 1e-12)))
+        return [math.exp(log) for log in logs]
+
+    def _measure_gain(self, step: int, runs: Sequence[FullRun]) -> float:
+        """The change of the final latents over the error of one step that takes the last prediction again."""
+        others = tuple(number for number in range(len(runs[0].gram)) if number != step)
+        budget = StepBudget(computed=others, weights={step: (1.0, 0.0)}, predicted_db=0.0)
+        moved = 0.0
+        missed = 0.0
+        for number, run in enumerate(runs):
+            with record_steps(self._pipe) as record:
+                self._generate_with(self._make_schedule(budget), len(others), number)
+            predictions = run.steps.predictions
+            moved += _measure_square(record.latents - run.steps.latents)
+            missed += _measure_square(predictions[step - 1] - predictions[step])
+        return math.sqrt(moved / max(missed, 1e-30))
+
+    def _generate_with(self, schedule: Schedule, size: int, number: int) -> Frames:
+        """The image of a caption with so many computed steps."""
+        config = FittedScheduleConfig(steps=size, schedule=schedule)
+        with use_cache_within(self._runner, {"cache_config": config}):
+            return self._generate(number, self._captions[number])
+
+    def _measure_budgets(self, schedule: Schedule, runs: Sequence[FullRun]) -> Schedule:
+        """The schedule with the PSNR of the budgets that matter."""
+        sizes = {budget.size for budget in schedule.budgets} & {*choose_measured_sizes(schedule.num_steps)}
+        budgets: list[StepBudget] = []
+        with show_progress_bar("generating with fewer steps", len(sizes) * len(runs)) as advance:
+            for budget in schedule.budgets:
+                if budget.size not in sizes:
+                    budgets.append(budget)
+                    continue
+                decibels: list[float] = []
+                for number, run in enumerate(runs):
+                    frames = self._generate_with(schedule, budget.size, number)
+                    decibels.append(compute_decibels(frames, run.frames))
+                    advance(1)
+                mean = float(np.mean(decibels))
+                measured = {"mean_db": round(mean, 2), "worst_db": round(min(decibels), 2)}
+                budgets.append(budget.model_copy(update=measured))
+        return schedule.model_copy(update={"budgets": tuple(budgets)})
+
+
+def choose_captions(options: FitOptions) -> list[str]:
+    """The captions to fit to. Of the bundled ones the last: `ditile evaluate` takes the first ones.
+
+    Raises:
+        ModelError: if the source cannot be read, or has fewer captions.
+    """
+    captions = [caption.text for caption in load_captions(options.captions, None, 10**6)]
+    if options.num_captions > len(captions):
+        raise ModelError(
+            f"num_captions={options.num_captions} exceeds the {len(captions)} captions of {options.captions!r}; give "
+            f"{len(captions)} or less"
+        )
+    if options.captions == BUNDLED_SOURCE:
+        return captions[-options.num_captions :]
+    return captions[: options.num_captions]
+
+
+def compute_decibels(frames: Frames, others: Frames) -> float:
+    """The PSNR of an image, or of all frames of a video."""
+    error = float(np.square(frames.astype(np.float64) - others).mean()) / 255**2
+    if error == 0.0:
+        return EXACT_DB
+    return min(EXACT_DB, -10 * math.log10(error))
+
+
+def _measure_square(values: Tensor) -> float:
+    return float(values.double().square().mean())
+
+
+def fit_schedule(options: FitOptions) -> tuple[Schedule, Path]:
+    """Fits a schedule and writes it; returns it and its file.
+
+    Raises:
+        DitileError: if the model or an option does not fit; nothing is written then.
+    """
+    schedule = ScheduleFitting(options).fit()
+    path = Path(options.choose_file(schedule.num_steps))
+    schedule.write(path)
+    return schedule, path
+
+
+def build_schedule_table(schedule: Schedule) -> Table:
+    """A line for each budget, within 80 columns."""
+    from rich.table import Table
+
+    table = Table(title=f"{schedule.model}, {schedule.num_steps} steps, {schedule.captions} captions")
+    for title in ("steps", "work, %", "expected, dB", "mean, dB", "worst, dB"):
+        table.add_column(title, justify="right")
+    for budget in schedule.budgets:
+        work = f"{100 * budget.size / schedule.num_steps:.0f}"
+        row = [str(budget.size), work, f"{budget.predicted_db:.1f}"]
+        for measured in (budget.mean_db, budget.worst_db):
+            cell = "-" if measured is None else f"{measured:.1f}"
+            row.append(cell)
+        table.add_row(*row)
+    return table

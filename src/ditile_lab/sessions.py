@@ -1,0 +1,251 @@
+"""What sessions of measurements share: pipelines that take turns on the same ranks, and facts of the machine.
+
+In a session the plain pipeline on rank 0 and a runner for each plan stay in memory and generate in turns, so that a
+machine that becomes slower favours none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import diffusers
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ditile.cache.cached import IdleCacheWarning
+from ditile.distributed import cpus, env
+from ditile.distributed.backend import synchronize
+from ditile.distributed.mesh import Communicators
+from ditile.distributed.trace import GenerationTrace
+from ditile.model.registry import find_loop_model
+from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import drop_missing
+from ditile.plan.plan import Plan
+from ditile.plan.version import __version__
+from ditile.runner.caching import disable_cache, enable_cache
+from ditile.runner.runner import Runner, parallelize
+
+Item = TypeVar("Item")
+PLAIN = ""
+"""In place of a plan: the plain pipeline on one rank."""
+SHARED_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "vae")
+
+
+class TurnPipelines:
+    """The plain pipeline and a runner for each plan, which take turns on the ranks of this process group.
+
+    By default plans share the plain pipeline's text encoders and VAE, and all of it if they divide no weights.
+
+    Args:
+        create_pipeline: (plan) -> what this rank needs of the pipeline for the plan; the whole for None.
+        plans: the plans, as text.
+        with_plain: whether the plain pipeline has turns.
+        share_plain: whether plans share parts of it; it must have no cache of its own then.
+        cores: the cores that the plain pipeline may use; None is all.
+
+    Attributes:
+        plain: the plain pipeline, where this rank has it.
+    """
+
+    def __init__(
+        self,
+        create_pipeline: Callable[[Plan | None], Any],
+        plans: Iterable[str],
+        device: torch.device,
+        *,
+        with_plain: bool = True,
+        share_plain: bool = True,
+        cores: Sequence[int] | None = None,
+    ) -> None:
+        self.plain: Any = None
+        self.runners: dict[str, Runner] = {}
+        self._device = device
+        self._cores = cores
+        self._is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        parsed_plans = [Plan.parse(text) for text in dict.fromkeys(plans)]
+        sharing_plans = []
+        if share_plain:
+            sharing_plans = list(filter(_uses_whole_pipeline, parsed_plans))
+        if sharing_plans or (with_plain and self._is_first_rank):
+            self.plain = create_pipeline(None).to(device)
+        # Plans of the same degrees share their process groups, which are expensive to make.
+        communicators = Communicators()
+        for plan in parsed_plans:
+            pipe = self.plain
+            if plan not in sharing_plans:
+                pipe = create_pipeline(plan)
+                if share_plain:
+                    self._share_parts(pipe, plan)
+            self.runners[str(plan)] = parallelize(pipe, plan, device=device, groups=communicators)
+
+    def _share_parts(self, pipe: Any, plan: Plan) -> None:
+        # Where ranks divide the text encoders, this rank may hold only a part of them.
+        if self.plain is None or plan.text != "each":
+            return
+        parts = {name: getattr(self.plain, name, None) for name in SHARED_PARTS}
+        pipe.register_modules(**drop_missing(parts))
+
+    @contextmanager
+    def prepare_turn(self, plan: str, cache_arguments: Mapping[str, Any], label: str = "") -> Iterator[Any]:
+        """Waits until all ranks are ready, and yields the runner or the plain pipeline; None if this rank only waits.
+
+        Args:
+            plan: of the turn, or `PLAIN`.
+            cache_arguments: the keyword arguments of `enable_cache`.
+            label: names the cache in errors.
+
+        Raises:
+            ModelError: if the cache could never skip anything.
+        """
+        target = self.runners.get(plan)
+        with ExitStack() as stack:
+            if plan == PLAIN:
+                target = self.plain if self._is_first_rank else None
+                if target is not None:
+                    stack.enter_context(allow_all_cores(self._cores))
+                    # A runner reports its steps by itself; a plain pipeline would look like a rank that hangs.
+                    model = find_loop_model(target)
+                    stack.callback(model.register_forward_pre_hook(lambda *_: env.report_progress()).remove)
+            if target is not None:
+                stack.enter_context(use_cache_within(target, cache_arguments, label))
+            # After the cache is enabled, so that its seconds count on no rank.
+            wait_for_all_ranks()
+            yield target
+
+
+def _uses_whole_pipeline(plan: Plan) -> bool:
+    """Whether a plan leaves the whole pipeline on every rank, so that plans can share it."""
+    return not plan.divides_weights and plan.text == "each"
+
+
+def rotate(items: Sequence[Item], number: int) -> list[Item]:
+    """The items in the order of a round: each round begins with another one, as a machine may be faster then."""
+    if not items:
+        return []
+    first = number % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def time_call(call: Callable[[], Item], device: torch.device) -> tuple[Item, float]:
+    """The result of a call, and its seconds until the device has finished."""
+    # A GPU computes asynchronously: what was started before must not count.
+    synchronize(device)
+    began = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return result, time.perf_counter() - began
+
+
+def wait_for_all_ranks() -> None:
+    """Waits until all ranks of the group have called this. It needs no GPU: a barrier of NCCL would."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
+
+
+@contextmanager
+def use_cache_within(target: Any, configs: Mapping[str, Any], label: str = "") -> Iterator[None]:
+    """Gives a pipeline or runner a cache within the context; no cache if the cache_config is None.
+
+    Args:
+        configs: the keyword arguments of `enable_cache`.
+        label: names the cache in errors.
+
+    Raises:
+        ModelError: if the cache could never skip anything.
+    """
+    if configs["cache_config"] is None:
+        yield
+        return
+    try:
+        with warnings.catch_warnings():
+            # A cache that skips nothing would be measured as one that costs time.
+            warnings.simplefilter("error", IdleCacheWarning)
+            enable_cache(target, **configs)
+    except IdleCacheWarning as warning:
+        prefix = f"{label!r}: " if label else ""
+        raise ModelError(f"{prefix}{warning}") from warning
+    try:
+        yield
+    finally:
+        disable_cache(target)
+
+
+@contextmanager
+def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]:
+    """Yields a function that returns, after a call of the pipeline, the seconds of each part of its loop.
+
+    The parts are the calls of the transformer and the times between them. The last step of the scheduler, which a
+    runner's loop has too, is not included.
+    """
+    trace = GenerationTrace()
+    # Two marks a call: the time between two calls is a part too, as in a runner's loop.
+    trace.on = True
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: trace.mark_step()),
+        model.register_forward_hook(lambda *_: trace.mark_step()),
+    ]
+    try:
+        yield lambda: trace.measure_waits()[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def list_allowed_cores() -> list[int] | None:
+    """The cores that this process may use; None if the system does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return sorted(os.sched_getaffinity(0))
+
+
+def bind_to_cores(cores: Iterable[int] | None) -> None:
+    """Lets this process use these cores only; changes nothing for None."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
+    """Lets this process use any of `cores`, by default all, although `launch` has bound it to its own cores."""
+    own_cores = list_allowed_cores()
+    if own_cores is None:
+        yield
+        return
+    if cores is None:
+        cores = range(os.cpu_count() or 1)
+    bind_to_cores(cores)
+    try:
+        yield
+    finally:
+        bind_to_cores(own_cores)
+
+
+def collect_machine_facts(device: str | None) -> dict[str, Any]:
+    """Processor, GPUs and versions of this machine; `device` is the one that was chosen, if any."""
+    gpus = []
+    # Without a GPU, or on the CPU although there is one, no GPU belongs to the facts.
+    if torch.cuda.is_available() and not (device or "cuda").startswith("cpu"):
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "processor": cpus.read_cpu_name(),
+        "cores": cpus.count_usable_cores(),
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "ditile": __version__,
+    }
+
+
+def read_load_average() -> float | None:
+    """The mean number of runnable processes in the last minute; None if the system does not say."""
+    if not hasattr(os, "getloadavg"):
+        return None
+    return os.getloadavg()[0]

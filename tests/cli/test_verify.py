@@ -1,0 +1,263 @@
+"""`ditile verify` ticks what holds and crosses what does not. A failure would mean a proof that proves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from logging import NOTSET
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ditile.cli import main
+from ditile.cli.verdict import Check, PlanVerdict, build_verdict_table
+from ditile.cli.verify import run_plan_checks
+from ditile.distributed.backend import PEER_TIMEOUT
+from ditile.plan import cost
+from ditile.plan.errors import JoinError, StateError
+from ditile.plan.plan import Plan
+from ditile.runner.requests.options import VerifyOptions
+from ditile.runner.runner import LOG, Runner
+from ditile_lab import verify
+from tests import tiny
+from tests.parallel.sequence import planned
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of
+
+STEPS = 4
+NAMES = [
+    "with no stale keys: the image of one device",
+    "this model may be computed in patches",
+    "the same call twice: one image, on all ranks",
+    "stale keys are as old as scheduled",
+    "the CPU does not wait for the GPU within steps",
+    "ranks send as many bytes as calculated",
+    "a second call needs no more memory",
+]
+
+
+def proven(name: str, plan: dict[str, Any]) -> tuple[list[Check], str]:
+    return run_plan_checks(
+        lambda _: MAKE[name](), lambda _: call_of(name, height=40, width=56), Plan(**plan), STEPS, "cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("flux", {"pipefusion": 2, "patches": 3}),
+        ("pixart sigma", {"distrifusion": 2}),
+        ("pixart sigma", {"pipefusion": 2, "patches": 3, "warmup_mode": "pipelined"}),
+        ("flux true cfg", {"pipefusion": 2, "ulysses": 2, "patches": 3}),
+        ("sd3.5 medium", {"ring": 2, "tensor": 2}),
+    ],
+)
+def test_a_plan_that_holds(pool: Pool, name: str, plan: dict[str, Any]) -> None:
+    """Every rank comes to the same verdict; what is exact bit for bit says so."""
+    ranks = Plan(**plan).world
+    answers = pool.run(proven, ranks, name, plan)
+    checks, where = answers[0]
+    assert all(answer == answers[0] for answer in answers)
+    stale = "pipefusion" in plan or "distrifusion" in plan
+    wanted = dict.fromkeys(NAMES, True) | {NAMES[4]: None} | ({} if stale else {NAMES[3]: None})
+    wanted |= {NAMES[1]: None} if plan.keys() <= {"cfg", "data"} else {}
+    assert {check.name: check.ok for check in checks} == wanted, checks
+    if set(plan) == {"pipefusion", "patches"}:
+        assert checks[0].says == "equal bit for bit"
+    assert f"{ranks} rank(s) on cpu" in where and torch.__version__ in where
+
+
+def of_half(plan: dict[str, Any]) -> list[Check]:
+    """A model in bfloat16 whose loop keeps the latents in float32, as Sana's does."""
+    call = planned.denoising("flux2", 4, 6, 9)[1] | {"num_inference_steps": STEPS}
+
+    def make(_: Plan | None) -> Any:
+        pipe = planned.denoising("flux2", 4, 6, 9)[0]
+        pipe.transformer.to(torch.bfloat16)
+        pipe.transformer.register_forward_pre_hook(lambda _, args, given: (args, halved(given)), with_kwargs=True)
+        pipe.transformer.register_forward_hook(lambda _, args, out: tuple(x.float() for x in out))
+        return pipe
+
+    return run_plan_checks(make, lambda _: call | {"generator": torch.Generator()}, Plan(**plan), STEPS, "cpu")[0]
+
+
+def halved(given: dict[str, Any]) -> dict[str, Any]:
+    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return given | {name: value.bfloat16() for name, value in tensors.items()}
+
+
+def test_latents_that_are_finer_than_the_model(pool: Pool) -> None:
+    """A failure: a plan is crossed for what the model's own type rounds."""
+    for checks in pool.run(of_half, 2, {"ring": 2}):
+        assert checks[0].ok and "(up to 5e-02 is rounding)" in checks[0].says, checks[0]
+        assert float(checks[0].says.split()[2]) > verify.ROUNDING_BY_DTYPE[torch.float32]
+
+
+def of_video() -> list[Check]:
+    def make(_: Plan | None) -> Any:
+        pipe = planned.wan_pipeline()[0]
+        pipe.register_modules(transformer_2=None)
+        pipe.register_to_config(boundary_ratio=None)
+        return pipe
+
+    call = planned.wan_pipeline()[1]
+    seed = torch.Generator().manual_seed
+    return run_plan_checks(
+        make, lambda _: call | {"generator": seed(0)}, Plan(cfg=2), call["num_inference_steps"], "cpu"
+    )[0]
+
+
+def test_frames_are_proven_too(pool: Pool) -> None:
+    """A failure: an error in place of a verdict where the result of a pipeline is not called images."""
+    for checks in pool.run(of_video, 2):
+        assert PlanVerdict("a video", checks).is_proven and checks[0].says == "equal bit for bit", checks
+
+
+def test_branches_of_true_guidance_are_proven(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A failure: what the refusal advises is not there, or does nothing; or gloo's errors in a run that passes."""
+    tiny.flux(guidance=True).save_pretrained(tmp_path)
+    words = ("verify", "--model", str(tmp_path), "--cfg", "2", "--steps", "3", "--height", "32", "--width", "24")
+    assert main.main([*words, "--threads", "1", "--guidance", "3", "--true-cfg", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert "✓ │ proven" in out and "bit for bit" in out and "cfg=2" in out
+    assert "failed to connect" not in err
+
+
+def test_guidance_is_passed_on() -> None:
+    proof = VerifyOptions(guidance=3.0, true_cfg=2.0)
+    wanted = proof.to_generate_options()
+    assert (wanted.guidance, wanted.true_cfg) == (3.0, 2.0)
+    assert (VerifyOptions().guidance, VerifyOptions().true_cfg) == (None, None)
+
+
+def test_a_size_that_the_pipeline_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A failure: a traceback."""
+    tiny.stable_diffusion().save_pretrained(tmp_path)
+    assert main.main(["verify", "--warmup", "2", "--model", str(tmp_path), "--height", "66", "--width", "64"]) == 2
+    said = capsys.readouterr().err
+    assert "StableDiffusionPipeline refuses this call: `height` and `width`" in said and "Traceback" not in said
+
+
+def test_ranks_of_torchrun_meet_before_the_first_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that the others give up on it while it fetches, and blame the network."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(dist, "rendezvous", refused)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it loads first"))
+    with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
+        verify.verify_plan(VerifyOptions(threads=1), Plan(pipefusion=2))
+    assert LOG.level == NOTSET, "a check ends with the log as it was"
+
+
+def awaited(fails: bool) -> float:
+    """How long ranks wait for the first; it runs the model meanwhile, or does not come so far."""
+    limits: list[float] = []
+    barrier = dist.barrier
+
+    def noted(group: Any) -> None:
+        limits.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        barrier(group)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ZeroDivisionError), verify._wait_for_slowest_rank():
+        patch.setattr(dist, "barrier", noted)
+        if fails and dist.get_rank() == 0:
+            raise ZeroDivisionError
+    return limits[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_others_wait_for_the_first_as_long_as_it_takes(pool: Pool, fails: bool) -> None:
+    assert pool.run(awaited, 2, fails) == [PEER_TIMEOUT.total_seconds()] * 2
+
+
+def test_one_rank_is_proven_too(pool: Pool) -> None:
+    ((checks, _),) = pool.run(proven, 1, "flux", {"patches": 3})
+    assert PlanVerdict("one", checks).is_proven and "reads checked, on 1 rank" in checks[3].says
+
+
+def test_what_a_compiler_traced_is_no_memory() -> None:
+    """Stand-ins of tensors, whose sizes may be symbols, stay where torch.compile keeps its guards."""
+    here: Any = SimpleNamespace(devices=["cpu"], mesh=SimpleNamespace(rank=0))
+    before, example = verify._measure_tensor_bytes(here), torch.zeros(5, 7)
+    torch._dynamo.mark_dynamic(example, 0)
+    traced = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(example)
+    assert isinstance(traced.untyped_storage().nbytes(), torch.SymInt)
+    assert verify._measure_tensor_bytes(here) == before + example.nbytes
+
+
+def broken(what: str) -> list[Check]:
+    """A plan on a machine where something is wrong, on rank 1."""
+    rank = dist.get_rank()
+
+    def make(_: Plan | None) -> Any:
+        pipe = tiny.flux()
+        if what == "weights" and rank == 1:
+            pipe.transformer.single_transformer_blocks[-1].proj_out.weight.data *= 1.01
+        return pipe
+
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if what == "bytes":
+            patch.setattr(cost, "count_traffic_bytes", lambda job, rank: {"activations": 1})
+        if what == "memory" and rank == 1:
+            kept: list[torch.Tensor] = []
+            stock = Runner._run_pipeline
+
+            def leaking(self: Runner, *args: Any) -> Any:
+                kept.append(torch.zeros(1000))
+                return stock(self, *args)
+
+            patch.setattr(Runner, "_run_pipeline", leaking)
+        if what == "seed":
+            seeds = iter(range(100))
+            call = lambda _: call_of("flux", seed=next(seeds))  # noqa: E731
+        else:
+            call = lambda _: call_of("flux")  # noqa: E731
+        return run_plan_checks(make, call, Plan(pipefusion=2), STEPS, "cpu")[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "crossed", "says"),
+    [
+        ("weights", {NAMES[0]}, "largest difference"),
+        ("bytes", {NAMES[5]}, "by formula 1"),
+        ("memory", {NAMES[6]}, "rank 1 holds 4.0 KB more"),
+        ("seed", {NAMES[0], NAMES[2]}, "the second call differs"),
+    ],
+)
+def test_what_is_wrong_is_crossed(pool: Pool, what: str, crossed: set[str], says: str) -> None:
+    for checks in pool.run(broken, 2, what):
+        assert {check.name for check in checks if check.ok is False} == crossed, checks
+        assert any(says in check.says for check in checks if check.ok is False), checks
+
+
+def test_the_verdict_is_a_table_and_an_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticked, crossed = Check("this", True, "so"), Check("that", False, "not so")
+    for checks, code, word in (([ticked], 0, "✓ │ proven"), ([ticked, crossed], 1, "✗ │ not proven")):
+        verdict = PlanVerdict("a plan", checks)
+        monkeypatch.setattr(verify, "verify_plan", lambda proof, plan, verdict=verdict: verdict)
+        assert main.main(["verify", "--patches", "4"]) == code
+        out = capsys.readouterr().out
+        assert word in out and "a plan" in out and build_verdict_table(verdict).row_count == len(checks) + 1
+
+
+def test_keys_of_another_age_are_a_plan_that_is_not_proven(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StateError("blocks.0 reads keys of ages (2,)")
+
+    monkeypatch.setattr(verify, "verify_plan", fail)
+    assert main.main(["verify", "--patches", "4"]) == 1
+    assert capsys.readouterr().err == "ditile: the plan is not proven: blocks.0 reads keys of ages (2,)\n"

@@ -1,0 +1,305 @@
+"""The arithmetic of `ditile bench`: which plans a sweep has, what rows say, what is measured again, what is exposed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.sweep_figures import name_plan_methods
+from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.plan.plan import Plan
+from ditile.planner import hardware
+from ditile.planner.choose import answer_question
+from ditile.planner.question import PlanQuestion
+from ditile.planner.search import make_pricer
+from ditile_lab.bench import runs, sweeps
+from ditile_lab.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
+from ditile_lab.bench.command import load_prediction_profile, predict_cell, predict_cells
+from ditile_lab.bench.figures import describe_row_method
+from ditile_lab.bench.options import SWEEPS, Comparison, Workload
+from ditile_lab.bench.random_models import RandomModel
+from ditile_lab.bench.session import compute_exposed_shares, count_session_runs, list_due_cells
+from ditile_lab.bench.subjects import create_bench_subject
+
+MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
+JOB = {"model": "shapes-pixart", "steps": 4, "threads": 1, "machine": MACHINE}
+
+
+def all_fit(plan: Plan) -> bool:
+    return plan.num_patches <= 16
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_a_sweep_uses_the_ranks_and_names_no_cell_twice(sweep: str, ranks: int) -> None:
+    """A failure means ranks that idle, or a bar that is another one's."""
+    made = sweeps.list_sweep_cells(sweep, ranks, [(None, None)], all_fit)
+    assert made and len(made) == len(set(made))
+    worlds = {cell.num_ranks for cell in made}
+    wanted = {"cache": {1, ranks}, "scaling": {n for n in (2, 4, 8) if n <= ranks}}
+    assert worlds == wanted.get(sweep, {ranks})
+    assert all(cell == BenchCell(str(cell.plan_object), *cell[1:]) for cell in made), (
+        "plans are as str(Plan) writes them"
+    )
+
+
+def test_every_method_of_the_paper_is_in_the_sweep_of_methods() -> None:
+    of_2 = {name_plan_methods(str(plan)) for plan in sweeps.list_method_plans(2, all_fit)}
+    assert of_2 == {"PipeFusion", "DistriFusion", "Ulysses", "ring", "tensor", "data", "cfg"}
+    of_8 = {name_plan_methods(str(plan)) for plan in sweeps.list_method_plans(8, all_fit)}
+    hybrids = {"cfg x Ulysses", "ring x Ulysses", "PipeFusion x Ulysses", "cfg x PipeFusion"}
+    assert of_8 == (of_2 - {"cfg"}) | hybrids
+
+
+def test_patches_and_warmups_by_hand() -> None:
+    assert [plan.patches for plan in sweeps.list_sweep_plans("patches", 2, all_fit)] == [1, 2, 4, 8, 16, 32]
+    assert all(plan.warmup == 0 for plan in sweeps.list_sweep_plans("patches", 2, all_fit))
+    pairs = [(plan.warmup, plan.warmup_mode) for plan in sweeps.list_sweep_plans("warmup", 2, all_fit)]
+    assert pairs[:4] == [(0, "serial"), (1, "serial"), (2, "serial"), (4, "serial")]
+    assert {mode for w, mode in pairs if w} == {"serial", "pipelined", "sequence", "separate"} and len(pairs) == 13
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    """Eight token rows hold eight patches, and the model has no second branch."""
+
+    def check(plan: Plan) -> None:
+        if plan.cfg > 1 or plan.num_patches > 8:
+            raise PlanError("no")
+
+    made = sweeps.list_sweep_cells("methods", 8, [(64, 64)], sweeps.make_fit_check(check))
+    assert not any("cfg" in cell.plan for cell in made)
+    assert {cell.plan_object.patches for cell in made if cell.plan_object.pipefusion == 8} == {8}
+
+
+def test_lines_of_plans_and_caches() -> None:
+    made = parse_cells("ulysses=2;  ulysses=2 | F=1  W=4 R=0.12; ulysses=2 | none; ;pipefusion=4 patches=4")
+    assert made == [
+        BenchCell("ulysses=2"),
+        BenchCell("ulysses=2", "F=1 W=4 R=0.12"),
+        BenchCell("pipefusion=4 patches=4"),
+    ]
+    assert {world: len(cells) for world, cells in group_cells_by_world(made).items()} == {4: 1, 2: 2}
+    for lines, says in ((" ; ", "names no plan"), ("ulysses=2 |", "no cache after"), ("ulysses=0", "ulysses=0")):
+        with pytest.raises(DitileError, match=says):
+            parse_cells(lines)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, "give --plans"),
+        ({"plans": "ulysses=2", "sweep": "methods"}, "one of them alone"),
+        ({"sweep": "all"}, "there are methods, scaling"),
+        ({"sweep": "methods", "ranks": 1}, "nothing to divide"),
+        ({"plans": "ulysses=2", "ranks": 2}, "is for --sweep"),
+        ({"plans": "ulysses=2", "rounds": 0}, "rounds=0"),
+        ({"sweep": "methods", "sizes": (64,)}, "resolution"),
+        ({"sweep": "resolution", "sizes": (0, 64)}, r"sizes=\(0, 64\)"),
+        ({"plans": "ulysses=2", "hardware": "l40-pcie", "profile": "file"}, "give one of them"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(DitileError, match=says):
+        Comparison(**values)
+
+
+def test_sweeps_are_read() -> None:
+    assert Comparison(sweep="methods,patches").sweep_names == ["methods", "patches"]
+
+
+def run(cell: BenchCell, seconds: float, one: float, **more: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "key": json.loads(runs.make_run_key(JOB, cell)),
+        "seconds": seconds,
+        "world": cell.num_ranks,
+    }
+    record |= {"when": "now", "load": 0.5, "bound": 2.0, "steps": 4, "bytes_sent": [10, 30], "loop": seconds / 2}
+    waits = [{"share": 0.1, "warmup": 0.0, "kinds": {"ring": 0.1}}, {"share": 0.3, "warmup": 0.2, "kinds": {}}]
+    return record | {"one_rank_s": one, "exposed": waits} | more
+
+
+def test_a_row_by_hand() -> None:
+    """The speed-up is the median of the ratios within rounds: not that of medians, which here is 2.0."""
+    cell = BenchCell("ring=2")
+    memory = [{"parameters": 5, "keys": 1, "cache": 0, "activations": 2}, dict.fromkeys(("parameters", "keys"), 1)]
+    lines = [run(cell, 1.0, 3.0), run(cell, 2.0, 3.0), run(cell, 3.0, 4.0)]
+    (row,) = runs.summarize_runs(
+        [{"key": lines[0]["key"], "memory": memory}, *lines], {runs.make_run_key(JOB, cell): runs.Prediction(1.5, 6)}
+    )
+    assert row["seconds"] == [1.0, 2.0, 3.0] and row["one_rank_seconds"] == [3.0, 3.0, 4.0]
+    assert (row["ratio"], row["ratio_lowest"], row["ratio_highest"]) == (1.5, 4 / 3, 3.0)
+    assert (row["median_s"], row["lowest_s"], row["highest_s"], row["rounds"]) == (2.0, 1.0, 3.0, 3)
+    assert row["exposed"] == pytest.approx(0.2) and row["exposed_warmup"] == pytest.approx(0.1)
+    assert row["exposed_kinds"] == {"ring": pytest.approx(0.05)} and row["exposed_of_rank"] == [0.1, 0.3]
+    assert row["load_before"] == 0.5 and row["peak_memory_bytes"] == 8 and row["bound"] == 2.0
+    assert row["loop_s"] == 1.0 and row["predicted_loop_s"] == 1.5 and row["predicted_error"] == 0.5
+    assert row["predicted_memory_bytes"] == 6 and row["predicted_memory_error"] == -0.25
+
+
+def test_undisturbed_is_the_least_of_each_piece() -> None:
+    """By hand: the ranks take 1 + 2 and 1 + 1 seconds where nobody disturbs them, and one rank 2 + 3."""
+    rounds = [([[4.0, 2.0], [1.0, 1.0]], [2.0, 4.0]), ([[1.0, 5.0], [3.0, 1.5]], [5.0, 3.0])]
+    lines = [run(BenchCell("ring=2"), 9.0, 9.0, pieces=two, one_rank_pieces=one) for two, one in rounds]
+    (row,) = runs.summarize_runs(lines)
+    assert row["undisturbed_s"] == 3.0 and row["undisturbed_ratio"] == pytest.approx(5 / 3)
+
+
+def test_undisturbed_needs_rounds_that_are_alike() -> None:
+    once = run(BenchCell("ring=2"), 9.0, 9.0, pieces=[[1.0], [1.0]], one_rank_pieces=[2.0])
+    longer = run(BenchCell("ring=2"), 9.0, 9.0, pieces=[[1.0, 1.0], [1.0, 1.0]], one_rank_pieces=[2.0])
+    for lines in ([once], [once, longer], [once, once, run(BenchCell("ring=2"), 9.0, 9.0)]):
+        (row,) = runs.summarize_runs(lines)
+        assert "undisturbed_s" not in row and "undisturbed_ratio" not in row
+
+
+def test_one_rank_is_a_row_without_a_ratio() -> None:
+    plain = {"key": json.loads(runs.make_run_key(JOB, BenchCell(ONE_RANK))), "seconds": 2.0, "loop": 1.5}
+    (row,) = runs.summarize_runs([plain | {"world": 1, "when": "now", "load": None}])
+    assert row["median_s"] == 2.0 and "ratio" not in row and describe_row_method(row) == "one rank"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"steps": 5}, {"threads": 2}, {"model": "shapes-flux"}, {"machine": MACHINE | {"processor": "another"}}],
+)
+def test_a_job_that_differs_is_kept_apart(other: dict[str, Any]) -> None:
+    cell = BenchCell("ring=2")
+    assert (
+        runs.make_run_key(JOB, cell)
+        == runs.make_run_key(dict(reversed(JOB.items())), cell)
+        != runs.make_run_key(JOB | other, cell)
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BenchCell("ring=2", "F=1"),
+        BenchCell("ring=2", height=64),
+        BenchCell("ulysses=2"),
+    ],
+)
+def test_a_cell_that_differs_is_kept_apart(other: BenchCell) -> None:
+    assert runs.make_run_key(JOB, other) != runs.make_run_key(JOB, BenchCell("ring=2"))
+
+
+def test_runs_are_read_again_and_a_line_that_was_cut_short_goes(tmp_path: Path) -> None:
+    """A failure means that what was measured before an interrupt is lost, or that nothing can be added behind it."""
+    folder = tmp_path / "out"
+    assert runs.read_runs(str(folder)) == []
+    key = runs.make_run_key(JOB, BenchCell("ring=2"))
+    for seconds in (1.0, 2.0):
+        runs.append_run(str(folder), key, {"seconds": seconds})
+    runs.append_run(str(folder), key, {"memory": []})
+    path = folder / runs.RUNS
+    path.write_text(path.read_text() + '{"key": {"pl')
+    assert runs.count_runs_by_key(runs.read_runs(str(folder))) == {key: 2}
+    runs.append_run(str(folder), key, {"seconds": 3.0})
+    assert [line.get("seconds") for line in runs.read_runs(str(folder))] == [1.0, 2.0, None, 3.0]
+
+
+@pytest.mark.parametrize("text", ["no json\n", "[1]\n", '{"a": 1}\n', "no line", '{"a": 1'])
+def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / runs.RUNS).write_text(text)
+    with pytest.raises(LoadError, match="--out"):
+        runs.read_runs(str(tmp_path))
+    assert (tmp_path / runs.RUNS).read_text() == text
+
+
+def test_exposed_by_hand() -> None:
+    """Of 10 s in 3 steps 4 s are waits, 1.5 s of them in the synchronous step."""
+    report: dict[str, Any] = {"step_seconds": [4.0, 3.0, 3.0], "steps": 3, "synchronous": [0]}
+    report["waited"] = {"activations": [1.0, 0.5, 1.0], "latents": [0.5, 0.0, 1.0]}
+    found = compute_exposed_shares(report)
+    assert found == {"share": 0.4, "warmup": 0.15, "kinds": {"activations": 0.25, "latents": 0.15}}
+    exact = compute_exposed_shares(report | {"synchronous": [0, 1, 2]})
+    assert exact["share"] == 0.4 and exact["warmup"] == 0, "where all steps are synchronous there is no warmup"
+    assert compute_exposed_shares({"step_seconds": [], "waited": {}, "steps": 0, "synchronous": []})["share"] == 0
+
+
+def test_the_bar_counts_what_runs() -> None:
+    """Two cells at one size with 1 and 3 rounds: 2 untimed runs each and of the plain one, 4 runs, 3 plain."""
+    left = {BenchCell("ring=2"): 1, BenchCell("ulysses=2"): 3}
+    assert count_session_runs(list(left), left) == 2 * 3 + 4 + 3
+
+
+def test_another_cell_begins_each_round() -> None:
+    """A failure means that a place in the round, or a cell that is left out of one, decides who seems faster."""
+    cells = [BenchCell("ulysses=2"), BenchCell("ring=2"), BenchCell("cfg=2")]
+    (rounds,) = zip(*(list_due_cells(cells, dict.fromkeys(cells, 4), number) for number in range(4)), strict=True)
+    assert all(plain == BenchCell(ONE_RANK) for plain, *_ in rounds)
+    assert [first for _, first, *_ in rounds] == [*cells, cells[0]]
+    assert all(sorted(plans) == sorted(cells) for _, *plans in rounds)
+    assert list_due_cells(cells, dict.fromkeys(cells, 1), 1) == []
+
+
+def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
+    """The planner's own price of the same call; a failure means a column that is about something else."""
+    # On a CPU, as a call with a cache is not recorded.
+    subject = create_bench_subject(Workload(model="shapes-pixart", steps=4))
+    profile = hardware.load_profile("epyc-2-cores")
+    one, plan = BenchCell(ONE_RANK), BenchCell("pipefusion=2 patches=4")
+    by_looks, by_rules = plan._replace(cache="F=1 W=1 R=0.1"), plan._replace(cache="F=1 W=1 R=1 MC=1")
+    job = subject.make_cost_job(plan)
+    assert job is not None
+    found = predict_cells(
+        subject, {cell: subject.make_cost_job(cell) for cell in (one, plan, by_looks, by_rules)}, profile
+    )
+    linked = predict_cell(subject, plan, job, hardware.add_interlink(profile, "100mbit"), ranks_per_host=1)
+    loops = {cell: foretold.loop_s for cell, foretold in found.items() if foretold.loop_s is not None}
+    assert loops.keys() == {one, plan, by_rules}, "what the other cache leaves out is not known"
+    assert linked.loop_s is not None and linked.loop_s > loops[plan] > loops[by_rules] > 0
+    ask = PlanQuestion(model="shapes-pixart", steps=4, hardware="epyc-2-cores", price=plan.plan)
+    assert loops[plan] == pytest.approx(answer_question(ask).result.prices[0].latency_s)
+    assert found[plan].memory_bytes == linked.memory_bytes and found[one].memory_bytes is None
+    # A machine whose two ranks are not alike may measure four.
+    unlike = hardware.join_devices([profile, profile.slow_down(2.0)])
+    four = BenchCell("pipefusion=4 patches=4")
+    jobs = {cell: subject.make_cost_job(cell) for cell in (one, plan, four)}
+    assert predict_cells(subject, jobs, unlike).keys() == {one, plan}
+
+
+def test_recorded_steps_are_predicted() -> None:
+    """A plan's calls are recorded where the host would be the limit, and the plain pipeline's are not."""
+    subject = create_bench_subject(Workload(model="random-flux blocks=6 heads=4 head_dim=32", steps=8))
+    profile = hardware.load_profile("h200-nvlink")
+    for text, recorded in (("ulysses=2", True), (ONE_RANK, False)):
+        cell = BenchCell(text, "", 128, 128)
+        job = subject.make_cost_job(cell)
+        assert job is not None
+        # A profile is of one type of numbers.
+        job = dataclasses.replace(job, shape=dataclasses.replace(job.shape, element_size=profile.element_size))
+        arguments = subject.make_planning_arguments(cell)
+        pricer = make_pricer(subject.planner_subject, arguments, profile, records=recorded)
+        priced = pricer.predict_latency(job)
+        slower = pricer.predict_unrecorded_latency(job)
+        assert predict_cell(subject, cell, job, profile).loop_s == pytest.approx(priced)
+        assert recorded == (slower > priced)
+
+
+def test_machines_that_are_predicted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DITILE_PROFILE", str(tmp_path / "profile.json"))
+    assert load_prediction_profile(Comparison(plans="ulysses=2")) is None
+    named = load_prediction_profile(Comparison(plans="ulysses=2", hardware="l40-pcie"))
+    assert named is not None and named.name == "l40-pcie"
+    (tmp_path / "profile.json").write_text(named.to_json())
+    own = load_prediction_profile(Comparison(plans="ulysses=2"))
+    # The memory of this host, which the profile of a GPU does not have.
+    assert own is not None and own.host_memory_bytes and dataclasses.replace(own, host_memory_bytes=0) == named
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_prediction_profile(Comparison(plans="ulysses=2", profile=str(tmp_path / "nothing")))
+
+
+def test_random_models_are_parsed_and_refused() -> None:
+    model = RandomModel.parse_model_name("random-flux blocks=6 heads=2")
+    assert dataclasses.astuple(model) == ("flux", 6, 2, 32) and RandomModel.parse_model_name(str(model)) == model
+    for text, says in (
+        ("random-wan", "random-pixart"), ("random-flux x=1", "write blocks=N"), ("random-flux blocks=x", "valid int"),
+        ("random-flux blocks=0", "blocks=0"), ("random-flux head_dim=10", "multiple of 4"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=says):
+            RandomModel.parse_model_name(text)

@@ -1,0 +1,143 @@
+"""`ditile bench` as a person meets it. A failure would mean no rows, no figures, or a traceback for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import ditile
+from ditile.cli import main
+from ditile_lab.bench import command
+from ditile_lab.machine import comparison
+from tests import tiny
+from tests.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "give --plans"),
+        (("--sweep", "all"), "there are methods"),
+        (("--sweep", "methods", "--plans", "ulysses=2"), "one of them alone"),
+        (("--alone",), "give --plans"),
+        (("--sweep", "methods", "--alone"), "--alone measures ranks of --plans"),
+        (("--plans", "ulysses=2", "--all-ranks"), "all_ranks=True is for --alone"),
+        (("--plans", "ulysses=2", "--alone", "--steps", "4"), "steps=4 is too few"),
+        (("--plans", "ulysses=2 | F=1 W=4 R=0.12", "--alone"), "a cache decides by what other ranks send"),
+        (("--plans", "tensor=5", "--alone"), "tensor=5 does not divide"),
+        (("--plans", "ulysses=2", "--alone", "--model", "random-ltx-2"), "gets no random weights"),
+        (("--plans", "ulysses=2", "--alone", "--model", "random-qwen-image layers=2"), "write blocks=N or heads=N"),
+        (("--plans", "ulyses=2"), "ulyses=2"),
+        (("--plans", "ulysses=2 | F=x"), "Fn_compute_blocks"),
+        (("--plans", "ulysses=2 | Q=1"), "Q"),
+        (("--plans", "ulysses=2", "--model", "nothing-like-it"), "shapes-flux"),
+        (("--plans", "ulysses=2", "--model", "random-wan"), "random-pixart"),
+        (("--plans", "pipefusion=13"), "try 1 to 12"),
+        (("--plans", "tensor=3"), "tensor=3 does not divide"),
+        (("--plans", "pipefusion=2 patches=99"), "token rows"),
+        (("--plans", "ulysses=2", "--device", "gpu"), "device='gpu' is no device; try cpu, cuda or cuda:0"),
+        (("--plans", "ulysses=2", "--round", "3"), "did you mean --rounds?"),
+        (("--plans", "ulysses=2", "--threads", "0"), "--threads: '0' should be greater"),
+        (("--plans", "ulysses=2", "--out", "nowhere/there"), "nowhere"),
+        (("--plans", "ulysses=2", "--links", "1gbit"), "--links"),
+        (("--sweep", "few-steps"), "there are methods"),
+        (("--plans", "ulysses=2", "--height", "100"), "height=100"),
+        (("--plans", "ulysses=2", "--hardware", "l40"), "did you mean l40-pcie?"),
+        (("--plans", "ulysses=2", "--profile", "nowhere"), "the profile nowhere cannot be read"),
+        (("--sweep", "methods", "--model", "random-flux heads=3", "--height", "72"), "multiple of 16"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    for module in (command, comparison):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    assert main.main(["bench", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ditile: ") and err.count("\n") == 1 and says in err, err
+    assert not list(Path().iterdir())
+
+
+def test_ranks_alone_are_measured_without_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["bench", "--plans", "ulysses=2", "--alone"]) == 2
+    assert "--alone is for one process, and torchrun started 2" in capsys.readouterr().err
+
+
+def test_torchrun_must_have_started_enough(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["bench", "--plans", "ulysses=4", "--no-figures"]) == 2
+    assert "a plan needs 4 ranks and torchrun started 2" in capsys.readouterr().err
+    assert not list(Path().iterdir())
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("b/rows.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_measured_with_figures_and_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, figures and numbers of a real run; a second time nothing is measured, and one plan more is that alone."""
+    plans = "pipefusion=2 patches=2; ulysses=2 | F=1 W=1 R=0.5"
+    words = ["--steps", "3", "--rounds", "1", "--threads", "1", "--out", "b", "--height", "64", "--width", "64"]
+    assert main.main(["bench", "--plans", plans, *words, "--hardware", "l40-pcie"]) == 0
+    out = capsys.readouterr().out
+    assert "pipefusion=2 patches=2" in out and "predicted: seconds of the loop and memory on l40-pcie" in out, out
+    found = {(row["plan"], row["cache"]): row for row in rows()}
+    one, pipe = found["", ""], found["pipefusion=2 patches=2", ""]
+    assert found.keys() == {("", ""), ("pipefusion=2 patches=2", ""), ("ulysses=2", "F=1 W=1 R=0.5")}
+    assert pipe["world"] == 2 and len(pipe["seconds"]) == 1 and pipe["ratio"] > 0 and pipe["bound"] > 1
+    assert all(0 < row["loop_s"] < row["median_s"] for row in found.values()), "text and decode are beside the loop"
+    assert one["predicted_loop_s"] > 0 and pipe["predicted_loop_s"] > 0
+    assert len(pipe["bytes_sent"]) == len(pipe["memory"]) == 2 and min(pipe["bytes_sent"]) > 0
+    assert 0 < pipe["exposed"] < 1 and pipe["exposed_kinds"].keys() >= {"activations", "latents"}
+    assert all(rank["keys"] > 0 and rank["activations"] > 0 for rank in pipe["memory"])
+    assert all(rank["parameters"] < one["memory"][0]["parameters"] for rank in pipe["memory"]), "half the blocks"
+    assert found["ulysses=2", "F=1 W=1 R=0.5"]["memory"][0]["cache"] > 0
+    with Image.open("b/plans-latency.png") as image:
+        assert image.width > 900
+    assert "<svg" in Path("b/plans-latency.svg").read_text()
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setenv("DITILE_PROFILE", "none")
+    before = Path("b/runs.jsonl").read_text()
+    assert main.main(["bench", "--plans", plans, *words, "--no-figures"]) == 0
+    out = capsys.readouterr().out
+    assert "speed-up" in out and "run `ditile calibrate`" in out and Path("b/runs.jsonl").read_text() == before
+    missing: list[Any] = []
+    monkeypatch.setattr(command, "launch", lambda fn, world, args, **_: missing.extend(args[0].missing.items()))
+    assert main.main(["bench", "--plans", f"{plans}; ring=2", *words, "--no-figures"]) == 0
+    assert [(cell.plan, left) for cell, left in missing] == [("ring=2", 1)]
+
+
+def drawn_by_turns() -> None:
+    """Three runners and the plain pipeline on one pipeline, in turn, against each on a pipeline of its own."""
+    plans = [ditile.Plan(ulysses=2), ditile.Plan(distrifusion=2), ditile.Plan(cfg=2)]
+    shared = tiny.pixart()
+    runners = [ditile.parallelize(shared, plan) for plan in plans]
+    plain = shared(**tiny.arguments("pixart")).images
+    for _ in range(2):
+        for plan, runner in zip(plans, runners, strict=True):
+            alone = ditile.parallelize(tiny.pixart(), plan)(**tiny.arguments("pixart")).images
+            assert torch.equal(torch.as_tensor(runner(**tiny.arguments("pixart")).images), torch.as_tensor(alone)), plan
+        assert torch.equal(torch.as_tensor(shared(**tiny.arguments("pixart")).images), torch.as_tensor(plain))
+
+
+def test_plans_that_divide_no_weights_may_share_a_pipeline(pool: Pool) -> None:
+    """Bit for bit. A failure means that a session measures plans which disturb each other."""
+    pool.run(drawn_by_turns, 2)

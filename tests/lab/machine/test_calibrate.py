@@ -1,0 +1,99 @@
+"""`ditile calibrate` writes a profile that `ditile plan` reads, on one machine and under torchrun on several hosts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditile.cli.main import main
+from ditile.distributed.torchrun import list_ranks_by_host
+from ditile.plan.errors import PlanError
+from ditile.planner.hardware import load_profile
+from ditile.planner.profile import Profile
+from ditile.runner.requests.options import CalibrateOptions
+from ditile_lab.machine import calibrate as command
+from tests.lab.machine.test_timings import shrink_measurements
+from tests.pool import Pool
+
+
+def shrink_command(patch: pytest.MonkeyPatch) -> None:
+    """The whole calibration, in a few seconds."""
+    shrink_measurements(patch)
+    calls = (("shapes-pixart", 64), ("shapes-flux", 64))
+    for name, value in {"CALLS": calls, "STEPS": 2, "ROUNDS": 1}.items():
+        patch.setattr(command, name, value)
+
+
+def plan_with_profile(profile: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "--profile", str(profile), "--height", "64", "--steps", "4", "--json", "-", *words]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_the_command_writes_what_plan_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank, in this process. A failure means that a user who calibrates cannot plan."""
+    shrink_command(monkeypatch)
+    monkeypatch.setattr(command, "launch", lambda fn, ranks, args, **_: [fn(*args)])
+    out = tmp_path / "here.json"
+    words = ["calibrate", "--ranks", "1", "--name", "here", "--out", str(out)]
+    assert main(words) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    written = Profile.from_json_file(out)
+    assert (written.name, written.devices, written.interlink) == ("here", 1, None)
+    assert written.micro_s > 0 and written.matmul.interpolate(64, 128) > 1e6
+    answer = plan_with_profile(out, capsys)
+    assert answer["hardware"] == "here" and answer["plans"][0]["latency_s"] > 0
+    assert main(["plan", "--profile", str(out), "--hosts", "2", "--devices", "2"]) == 2
+    assert "measure it with `ditile calibrate` under torchrun" in capsys.readouterr().err
+
+
+def _calibrate_as_host(ranks: int, out: str | None) -> tuple[Any, set[tuple[int, int]]]:
+    """On a rank, one of so many on each host: what was measured, and who sent messages to whom."""
+    pairs, send = set[tuple[int, int]](), dist.send
+    host, local = divmod(dist.get_rank(), ranks)
+
+    def note_pair(x: torch.Tensor, to: int, group: Any = None) -> Any:
+        pairs.add((dist.get_rank(), to))
+        return send(x, to, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        shrink_command(patch)
+        patch.setattr(dist, "send", note_pair)
+        patch.setattr(command.curves, "measure_rank_rate", lambda bench: 3.0 * 2 ** dist.get_rank())
+        patch.setattr(command, "launch", lambda *args, **_: [load_profile("l40-pcie")])
+        patch.setenv("LOCAL_RANK", str(local))
+        patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        if out is None:
+            return command.measure_links("float32", list_ranks_by_host()), pairs
+        with pytest.raises(PlanError, match=f"ranks=9, and torchrun started {ranks} on each host; leave it out"):
+            command.calibrate_machine(CalibrateOptions(ranks=9, out=out))
+        return command.calibrate_machine(CalibrateOptions(out=out, dtype="float32")), pairs
+
+
+def test_links_between_hosts_are_measured_between_hosts(pool: Pool) -> None:
+    """Two hosts of two ranks. A failure means that the link between hosts is taken for one within, or the other way."""
+    results = pool.run(_calibrate_as_host, 4, 2, None)
+    assert [pairs for _, pairs in results] == [{(0, 1), (0, 2)}, {(1, 0)}, {(2, 0)}, set()]
+    first = results[0][0]
+    for link in (first["link"], first["interlink"]):
+        assert 0 < link.latency_s < 1 and link.bandwidth > 1e3 and 0 < link.collective <= 1
+    assert first["link"] != first["interlink"]
+    assert [device.speed for device in first["ranks"]] == [1, 2, 4, 8]
+
+
+def test_torchrun_measures_its_hosts(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts of one rank each: one file, by the first, with the link that `ditile plan --hosts 2` is about."""
+    out = tmp_path / "hosts.json"
+    assert [path for path, _ in pool.run(_calibrate_as_host, 2, 1, str(out))] == [out, None]
+    written = Profile.from_json_file(out)
+    assert written.devices == 1 and written.interlink == written.link and written.interlink is not None
+    assert written.interlink.bandwidth > 1e3 and written.matmul == load_profile("l40-pcie").matmul
+    plans = plan_with_profile(out, capsys, "--hosts", "2", "--devices", "2")["plans"]
+    assert any(plan["exposed_comm_s"] > 0 for plan in plans)

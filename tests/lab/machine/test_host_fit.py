@@ -1,0 +1,171 @@
+"""`ditile calibrate --alone`: the host of a GPU, fitted to ranks that were measured alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ditile.cli.main import main
+from ditile.plan.errors import ModelError
+from ditile.planner import hardware
+from ditile.planner.profile import Profile
+from ditile_lab.machine import calibrate as command
+from ditile_lab.machine.host_fit import AloneLine, count_step, fit_profile, read_alone_lines
+
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "data" / "gpu"
+H200 = hardware.load_profile("h200-nvlink")
+MODEL = "random-flux.1-dev"
+"""The sizes of FLUX.1-dev, as the lines of the H200 are of."""
+
+
+def read_h200_lines(name: str, *, recorded: bool = False) -> list[dict[str, Any]]:
+    """Ranks in a file of the script that measured the H200, as `ditile bench --alone` writes them."""
+    lines = []
+    for text in (MEASURED / f"{name}.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        if row["part"] != "alone" or row.keys() & {"error", "cuda_graphs", "compile", "family"}:
+            continue
+        line = {"model": MODEL, "plan": row["plan"], "rank": row["rank"], "steps": row["steps"], "recorded": recorded}
+        line |= {"height": row["px"], "width": row["px"], "step_s": row["step_s"], "messages": row["messages_step"]}
+        lines.append(line | {"machine": {"gpus": ["NVIDIA H200"]}})
+    return lines
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_host_of_an_h200_is_fitted(tmp_path: Path) -> None:
+    """A failure means another fit than that of the profile which comes with the package."""
+    rows = read_h200_lines("h200-alone") + read_h200_lines("h200-alone-2")
+    base = replace(H200, block_s=0.0, link=replace(H200.link, call_s=0.0))
+    fitted = fit_profile(base, read_alone_lines(write_lines(tmp_path / "alone.jsonl", rows)))
+    assert fitted.block_s == pytest.approx(H200.block_s, rel=0.1)
+    assert fitted.link.call_s == pytest.approx(H200.link.call_s, rel=0.1)
+    assert replace(fitted, block_s=H200.block_s, link=H200.link) == H200, "what lines do not say is the base's"
+
+
+def test_gaps_between_kernels_are_fitted_to_recorded_steps(tmp_path: Path) -> None:
+    """Of one recorded run, within a fifth of the profile's. Without recorded lines they stay those of the base."""
+    rows = read_h200_lines("h200-alone-2") + read_h200_lines("h200-recorded-steps-prototype", recorded=True)
+    base = replace(H200, kernel_gap_s=0.0)
+    fitted = fit_profile(base, read_alone_lines(write_lines(tmp_path / "alone.jsonl", rows)))
+    assert fitted.kernel_gap_s == pytest.approx(H200.kernel_gap_s, rel=0.2)
+    assert fitted.block_s == pytest.approx(H200.block_s, rel=0.1)
+
+
+LINE = AloneLine(model=MODEL, plan="ulysses=4", rank=0, steps=(6, 16), step_s=1.0, height=512, width=512, messages=115)
+
+
+def test_the_terms_of_a_known_host_are_found() -> None:
+    """Steps that are exactly as the terms say give them back; of a plan the slower rank counts, and its mean."""
+    block_s = 3e-3
+    call_s = 4e-4
+    lines = []
+    for plan, messages in (("ulysses=4", 115.0), ("pipefusion=4 patches=4", 8.0), ("ring=4", 172.0)):
+        line = replace(LINE, plan=plan, messages=messages)
+        step = count_step(H200, line)
+        step_s = block_s * step.blocks + call_s * messages + H200.micro_s * step.calls
+        lines += [replace(line, step_s=step_s * 0.9), replace(line, step_s=step_s * 1.1)]
+        lines.append(replace(line, rank=1, step_s=step_s / 2))
+    fitted = fit_profile(H200, lines)
+    assert (fitted.block_s, fitted.link.call_s) == pytest.approx((block_s, call_s), rel=1e-6)
+
+
+def test_a_term_is_never_below_zero() -> None:
+    """More messages in less time, as noise may have it: then they cost nothing."""
+    few = replace(LINE, plan="distrifusion=4", messages=58.0, step_s=0.4)
+    fitted = fit_profile(H200, [replace(LINE, step_s=0.3), few])
+    assert fitted.link.call_s == 0
+    assert 0.3 / 57 < fitted.block_s < 0.4 / 57
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [replace(LINE, step_s=0.3)],
+        # As many messages for each block.
+        [replace(LINE, step_s=0.3), replace(LINE, step_s=0.4, plan="tensor=4")],
+        # The GPU is the limit, or the calls are recorded.
+        [replace(LINE, step_s=0.001), replace(LINE, plan="ring=4", messages=172.0, step_s=0.001)],
+        [replace(LINE, step_s=0.3, recorded=True), replace(LINE, plan="ring=4", messages=172.0, recorded=True)],
+    ],
+)
+def test_lines_that_tell_too_little_are_refused(lines: list[AloneLine]) -> None:
+    with pytest.raises(ModelError, match="do not tell a block's seconds from a message's"):
+        fit_profile(H200, lines)
+
+
+GOOD = {"model": MODEL, "plan": "ulysses=4", "rank": 0, "steps": [6, 16], "step_s": 0.1, "height": 512, "width": 512}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no json", "line 1 is none of `ditile bench --alone` (it: Invalid JSON"),
+        ("[]", "line 1 is none of `ditile bench --alone` (it: Input should be an object"),
+        (json.dumps({"part": "model"}), "line 1 is none of `ditile bench --alone` (model: Field required)"),
+        (
+            json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"step_s": 0}),
+            "line 2 is none of `ditile bench --alone` (step_s",
+        ),
+        (json.dumps(GOOD | {"machine": {"gpus": []}}), "line 1 was measured on a CPU"),
+        (json.dumps(GOOD | {"rank": 4}), "rank 4 of 'ulysses=4' cannot be counted"),
+        (json.dumps(GOOD | {"plan": "ulises=4"}), "ulises"),
+        (json.dumps(GOOD | {"model": "random-nothing"}), "random-nothing"),
+        ("", "do not tell a block's seconds from a message's"),
+    ],
+)
+def test_bad_files_get_one_line(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing is written."""
+    path = tmp_path / "alone.jsonl"
+    path.write_text(text)
+    out = tmp_path / "profile.json"
+    assert main(["calibrate", "--alone", str(path), "--hardware", "h200-nvlink", "--out", str(out)]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--alone none.jsonl --hardware h200-nvlink", "alone='none.jsonl' cannot be read"),
+        ("--alone --hardware h200-nvlink", "of a GPU is the host apart, and there is none here; give --alone FILE"),
+        ("--hardware h200-nvlink", "hardware='h200-nvlink' is for --alone; otherwise this machine is measured"),
+        ("--alone none.jsonl --hardware rtx-5090,rtx-4090", "several devices, and --alone fits one; try rtx-5090"),
+        ("--alone none.jsonl --ranks 2", "ranks=2 compute together, and --alone is for one"),
+    ],
+)
+def test_bad_questions_get_one_line(words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", *words.split(), "--out", str(tmp_path / "profile.json")]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_measured_here", [False, True])
+def test_the_command_writes_what_plan_reads(
+    is_measured_here: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a file, or measured here, where lines of an H200 stand for what a GPU would give."""
+    rows = read_h200_lines("h200-alone") + read_h200_lines("h200-alone-2")
+    words = ["calibrate", "--alone", str(write_lines(tmp_path / "lines.jsonl", rows))]
+    if is_measured_here:
+        words = ["calibrate", "--alone"]
+        monkeypatch.setattr(command, "pick_device", lambda *_: torch.device("cuda"))
+        monkeypatch.setattr(
+            command, "measure_plans_alone", lambda compared, *_: write_lines(Path(compared.out, "alone.jsonl"), rows)
+        )
+    out = tmp_path / "profile.json"
+    assert main([*words, "--hardware", "h200-nvlink", "--name", "mine", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    written = Profile.from_json_file(out)
+    assert written.name == "mine" and f"--alone to {len(rows)} lines" in written.source
+    assert main(["plan", "--model", "flux.1-dev", "--profile", str(out), "--price", "ulysses=8", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"] == "mine"

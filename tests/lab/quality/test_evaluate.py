@@ -1,0 +1,318 @@
+"""The pure parts of `ditile evaluate`: captions, settings, resumed rows, distances, and what a budget picks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from ditile.cache.build import explain_idle_steps
+from ditile.cache.config import DBCacheConfig, TaylorSeerCalibratorConfig
+from ditile.model.known import ASSETS
+from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.plan import Plan
+from ditile.planner.choose import choose_promise_of_request
+from ditile.planner.promise import Bounds
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile_lab.quality import scores
+from ditile_lab.quality.captions import Caption, load_captions
+from ditile_lab.quality.figures import draw_contact_sheet, make_difference_image
+from ditile_lab.quality.metrics import load_available_metrics, resize_image
+from ditile_lab.quality.options import DEFAULT_PLANS, ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
+from ditile_lab.quality.scores import MetricPanel, find_reference_images
+from ditile_lab.quality.store import (
+    EvaluationFolder,
+    ImageKey,
+    list_complete_settings,
+    make_setting_slug,
+    select_pareto_front,
+    summarize_settings,
+)
+from ditile_lab.rows import Row
+
+CAPTION = "a large red circle in the center on a black background"
+SETTING = EvaluationSetting("pipefusion=2", "F=1")
+
+
+def noise(seed: int, side: int = 32) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+def mean_colors(picture: Any) -> torch.Tensor:
+    """Features in place of Inception's."""
+    return torch.from_numpy(picture).double().mean((0, 1))[None]
+
+
+# Captions
+
+
+def test_coco_gives_the_first_caption_of_each_image_in_the_order_of_ids(tmp_path: Path) -> None:
+    """A failure means that two runs of the published protocol draw other captions."""
+    path = tmp_path / "captions.json"
+    every = [(9, 4, "late"), (7, 30, "second"), (7, 11, " first\n of 7 "), (9, 3, " "), (2, 5, "of 2")]
+    content = {
+        "images": [{"id": 7, "file_name": "7.jpg"}, {"id": 2, "file_name": "2.jpg"}],
+        "annotations": [{"image_id": image, "id": number, "caption": text} for image, number, text in every],
+    }
+    path.write_text(json.dumps(content))
+    found = load_captions(f"coco:{path}", None, 10)
+    assert found == [Caption("of 2", "2.jpg"), Caption("first of 7", "7.jpg"), Caption("late", None)]
+    assert load_captions(f"coco:{path}", 2, 10) == found[:2]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [("{", "cannot be read"), ("[]", "no file of COCO"), ('{"annotations": [{"id": 1}]}', "no file of COCO"),
+     ('{"annotations": []}', "has no caption")],
+)  # fmt: skip
+def test_what_is_no_coco_file(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(ModelError, match=says):
+        load_captions(f"coco:{tmp_path / 'c.json'}", None, 10)
+
+
+def test_captions_of_a_file_and_bundled(tmp_path: Path) -> None:
+    path = tmp_path / "c.txt"
+    path.write_text("# none\na cat\n\na dog\n")
+    assert load_captions(str(path), None, 10) == [Caption("a cat"), Caption("a dog")]
+    assert load_captions("bundled", None, 3)[0].text == (ASSETS / "captions.txt").read_text().splitlines()[0]
+    for num, source, says in ((3, str(path), "exceeds the 2 captions"), (1, "nothing.txt", "captions='nothing.txt'")):
+        with pytest.raises(ModelError, match=says):
+            load_captions(source, num, 10)
+
+
+def test_references_are_those_of_the_captions_if_all_are_there(tmp_path: Path) -> None:
+    for name in ("a.png", "b.jpg", "c.txt"):
+        (tmp_path / name).touch()
+    assert find_reference_images(str(tmp_path), [Caption("x", "b.jpg")]) == (
+        [tmp_path / "b.jpg"],
+        "the captions' own images",
+    )
+    both = [tmp_path / "a.png", tmp_path / "b.jpg"]
+    for image in ("z.jpg", None):
+        assert find_reference_images(str(tmp_path), [Caption("x", image)]) == (both, "all of the folder")
+    with pytest.raises(ModelError, match="no folder with images"):
+        JudgeOptions(references=str(tmp_path / "none"))
+
+
+# Settings
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(None, 1), (2, 1), (3, 1), (8, 2), (28, 4)])
+def test_the_cache_that_is_compared_fits_the_steps(steps: int | None, warmup: int) -> None:
+    """A warmup of 4 would be all steps of a model of 4, and refused."""
+    options = EvaluateOptions(model="shapes-flux-turbo", plans="pipefusion=2", steps=steps)
+    line = f"F=1 W={warmup} R=0.12 taylor=1"
+    assert [setting.cache for setting in options.candidate_settings] == ["none", line]
+    arguments = options.candidate_settings[1].cache_arguments
+    assert explain_idle_steps(arguments["cache_config"], steps or 4) is None
+
+
+def test_steps_of_a_model_that_does_not_say_them_are_those_of_its_class(tmp_path: Path) -> None:
+    shutil.copytree(ASSETS / "shapes-pixart", tmp_path / "model", ignore=shutil.ignore_patterns("generation.json"))
+    options = EvaluateOptions(model=str(tmp_path / "model"), plans="pipefusion=2")
+    # PixArt's pipeline has 20 by default.
+    assert options.cache_lines == ["none", "F=1 W=4 R=0.12 taylor=1"]
+    assert len(dataclasses.replace(options, methods=True, plans=DEFAULT_PLANS).method_lines) > 15
+    with pytest.raises(PlanError, match="methods: each of them needs more steps"):
+        dataclasses.replace(options, methods=True, plans=DEFAULT_PLANS, steps=2)
+    bounds = Bounds(min_psnr=30.0)
+    with pytest.raises(PlanError, match="for 20 steps"):
+        choose_promise_of_request(bounds, options.build_generate_options(), None, None, cuda_graphs=False)
+
+
+def test_settings_are_plans_times_caches_without_the_original() -> None:
+    """A failure means that a row of the table is of another setting than it says, or is drawn twice."""
+    wanted = EvaluateOptions(plans="pipefusion=1; patches=2  pipefusion=2;ulysses=2", caches="none; F=1  W=4;F=1 W=4")
+    assert wanted.candidate_settings == [
+        EvaluationSetting("pipefusion=1", "F=1 W=4"),
+        *(EvaluationSetting(p, c) for p in ("pipefusion=2 patches=2", "ulysses=2") for c in ("none", "F=1 W=4")),
+    ]
+    assert [s.world_size for s in wanted.candidate_settings] == [1, 2, 2, 2, 2]
+    assert wanted.candidate_settings[0].has_original_plan
+    assert Plan.parse(ORIGINAL.plan) == Plan() and ORIGINAL.cache_arguments == {"cache_config": None}
+    assert len({make_setting_slug(s) for s in (ORIGINAL, *wanted.candidate_settings)}) == 6
+    assert make_setting_slug(EvaluationSetting("ulysses=2", "mask=1,2/3")) != make_setting_slug(
+        EvaluationSetting("ulysses=2", "mask=1/2,3")
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [({"plans": "pipe=2"}, "pipe=2"), ({"plans": "data=2"}, "more images at a time"), ({"caches": "F=1 G=2"}, "G"),
+     ({"num": 0}, "num=0"), ({"steps": 0}, "steps=0"), ({"plans": "pipefusion=1", "caches": "none"}, "nothing besides"),
+     ({"caches": "F=1 foca dmd"}, "2 calibrators"), ({"seed": -1}, "seed=-1")],
+)  # fmt: skip
+def test_settings_that_will_not_do(values: dict[str, Any], says: str) -> None:
+    with pytest.raises((ModelError, PlanError), match=says):
+        EvaluateOptions(**values)
+
+
+def test_a_cache_in_one_line_is_that_cache() -> None:
+    """A failure means that what was picked is not what is drawn."""
+    found = CacheOptions(cache_line="F=1 W=4 R=0.12 taylor=1")
+    wanted = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=4, residual_diff_threshold=0.12)
+    assert found.build_cache_arguments() == {
+        "cache_config": wanted,
+        "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=1),
+    }
+    assert found.describe_settings()["cache_config"]["Fn_compute_blocks"] == 1
+    assert CacheOptions(cache_line="none").build_cache_arguments() == {"cache_config": None}
+    for values, says in (({"cache": True}, "and --cache too"), ({"Fn": 2}, "and --Fn too"), ({}, "this line is empty")):
+        with pytest.raises(ModelError, match=says):
+            CacheOptions(cache_line="F=1" if values else " ", **values)
+
+
+# What is there is not drawn again
+
+
+def row(setting: EvaluationSetting, place: int, seconds: float = 1.0, psnr: float = 30.0, **more: Any) -> Row:
+    return {
+        "plan": setting.plan, "cache": setting.cache, "caption": place, "prompt": f"caption {place}", "seed": place,
+        "seconds": seconds, "original_s": 2.0, "original_again_psnr": None, "blocks_saved": 0.5,
+        "scores": {"psnr": psnr, "ssim": 0.9},
+    } | more  # fmt: skip
+
+
+def test_a_picture_is_there_if_its_row_and_its_file_are(tmp_path: Path) -> None:
+    """Also after a run that was cut off. A failure means that pictures are lost, or taken for others."""
+    store, captions = EvaluationFolder(tmp_path / "out"), [Caption(f"caption {k}") for k in range(3)]
+    store.check_same_job({"model": "m"})
+    store.create_folder({"model": "m"})
+    store.rows.append([row(ORIGINAL, 0), row(SETTING, 0), row(SETTING, 1)])
+    for setting, place in ((ORIGINAL, 0), (SETTING, 0)):
+        store.image_path(setting, place).parent.mkdir(parents=True)
+        store.image_path(setting, place).touch()
+    with (tmp_path / "out" / "pictures.jsonl").open("a") as file:
+        file.write('{"plan": "pipe')
+    assert set(store.read_rows_on_disk(captions, 0)) == {(ORIGINAL, 0), (SETTING, 0)}
+    store.rows.append([row(SETTING, 2)])
+    store.image_path(SETTING, 2).touch()
+    there = store.read_rows_on_disk(captions, 0)
+    assert set(there) == {(ORIGINAL, 0), (SETTING, 0), (SETTING, 2)}, "the line behind the cut one is whole"
+    assert list_complete_settings(there, 1) == [ORIGINAL, SETTING] and list_complete_settings(there, 2) == []
+    assert set(store.read_rows_on_disk(captions[:1], 0)) == set(there), "fewer captions are no other ones"
+    for wrong, seed in ((captions, 1), ([Caption("other")], 0)):
+        with pytest.raises(ModelError, match="images of other captions: number 0"):
+            store.read_rows_on_disk(wrong, seed)
+    with pytest.raises(ModelError, match="model='m', and this is model='n'; give another folder"):
+        store.check_same_job({"model": "n"})
+    store.check_same_job({"model": "m"})
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").touch()
+    with pytest.raises(ModelError, match="has files and no job.json"):
+        EvaluationFolder(tmp_path).check_same_job({})
+
+
+def test_means_and_ratios(tmp_path: Path) -> None:
+    """Ratios are taken caption by caption. A failure means that the table says something else than was measured."""
+    rows: dict[ImageKey, Row] = {}
+    for k, (seconds, psnr) in enumerate([(1.0, 30.0), (4.0, 40.0), (0.5, 50.0)]):
+        rows[ORIGINAL, k] = row(ORIGINAL, k, seconds=8.0, original_s=8.0, psnr=100.0)
+        rows[SETTING, k] = row(SETTING, k, seconds=seconds, psnr=psnr)
+    original, found = summarize_settings(rows, [ORIGINAL, SETTING], 3)
+    assert (original["latency_ratio"], original["setting"], original["world"]) == (1.0, "original", 1)
+    assert (found["latency_ratio"], found["latency_lowest"], found["latency_highest"]) == (0.5, 0.25, 2.0)
+    assert (found["speedup"], found["seconds"], found["psnr"], found["psnr_lowest"]) == (2.0, 1.0, 40.0, 30.0)
+    for k in range(3):
+        rows[SETTING, k]["original_s"] = None
+    assert summarize_settings(rows, [SETTING], 3)[0]["latency_ratio"] == 1 / 8, "apart: the original's own row"
+    points = [(1.0, 100.0), (0.5, 40.0), (0.5, 41.0), (0.6, 39.0)]
+    measured = [{"latency_ratio": x, "psnr": y} for x, y in points]
+    assert [(r["latency_ratio"], r["psnr"]) for r in select_pareto_front(measured)] == [(0.5, 41.0), (1.0, 100.0)]
+
+
+# Distances and scores
+
+
+def test_metrics_say_why_they_are_not_there(tmp_path: Path) -> None:
+    """A failure means that a score is missing without a word, or that something is downloaded."""
+    found, absent = load_available_metrics("shapes-flux", [CAPTION], None)
+    assert {metric.name for metric in found} >= {"psnr", "ssim", "all_right"} and "--clip" in absent["clip"]
+    assert not {metric.name for metric in found} & set(absent)
+    _, absent = load_available_metrics("shapes-flux", ["a cat"], None)
+    assert "not of the bundled models' kind" in absent["all_right"]
+    with pytest.raises(ModelError, match="no CLIP that transformers can load from disk"):
+        load_available_metrics("shapes-flux", [CAPTION], str(tmp_path))
+
+
+def test_a_clip_from_disk(tmp_path: Path) -> None:
+    """100 times the cosine of its two embeddings, by torchmetrics. A failure means a score of something else."""
+    small: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "projection_dim": 8,
+    }  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "shapes-flux" / "tokenizer")
+    text = small | {"vocab_size": len(tokenizer), "max_position_embeddings": 24, "eos_token_id": tokenizer.eos_token_id}
+    config = CLIPConfig(
+        text_config=text, vision_config=small | {"image_size": 32, "patch_size": 8}, projection_dim=8
+    )  # fmt: skip
+    torch.manual_seed(6)  # whose cosine is above 0: below it the score is 0
+    model = CLIPModel(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    CLIPImageProcessorPil(**size).save_pretrained(tmp_path)
+    found, absent = load_available_metrics("shapes-flux", [CAPTION], str(tmp_path))
+    [metric] = [metric for metric in found if metric.title == "CLIP score"]
+    seen = CLIPImageProcessorPil(**size)(images=Image.fromarray(noise(0)), return_tensors="pt")
+    with torch.inference_mode():
+        out = model(**seen, input_ids=torch.tensor([tokenizer(CAPTION)["input_ids"]]))
+        cosine = torch.nn.functional.cosine_similarity(out.image_embeds, out.text_embeds)
+    assert metric.measure(noise(0), noise(1), CAPTION) == pytest.approx(100 * float(cosine), rel=1e-4)
+    assert "clip" not in absent and metric.exact is None
+
+
+def test_pictures_are_resized_and_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that scores of one size stand for those of another, or are taken again in each run."""
+    store = EvaluationFolder(tmp_path)
+    rows = {(s, k): row(s, k) for s in (ORIGINAL, SETTING) for k in range(2)}
+    for (setting, place), each in rows.items():
+        del each["scores"]
+        store.image_path(setting, place).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise(place + 9 * (setting == SETTING))).save(store.image_path(setting, place))
+    captions = [Caption("caption 0"), Caption("caption 1")]
+    panel = MetricPanel.from_options(JudgeOptions(), "elsewhere", captions)
+    judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
+    assert rows[ORIGINAL, 1]["scores"] == {"psnr": 100.0, "ssim": 1.0}
+    first = rows[SETTING, 1]["scores"]["psnr"]
+    rows[SETTING, 1]["scores"]["psnr"] = 7.0
+    panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
+    assert rows[SETTING, 1]["scores"]["psnr"] == 7.0, "not again"
+    small = MetricPanel.from_options(JudgeOptions(resize=8), "elsewhere", captions)
+    small.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
+    assert rows[SETTING, 1]["scores"]["psnr"] > first, "noise that is averaged is less apart"
+    assert resize_image(noise(0), 8).shape == (8, 8, 3) and resize_image(noise(0), None) is not None
+    # The FID: without Inception it is not there, or refused where it was asked for.
+    references = str(store.image_path(SETTING, 0).parent)
+    assert judged.frechet is None and judged.distances == {"original": {}, str(SETTING): {}} and judged.absent["fid"]
+    with pytest.raises(ModelError, match="are for the FID, which cannot be taken: "):
+        MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions)
+    monkeypatch.setattr(scores, "NUM_FEATURES", 3)
+    monkeypatch.setattr(scores, "load_inception_features", lambda: mean_colors)
+    panel = MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions)
+    judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
+    assert judged.distances[str(SETTING)]["frechet_references"] == pytest.approx(0, abs=1e-6)
+    assert judged.distances["original"]["frechet_original"] == 0 < judged.distances[str(SETTING)]["frechet_original"]
+    with pytest.raises(ModelError, match="one image have no covariance"):
+        MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions[:1])
+
+
+def test_a_sheet_has_a_column_for_each_setting(tmp_path: Path) -> None:
+    Image.fromarray(noise(0)).save(tmp_path / "a.png")
+    columns = [(setting, [(tmp_path / "a.png", 100.0)] * 2) for setting in (ORIGINAL, SETTING)]
+    page = draw_contact_sheet(columns, ["a caption", "another one " * 30])
+    assert page.width == 2 * 144 + 3 * 10 and page.height > 4 * 144
+    apart = make_difference_image(Image.new("RGB", (2, 2), (10, 10, 10)), Image.new("RGB", (2, 2), (0, 20, 10)))
+    assert np.asarray(apart)[0, 0].tolist() == [26, 26, 26], "a mean of 6.7, four times"

@@ -1,0 +1,126 @@
+"""`ditile fit` on a bundled model: the file that it writes serves later calls, and bad input writes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ditile
+from ditile.cache.fitted.identity import describe_models, find_difference
+from ditile.cache.fitted.schedule import FOLDER, choose_measured_sizes, read_shipped_schedules
+from ditile.cli.main import main
+from ditile.plan.errors import ModelError
+from ditile.runner.requests.options import FitOptions
+from ditile_lab.quality.captions import load_captions
+from ditile_lab.quality.fit import EXACT_DB, StepFit, fit_budgets, list_forced_steps
+from ditile_lab.quality.schedule_fit import choose_captions, compute_decibels
+
+
+def test_a_fitted_file_serves_the_call_it_was_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "turbo.json"
+    assert main(["fit", "--model", "shapes-flux-turbo", "--num-captions", "2", "--out", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "written:" in printed and max(map(len, printed.splitlines()[:-1])) <= 80
+    schedule = ditile.Schedule.read(path)
+    assert [budget.size for budget in schedule.budgets] == [2, 3]
+    budget = schedule.select_budget(3)
+    # With few steps, outputs are used again as they are.
+    assert set(budget.weights.values()) == {(1.0, 0.0)}
+    assert budget.worst_db is not None and budget.mean_db is not None
+    assert 25 < budget.worst_db <= budget.mean_db < EXACT_DB
+    pipe = ditile.load("shapes-flux-turbo")
+    call = ditile.defaults("shapes-flux-turbo") | {"prompt": "a large red circle on a gray background"}
+    ditile.enable_cache(pipe, ditile.FittedScheduleConfig(steps=3, schedule=str(path)))
+    pipe(**call)
+    [report] = ditile.summary(pipe, logging=False)
+    assert report.cached_steps == sorted(budget.weights)
+    with pytest.raises(ModelError, match=r"run ditile fit --model shapes-flux-turbo --steps 6"):
+        pipe(**call | {"num_inference_steps": 6})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--num-captions", "9999"], ["--captions", "none.txt"], ["--model", "no-such-model"], ["--steps", "0"]],
+    ids=lambda words: words[0],
+)
+def test_bad_input_writes_nothing(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "schedule.json"
+    assert main(["fit", "--model", "shapes-flux-turbo", "--out", str(path), *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_captions_are_not_those_of_evaluations() -> None:
+    first = choose_captions(FitOptions(num_captions=8))
+    assert len(set(first)) == 8
+    assert first == choose_captions(FitOptions(num_captions=200))[-8:]
+
+
+def test_a_switch_of_models_is_never_forecast_across() -> None:
+    """After a switch two steps compute, so that a forecast never mixes outputs of two models."""
+    random = np.random.default_rng(0)
+    vectors = np.cumsum(random.normal(size=(12, 40)), axis=0)
+    gram = vectors @ vectors.T
+    for steps in fit_budgets(gram, [0.1] * 12, [6]):
+        assert {0, 1, 2, 6, 7} <= set(steps.computed)
+        for step in steps.weights:
+            newest, before = [number for number in reversed(steps.computed) if number < step][:2]
+            assert (before >= 6) == (step >= 6)
+            weights = StepFit(gram, [0.1] * 12, list_forced_steps(12, [6], 3)).fit_weights(before, newest, step)
+            assert steps.weights[step] == pytest.approx(weights, abs=1e-5)
+
+
+def test_first_steps_are_forced_where_they_matter() -> None:
+    """With gains of a scheduler that hardly uses its first predictions, and with its own steps."""
+    vectors = np.cumsum(np.random.default_rng(0).normal(size=(12, 40)), axis=0)
+    gains = [0.01, 0.01, 0.01] + [0.1] * 9
+    measured = fit_budgets(vectors @ vectors.T, gains)
+    assert measured[0].size == 2
+    assert {1, 2} - set(measured[3].computed)
+    exact = fit_budgets(vectors @ vectors.T, gains, has_exact_gains=True)
+    assert all({0, 1, 2} <= set(budget.computed) for budget in exact)
+
+
+def test_measured_budgets_and_decibels() -> None:
+    assert choose_measured_sizes(20) == [15, 12, 10, 8, 6]
+    assert choose_measured_sizes(4) == [3, 2]
+    black = np.zeros((1, 4, 4, 3), np.uint8)
+    assert compute_decibels(black, black) == EXACT_DB
+    assert compute_decibels(black, black + 255) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_schedules_belong_to_bundled_models(path: Path) -> None:
+    """Each is small, is found by the weights of its model, and was measured."""
+    assert path.stat().st_size < 16_000
+    schedule = ditile.Schedule.read(path)
+    pipe = ditile.load(schedule.model)
+    present = describe_models([pipe.transformer])
+    found: list[ditile.Schedule] = []
+    for shipped in read_shipped_schedules().values():
+        if not find_difference(shipped.identity, present, [pipe.transformer]):
+            found.append(shipped)
+    assert schedule in found and {shipped.model for shipped in found} == {schedule.model}
+    assert path.stem == f"{schedule.model}-{schedule.num_steps}"
+    measured = [budget.mean_db for budget in schedule.budgets if budget.mean_db is not None]
+    assert measured == sorted(measured) and len(measured) >= 2
+
+
+def test_half_of_the_steps_is_near_on_a_caption_that_was_not_fitted_to() -> None:
+    pipe = ditile.load("shapes-flux")
+    pipe.set_progress_bar_config(disable=True)
+    call = ditile.defaults("shapes-flux") | {"prompt": load_captions("bundled", 1, 1)[0].text}
+
+    def draw() -> np.ndarray[Any, Any]:
+        image = pipe(**call, generator=torch.Generator().manual_seed(0)).images[0]
+        return np.asarray(image)[None]
+
+    plain = draw()
+    ditile.enable_cache(pipe, ditile.FittedScheduleConfig())
+    assert compute_decibels(draw(), plain) > 44
+    [report] = ditile.summary(pipe, logging=False)
+    assert len(report.cached_steps) == 10
