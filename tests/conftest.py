@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ |= {
     "DITILE_CHECK": "1",
@@ -15,21 +16,36 @@ import pytest
 import torch
 
 from ditile.runner.requests import console
-from tests import rotation
+from tests import suites
 from tests.pool import Pool, fork_ranks
 
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rotate", action="store_true", help="of the tests that are marked `rotating`, run a tenth")
+    help_ = "run the tests that tests/commit.txt names, or all others; without it run both"
+    parser.addoption("--suite", choices=["commit", "nightly"], help=help_)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test of a commit: to import them takes long."""
+    if config.getoption("--suite") != "commit" or not collection_path.is_file():
+        return None
+    files = {name.partition("::")[0] for name in suites.read_commit_list()}
+    return collection_path.relative_to(config.rootpath).as_posix() not in files or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the rows of long tables that another commit runs."""
-    if not config.getoption("--rotate"):
+    """Leave out the tests of the other suite."""
+    suite = config.getoption("--suite")
+    if suite is None:
         return
-    items[:], left = rotation.choose_rows(items)
+    names = suites.read_commit_list()
+    commit, nightly = suites.split_suites(items, names)
+    lost = suites.find_lost_names(items, names)
+    if suite == "commit" and config.args == ["tests"] and lost:
+        raise pytest.UsageError(f"tests/commit.txt names what is not there: {', '.join(sorted(lost))}")
+    items[:], left = (commit, nightly) if suite == "commit" else (nightly, commit)
     config.hook.pytest_deselected(items=left)
 
 

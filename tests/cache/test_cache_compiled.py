@@ -10,7 +10,6 @@ from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests.model.hooks.compiling import MAKE, WAYS, Counting
-from tests.rotation import rotate
 from tests.runner.cases import run, same, unfused
 
 CONFIG = DBCacheConfig(
@@ -28,7 +27,9 @@ MOST = 6
         ("whole", "compiled first", 1),
         ("in place", "compiled first", 3),
         ("blocks", "cached first", 1),
-        *rotate([("blocks", "compiled first", 3), ("whole", "cached first", 3), ("in place", "cached first", 1)]),
+        ("blocks", "compiled first", 3),
+        ("whole", "cached first", 3),
+        ("in place", "cached first", 1),
     ],
 )
 def test_compiled_and_cached_equal_cached(way: str, order: str, patches: int) -> None:

@@ -45,7 +45,6 @@ SETTINGS = settings_for(STEPS, SPARE)
 CACHE, EXACT, PRUNE, REST, draw = SETTINGS
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
 def test_two_pipelines_of_a_class_do_not_know_of_each_other(name: str) -> None:
     """A: after one of two cached pipelines was disabled, the other, and any plain one, raised. A failure means that

@@ -52,7 +52,7 @@ def off(request: pytest.FixtureRequest) -> Iterator[None]:
         caching.disable_cache(request.getfixturevalue("made").model)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 def test_nothing_left_out_is_the_model(made: Made) -> None:
     """At threshold 0, where nothing is looked at; at 1e-12, where every step is measured, and computed; and after the
     cache was taken off. A failure means that a cache changes a picture that it was told to leave alone."""
@@ -69,7 +69,7 @@ def test_nothing_left_out_is_the_model(made: Made) -> None:
     same(tensors(model(**next(calls(name)))), wanted[0], "the cache was taken off")
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 def test_cached_steps_are_the_probe_and_what_was_added_before(made: Made) -> None:
     """To the bit, with a threshold in the middle and with one that caches whatever it can. A failure means that a
     stream is lost or belongs to another block, or that what is kept was written to."""
@@ -86,7 +86,7 @@ def test_cached_steps_are_the_probe_and_what_was_added_before(made: Made) -> Non
         caching.disable_cache(model)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 def test_pruned_blocks_add_what_they_added_before(made: Made) -> None:
     """To the bit. A failure means that a block is compared with, or replaced by, another; for blocks of one stream
     DBPrune raised a TypeError elsewhere."""

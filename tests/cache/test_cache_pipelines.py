@@ -40,7 +40,7 @@ def unchanged(pipe: Any, before: dict[str, Any]) -> None:
             assert changes or value is before[path][key], f"{path}.{key}"
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MAKE)
 def test_nothing_left_out_is_the_pipeline(name: str) -> None:
     """Neither at threshold 0, nor at 1e-12 where every step is measured, nor after the cache was taken off. A failure
@@ -92,7 +92,7 @@ def test_what_is_refused_leaves_the_earlier_cache() -> None:
     assert type(pipe).__module__.startswith("diffusers.") and "__call__" in vars(type(pipe))
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MAKE)
 def test_steps_are_left_out(name: str) -> None:
     """All but the first; pictures change, and the second call knows nothing of the first. A failure means that a cache
@@ -115,7 +115,7 @@ def block_chain(pipe: Any) -> list[Any]:
     return [block for each in find_block_lists(pipe.transformer) for block in each.blocks]
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pixart sigma", "flux", "flux true cfg", "sd3", "sd3.5 medium"])
 def test_pictures_are_those_of_a_cache_by_hand(name: str) -> None:
     """To the bit, with thresholds that leave some steps out and compute others. A failure means that a cached step is

@@ -102,9 +102,10 @@ def on_rank(case: Case, threshold: float) -> tuple[Tensor, list[dict[str, Any]]]
     return draw(case, threshold, case.plan)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
-    [*MECHANISMS, *(pytest.param(case, marks=pytest.mark.rotating) for case in CASES)],
+    [*MECHANISMS, *CASES],
     ids=lambda case: f"{case.name}, {case.plan}, {case.config}",
 )
 def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:

@@ -15,7 +15,6 @@ from ditile.model.hooks.kv_store import AgeChecks
 from ditile.plan.plan import Plan
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
-from tests.rotation import rotate
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
@@ -119,18 +118,15 @@ def test_decisions_that_are_known_have_tapes(pool: Pool, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "axis", "case"),
-    rotate(
-        [
-            ("flux", "patches=2 warmup=1", "taylor"),
-            ("flux", "ulysses=2", "mask"),
-            ("flux", "pipefusion=2 patches=2 warmup=1", "taylor"),
-            ("flux", "distrifusion=2 warmup=1", "limits"),
-            ("flux", "tensor=2", "mask, no blocks"),
-            ("qwen-image", "cfg=2", "foca"),
-            ("wan-2.2", "patches=2 warmup=1", "limits"),
-        ],
-        always=[("flux", "ulysses=2", "mask"), ("flux", "pipefusion=2 patches=2 warmup=1", "taylor")],
-    ),
+    [
+        ("flux", "patches=2 warmup=1", "taylor"),
+        ("flux", "ulysses=2", "mask"),
+        ("flux", "pipefusion=2 patches=2 warmup=1", "taylor"),
+        ("flux", "distrifusion=2 warmup=1", "limits"),
+        ("flux", "tensor=2", "mask, no blocks"),
+        ("qwen-image", "cfg=2", "foca"),
+        ("wan-2.2", "patches=2 warmup=1", "limits"),
+    ],
 )
 def test_decisions_that_are_known_have_tapes_on_every_axis(pool: Pool, name: str, axis: str, case: str) -> None:
     check_ranks(pool, name, axis, *KNOWN[case])
@@ -144,18 +140,15 @@ def test_calls_whose_probe_decides_have_tapes_of_two_parts(pool: Pool, case: str
 
 @pytest.mark.parametrize(
     ("name", "axis", "case"),
-    rotate(
-        [
-            ("flux", "ulysses=2", "two blocks"),
-            ("flux", "ring=2", "threshold"),
-            ("flux", "distrifusion=2 warmup=1", "threshold"),
-            ("qwen-image", "cfg=2", "threshold"),
-            ("qwen-image", "ulysses=2", "budget"),
-            ("wan-2.2", "patches=2 warmup=1", "no blocks"),
-            ("flux-controlnet", "patches=1", "threshold"),
-        ],
-        always=[("flux", "ulysses=2", "two blocks")],
-    ),
+    [
+        ("flux", "ulysses=2", "two blocks"),
+        ("flux", "ring=2", "threshold"),
+        ("flux", "distrifusion=2 warmup=1", "threshold"),
+        ("qwen-image", "cfg=2", "threshold"),
+        ("qwen-image", "ulysses=2", "budget"),
+        ("wan-2.2", "patches=2 warmup=1", "no blocks"),
+        ("flux-controlnet", "patches=1", "threshold"),
+    ],
 )
 def test_calls_in_two_parts_on_every_axis(pool: Pool, name: str, axis: str, case: str) -> None:
     check_ranks(pool, name, axis, *MEASURED[case])

@@ -59,7 +59,6 @@ def of_row(out: Any, row: int) -> list[Tensor]:
     return [found[row]] if isinstance(out[0], list) else [x[row : row + 1] for x in found]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", RUN)
 @torch.no_grad()
 def test_rows_of_every_family(name: str) -> None:
@@ -126,7 +125,6 @@ def draw(pipe: Any, name: str, seeds: list[int]) -> tuple[Tensor, list[Any]]:
     return latents, of_image
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("config", [IMAGES, PRUNE], ids=["DBCache", "DBPrune"])
 @pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg", "sd3.5 medium"])
 def test_an_image_does_not_know_what_it_is_drawn_with(name: str, config: Any) -> None:

@@ -29,7 +29,6 @@ from tests.cache.hand import by_hand
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import NAMES, edits, folder_of
 from tests.tiny import WIDTH, quiet, randomise
@@ -43,7 +42,6 @@ CACHE, EXACT, PRUNE, REST, draw = SETTINGS
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")  # of the second LoRA
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", NAMES)
 def test_every_state_of_loras(name: str, tmp_path: Path) -> None:
     """Loaded, scaled, switched, fused, unloaded: with the cache on before, and put on after, and exactly the pipeline's
@@ -118,7 +116,7 @@ def test_controlnets(name: str) -> None:
 
 
 @pytest.mark.parametrize("part", [{"control_guidance_end": 0.5}, {"control_guidance_start": 0.5}], ids=str)
-@pytest.mark.parametrize("name", ["flux", *rotate(["sd3"])])
+@pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_control_that_begins_or_ends_in_mid_run(name: str, part: dict[str, float]) -> None:
     """The step in which it does computes, and with steady control no other one does for its sake. A failure means that
     what enters behind the probe is not noticed, so that control goes on where it should have ended."""
@@ -202,7 +200,6 @@ def test_hooks_that_are_renewed_after_each_picture(hooked_first: bool) -> None:
         assert skipped(pipe) == [REST]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("config", [CACHE, PRUNE], ids=str)
 @pytest.mark.parametrize("how", ["accelerate", "blocks to disk", "layers to disk"])
 def test_weights_that_are_elsewhere(how: str, config: Any, tmp_path: Path) -> None:

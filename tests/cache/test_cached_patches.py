@@ -17,7 +17,6 @@ from tests.cache.hand_cache import HandCache
 from tests.parallel.pipefusion.simulated import TWO_CALLS, Case, arguments, distance, pipeline
 from tests.parallel.pipefusion.simulation import simulate
 from tests.pool import Pool
-from tests.rotation import rotate
 
 
 class Cached(NamedTuple):
@@ -47,9 +46,6 @@ CASES = {
     "distrifusion-sd3": Cached(Case("sd3", 2, 2, STEPS, ranks=(2,), method="distrifusion")),
 }
 
-ALIKE = ("flux", "flux-no-probe", "sd3", "distrifusion-flux", "distrifusion-sd3")
-"""Cases that repeat what another one proves, on another model."""
-
 
 def simulated(name: str, threshold: float) -> tuple[Tensor, HandCache]:
     case, first, last, spare, _ = CASES[name]
@@ -71,7 +67,7 @@ def draw(name: str, threshold: float, world: int) -> tuple[Tensor, list[dict[str
     return latents, [report.to_dict() for report in caching.summary(pipe, logging=False)]
 
 
-@pytest.mark.parametrize("name", rotate(CASES, always=[name for name in CASES if name not in ALIKE]))
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_the_simulation(pool: Pool, name: str) -> None:
     """Latents and left out patches are the simulation's. A failure means that patches were decided on together, or by
     two stages differently; that a residual was another patch's; or that keys of a left out patch were renewed."""

@@ -28,7 +28,6 @@ from tests.cache.hand_cache import HandCache
 from tests.parallel.pipefusion.simulated import Case, arguments, distance, pipeline
 from tests.parallel.pipefusion.simulation import simulate
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, same
 from tests.zoo import ZOO
 
@@ -61,7 +60,7 @@ def left_out(pipe: Any) -> list[list[int]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*all .* steps compute:ditile.IdleCacheWarning")
-@pytest.mark.parametrize("name", rotate(FAMILIES, always=["flux", "pixart-sigma", "wan-2.1"]))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_methods_leave_out_steps_and_none_at_their_limit(name: str) -> None:
     """A failure at the limit: a cache that computes everything changes the image."""
     pipe, _ = family(name)
@@ -189,8 +188,6 @@ EXACT = [("flux", "ulysses=2"), ("flux", "ring=2"), ("flux", "tensor=2"), ("flux
          ("pixart sigma", "cfg=2"), ("pixart sigma", "ulysses=2"), ("sd3.5 medium", "ulysses=2 cfg=2"),
          ("pixart sigma", "pipefusion=2 patches=1"), ("flux", "pipefusion=3 patches=1"),
          ("pixart sigma", "data=2")]  # fmt: skip
-ALIKE = [("pixart sigma", "cfg=2"), ("pixart sigma", "ulysses=2"), ("flux", "pipefusion=3 patches=1")]
-"""Axes that another row has on another model."""
 
 
 def draw(name: str, configs: dict[str, BlockCacheConfig], plan: str | None) -> dict[str, tuple[Tensor, Any, int]]:
@@ -219,7 +216,7 @@ def on_rank(name: str, plan: str) -> dict[str, tuple[Tensor, Any, int]]:
     return draw(name, METHODS, plan)
 
 
-@pytest.mark.parametrize(("name", "plan"), rotate(EXACT, always=[row for row in EXACT if row not in ALIKE]))
+@pytest.mark.parametrize(("name", "plan"), EXACT)
 def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str) -> None:
     """A failure: ranks decided apart, or what is remembered belongs to other tokens or rows."""
     wanted = draw(name, METHODS, None)
@@ -363,7 +360,7 @@ def draw_stale(name: str, config: BlockCacheConfig) -> tuple[Tensor, list[Any]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", rotate(STALE, always=["pixart", "distrifusion"]))
+@pytest.mark.parametrize("name", STALE)
 def test_stale_keys_and_methods_are_those_of_the_simulation(pool: Pool, name: str, method: str) -> None:
     """A failure: a patch was decided on by another's latents, or forecast from another's values."""
     case, config = STALE[name], METHODS[method]

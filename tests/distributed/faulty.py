@@ -1,6 +1,6 @@
 """Runs of `ditile generate` on two ranks in which one fault happens: how they end, how soon, and what they leave.
 
-python -m tests.distributed.faulty          # every cell; writes docs/faults.md (`make faults`)
+python -m tests.distributed.faulty          # every cell; writes docs/faults.md
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ AT_ONCE = 3
 
 PAGE = """# Faults
 
-What a run of two ranks does when something happens to one of its processes. `make faults` runs every cell of
-{{stage}} x {{fault}} x {{process}}, checks it and writes this page; `make test` runs some, and some under torchrun.
+What a run of two ranks does when something happens to one of its processes. `make nightly PARTS=faults` runs every cell
+of {{stage}} x {{fault}} x {{process}}, checks it and writes this page; the part `processes` runs some,
+and some of torchrun.
 The command is `ditile generate --pipefusion 2` on the CPU; the parent is its own process, which started the ranks.
 
 - Stages: imports, joining (the ranks connect), loading, text (encoding), first step, mid-loop, decode (behind the last

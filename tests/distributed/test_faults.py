@@ -13,8 +13,6 @@ import torch.distributed as dist
 from ditile.cli import main
 from tests.distributed.faulty import Cell, find_wrong, run_with_fault
 
-pytestmark = pytest.mark.alone
-
 PLAN = ["--pipefusion", "2", "--steps", "500", "--threads", "1", "--height", "64", "--width", "64"]
 CELLS = [
     Cell("imports", "TERM", "rank 1"),
@@ -27,7 +25,7 @@ CELLS = [
     Cell("mid-loop", "KILL", "parent", "torchrun"),
     Cell("decode", "raise", "rank 1", "torchrun"),
 ]
-"""Some of the cells of docs/faults.md; `make faults` runs all."""
+"""Some of the cells of docs/faults.md; `make nightly PARTS=faults` runs all."""
 STOPPED = [Cell("mid-loop", "STOP", "rank 1"), Cell("mid-loop", "STOP", "rank 0", "torchrun")]
 """Their parents wait for most of the time."""
 

@@ -29,8 +29,6 @@ from ditile.distributed.mesh import Communicators
 from ditile.distributed.private_network import create_private_network
 from ditile.plan.errors import PlanError, RankError, StateError
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[2]
 
 

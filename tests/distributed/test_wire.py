@@ -108,7 +108,6 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "ranks"), [("flux", 2), ("flux", 4), ("pixart sigma", 2), ("sd3.5 medium", 4)])
 def test_plans_send_what_the_formula_says_and_all_ranks_draw_one_picture(pool: Pool, name: str, ranks: int) -> None:
     """A failure means that a kind of message is not packed, or one is that must be exact, or ranks unpack unlike."""

@@ -222,9 +222,3 @@ def assert_kept(rule: Rule, sources: list[Source]) -> None:
     """Fails with every place that breaks the rule."""
     broken = [f"{source.path}: {what}" for source in sources for what in rule(source)]
     assert sources and not broken, "\n".join([rule.__doc__ or "", *broken])
-
-
-def test_the_fast_tests_are_there() -> None:
-    """A failure means that `make test-fast` runs nothing."""
-    lines = (ROOT / "tests/fast.txt").read_text("utf-8").splitlines()
-    assert not [line for line in lines if not (ROOT / line.partition("::")[0]).exists()]

@@ -8,6 +8,7 @@ import pytest
 
 import ditile
 from tests.mutants.table import MUTANTS, Mutant
+from tests.suites import read_commit_list
 
 TESTS = Path(__file__).parents[1]
 
@@ -19,3 +20,10 @@ def test_a_mutant_fits_the_package(mutant: Mutant) -> None:
     assert text.count(mutant.right) == 1
     compile(text.replace(mutant.right, mutant.wrong), mutant.path, "exec")
     assert all((TESTS / test.partition("::")[0]).is_file() for test in mutant.tests)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_killed_on_a_commit(mutant: Mutant) -> None:
+    """A failure means that none of its tests is in tests/commit.txt."""
+    files = {name.partition("::")[0] for name in read_commit_list()}
+    assert files & {f"tests/{test.partition('::')[0]}" for test in mutant.tests}

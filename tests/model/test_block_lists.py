@@ -71,7 +71,6 @@ def test_the_lists_are_there_and_their_blocks_have_the_parameters(name: str) -> 
             assert each.flow.text is None or each.flow.text in parameters
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTED)
 def test_the_source_says_the_same(name: str) -> None:
     """A failure means that the table is wrong, or that diffusers has changed."""
@@ -103,7 +102,6 @@ def test_a_block_may_be_called_as_its_checkpoint() -> None:
     assert read_block_calls(CheckpointedLoop())["blocks"].results == ("hidden_states",)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTED)
 def test_discovery_finds_the_same(name: str) -> None:
     model = EVERY[name].on_meta()
@@ -116,7 +114,6 @@ def test_discovery_finds_the_same(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for float32
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", RUN)
 def test_blocks_do_what_their_flow_says(name: str) -> None:
     """Each block runs once, in order; it returns what the flow says, and the next block of the list is given that."""

@@ -14,7 +14,6 @@ from ditile.runner.model_files import defaults
 from ditile.runner.requests.pipelines import returns_videos
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("known", list_known_models(), ids=lambda known: known.name)
 def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
     subject = PlanSubject.from_configs(known.name, known.folder)

@@ -24,7 +24,6 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
 from tests.pool import Pool
 from tests.recorded_calls import OperatorSegments, record_on_cpu
-from tests.rotation import rotate
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
@@ -40,8 +39,6 @@ AXES = [
     "pipefusion=2 ulysses=2 patches=2 warmup=1",
     "distrifusion=2 warmup=1 wire_dtype=int8",
 ]
-RECORDED_ALONE = ("ulysses=2", "ring=2", "pipefusion=2 patches=2 warmup=1")
-"""Axes that other tests of this file record on every commit, with one rank of them or with another axis."""
 OTHER_CASES = [
     # Masks of the text are gathered within calls.
     ("pixart-sigma", "ring=2"),
@@ -95,8 +92,8 @@ def generate_with_and_without(name: str, plan: Plan) -> tuple[list[bool], int, i
     return equal, recorders[0].num_recorded, recorders[0].num_played
 
 
-@pytest.mark.parametrize("axis", rotate(AXES, always=[axis for axis in AXES if axis not in RECORDED_ALONE]))
-@pytest.mark.parametrize("name", ["flux", *rotate(["qwen-image"])])
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", ["flux", "qwen-image"])
 def test_played_steps_give_the_same_images(pool: Pool, name: str, axis: str) -> None:
     check_ranks(pool, name, axis)
 
@@ -145,7 +142,6 @@ def test_all_steps_of_later_images_are_played(pool: Pool, name: str, axis: str, 
     assert pool.run(count_played_calls, plan.world, name, plan) == [counts] * plan.world
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_one_rank_of_every_pipeline(name: str) -> None:
     """What cannot be recorded runs its code: then nothing was played, and the reason is kept."""
@@ -487,7 +483,7 @@ def generate_with_one_recorder(name: str, plan: Plan, recording_rank: int) -> tu
     return all(map(torch.equal, *images)), recorders[0].num_played
 
 
-@pytest.mark.parametrize("recording_rank", [0, *rotate([1])])
+@pytest.mark.parametrize("recording_rank", [0, 1])
 @pytest.mark.parametrize(
     ("name", "axis"),
     [

@@ -15,7 +15,6 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
 from tests.pool import Pool
 from tests.recorded_calls import OperatorSegments, record_on_cpu
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, run
 from tests.runner.loras import NAMES, edits, folders_of, load
 
@@ -53,8 +52,7 @@ def compare_every_state(name: str, folder: Path, plan: Plan) -> tuple[list[bool]
 
 @pytest.mark.parametrize(
     ("name", "axis"),
-    rotate([("flux", "patches=2 warmup=1"), ("pixart sigma", "patches=1"), ("sd3.5 medium", "patches=1")],
-           always=[("flux", "patches=2 warmup=1")]),
+    [("flux", "patches=2 warmup=1"), ("pixart sigma", "patches=1"), ("sd3.5 medium", "patches=1")],
 )  # fmt: skip
 def test_every_state_of_loras_is_recorded(folders: dict[str, Path], name: str, axis: str) -> None:
     """A failure means that a tape has a scale or an adapter that is not the one that is set."""
@@ -63,7 +61,6 @@ def test_every_state_of_loras_is_recorded(folders: dict[str, Path], name: str, a
     assert all(played)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("axis", ["ulysses=2", "pipefusion=2 patches=2 warmup=1"])
 def test_every_state_of_loras_on_two_ranks(pool: Pool, folders: dict[str, Path], axis: str) -> None:
     plan = Plan.parse(axis)
@@ -104,7 +101,7 @@ def draw_quantized(quant_type: str, recorded: bool) -> tuple[list[Tensor], list[
     return pictures, recorders
 
 
-@pytest.mark.parametrize("quant_type", rotate(["int8_weight_only", "int8", "float8_weight_only"], always=["int8"]))
+@pytest.mark.parametrize("quant_type", ["int8_weight_only", "int8", "float8_weight_only"])
 def test_quantized_weights_are_recorded(quant_type: str) -> None:
     """A failure means that the watch does not see what quantized layers compute, or where their numbers are."""
     plain, _ = draw_quantized(quant_type, False)

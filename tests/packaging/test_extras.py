@@ -67,8 +67,6 @@ writer.close()
 """
 START_SECONDS, STOP_SECONDS = 120.0, 60.0
 
-pytestmark = pytest.mark.installed
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -203,21 +201,18 @@ def test_serve(make: Make) -> None:
         assert len(drawn["data"]) == 1, drawn
 
 
-@pytest.mark.nightly
 def test_page(make: Make) -> None:
     made = make("serve", "page")
     with serve(made, "--model", "shapes-flux", "--threads", "1") as url, urllib.request.urlopen(url) as answer:
         assert "gradio" in answer.read().decode()
 
 
-@pytest.mark.nightly
 def test_video(make: Make) -> None:
     made = make("video")
     made.run_ditile("generate", PROMPT, "--model", "shapes-wan", *SHORT, "--frames", "5", "--out", "a.mp4")
     assert (made.work / "a.mp4").read_bytes()[4:8] == b"ftyp"
 
 
-@pytest.mark.nightly
 def test_lora(make: Make) -> None:
     made = make("lora")
     made.run_python(MAKE_LORA)
@@ -226,7 +221,6 @@ def test_lora(make: Make) -> None:
     check_picture(made.work / "a.png")
 
 
-@pytest.mark.nightly
 def test_quantize(make: Make) -> None:
     made = make("quantize")
     words = ("--quantize", "--quantize-type", "int8_weight_only", "--out", "a.png")
@@ -234,7 +228,6 @@ def test_quantize(make: Make) -> None:
     check_picture(made.work / "a.png")
 
 
-@pytest.mark.nightly
 def test_gguf(make: Make) -> None:
     made = make("gguf")
     made.run_python(MAKE_GGUF)
@@ -243,7 +236,6 @@ def test_gguf(make: Make) -> None:
     check_picture(made.work / "a.png")
 
 
-@pytest.mark.nightly
 def test_bitsandbytes(tmp_path: Path) -> None:
     """It prints while it is imported, so it is beside the developers' packages here alone, with its own tests."""
     made = build_environment_beside(tmp_path, "bitsandbytes")
@@ -261,7 +253,6 @@ def test_bitsandbytes(tmp_path: Path) -> None:
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_no_extra_moves_torch(wheel: Path, tmp_path: Path, extra: str) -> None:
     """With the oldest torch that is supported, which a driver may ask for. A failure means that the GPUs are gone."""
@@ -280,14 +271,12 @@ def test_no_extra_moves_torch(wheel: Path, tmp_path: Path, extra: str) -> None:
     assert "ditile" in chosen and not chosen & {"torch", "torchvision"}
 
 
-@pytest.mark.nightly
 def test_plots(make: Make) -> None:
     made = make("plots")
     made.run_ditile("bench", "--plans", "ulysses=2", "--rounds", "1", "--steps", "2", "--out", "bench")
     check_picture(next((made.work / "bench").glob("*.png")))
 
 
-@pytest.mark.nightly
 def test_evaluate(make: Make) -> None:
     made = make("evaluate")
     words = ("--model", "shapes-flux-turbo", "--plans", "pipefusion=2", "--num", "2", "--out", "evaluation")
@@ -297,7 +286,6 @@ def test_evaluate(make: Make) -> None:
     assert evaluation["absent"]["pareto.png"] == "matplotlib is not installed"
 
 
-@pytest.mark.nightly
 def test_ray(make: Make) -> None:
     """A cluster takes minutes; without one the address is refused, by Ray itself."""
     line = make("serve", "ray").read_refusal("serve", "--ray", "127.0.0.1:1", "--model", "shapes-flux")

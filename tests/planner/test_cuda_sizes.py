@@ -1,4 +1,4 @@
-"""A rank each of published models at real sizes on a simulated GPU, without weights: `make test-cuda-sizes`.
+"""A rank each of published models at real sizes on a simulated GPU, without weights.
 
 A failure means that a GPU would refuse what a rank does or race with it, that the host waits for it in a later step, or
 that the planner promises a memory that the call does not keep to. All have four stages and four patches, and one
@@ -24,8 +24,6 @@ from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
 from tests.simulated_gpu.call import simulate_rank
 from tests.simulated_gpu.gpu import HostSync, SimulationRecord
-
-pytestmark = pytest.mark.sizes
 
 PLAN, NEAR = Plan(pipefusion=4, patches=4), 0.1
 STEPS = 3

@@ -25,7 +25,6 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.preflight import check_request_by_files
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.zoo import ZOO
 
 CLASSES = {each["pipeline"]: each["name"] for each in reversed(read_families()["families"])
@@ -75,7 +74,7 @@ def list_real_calls(pipe: Any, name: str, scale: dict[str, float]) -> dict[bool,
     return {False: call, True: call | negative}
 
 
-@pytest.mark.parametrize("name", rotate(CLASSES.values()))
+@pytest.mark.parametrize("name", CLASSES.values())
 def test_branches_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
     """With scales of 0, 1 and more, with a negative prompt and without.
 

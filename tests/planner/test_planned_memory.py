@@ -22,7 +22,6 @@ from ditile_lab.bench.options import Workload
 from ditile_lab.bench.session import count_weight_bytes
 from ditile_lab.bench.subjects import RandomSubject
 from tests.pool import Pool
-from tests.rotation import rotate
 
 MODELS = {"pixart": "random-pixart blocks=4 heads=8 head_dim=32", "flux": "random-flux blocks=6 heads=4 head_dim=64"}
 
@@ -113,16 +112,10 @@ OF_TWO_STREAMS = (
 """What blocks of text and image, and blocks of both in one, hold in another way than PixArt's."""
 
 
-COMPOSED = (
-    "pipefusion=2 patches=4 warmup=0", "pipefusion=2 ulysses=2 patches=2", "pipefusion=4 patches=4",
-    "cfg=2 pipefusion=2 patches=4", "pipefusion=2 tensor=2 patches=2", "tensor=2 offload=blocks",
-    "distrifusion=2 token_weights=2,1", "ring=2",
-)  # fmt: skip
-"""What these hold on a rank is what two others of the list hold, or one of them with other numbers."""
 ROWS = [*(("pixart", plan) for plan in PLANS), *(("flux", plan) for plan in OF_TWO_STREAMS)]
 
 
-@pytest.mark.parametrize(("family", "plan"), rotate(ROWS, always=[row for row in ROWS if row[1] not in COMPOSED]))
+@pytest.mark.parametrize(("family", "plan"), ROWS)
 def test_memory_is_what_was_foretold(pool: Pool, family: str, plan: str) -> None:
     """Within 10 % on the rank that holds most, and on each one where shares are not alike. A failure means that
     `ditile plan --memory` lets a plan through that does not fit, or keeps one out that does."""

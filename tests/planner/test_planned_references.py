@@ -28,7 +28,6 @@ from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.planner.test_planner import EVEN
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.zoo import ZOO
 from tests.zoo.encoders import in_large_squares
 from tests.zoo.entry import picture
@@ -129,7 +128,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "pictures", "references", "grid"), rotate(KNOWN))
+@pytest.mark.parametrize(("name", "pictures", "references", "grid"), KNOWN)
 def test_pictures_of_published_models_have_their_tokens(
     name: str, pictures: list[str], references: int, grid: Grid
 ) -> None:

@@ -32,7 +32,6 @@ from ditile.runner.runner import parallelize
 from ditile.runner.weights.prequantized import StoredWeights
 from tests.planner.test_planner import EVEN, count_work_flops
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.zoo import ZOO
 
 TINY = ["wan-2.1", "qwen-image", "flux-2", "ltx", "hunyuan-video", "krea-2", "cogvideox-2b", "kandinsky-5", "aura-flow",
@@ -76,13 +75,9 @@ PUBLISHED: list[tuple[str, int, int, int]] = [
     ("krea-2-turbo", 64 * 64 + 512, 0, 1),
 ]
 """Models, and the tokens, tokens of text and transformer calls of a step of their call."""
-SPECIAL = ("hunyuanvideo-1.5", "ltx-2", "qwen-image-edit", "z-image-turbo")
-"""Tokens of pictures that are absent, of sound, of a reference, and of a text in the image's sequence."""
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "text", "calls"), rotate(PUBLISHED, always=[row for row in PUBLISHED if row[0] in SPECIAL])
-)
+@pytest.mark.parametrize(("name", "tokens", "text", "calls"), PUBLISHED)
 def test_published_models_have_the_tokens_of_their_call(name: str, tokens: int, text: int, calls: int) -> None:
     """At the size that their authors name. The latents have as many numbers as the recorded call gives the model.
 
@@ -141,7 +136,7 @@ def make_tiny_shape(subject: PlanSubject, name: str) -> Shape:
     return subject.make_call_shape(describe_tiny_call(name))
 
 
-@pytest.mark.parametrize("name", rotate(TINY, always=TINY[:5]))
+@pytest.mark.parametrize("name", TINY)
 def test_counted_is_what_a_real_forward_does(saved: Any, name: str) -> None:
     """Operations at another size than the counted one, attention by products, which torch counts.
 
@@ -162,7 +157,7 @@ def test_counted_is_what_a_real_forward_does(saved: Any, name: str) -> None:
     assert counter.get_total_flops() > 0
 
 
-@pytest.mark.parametrize("name", ["wan-2.1", "flux-2", *rotate(["qwen-image", "ltx"])])
+@pytest.mark.parametrize("name", ["wan-2.1", "flux-2", "qwen-image", "ltx"])
 def test_what_a_real_forward_holds(saved: Any, name: str) -> None:
     """A failure means that memory is foretold too low, or plans that fit are set aside."""
     pipe, path = saved(name)
@@ -177,7 +172,7 @@ def test_what_a_real_forward_holds(saved: Any, name: str) -> None:
     assert foretold == pytest.approx(live.peak, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["wan-2.1", "flux-2", *rotate(["ltx", "kandinsky-5"])])
+@pytest.mark.parametrize("name", ["wan-2.1", "flux-2", "ltx", "kandinsky-5"])
 def test_patches_are_cut_where_the_engine_cuts_them(saved: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of every frame of a video whose latents have them. Else plans are priced for other patches."""
     grids, survey_call = [], BlockCalls._survey_call

@@ -111,9 +111,6 @@ ROWS: list[Row] = [
     Row("flux-controlnet", "pipefusion=3 patches=3"),
 ]
 """A replica of data=2 has nothing to do where there is one picture."""
-COMPOSED = ("pipefusion=2 patches=2 ring=2", "data=2 pipefusion=2 patches=2", "data=2 ring=2", "data=2 cfg=2")
-"""Plans of two that others here have."""
-EVERY = [pytest.param(row, marks=pytest.mark.rotating if row.plan in COMPOSED else ()) for row in ROWS]
 
 
 def draw_on_simulated_gpu(row: Row) -> tuple[str, SimulationRecord]:
@@ -174,7 +171,7 @@ def list_late_syncs(record: SimulationRecord) -> Counter[str]:
     return Counter({f"{sync.kind} at {sync.site.split(' < ')[0]}": record.syncs[sync] for sync in late})
 
 
-@pytest.mark.parametrize("row", EVERY, ids=lambda row: f"{row.name}, {row.plan}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.plan}")
 def test_a_gpu_has_nothing_to_complain_of(pool: Pool, row: Row):
     plan, seen = Plan.parse(row.plan), set[str]()
     for equal, record in pool.run(draw_on_simulated_gpu, plan.world, row):

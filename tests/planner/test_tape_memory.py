@@ -23,7 +23,6 @@ from ditile_lab.bench.session import count_weight_bytes
 from ditile_lab.bench.subjects import RandomSubject
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
-from tests.rotation import rotate
 
 MODELS = {"pixart": "random-pixart blocks=4 heads=8 head_dim=32", "flux": "random-flux blocks=6 heads=4 head_dim=64"}
 SIDE = 384
@@ -101,7 +100,7 @@ def measure_recorded_call(family: str, text: str) -> tuple[int, int]:
     return needed, planned.denoising_peak
 
 
-@pytest.mark.parametrize("family", rotate(MODELS, always=["pixart"]))
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("text", PLANS)
 def test_the_memory_of_tapes_is_planned(pool: Pool, family: str, text: str) -> None:
     """Within a tenth on the rank that holds most. A failure means a plan that fits until its second step."""

@@ -70,7 +70,6 @@ def as_plain(name: str) -> None:
                     same(got[2:], want[2:], f"latents given to the callback, {name} {wish}")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", NAMES)
 def test_once_per_step_and_as_the_plain_pipeline(pool: Pool, name: str) -> None:
     """A failure means that a callback sees patches instead of steps, or what it returns is lost on some rank."""
@@ -85,7 +84,6 @@ def whole_model(name: str) -> None:
         same(observed(runner, name, ["prompt_embeds"], "prompt")[0], wanted[0], name)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_prompt_is_read_where_models_are_whole(pool: Pool, name: str) -> None:
     """A failure means that `data` and `cfg` go on with what they remember of the first prompt."""
@@ -97,7 +95,6 @@ def changed(name: str, stages: int) -> list[Any]:
         return [observed(runner, name, ["latents"], "latents"), observed(runner, name, ["prompt_embeds"], "prompt")]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", NAMES)
 def test_changes_under_stale_keys(pool: Pool, name: str) -> None:
     """A failure means that stages go on with other latents or another prompt after a callback changed them."""
@@ -262,7 +259,6 @@ def bars(name: str) -> list[tuple[int | None, int]]:
     return [(bar.total, bar.updates) for bar in made]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
 def test_the_progress_bar_counts_steps_on_rank_0(pool: Pool, name: str) -> None:
     """A failure means that users see patches for steps, or a bar per rank."""

@@ -23,7 +23,6 @@ from ditile.plan.errors import RankError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import Runner, parallelize
 from tests.pool import Pool, fork_ranks
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, draw_plain, run, same
 
 NAME, STEPS, LAST = "flux true cfg", 6, 3
@@ -125,7 +124,7 @@ ALIKE: list[tuple[dict[str, Any], str, int, tuple[str, ...]]] = [
 """Of another axis, and on more ranks."""
 
 
-@pytest.mark.parametrize(("plan", "way", "ranks", "axes"), [*CASES, *rotate(ALIKE)], ids=str)
+@pytest.mark.parametrize(("plan", "way", "ranks", "axes"), [*CASES, *ALIKE], ids=str)
 def test_after_an_error_of_all_ranks(
     pool: Pool, plan: dict[str, Any], way: str, ranks: int, axes: tuple[str, ...]
 ) -> None:

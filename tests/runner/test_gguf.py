@@ -14,7 +14,6 @@ from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.cases import divided, same
 from tests.runner.gguf_files import load_pipeline, write_model
 from tests.zoo import ZOO
@@ -79,7 +78,8 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "quant_type"), rotate(FILES, always=MECHANISMS))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "quant_type"), FILES)
 def test_images_are_those_of_diffusers_own_pipeline(pool: Pool, tmp_path: Path, name: str, quant_type: str) -> None:
     """A failure: a share that is not of whole blocks, a weight unpacked otherwise, or one that is kept whole."""
     write_model(tmp_path, name, quant_type)

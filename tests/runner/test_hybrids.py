@@ -99,16 +99,6 @@ HYBRIDS = [
     Hybrid("sd3.5 medium", "distrifusion=3 ulysses=2", "large"),
 ]
 
-MECHANISMS = {
-    "patches=3 ulysses=2",
-    "pipefusion=2 patches=3 ring=2",
-    "pipefusion=2 patches=3 tensor=2",
-    "distrifusion=2 tensor=2 vae=rows",
-    "cfg=2 pipefusion=2 patches=3 ring=2",
-    "data=2 pipefusion=2 patches=3",
-}
-"""Plans whose rows run on every commit: each exact axis with stale keys."""
-
 
 def alone(plan: Plan) -> Plan:
     """The stale axes of a plan, which say what the picture is."""
@@ -215,11 +205,8 @@ def names(row: Hybrid) -> str:
     return f"{row.name}-{row.plan}-{row.also}".replace(" ", "_")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=() if row.plan in MECHANISMS else pytest.mark.rotating) for row in HYBRIDS],
-    ids=names,
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", HYBRIDS, ids=names)
 def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
     """A failure with one plan means that two strategies tread on each other: keys of a patch kept elsewhere than those
     of the whole step, text shared out with the wrong ranks, an exchange that waits for another's. With all plans of an
@@ -232,7 +219,7 @@ def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
         assert distance(stale[0][0], plain[0][0]) > 100 * TOLERANCE
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", [row for row in HYBRIDS if Plan.parse(row.plan).warmup == 0], ids=names)
 def test_warmed_up_to_the_end_is_the_plain_pipeline(drawn_by: Drawn, row: Hybrid) -> None:
     """A failure means that the exact parts of a hybrid are not."""

@@ -51,7 +51,6 @@ def in_every_state(name: str, folder: Path, ranks: int, before: list[int]) -> No
             same(run(runner, name), picture, f"{name} {what}, divided after {first} edits")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "ranks"), [(name, 2 + (k > 0)) for k, name in enumerate(NAMES)])
 def test_every_state_of_loras_is_the_plain_pipelines(
     pool: Pool, folders: dict[str, Path], name: str, ranks: int
@@ -76,7 +75,6 @@ def one_block(name: str, folder: Path) -> None:
     same(run(runner, name), plain, "unloaded")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
 def test_a_lora_of_one_block(pool: Pool, folders: dict[str, Path], name: str) -> None:
     """Loaded before. A failure means that stages which the LoRA does not touch cannot follow it."""
@@ -106,7 +104,6 @@ def scaled_in_the_call(name: str, folder: Path) -> None:
         same(run(runner, name, **call), wanted, f"{name} {list(call)}")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
 def test_scales_of_a_call_and_of_its_steps(pool: Pool, folders: dict[str, Path], name: str) -> None:
     """A failure means that what is remembered of an earlier step outlives a LoRA that a callback changed."""

@@ -28,7 +28,6 @@ from ditile.runner.runner import parallelize
 from ditile.serve.worker import LoraCache
 from tests import tiny
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.cases import different, same
 from tests.runner.gguf_files import load_pipeline, write_model
 from tests.zoo import ZOO
@@ -160,7 +159,8 @@ def draw_in_every_style(name: str, folder: Path, plan: dict[str, Any]) -> list[T
     return [*images, draw(runner, name)]
 
 
-@pytest.mark.parametrize("name", rotate(LAYERS, always=["flux"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LAYERS)
 def test_names_of_every_trainer_make_one_image(pool: Pool, tmp_path: Path, name: str) -> None:
     """A failure: names that a stage takes for those of another layer, or factors that are not cut as their layer is."""
     pipe = ZOO[name].make()

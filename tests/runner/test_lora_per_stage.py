@@ -94,7 +94,6 @@ def after_the_cut(name: str, folder: Path, ranks: int) -> None:
         assert pipe.get_list_adapters() == adapters, what
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lora_of_one_block_is_loaded_after_the_cut(pool: Pool, folders: dict[str, Path], name: str) -> None:
     """A failure means that a LoRA cannot be loaded on the stages that it does not touch, or has no effect there."""
@@ -182,7 +181,7 @@ def between_calls(name: str, folder: Path, text: str) -> None:
         ("flux", "each"),
         ("flux", "first"),
         ("flux", "split"),
-        pytest.param("sd3.5 medium", "split", marks=pytest.mark.rotating),
+        ("sd3.5 medium", "split"),
     ],
 )
 def test_encoders_that_wait_are_edited_between_calls(

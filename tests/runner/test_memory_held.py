@@ -37,7 +37,6 @@ def parameters(name: str, ranks: int) -> tuple[list[str], int, int]:
     return [block for block, count in blocks.items() if count], sum(blocks.values()), everything - sum(blocks.values())
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTS)
 def test_parameters_are_the_share_and_the_ends(pool: Pool, name: str) -> None:
     """A failure means that a rank keeps blocks of other stages, or lacks embeddings or head."""
@@ -68,7 +67,6 @@ def moved(name: str) -> tuple[int, int, int]:
     return *seen[0], whole
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTS)
 def test_blocks_are_freed_before_anything_is_moved(pool: Pool, name: str) -> None:
     """A failure means that a model which fits two devices by half is moved to each as a whole."""
@@ -85,7 +83,6 @@ def keys(name: str, ranks: int, warmup: int) -> int:
     return runner.report.key_bytes
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "layers", "tokens", "rows"),
     [
@@ -146,7 +143,6 @@ def _attributes(pipe: Any) -> list[tuple[str, list[str], int]]:
     ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTS)
 def test_nothing_outlives_the_call(pool: Pool, name: str) -> None:
     """A failure means that a picture's keys or constants stay in memory, or the pipeline is left seated."""

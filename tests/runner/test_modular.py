@@ -104,7 +104,6 @@ def test_blocks_are_what_they_were_after_a_call(pipe: Any, runner: Runner) -> No
     assert "progress_bar" not in vars(loop)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["qwen-image-modular", "flux-inpaint", "wan-2.2"])
 def test_two_threads_count_steps_apart(name: str) -> None:
     """Each runner counts its own steps by `enumerate`, of a tree of blocks or of one function: blends, sigmas and

@@ -33,7 +33,6 @@ from ditile.runner.load import (
 )
 from ditile.runner.weights.single_file import ConvertedFile, SingleFile
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.prequantized_files import FILE, compute_in_float32, make_pipeline, rewrite_file, save_quantized
 from tests.runner.single_files import copy_weights, save_configs
 from tests.runner.test_gguf import CASES, draw, measure_error
@@ -123,7 +122,7 @@ FEW = ("stages", "ulysses", "tensor")
 """What is asked of models that repeat the mechanism on other classes."""
 
 
-@pytest.mark.parametrize(("name", "quant_type"), rotate(ROWS, always=ROWS[:2]))
+@pytest.mark.parametrize(("name", "quant_type"), ROWS)
 def test_a_rank_reads_its_share(pool: Pool, tmp_path: Path, name: str, quant_type: str) -> None:
     """A failure: scales of other rows, a weight that is read whole, or one that is unpacked."""
     options = {"max_shard_size": "40KB"}

@@ -19,7 +19,6 @@ from ditile.plan.errors import ModelError
 from ditile.runner.quantize import ALIASES, EXCLUDED, QuantizationRecord, list_quantization_records
 from tests import tiny
 from tests.more_families import EVERY
-from tests.rotation import rotate
 from tests.runner.cases import run, same
 
 FAMILIES = ("flux", "pixart sigma", "sd3.5 medium")
@@ -54,7 +53,7 @@ def record(pipe: Any) -> QuantizationRecord:
 
 
 @pytest.mark.parametrize("quant_type", BOUNDS)
-@pytest.mark.parametrize("family", rotate(FAMILIES, always=["flux"]))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_picture_stays_near_in_fewer_bytes(family: str, quant_type: str) -> None:
     """A failure: a type is another one than its name says, or layers were left out or taken by mistake."""
     if quant_type.startswith("bitsandbytes"):

@@ -74,7 +74,6 @@ def switched(name: str, folder: Path, plan: dict[str, Any]) -> None:
 PLANS: list[dict[str, Any]] = [{"pipefusion": 2, "warmup": 1}, {"ulysses": 2}, {"data": 2}]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
 def test_each_call_has_its_own_loras(pool: Pool, folders: dict[str, Path], name: str, plan: dict[str, Any]) -> None:
@@ -125,7 +124,6 @@ def switched_shares(folder: Path, plan: dict[str, Any], *, before: bool) -> None
         same(run(runner, "flux"), wanted[-1], f"{plan}: after the last was deleted")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("before", [True, False], ids=["before the cut", "after the cut"])
 def test_loras_under_tensor(pool: Pool, folders: dict[str, Path], before: bool) -> None:
     """A failure means that shares of LoRAs are mixed up, or not summed over the ranks."""

@@ -23,8 +23,6 @@ from ditile.runner.load import load
 from ditile.runner.model_files import find_blob_folder
 from ditile.runner.weights.checkpoint import Checkpoint
 
-pytestmark = pytest.mark.alone
-
 STALL = 3.0
 PARTS = 8
 PAUSE = 0.5

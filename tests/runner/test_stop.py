@@ -25,7 +25,6 @@ from ditile.runner.runner import Runner, parallelize
 from tests import tiny
 from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, divided, run, same
 
 STEPS = 8
@@ -146,7 +145,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
 """Of another model."""
 
 
-@pytest.mark.parametrize("case", [*PLANS, *rotate(ALIKE)])
+@pytest.mark.parametrize("case", [*PLANS, *ALIKE])
 def test_a_stop_on_one_rank_ends_all(pool: Pool, case: str) -> None:
     """A failure means that ranks hang, end at different steps, decode for nobody, or that the next picture is wrong."""
     name, plan = (PLANS | ALIKE)[case]

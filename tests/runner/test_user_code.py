@@ -175,7 +175,6 @@ def scale(pipe: Any) -> None:
         block.norm1.linear.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "pixart", "sd3"])
 def test_what_is_of_each_token_stays(pool: Pool, name: str) -> None:
     """1e-5 relative: the parts of a sum come in another order."""

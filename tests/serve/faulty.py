@@ -1,6 +1,6 @@
 """Faults of a real `ditile serve`: what happens to its requests when something happens to one of its processes.
 
-python -m tests.serve.faulty          # every cell; writes the table into docs/serving.md (`make faults`)
+python -m tests.serve.faulty          # every cell; writes the table into docs/serving.md
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ import pytest
 from PIL import Image
 
 from ditile.cli import main
-from tests.rotation import rotate
 from tests.serve.running import PIXART_FILE, PIXART_FLAGS, RunningServer
 from tests.serve.servers import Served, serve_painted
 
@@ -69,7 +68,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(params=["flux_server", *rotate(["pixart_server"])])
+@pytest.fixture(params=["flux_server", "pixart_server"])
 def pictures(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
     """OpenAI's client of each server of pictures."""
     yield from connect_client(request.getfixturevalue(request.param))
@@ -106,7 +105,7 @@ def measure_change(edited: Image.Image, box: tuple[int, int, int, int], colour: 
     return sum(abs(value - colour[k % 3]) for k, value in enumerate(data)) / len(data)
 
 
-@pytest.mark.parametrize("name", rotate(COMMANDS, always=["flux_server"]))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_picture_is_that_of_the_command(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """By either path, and after a client has left; the metrics know of both, and of every rank."""
     out = tmp_path / "expected.png"

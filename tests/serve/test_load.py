@@ -7,7 +7,6 @@ import pytest
 from benchmarks.serve_load import Load, LoadJob, find_wrong_jobs
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("model, rank_kills, server_kills", [("shapes-pixart", 1, 0), ("shapes-wan", 0, 1)])
 def test_no_job_is_lost_or_drawn_twice(model: str, rank_kills: int, server_kills: int, tmp_path: Path) -> None:
     """A failure would mean a client that waits for ever, or work that is done again or for nobody."""

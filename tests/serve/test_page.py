@@ -147,7 +147,6 @@ def begin_drawing(page: Any, steps: int, prompt: str = PROMPT) -> None:
 
 
 @needs_browser
-@pytest.mark.alone
 def test_without_a_key_there_is_only_the_form(server: RunningServer, browser: Any) -> None:
     """A failure would be a hole in the wall around the server."""
     with server.client() as client:
@@ -174,7 +173,6 @@ HOSTILE_EVENTS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.alone
 def test_events_that_the_page_does_not_send_are_refused(server: RunningServer) -> None:
     """A failure would mean a traceback in the log, and 500, for whoever sends them."""
     since = len(server.log)
@@ -196,7 +194,6 @@ def test_events_that_the_page_does_not_send_are_refused(server: RunningServer) -
 
 
 @needs_browser
-@pytest.mark.alone
 def test_it_draws_with_previews_says_what_was_done_and_downloads(tab: Any, server: RunningServer, browser: Any) -> None:
     """A failure would mean that a person cannot draw."""
     begin_drawing(tab, 8)
@@ -247,7 +244,6 @@ def is_cut_off(page: Any) -> bool:
 
 
 @needs_browser
-@pytest.mark.alone
 def test_a_picture_and_a_lora_go_in_and_it_is_drawn_again(server: RunningServer, browser: Any, tmp_path: Path) -> None:
     """A failure would mean a form that asks for another picture than it shows."""
     start = tmp_path / "start.png"
@@ -271,7 +267,6 @@ def test_a_picture_and_a_lora_go_in_and_it_is_drawn_again(server: RunningServer,
 
 
 @needs_browser
-@pytest.mark.alone
 def test_videos_are_drawn_shown_and_drawn_again(video_server: RunningServer, browser: Any) -> None:
     """A failure would mean a page for pictures alone."""
     with open_tab(browser, video_server, ANN, WAN) as page:
@@ -290,7 +285,6 @@ def test_videos_are_drawn_shown_and_drawn_again(video_server: RunningServer, bro
 
 
 @needs_browser
-@pytest.mark.alone
 def test_cancel_ends_the_job_on_the_ranks(tab: Any, server: RunningServer) -> None:
     """A failure would leave ranks at work that nobody waits for."""
     begin_drawing(tab, 200)
@@ -309,7 +303,6 @@ def test_cancel_ends_the_job_on_the_ranks(tab: Any, server: RunningServer) -> No
 
 
 @needs_browser
-@pytest.mark.alone
 def test_it_fits_a_phone_in_the_dark_and_a_keyboard(tab: Any) -> None:
     """A failure would mean that some cannot use it."""
     tab.set_viewport_size({"width": 390, "height": 844})

@@ -77,7 +77,6 @@ MODELS = [("shapes-flux", PICTURES, 26), ("shapes-pixart", PICTURES, 28), ("shap
 """Models, prompts, and the least dB of the last preview. A plain video teaches few colours."""
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "prompts", "least"), MODELS)
 def test_previews_of_another_prompt(name: str, prompts: list[str], least: float) -> None:
     """A failure means that clients see noise or wrong colours while a picture is drawn."""

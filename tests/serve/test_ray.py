@@ -102,7 +102,6 @@ def find_actors(cluster: Any) -> list[psutil.Process]:
     return [process for process in node.children() if process.name().startswith("ray::RankActor")]
 
 
-@pytest.mark.cluster
 def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: Path) -> None:
     """A failure would mean another picture than that of one machine, or a server that waits for what has gone."""
     out = tmp_path / "a.png"
@@ -142,7 +141,6 @@ def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: P
     asyncio.run(run())
 
 
-@pytest.mark.cluster
 def test_batches_that_wait_let_another_replica_start(cluster: Any, tmp_path: Path) -> None:
     """A failure would mean that --ray-max-replicas has no effect."""
 

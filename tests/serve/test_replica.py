@@ -249,7 +249,6 @@ def test_loras_of_every_call_outlive_a_refused_one(pool: Pool, tmp_path: Path) -
         assert (before == after).all()
 
 
-@pytest.mark.alone
 def test_a_rank_that_dies_is_noticed_and_started_again() -> None:
     """A failure would mean a server that waits for a rank that has gone."""
 
@@ -286,7 +285,6 @@ def test_a_model_that_cannot_be_divided_so_is_told() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("model, plan", [("shapes-flux", "pipefusion=2 patches=2"), ("shapes-wan", "ulysses=2")])
 def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it(model: str, plan: str) -> None:
     """A failure would mean a client that waits without a picture, or another picture for one who looks."""

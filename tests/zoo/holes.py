@@ -7,18 +7,6 @@ from typing import NamedTuple
 from tests.zoo.own import OWN
 from tests.zoo.rows import EVERY
 
-FAST = (
-    "stable-diffusion-3",
-    "qwen-image-edit",
-    "chroma",
-    "pixart-sigma",
-    "wan-2.1-image-to-video",
-    "flux-2-klein",
-    "qwen-image-2.1",
-    "prx",
-    "ltx-2",
-    "z-image",
-)
 HYBRIDS = (
     "ltx-2", "qwen-image-2.1", "z-image", "wan-2.2", "krea-2", "qwen-image", "qwen-image-edit", "flux-2", "wan-2.1",
     "flux",

@@ -103,7 +103,6 @@ def sum_numbers(values: Any) -> int:
     return sum(values) if all(isinstance(value, int) for value in values) else 0
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ZOO)
 def test_every_config_is_cut_or_refused_with_numbers(name: str) -> None:
     """A failure names the change: two ranks make something else, or what could be cut is refused."""

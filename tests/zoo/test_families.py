@@ -19,10 +19,9 @@ from ditile.plan.errors import DitileError
 from ditile.runner.prove import TOLERANCE, ensure_anatomies
 from ditile.runner.runner import build_single_runner
 from tests.pool import CaseError, Pool
-from tests.rotation import read_proven
 from tests.zoo import ZOO, matrix, modular
 from tests.zoo.derive_table import OTHERS, TABLE, derive_all, derive_rows, prove_calls, prove_rows, record_calls
-from tests.zoo.holes import FAST, find_hole, has_row
+from tests.zoo.holes import find_hole, has_row
 from tests.zoo.own import OWN
 from tests.zoo.rows import (
     EVERY,
@@ -36,11 +35,10 @@ from tests.zoo.rows import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMES = [pytest.param(name, marks=() if name in {*FAST, *OWN} else pytest.mark.rotating) for name in EVERY]
 TIMEOUT = 60.0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_family_holds_every_row_but_its_holes(pool: Pool, name: str) -> None:
     """A failure names the row: a family draws something else under an axis, or a hole is none any more."""
     entry = EVERY[name]
@@ -110,19 +108,12 @@ def prove(transformer: nn.Module, calls: Mapping[str, dict[str, Any]], patches: 
     return "" if difference <= TOLERANCE else f"differs by {difference:.1e}"
 
 
-CLASSES = read_proven()["classes"]
+CLASSES = {row["name"]: row["transformer"] for row in json.loads(matrix.TABLE.read_text("utf-8"))["families"]}
 """Entry of the collection -> the class of its transformer."""
 FIRST_OF_CLASS = {CLASSES[name]: name for name in reversed(CLASSES)}
-FAST_CLASSES = {CLASSES[name] for name in FAST}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if cls in FAST_CLASSES else pytest.mark.rotating)
-        for cls, name in FIRST_OF_CLASS.items()
-    ],
-)
+@pytest.mark.parametrize("name", FIRST_OF_CLASS.values())
 def test_the_shipped_anatomies_are_those_that_are_derived(name: str) -> None:
     """Of a class, from all entries that call it. A failure means: `python -m tests.zoo.derive_table`, and look at what
     changed."""
@@ -137,7 +128,7 @@ def test_the_shipped_anatomies_are_those_that_are_derived(name: str) -> None:
 
 
 def test_every_class_of_the_shipped_anatomies_is_called_by_an_entry() -> None:
-    """A failure means: `python -m tests.rotation`, or `python -m tests.zoo.derive_table`."""
+    """A failure means: `python -m tests.zoo.matrix`, or `python -m tests.zoo.derive_table`."""
     assert CLASSES.keys() == ZOO.keys()
     assert json.loads(TABLE.read_text("utf-8")).keys() <= set(CLASSES.values())
 
@@ -156,13 +147,7 @@ def test_stages_share_synchronous_steps(pool: Pool, name: str) -> None:
     assert found == {"sequence": ""}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(one.name, marks=() if one.name == "qwen-image-modular" else pytest.mark.rotating)
-        for one in modular.ENTRIES
-    ],
-)
+@pytest.mark.parametrize("name", [one.name for one in modular.ENTRIES])
 def test_three_stages_of_modular_blocks(pool: Pool, name: str) -> None:
     """The stage in the middle has neither fresh latents nor the prediction. A failure means that blocks of the tree
     compute something of them that is used, or that the order of the patches is another one there."""

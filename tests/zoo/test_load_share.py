@@ -22,15 +22,12 @@ from ditile.runner.load import load_partial_transformer
 from ditile.runner.weights.checkpoint import locate_in_folder
 from tests.zoo import ZOO
 from tests.zoo.entry import Entry
-from tests.zoo.holes import FAST
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def list_names() -> list[Any]:
-    # What diffusers adds for an IP-adapter is saved with a transformer, and cannot be read from there.
-    names = [name for name in ZOO if not name.endswith("ip-adapter")]
-    return [pytest.param(name, marks=() if name in FAST else pytest.mark.rotating) for name in names]
+# What diffusers adds for an IP-adapter is saved with a transformer, and cannot be read from there.
+NAMES = [name for name in ZOO if not name.endswith("ip-adapter")]
 
 
 def save_transformers(one: Entry, folder: Path) -> dict[str, nn.Module]:
@@ -70,7 +67,7 @@ def list_saved(model: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in list_held(model).items() if x.is_floating_point()}
 
 
-@pytest.mark.parametrize("name", list_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rank_reads_its_share(name: str, tmp_path: Path) -> None:
     """By `tensor=2` half of each Linear that is cut, by `pipefusion=2` its blocks; what every rank has is read by both.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.zoo.recorded import Recorded, record_axes
 from tests.zoo.rows import EVERY
 
@@ -40,7 +39,7 @@ RUNS_CODE = {
 """Entries whose calls are not recorded where ditile is between their blocks, and why."""
 
 
-@pytest.mark.parametrize("name", rotate(EVERY, always=("flux", "qwen-image-2.1")))
+@pytest.mark.parametrize("name", EVERY)
 def test_every_axis_is_recorded(pool: Pool, name: str) -> None:
     """A failure means another image than without tapes, or a pipeline that is not recorded any more."""
     wrong: list[str] = []

@@ -23,7 +23,7 @@ from ditile.runner.requests.pipelines import (
 from tests.zoo import more_videos, videos
 from tests.zoo.entry import Entry
 
-pytestmark = [pytest.mark.rotating, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 NOT_DECODED = {
     **dict.fromkeys(("ltx-2", "ltx-2-image-to-video", "ltx-2-condition"), "has no vocoder here"),
     "mochi": "has means and deviations of twelve channels, and four of them here",

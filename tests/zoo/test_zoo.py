@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.zoo import LEFT_OUT, ZOO, Entry
 
 # What diffusers and torch warn of in a pipeline is not ditile's to mend.
-pytestmark = [pytest.mark.rotating, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 TEXTS = ("encoder_hidden_states", "cap_feats", "text_bth", "encoder_hidden_states_t5", "input_ids")
 
 

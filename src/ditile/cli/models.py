@@ -288,7 +288,7 @@ ONE_PICTURE = "makes one picture at a time"
 _FAMILIES = """
 ## Every family under every axis
 
-Made from `model/assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
+Made from `model/assets/families.json`; `make nightly` proves each cell on tiny models. Of {pipelines} calls of
 pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
 classes {proven_classes} hold every column, and {but_data} more every one but `data`, because its pipelines make one
 picture at a time. If a class also has distilled models, which are called without guidance, its call with guidance

@@ -13,8 +13,6 @@ from ditile.distributed import env
 from ditile.distributed.launch import launch
 from ditile_lab.bench.worlds import Worlds
 
-pytestmark = pytest.mark.alone
-
 
 def summed(texts: list[str]) -> tuple[list[Any], set[str]]:
     """Rank 0's text and the sums of the ranks of a world of one and of two, and the addresses of all that listens."""

@@ -29,7 +29,6 @@ from tests.model.hooks.compiling import WAYS, Counting
 from tests.parallel.sequence import planned
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, run, same, unfused
 
 NAMES = ("flux", "pixart sigma", "sd3.5 medium")
@@ -76,7 +75,6 @@ def check(wanted: list[Tensor], got: tuple[list[Tensor], list[Counter[str]]]) ->
     assert not second, f"captured anew for a second picture of the same size: {second}"
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("order", "way"), [("before", "whole"), ("after", "whole"), ("before", "in place"), ("after", "blocks")]
 )
@@ -85,7 +83,6 @@ def test_a_compiled_transformer_works_before_and_after(order: str, way: str) -> 
     check(uncompiled("flux", UNEVEN), compiled("flux", UNEVEN, way, order))
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma", "sd3.5 medium"])
 def test_graphs_under_uneven_patches(name: str) -> None:
     check(uncompiled(name, UNEVEN), compiled(name, UNEVEN, "whole"))
@@ -105,7 +102,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("plan", rotate(PLANS, always=["stages", "ring"]))
+@pytest.mark.parametrize("plan", PLANS)
 def test_graphs_on_two_ranks(pool: Pool, plan: str) -> None:
     """A failure: where the pipeline is, or what travels, was guarded."""
     name = "flux" if plan != "stale" else "sd3.5 medium"
@@ -113,7 +110,6 @@ def test_graphs_on_two_ranks(pool: Pool, plan: str) -> None:
         check(wanted, got)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("scheme", ["row", "sequence"])
 def test_tensor_parallel_sums_between_graphs(pool: Pool, scheme: str) -> None:
     """Every sum over the ranks breaks a block's graph; the picture is the same, and nothing is captured anew."""
@@ -128,7 +124,6 @@ def replicas(order: str, way: str) -> tuple[list[Tensor], list[Tensor], list[int
     return uncompiled("sd3.5 medium", {"cfg": 2}), pictures, [sum(actual.values()) for actual in graphs]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("order", "way"), [("before", "whole"), ("after", "in place")])
 def test_a_plan_of_the_batch_alone_keeps_the_whole_graph(pool: Pool, order: str, way: str) -> None:
     for wanted, pictures, (first, second) in pool.run(replicas, 2, order, way):
@@ -182,7 +177,6 @@ def draw_as_on_cuda(name: str, plan: dict[str, Any]) -> tuple[list[Tensor], tupl
     return wanted, ([picture for picture, _ in drawn], [graphs for _, graphs in drawn])
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "plan"), AUTO_PLANS)
 def test_auto_makes_at_most_four_graphs_of_a_class_of_blocks(pool: Pool, name: str, plan: dict[str, Any]) -> None:
     """Synchronous and asynchronous steps, patches of unequal heights: more graphs would be a wait in mid-picture."""

@@ -47,7 +47,6 @@ def calls_of(name: str, plan: dict[str, Any], steps: int) -> Counter[str]:
     return calls
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "branches", "once"),
     [
@@ -90,7 +89,6 @@ def count_linear_calls(name: str, layer: str, steps: int, recorded: bool) -> int
     return calls
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize(
     ("name", "layer"),

@@ -177,7 +177,6 @@ def test_layers_that_are_not_plain_are_left_alone(
     assert "forward" in vars(attention.add_q_proj), "the other stream is as it was"
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
 def test_a_runner_makes_them_at_once(name: str) -> None:
     """A failure means that nobody uses it."""

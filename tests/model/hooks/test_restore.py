@@ -70,7 +70,6 @@ def untouched(name: str, folder: Path) -> None:
             assert equal and type(value) is type(was), f"{path}.{key}: {value}, and was {was}"
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", NAMES)
 def test_the_pipeline_is_untouched(pool: Pool, folders: dict[str, Path], name: str) -> None:
     """A failure means that a LoRA, a saved state or another tool meets other names than the model has."""
@@ -129,7 +128,6 @@ def histories(name: str, folder: Path) -> None:
             as_it_was(pipe, f"{name}, {what}", weights, picture)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
 def test_restore_knows_of_loras(pool: Pool, folders: dict[str, Path], name: str) -> None:
     """A failure means that `restore` joins blocks of one state with blocks of another: a wrong picture, in silence."""

@@ -25,7 +25,6 @@ from ditile.model.hooks.batch_rows import slice_batch_arguments
 from ditile.parallel.batch.shares import BatchSlice, ReplicaImages
 from ditile.plan.errors import ModelError, PlanError
 from tests.pool import Pool, share
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
 TOLERANCE = 1e-10
@@ -80,7 +79,8 @@ def check(
             same(got[0], wanted[0] if bitwise else first[0], what)
 
 
-@pytest.mark.parametrize("name", rotate(MAKE, always=["flux", "flux true cfg", "pixart sigma", "sd3.5 medium"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MAKE)
 def test_every_family(pool: Pool, name: str) -> None:
     """A failure in one family means that an argument of its forward is split that has no rows, or is not and has."""
     plans = [{"data": 2}, {"cfg": 2}] if name in GUIDED else [{"data": 2}]
@@ -88,7 +88,7 @@ def test_every_family(pool: Pool, name: str) -> None:
     check(pool, name, 2, [(plans[-1], {})], bitwise=name in ("flux", "flux embedded guidance", "flux true cfg"))
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
 def test_any_number_of_images_on_any_number_of_replicas(pool: Pool, name: str) -> None:
     """4, 2 and 1 images on 3 replicas. A failure means that images are lost or double, noise depends on the replica,
@@ -121,7 +121,7 @@ def test_no_two_images_are_alike(pool: Pool) -> None:
 FULL = {"pipefusion": 2, "patches": 3, "warmup": 99}
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux true cfg", "sd3.5 medium"])
 def test_with_other_axes(pool: Pool, name: str) -> None:
     """A failure means that the halves exchange something else than one rank's prediction."""
@@ -138,7 +138,7 @@ def stale(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[
     return results
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
 def test_stale_keys(pool: Pool, name: str) -> None:
     """PipeFusion's stale schedule on each half, or replica, is the stale schedule alone, with half of the keys each.
@@ -323,7 +323,8 @@ def unguided(name: str) -> None:
         same(run(runner, name, **off), wanted, "guidance off")
 
 
-@pytest.mark.parametrize("name", ["flux", "flux true cfg", *rotate(["pixart sigma", "sd3"])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3"])
 def test_guidance_that_is_off(pool: Pool, name: str) -> None:
     """xDiT crashes at guidance of 1 or less. A failure means that so do we, or that half of the ranks do nothing."""
     pool.run(unguided, 2, name)

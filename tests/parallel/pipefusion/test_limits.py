@@ -13,7 +13,6 @@ import pytest
 
 from tests import tiny
 from tests.pool import Pool, share
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, different, divided, draw_plain, equal_over_ranks, run, same
 
 SMALL = {"height": 40, "width": 56}  # 10 token rows of 14
@@ -29,11 +28,8 @@ def like_plain(name: str, plans: list[dict[str, Any]], calls: list[dict[str, Any
                 same(run(runner, name, **call), want, f"{name} {plan} {call}")
 
 
-WAYS_OF_A_CALL = {(name, 2) for name in ("flux", "flux true cfg", "pixart sigma", "sd3.5 medium")}
-"""One call of a transformer for a step or two, text that travels or not, and a second attention."""
-
-
-@pytest.mark.parametrize(("name", "ranks"), rotate(itertools.product(MAKE, (1, 2, 4)), always=WAYS_OF_A_CALL))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "ranks"), list(itertools.product(MAKE, (1, 2, 4))))
 def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) -> None:
     """A failure means that dividing blocks over stages, or stepping the scheduler by patches, changes the picture."""
     all_synchronous = [{"warmup": STEPS, "patches": m} for m in (3, 7)]
@@ -42,7 +38,7 @@ def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) 
     pool.run(like_plain, ranks, name, plans, [SMALL])
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MAKE)
 def test_any_number_of_stages_is_one_stage(pool: Pool, name: str) -> None:
     """With stale keys too. A failure means that a stage reads keys of another age, or another patch's tokens."""
@@ -52,7 +48,7 @@ def test_any_number_of_stages_is_one_stage(pool: Pool, name: str) -> None:
         different(one, other, "patches or warmup had no effect")
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
 def test_stages_cut_by_hand(pool: Pool, name: str) -> None:
     """Stages of one block, and uneven ones. A failure means that a seat at a boundary hands over the wrong tokens."""
@@ -73,7 +69,7 @@ def eight_stages(name: str, make: Callable[..., Any], *blocks: int) -> None:
             same(run(runner, name, **SMALL), wanted, f"{name} {plan}")
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "make", "blocks"),
     [("flux", tiny.flux, (3, 5)), ("pixart sigma", tiny.pixart, (9,)), ("sd3.5 medium", tiny.sd3, (8,))],
@@ -117,7 +113,8 @@ def unlike_before(name: str, plan: dict[str, Any], calls: list[dict[str, Any]]) 
     return results
 
 
-@pytest.mark.parametrize("name", ["flux", "pixart sigma", *rotate(["flux true cfg", "sd3.5 medium"])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "flux true cfg", "sd3.5 medium"])
 def test_every_way_to_call(pool: Pool, name: str) -> None:
     """Batches, prompts, embeddings, sizes, steps, one after the other with one runner.
 
@@ -130,7 +127,7 @@ def test_every_way_to_call(pool: Pool, name: str) -> None:
     pool.run(like_plain, 2, name, exact, calls)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "warmup"), [("flux", 0), ("flux", 1), ("pixart sigma", 1), ("sd3.5 medium", 0)])
 def test_a_call_knows_nothing_of_the_one_before(pool: Pool, name: str, warmup: int) -> None:
     """With stale keys. A failure means that keys or constants of an earlier picture reach a later one."""
@@ -140,7 +137,7 @@ def test_a_call_knows_nothing_of_the_one_before(pool: Pool, name: str, warmup: i
         same(results[0], results[-1], "the same prompt, with others in between")
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
 def test_output_types(pool: Pool, name: str) -> None:
     """A failure means that the picture is not the plain one's after decoding, or in another container."""
@@ -162,14 +159,14 @@ def tuples_and_first(name: str) -> None:
         same(runner(call.pop("prompt"), **call).images, wanted, "a positional prompt")
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux", "pixart sigma"])
 def test_tuples_and_the_first_rank_alone(pool: Pool, name: str) -> None:
     """A failure means that the runner's result is not what the pipeline returns."""
     pool.run(tuples_and_first, 2, name)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pixart sigma", "pixart alpha", "sd3.5 medium"])
 def test_without_guidance(pool: Pool, name: str) -> None:
     """xDiT cannot run PixArt at guidance of 1 or less. A failure means that ditile divides only doubled batches."""

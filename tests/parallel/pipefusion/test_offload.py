@@ -29,7 +29,6 @@ from ditile.plan.plan import Plan
 from ditile.runner import compose
 from ditile.runner import runner as runners
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner import loras
 from tests.runner.cases import MAKE, different, divided, draw_plain, run, same
 from tests.zoo import ZOO
@@ -85,7 +84,7 @@ def equal(got: list[Tensor], wanted: list[Tensor]) -> bool:
     return len(got) == len(wanted) and all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", rotate(NAMES, always=["flux", "wan-2.2"]))
+@pytest.mark.parametrize("name", NAMES)
 def test_streamed_blocks_draw_the_same_picture(name: str, made: list[LateCopies]) -> None:
     """A failure means that a block ran before its weights were there, or with those of another one."""
     plan = {"pipefusion": 1, "patches": 2, "warmup": 1}

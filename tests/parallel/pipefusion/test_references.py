@@ -103,7 +103,6 @@ def test_all_steps_synchronous_are_the_plain_pipeline(references: int) -> None:
         same(draw(pipe, {"references": references, "patches": patches, "warmup": LONG}), plain)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_stages_is_one_stage(pool: Pool, ranks: int) -> None:
     """With every step synchronous, and with stale keys: bit for bit on every rank."""
@@ -279,7 +278,6 @@ def draw_cached(plans: list[dict[str, Any]], threshold: float) -> tuple[list[Ten
     return drawn, skipped
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("references", [0, 2])
 def test_caches_go_with_references(pool: Pool, references: int) -> None:
     """A threshold of 0 skips nothing, bit for bit; one that skips does so alike on one, two and three stages, whose

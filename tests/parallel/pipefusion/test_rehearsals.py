@@ -19,7 +19,6 @@ from tests import tiny
 from tests.parallel.pipefusion.test_blends import draw
 from tests.parallel.pipefusion.test_loops import flux_inpaint
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
@@ -121,7 +120,7 @@ def draw_twice(name: str, stages: int) -> None:
     different(drawn[0][0], drawn[1][0], name)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     ["qwen-image-edit", "z-image-inpaint", "wan-2.2", "flux-controlnet", "qwen-image-2.1", "ltx-2", "minimax-h3"],
@@ -131,7 +130,7 @@ def test_what_is_known_of_a_call_draws_the_same(name: str) -> None:
     draw_twice(name, 1)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux-controlnet", "stable-diffusion-3-inpaint", "wan-2.2-image-to-video"])
 def test_the_same_on_three_ranks(pool: Pool, name: str) -> None:
     """Latents on every stage, blends, two models. A failure means that stages disagree on what is known."""
@@ -194,7 +193,8 @@ def draw_in_turns(name: str, plan: dict[str, Any]) -> list[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize("name", rotate(TURNS, always=["lumina-2", "flux-2-klein", "wan-2.1"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TURNS)
 def test_prompts_of_other_lengths_take_turns(name: str) -> None:
     """As text, or as embeddings and a mask. A failure: a picture is drawn by the patches of another prompt."""
     first, other, again = draw_in_turns(name, {"patches": 2, "warmup": 1})

@@ -23,7 +23,6 @@ from ditile.parallel.pipefusion.patch_schedulers import (
 )
 from ditile.plan.errors import ModelError
 from tests.pool import Pool, share
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, different, divided, same
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
@@ -123,7 +122,7 @@ ONCE += [("Euler", "sd3"), ("UniPC", "flux"), ("Euler stochastic", "flux")]
 """What schedulers keep: earlier predictions, halves of a step, numbers that they drew."""
 
 
-@pytest.mark.parametrize(("key", "name"), rotate(EVERY, always=ONCE))
+@pytest.mark.parametrize(("key", "name"), EVERY)
 def test_every_scheduler_is_exact(pool: Pool, key: str, name: str) -> None:
     """Two calls in a row with one generator. A failure means that copies of this scheduler, stepped by patches, forget
     or confuse what it keeps between steps, or draw other numbers."""

@@ -35,7 +35,7 @@ def pictures(pool: Pool) -> Pictures:
     return Pictures(pool, CASES)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "name"), RUNS)
 def test_ranks_equal_the_simulation(pictures: Pictures, ranks: int, name: str) -> None:
     """Every rank ends with the simulation's latents, and the plain picture is at least a hundred times farther away.
@@ -51,7 +51,7 @@ def test_ranks_equal_the_simulation(pictures: Pictures, ranks: int, name: str) -
     assert distance(pictures.plain(name), wanted) > 100 * tolerance
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pixart-2", "pixart-3-ddim", "flux-2", "flux-3-two-calls", "sd3-3"])
 def test_wrong_keys_are_seen(pictures: Pictures, name: str) -> None:
     """Without stale keys of the other patches, or with ones that are never refreshed, the latents are visibly others.
@@ -63,7 +63,7 @@ def test_wrong_keys_are_seen(pictures: Pictures, name: str) -> None:
     assert distance(pictures.simulated(name, "frozen"), wanted) > 0.02
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pixart-2", "pixart-3-ddim", "flux-3-two-calls", "flux-2-embedded", "sd3-3"])
 def test_the_simulation_without_patches_is_the_pipeline(pictures: Pictures, name: str) -> None:
     """A failure means that the simulation is wrong (or that diffusers changed a forward), not ditile."""

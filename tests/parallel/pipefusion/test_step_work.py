@@ -69,7 +69,6 @@ def test_four_patches_of_shapes_pixart_cost_what_one_does() -> None:
     check_patches_cost_little(one, four)
 
 
-@pytest.mark.sizes
 @pytest.mark.parametrize("model", list(FEW_BLOCKS))
 def test_four_patches_at_real_size_cost_what_one_does(model: str) -> None:
     one = [count_simulated_step(model, rank, make_plan(1)) for rank in range(2)]

@@ -120,7 +120,7 @@ SEQUENCE, ALONE = {"warmup_mode": "sequence"}, {"warmup_mode": "separate"}
 PAIR = {"warmup_mode": "separate", "warmup_ranks": 2}
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg"])
 def test_one_rank_apart(pool: Pool, name: str) -> None:
     """The first stage computes whole steps alone, bit for bit as serially.
@@ -130,7 +130,7 @@ def test_one_rank_apart(pool: Pool, name: str) -> None:
     as_serial(pool, name, 3, ALONE, exact=True, **ODD)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pixart sigma", "sd3.5 medium", "flux true cfg"])
 def test_shared_tokens(pool: Pool, name: str) -> None:
     """Two of three ranks apart, or all with blocks lent; nothing divides, and one rank has no text of PixArt's kind.

@@ -43,7 +43,7 @@ def pictures(pool: Pool) -> Pictures:
     return Pictures(pool, CASES)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", STALE)
 def test_ranks_equal_the_simulation(pictures: Pictures, name: str) -> None:
     """Every rank ends with the simulation's latents, and the plain picture is at least a hundred times farther away.
@@ -57,7 +57,7 @@ def test_ranks_equal_the_simulation(pictures: Pictures, name: str) -> None:
     assert distance(pictures.plain(name), wanted) > 100 * case.tolerance
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in CASES if name not in STALE])
 def test_warmup_to_the_end_is_the_pipeline(pictures: Pictures, name: str) -> None:
     """A failure means that a synchronous step does not wait for the keys of all ranks, or wants another order."""
@@ -65,7 +65,7 @@ def test_warmup_to_the_end_is_the_pipeline(pictures: Pictures, name: str) -> Non
         assert distance(latents, pictures.plain(name)) < CASES[name].tolerance, f"rank {rank}"
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [f"{kind}-3-warmup-1" for kind in KINDS])
 def test_wrong_keys_are_seen(pictures: Pictures, name: str) -> None:
     """Keys that are never exchanged, never refreshed, or fresh where PipeFusion's are, give visibly other latents.

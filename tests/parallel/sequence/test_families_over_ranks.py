@@ -26,7 +26,6 @@ from tests import tiny
 from tests.parallel.sequence.planned import denoising
 from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool
-from tests.rotation import rotate
 
 TWO = [{"ulysses": 2}, {"ring": 2}]
 UNSEEN = "chronoedit from a picture"
@@ -62,7 +61,8 @@ def check(answers: list[list[Tensor]], plans: list[dict[str, Any]], what: str) -
             assert torch.equal(got, first), f"{what} {plan}: ranks 0 and {rank} differ"
 
 
-@pytest.mark.parametrize("ranks", [3, *rotate([4])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("name", ["qwen", "wan", "flux2"])
 def test_more_ranks(pool: Pool, name: str, ranks: int) -> None:
     """35 tokens of image, 7 of text and 3 or 4 heads over 3 and 4 ranks: nothing divides."""

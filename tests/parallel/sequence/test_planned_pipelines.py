@@ -62,7 +62,6 @@ def begun_with_a_picture(name: str, ranks: int) -> list[Any]:
         return [run(runner, name, **call) for call in calls]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", FROM_IMAGE)
 def test_image_to_image(pool: Pool, name: str) -> None:
     """A failure means that a loop which begins at step k warms up at the wrong steps, or reads keys of another age."""
@@ -137,7 +136,6 @@ def own_model(name: str, ranks: int) -> Any:
         return run(runner, name)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", OWN)
 def test_a_model_of_a_user(pool: Pool, name: str) -> None:
     """A failure means that something is read off a class or a config instead of the model that is there."""

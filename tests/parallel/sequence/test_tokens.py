@@ -20,7 +20,6 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, divided, draw_plain, run
 
 TOLERANCE = 1e-5
@@ -53,7 +52,8 @@ def check(pool: Pool, name: str, ranks: int, plans: list[dict[str, Any]], **call
             assert torch.equal(got, first), f"{name} {plan}: ranks 0 and {rank} have other pictures"
 
 
-@pytest.mark.parametrize("name", rotate(MAKE, always=["flux true cfg", "pixart sigma", "sd3.5 medium"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MAKE)
 def test_two_ranks(pool: Pool, name: str) -> None:
     """A failure in one family means that its table puts a token where it is not; in all, that an exchange is wrong."""
     plans = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "async_ulysses": True}, {"distrifusion": 2, "warmup": 99}]
@@ -62,17 +62,15 @@ def test_two_ranks(pool: Pool, name: str) -> None:
     check(pool, name, 2, plans if name in ("flux true cfg", "pixart sigma", "sd3.5 medium") else plans[::4])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    rotate(
-        [
-            ("flux", 3),
-            ("flux", 4),
-            ("flux", 8),
-            *((name, n) for name in ("pixart sigma", "sd3.5 medium") for n in (3, 4)),
-        ],
-        always=[("flux", 8), ("sd3.5 medium", 3)],
-    ),
+    [
+        ("flux", 3),
+        ("flux", 4),
+        ("flux", 8),
+        *((name, n) for name in ("pixart sigma", "sd3.5 medium") for n in (3, 4)),
+    ],
 )
 def test_any_number(pool: Pool, name: str, ranks: int) -> None:
     """Four heads over three and eight ranks, 140 image tokens, text of 7: nothing divides."""
@@ -93,7 +91,7 @@ def traced(name: str, plan: dict[str, Any]) -> list[TraceEvent]:
         return runner._parts.trace.list_events()
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3", "sd3.5 medium"])
 def test_projections_travel_while_the_next_is_made(pool: Pool, name: str) -> None:
     """v first, whose exchange begins before the norms and rotary embeddings of k and q.
@@ -120,7 +118,7 @@ def draw_overlapped_and_together(name: str, plan: dict[str, Any]) -> tuple[Tenso
             return one_by_one, run(runner, name, **call)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
 def test_the_order_in_which_they_travel_changes_no_bit(pool: Pool, name: str) -> None:
     """A failure means that v arrives as q, or that ranks have other heads of it."""
@@ -169,7 +167,7 @@ def kernels(name: str) -> tuple[int, Tensor, Tensor, str]:
     return calls[0], got, wanted, str(caught.value)
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
 def test_the_kernel_that_was_chosen(pool: Pool, name: str) -> None:
     """A failure means that a family keeps to its own kernel, whatever is asked for."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, divided, run
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
@@ -65,7 +64,7 @@ def make_images(name: str, plans: list[str]) -> list[tuple[Tensor, int]]:
     return results
 
 
-@pytest.mark.parametrize(("name", "plan"), rotate(itertools.product(NAMES, [*EXACT, *STALE]), always=ONCE))
+@pytest.mark.parametrize(("name", "plan"), list(itertools.product(NAMES, [*EXACT, *STALE])))
 def test_shares_change_no_image(pool: Pool, name: str, plan: str) -> None:
     """A failure means that a rank with more tokens or heads computes others than its neighbours expect."""
     weights = (EXACT | STALE)[plan]
@@ -93,7 +92,7 @@ def make_zoo_image(name: str, plans: list[Plan]) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", rotate(OF_TENSOR, always=OF_TENSOR[:3]))
+@pytest.mark.parametrize("name", OF_TENSOR)
 def test_heads_and_features_of_unlike_shares_are_those_of_the_whole(pool: Pool, name: str) -> None:
     """A failure means that a rank sums features of another's heads, or has half of them whatever the weights say."""
     plans = [Plan(tensor=2, tensor_weights=(3, 1))]

@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_cut_is_refused_untouched(edit: Callable[[Any], N
     assert model.transformer_blocks[0].attn.heads == 4
 
 
-@pytest.mark.rotating
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [tiny.flux, tiny.sd3, tiny.pixart])
 def test_projections_that_were_fused_and_unfused_are_cut(make: Callable[[], Any]) -> None:
     """The right call is named, and helps. A failure means that a model stays refused, as some keep a flag for ever."""

@@ -58,7 +58,6 @@ def _nothing(*_: object) -> None:
     """The edit that leaves everything as it is."""
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_state_of_loras_is_the_plain_models(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory, name: str

@@ -116,7 +116,6 @@ def from_parts(family: str) -> tuple[float, float]:
     return error(forward(model, call), plain), blocks
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
 def test_a_rank_reads_its_parts_into_a_model_that_was_cut_before(pool: Pool, family: str) -> None:
     """A failure: the loader would read other parts than the model keeps."""
@@ -124,7 +123,6 @@ def test_a_rank_reads_its_parts_into_a_model_that_was_cut_before(pool: Pool, fam
         assert wrong < TOLERANCE and kept_bytes < 0.75
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
 def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut(family: str) -> None:
     """What is neither cut nor a modulation would be the same weights, and the same work, on every rank."""

@@ -19,7 +19,6 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import Pool, share
-from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, different, draw_plain, run, same
 
 NAMES = ("flux true cfg", "pixart sigma", "sd3.5 medium")
@@ -29,9 +28,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "sd3.5 medium": [{}, {"negative_prompt": "blue"}, {"clip_skip": 1}],  # the last reads an inner hidden state
 }
 
-EVERY = itertools.product(NAMES, ["first", "split"], [2, 3])
-ONCE = [("flux true cfg", "first", 2), ("flux true cfg", "split", 3), ("sd3.5 medium", "split", 2)]
-"""Both ways, and encoders of which an inner state is read."""
+EVERY = [*itertools.product(NAMES, ["first", "split"], [2, 3])]
 
 
 def deeper(name: str) -> Any:
@@ -68,7 +65,7 @@ def pictures(
     return whole, here, counts(pipe)
 
 
-@pytest.mark.parametrize(("name", "mode", "ranks"), rotate(EVERY, always=ONCE))
+@pytest.mark.parametrize(("name", "mode", "ranks"), EVERY)
 def test_pictures_are_the_plain_pipelines(pool: Pool, name: str, mode: str, ranks: int) -> None:
     """A failure means that a rank draws with other embeddings than the plain pipeline, or holds what it should not."""
     results = pool.run(pictures, ranks, name, mode, ranks)
@@ -165,7 +162,7 @@ def left(name: str, after: str) -> None:
 
 
 @pytest.mark.parametrize("after", ["offload", "free"])
-@pytest.mark.parametrize("name", ["flux", *rotate(["pixart sigma", "sd3"])])
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
 def test_encoders_leave_before_denoising(pool: Pool, name: str, after: str) -> None:
     """A failure means that the encoders take memory while denoising, or do not come back."""
     pool.run(left, 2, name, after)

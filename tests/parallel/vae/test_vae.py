@@ -22,7 +22,6 @@ from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.errors import ModelError, PlanError
 from tests import tiny
 from tests.pool import Pool, share
-from tests.rotation import rotate
 
 ASSETS = Path(ditile.__file__).parent / "model" / "assets"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -138,7 +137,8 @@ MORE = [
 RANKS = [(2, CASES + MORE), (3, CASES + MORE), (4, CASES), (8, CASES)]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), rotate(RANKS, always=[RANKS[0], RANKS[-1]]))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("ranks", "cases"), RANKS)
 def test_equals_the_undivided(pool: Pool, ranks: int, cases: list[Case]) -> None:
     """A failure means seams, wrong colours or a wrong latent in every divided picture."""
     for rank, of_cases in enumerate(pool.run(compared, ranks, cases)):

@@ -19,7 +19,6 @@ from ditile.planner.footprint import LiveBytes
 from tests import tiny
 from tests.parallel.vae.test_vae import BOUND, axis, distance
 from tests.pool import Pool
-from tests.rotation import rotate
 
 FOUR = (8, 8, 8, 8)
 WAN = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
@@ -63,9 +62,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                                        "attention_resolutions": (8,), "resolution": 64}),
 }  # fmt: skip
 
-ALIKE = ("flux 2", "qwen-image", "qwen-image 2.1", "hunyuan video 1.5", "ltx 2")
-"""Decoders of the layers of another one."""
-
 
 def make(name: str) -> Any:
     torch.manual_seed(0)
@@ -96,7 +92,7 @@ def test_every_class_is_here() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", rotate(CONFIGS, always=[name for name in CONFIGS if name not in ALIKE]))
+@pytest.mark.parametrize("name", CONFIGS)
 def test_rows_are_the_whole(name: str) -> None:
     """A failure means seams, or frames of which each rank has another history."""
     vae = make(name)

@@ -1,7 +1,4 @@
-"""The stages of `make nightly` run every test, and the Dockerfile installs what README says.
-
-A failure means that tests are run by nobody, or an image that cannot be built.
-"""
+"""The Dockerfile installs what README says. A failure means an image that cannot be built."""
 
 from __future__ import annotations
 
@@ -12,60 +9,8 @@ import subprocess
 import venv
 from pathlib import Path
 
-import pytest
-
 from ditile.plan.extras import EXTRAS
 from tests.packaging.environments import ROOT, SOURCES
-
-BESIDE = {"alone", "nightly"}
-"""Markers of tests that `make test` runs by a second command, and that a command of `make nightly` runs."""
-
-
-def read_recipe(target: str) -> str:
-    """The commands of a target of the Makefile, each in one line."""
-    text = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
-    found = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n)+)", text, re.MULTILINE)
-    assert found is not None, target
-    return found[1]
-
-
-def list_stages(commands: str) -> dict[str, str]:
-    """Stage -> its commands, of a script that runs targets of the Makefile and scripts."""
-    stages = {}
-    for line in commands.splitlines():
-        command = line.strip().replace("$(MAKE)", "make")
-        if command.startswith("make "):
-            target = command.split()[1]
-            stages[target] = read_recipe(target)
-        if command.startswith("scripts/"):
-            stages[command] = (ROOT / command).read_text("utf-8")
-    return stages
-
-
-def test_nightly_runs_every_test() -> None:
-    """What `make test` leaves out, another stage of `make nightly` runs; no stage of a commit is left out there."""
-    nightly = read_recipe("nightly")
-    stages = list_stages(nightly)
-    assert list_stages((ROOT / ".ci" / "run").read_text("utf-8")).keys() <= stages.keys()
-    first, others = stages.pop("test"), list(stages.values())
-    registered = re.findall(r'^  "(\w+): ', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-    excluded = set(re.findall(r"not (\w+)", first))
-    ignored = set(re.findall(r"--ignore (\S+)", first))
-    assert excluded <= set(registered)
-    for marker in excluded - BESIDE:
-        assert any(re.search(rf"-m '?{marker}\b", each) for each in others), marker
-    assert "-m alone" in first and "-m nightly" in nightly
-    for folder in ignored:
-        assert sum(bool(re.search(rf"pytest .*{folder}(\s|$)", each)) for each in others) == 1, folder
-    rotated = [target for target in stages | {"test": first} if "$(ROTATE)" in read_recipe_of(target)]
-    assert rotated and all(f"$(MAKE) {target} ROWS=all" in nightly for target in rotated)
-
-
-def read_recipe_of(stage: str) -> str:
-    """The commands of a stage; none of a script, which has no recipe."""
-    if stage.startswith("scripts/"):
-        return ""
-    return read_recipe(stage)
 
 
 def read_dockerfile() -> list[list[str]]:
@@ -92,8 +37,6 @@ def test_the_dockerfile_runs_as_a_user_and_opens_nothing() -> None:
     assert set(arguments["EXTRAS"].split(",")) <= EXTRAS.keys()
 
 
-@pytest.mark.installed
-@pytest.mark.nightly
 def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
     """Its installation, in a folder with what it copies and in an environment in place of the image's Python."""
     context, environment = tmp_path / "context", tmp_path / "environment"
