@@ -67,6 +67,7 @@ def opened(path: str) -> Image.Image:
     return image
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -234,6 +235,7 @@ def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in out and "make an image" in out and not err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("content", "words", "says"),
     [
@@ -263,6 +265,7 @@ def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: s
     assert "--strength" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000], ids=["name", "path"])
 @pytest.mark.parametrize(
     "words",
@@ -368,6 +371,7 @@ def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureF
     assert "vae has no weights" in refused(capsys, "generate", "a", "--model", "model")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -428,6 +432,7 @@ def test_degrees_that_do_not_fit_are_refused_by_the_ranks(capsys: pytest.Capture
     assert "add up to" in refused(capsys, "generate", "a circle", *SMALL, *words)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [

@@ -67,6 +67,12 @@ def test_every_file_of_tests_is_in_a_part_of_the_night() -> None:
     assert [path for paths in PARTS.values() for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_every_file_of_a_commit_is_there() -> None:
-    files = {name.partition("::")[0] for name in read_commit_list()}
-    assert [file for file in files if not (ROOT / file).is_file()] == []
+def test_every_test_of_a_commit_is_there() -> None:
+    """The run itself refuses rows that are not there: to list those takes a minute."""
+    lost = []
+    for name in read_commit_list():
+        file, _, test = name.partition("[")[0].partition("::")
+        text = (ROOT / file).read_text("utf-8") if (ROOT / file).is_file() else ""
+        if f"def {test}(" not in text and (test or not text):
+            lost.append(name)
+    assert lost == []

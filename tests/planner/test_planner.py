@@ -579,6 +579,7 @@ def load_alone_profile() -> Profile:
     return dataclasses.replace(profile, link=dataclasses.replace(profile.link, latency_s=0.0, bandwidth=1e18))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "plan", ["pipefusion=4 patches=4", "pipefusion=8 patches=8", "ulysses=4", "ulysses=8", "tensor=4", "distrifusion=4"]
 )
@@ -604,6 +605,7 @@ RECORDED_RANKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("side", "plan"), RECORDED_RANKS)
 def test_recorded_steps_are_priced_as_their_ranks_were_measured(side: int, plan: str) -> None:
     """The first rank of each plan alone, whose calls were recorded, within an eighth.
@@ -622,6 +624,7 @@ def test_recorded_steps_are_priced_as_their_ranks_were_measured(side: int, plan:
     assert priced == pytest.approx(measured, rel=0.125)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("plan", "as_code"), [
     ("data=1", []),
     ("ulysses=8", []),
@@ -653,6 +656,7 @@ def test_a_slow_host_counts_in_steps_that_no_image_plays(plan: str, as_code: lis
     assert pricer.bound_latency(job) <= pricer.price_call(job).latency_s * 1.0001
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plan", "line", "first_as_code", "last_as_code"),
     [
@@ -718,6 +722,7 @@ def test_micro_batches_are_priced_as_code() -> None:
     assert seconds[0] < 8 * 57 < seconds[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("profile", "plan"),
     [

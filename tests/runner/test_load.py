@@ -122,6 +122,7 @@ def test_no_name_at_all(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load(name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -181,6 +182,7 @@ def test_settings_of_a_cache_that_are_none(name: str) -> None:
         ditile.enable_cache(tiny.flux(), **{name: "F=1"})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "call", [ditile.parallelize, ditile.enable_cache, ditile.disable_cache, ditile.summary, ditile.strify]
 )
@@ -314,6 +316,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 """What is done to a folder, and what loading says of it."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
     spoil, says = DAMAGES[damage]
@@ -325,6 +328,7 @@ def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
             find_model_source(str(folder), weights=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "values"),
     [

@@ -187,6 +187,7 @@ def chosen(name: str, mode: dict[str, Any]) -> list[int]:
     return steps
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [SEQUENCE, PAIR])
 def test_auto_with_a_crew(pool: Pool, mode: dict[str, Any]) -> None:
     """Steps are synchronous again or not, as keys say. A failure means that stages expect messages of another mode."""
@@ -253,6 +254,7 @@ def read_in_part(folder: Path, mode: dict[str, Any]) -> None:
     close(run(parallelize(tiny.quiet(pipe), plan), "flux"), wanted, mode)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
 def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path, mode: dict[str, Any]) -> None:
     """The structure of blocks that were never read comes from the config; who holds all blocks reads all."""
@@ -260,6 +262,7 @@ def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path, mode: d
     pool.run(read_in_part, 2, tmp_path, mode)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -286,11 +289,13 @@ def changed() -> None:
         run(runner, "flux")
 
 
+@pytest.mark.nightly
 def test_other_weights_are_refused(pool: Pool) -> None:
     """A failure means that weights are read with another type than they were written with."""
     pool.run(changed, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("also", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}])
 @pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
 def test_a_crew_with_shared_tokens_is_refused(mode: dict[str, Any], also: dict[str, int]) -> None:
@@ -316,6 +321,7 @@ def cast(mode: str) -> None:
             run(runner, "flux")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["serial", "pipelined", "sequence", "separate"])
 def test_weights_that_are_cast_for_each_use(pool: Pool, mode: str) -> None:
     """A failure means that a rank computes with weights as they are stored, or raises while others wait for it."""
