@@ -28,7 +28,7 @@ from ditile.distributed.torchrun import join_process_group
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 from ditile.runner import runner
-from ditile.runner.prove import StillScheduler
+from ditile_lab.study.prove import StillScheduler
 from tests.pool import Pool
 
 SIXTEEN = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 import ditile
 from ditile import Plan
 from ditile.model.anatomies import compute_source_hash, find_anatomy
-from ditile.model.derive import derive_anatomy
 from ditile.model.hooks.kv_store import GenerationMemory
-from ditile.model.merge import merge_lists
 from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import ModelError
-from ditile.runner.prove import TOLERANCE, prove_anatomy
 from ditile.runner.runner import build_single_runner
+from ditile_lab.study.derive import derive_anatomy
+from ditile_lab.study.merge import merge_lists
+from ditile_lab.study.prove import TOLERANCE, prove_anatomy
 from tests.tiny import quiet
 from tests.zoo import ZOO
 from tests.zoo.derive_table import record_calls

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cli.main import main
+from ditile.model.capture import capture_call
 from ditile.model.hooks.block_calls import BlockCalls
 from ditile.model.known import list_known_models
-from ditile.model.record import capture_call
 from ditile.model.registry import find_holes
 from ditile.plan import cost
 from ditile.plan.errors import ModelError, PlanError

@@ -18,14 +18,14 @@ from torch import nn
 
 import ditile
 from ditile.model.anatomies import forget_anatomy, remember_anatomy, write_row
-from ditile.model.derive import derive_anatomy
-from ditile.model.merge import merge_kinds, merge_lists
-from ditile.model.record import capture_call
-from ditile.parallel.tensor.derive import derive_tensor_cuts
+from ditile.model.capture import capture_call
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import DitileError, ModelError
-from ditile.runner.prove import TOLERANCE, list_proofs, prove_anatomy
 from ditile.runner.runner import build_single_runner
+from ditile_lab.study.derive import derive_anatomy
+from ditile_lab.study.merge import merge_kinds, merge_lists
+from ditile_lab.study.prove import TOLERANCE, list_proofs, prove_anatomy
+from ditile_lab.study.tensor_cuts import derive_tensor_cuts
 from tests import tiny
 from tests.zoo import VARIANTS, ZOO
 from tests.zoo.entry import Entry, entry

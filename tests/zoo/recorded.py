@@ -12,8 +12,8 @@ from torch import Tensor
 import ditile
 from ditile import Plan
 from ditile.plan.errors import DitileError
-from ditile.runner.prove import ensure_anatomies
 from ditile.runner.runner import build_single_runner
+from ditile_lab.study.prove import ensure_anatomies
 from tests.recorded_calls import record_on_cpu
 from tests.zoo.entry import Entry
 from tests.zoo.own import OWN

@@ -22,8 +22,8 @@ from ditile import DBCacheConfig, Plan
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.errors import DitileError
 from ditile.runner import caching
-from ditile.runner.prove import StillPipeline, ensure_anatomies
 from ditile.runner.runner import build_single_runner
+from ditile_lab.study.prove import StillPipeline, ensure_anatomies
 from tests.zoo import ZOO
 from tests.zoo.entry import Entry
 from tests.zoo.own import OWN

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ditile.model.anatomies import find_anatomy
-from ditile.model.record import Call, capture_call
+from ditile.model.capture import Call, capture_call
 from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
-from ditile.parallel.tensor.derive import prove_tensor_cuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.plan.errors import ModelError, PlanError
-from ditile.runner.prove import TOLERANCE, prove_anatomy
 from ditile.runner.runner import build_single_runner
+from ditile_lab.study.prove import TOLERANCE, prove_anatomy
+from ditile_lab.study.tensor_cuts import prove_tensor_cuts
 from tests import tiny
 from tests.zoo import ZOO
 from tests.zoo.holes import HOLES

@@ -13,11 +13,11 @@ import pytest
 from torch import nn
 
 from ditile.model.anatomies import find_anatomy
-from ditile.model.record import list_chain, record_blocks
 from ditile.model.registry import find_model_spec
 from ditile.plan.errors import DitileError
-from ditile.runner.prove import TOLERANCE, ensure_anatomies
 from ditile.runner.runner import build_single_runner
+from ditile_lab.study.prove import TOLERANCE, ensure_anatomies
+from ditile_lab.study.record import list_chain, record_blocks
 from tests.pool import CaseError, Pool
 from tests.zoo import ZOO, matrix, modular
 from tests.zoo.derive_table import OTHERS, TABLE, derive_all, derive_rows, prove_calls, prove_rows, record_calls

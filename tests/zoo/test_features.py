@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ditile.model.anatomies import find_anatomy, forget_anatomy
-from ditile.runner.prove import ensure_anatomies
 from ditile.runner.runner import build_single_runner
+from ditile_lab.study.prove import ensure_anatomies
 from tests.pool import Pool
 from tests.zoo.features import (
     PATCHES,

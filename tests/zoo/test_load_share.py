@@ -13,13 +13,13 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.model.anatomies import find_anatomy, find_derived_cuts
 from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
-from ditile.model.record import list_chain
 from ditile.model.registry import find_model_spec
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.load import load_partial_transformer
 from ditile.runner.weights.checkpoint import locate_in_folder
+from ditile_lab.study.record import list_chain
 from tests.zoo import ZOO
 from tests.zoo.entry import Entry
 

@@ -14,8 +14,8 @@ from ditile import Plan
 from ditile.model.anatomies import find_anatomy, forget_anatomy, remember_anatomy
 from ditile.plan.anatomy import LOCAL, TOKENS, Anatomy, ListAnatomy
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError
-from ditile.runner.prove import TOLERANCE, prove_pipeline
 from ditile.runner.runner import build_single_runner, parallelize
+from ditile_lab.study.prove import TOLERANCE, prove_pipeline
 from tests.zoo import ZOO
 from tests.zoo.derive_table import prove_calls, record_calls
 from tests.zoo.own import OWN, FrameBlock, FrameTransformer, own

@@ -14,10 +14,10 @@ import ditile
 from ditile import Plan
 from ditile.model.anatomies import find_anatomy, forget_anatomy
 from ditile.model.pipeline_calls import find_denoisers
-from ditile.model.probe import derive_from_pipeline, describe_change
 from ditile.plan.errors import ModelError, StateError, StoppedError
 from ditile.runner import runner as runners
-from ditile.runner.prove import make_twin
+from ditile_lab.study.probe import derive_from_pipeline, describe_change
+from ditile_lab.study.prove import make_twin
 from tests.pool import Pool
 from tests.zoo import shapes
 from tests.zoo.shapes import SHAPES, make_pipe

@@ -40,6 +40,7 @@ from ditile.model.pipeline_calls import is_modular
 from ditile.model.registry import find_loop_model
 from ditile.plan import cost
 from ditile.plan.errors import ModelError, StateError
+from ditile.plan.extras import import_lab
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, Plan
@@ -47,7 +48,6 @@ from ditile.plan.schedule import PatchSchedule
 from ditile.plan.version import __version__
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
-from ditile.runner.prove import TOLERANCE, prove_pipeline
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
 from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.requests.pipelines import convert_value_errors, find_argument
@@ -191,14 +191,15 @@ def _prove_patches(pipe: Any, plan: Plan) -> tuple[bool | None, str]:
     """Whether a call that is computed patch by patch is the whole call, as the values of a `Check`."""
     if plan.divides_the_batch_alone:
         return None, "not needed: each device computes whole images"
+    prove = import_lab("study.prove")
     try:
-        difference = prove_pipeline(pipe, build_single_runner)
+        difference = prove.prove_pipeline(pipe, build_single_runner)
     except ModelError as error:
         return None, f"not tried: {error}"
     except StateError as error:
         return False, str(error)
     says = f"largest difference: {difference:.1e} of the largest value, with random weights"
-    return difference <= TOLERANCE, says
+    return difference <= prove.TOLERANCE, says
 
 
 def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:

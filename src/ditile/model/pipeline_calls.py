@@ -45,6 +45,7 @@ DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
 """Names of components that a pipeline calls in its loop."""
 _BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
 """In names of components of a user's own pipeline that it does not call in its loop."""
+COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
 def is_modular(pipe: Any) -> bool:

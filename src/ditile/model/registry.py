@@ -13,6 +13,7 @@ import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
 from torch import nn
 
+from ditile.model.anatomies import find_anatomy
 from ditile.model.known import ASSETS
 from ditile.model.pipeline_calls import find_denoisers, list_call_parameters
 from ditile.model.refinements import FLUX, PIXART, SD3
@@ -131,3 +132,13 @@ def _has_uncalled_twin(pipe: Any, model: nn.Module) -> bool:
     denoisers = find_denoisers(pipe).values()
     alike = [part for part in pipe.components.values() if type(part) is type(model)]
     return any(part not in denoisers for part in alike)
+
+
+def list_unknown_models(pipe: Any) -> list[nn.Module]:
+    """Return the models of a pipeline whose anatomies are neither in the table nor derived yet."""
+    unknown = []
+    for transformer in find_denoisers(pipe).values():
+        spec = find_model_spec(transformer)
+        if find_anatomy(transformer) is None and (spec is None or spec.anatomy is None):
+            unknown.append(transformer)
+    return unknown

@@ -1,4 +1,4 @@
-"""Anatomy: what ditile must know of the tokens of a transformer, as a value. It is derived, by `model/derive.py`.
+"""Anatomy: what ditile must know of the tokens of a transformer, as a value. `ditile_lab/study/derive.py` derives it.
 
 The kind of each dimension of a tensor is a letter, so that a tensor's kinds are a word such as `BN.`:
 

@@ -32,6 +32,10 @@ class ModelError(DitileError, ValueError):
     """A pipeline, model or call option that is not known, or that the support level of the model does not offer."""
 
 
+class ProbeError(ModelError):
+    """A pipeline could not be called to examine its model; the arguments of a call that works would help."""
+
+
 class LoadError(DitileError):
     """Weights or configs that are missing, unreadable or corrupt."""
 

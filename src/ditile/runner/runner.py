@@ -60,16 +60,17 @@ from ditile.model.pipeline_calls import (
     read_guidance_rule,
     skip_decode_blocks,
 )
-from ditile.model.probe import ProbeError
 from ditile.model.recording.host_limit import CudaEvents, HostLimit
 from ditile.model.recording.kept_tapes import SHARE_OF_MEMORY
 from ditile.model.recording.recorded_steps import RecordedSteps
+from ditile.model.registry import list_unknown_models
 from ditile.model.step_memory import explain_hook_refusal
 from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
 from ditile.plan import errors
 from ditile.plan.cost import PlannedCall
-from ditile.plan.errors import DitileError, ModelError, PlanError, StateError, StoppedError
+from ditile.plan.errors import DitileError, ModelError, PlanError, ProbeError, StateError, StoppedError
+from ditile.plan.extras import import_lab
 from ditile.plan.plan import AUTO, Facts, Plan, require_plan, suggest_whole_images
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.shape import Shape, count_images, fill_call_defaults
@@ -84,7 +85,6 @@ from ditile.runner.compose import (
     find_loop_models,
     move_pipeline,
 )
-from ditile.runner.prove import ensure_anatomies, list_unknown_models
 from ditile.runner.report import CallMeter, Report
 from ditile.runner.siblings import build_sibling_pipeline, share_settings
 from ditile.runner.table import describe_derived_model, describe_plan
@@ -450,7 +450,7 @@ class Runner:
         # enable_cache may have given it a class since whose call is this runner.
         self.pipe.__class__ = self._pipeline_class
         try:
-            _agree_on_result(lambda: ensure_anatomies(self.pipe, build_single_runner, call), self.mesh)
+            _agree_on_result(lambda: _study_models(self.pipe, call), self.mesh)
             self._divide()
         finally:
             self.pipe.__class__ = class_now
@@ -862,6 +862,13 @@ def parallelize(
     return Runner(pipe, plan, mesh, chosen, compose, keep_weights=keep_weights, deferred=deferred)
 
 
+def _study_models(pipe: Any, example: Mapping[str, Any] | None) -> None:
+    """Derive and prove the anatomies of the models that are in no table."""
+    for transformer in list_unknown_models(pipe):
+        LOG.info("%s is in no table of ditile: it is studied once, on a small copy", type(transformer).__name__)
+    import_lab("study.prove").ensure_anatomies(pipe, build_single_runner, example)
+
+
 def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> bool:
     """Derives the models of a pipeline that are not known; False on every rank if that needs an example.
 
@@ -871,7 +878,7 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
 
     def derive() -> bool:
         try:
-            ensure_anatomies(pipe, build_single_runner, example)
+            _study_models(pipe, example)
         except ProbeError:
             if example is not None:
                 raise

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ditile.model.hooks.attention_hooks import MaskOfRealPairs
-from ditile.model.merge import merge_lists
 from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import ModelError
+from ditile_lab.study.merge import merge_lists
 
 
 class Noted:

@@ -17,9 +17,9 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.model.anatomies import find_anatomy, find_derived_cuts
 from ditile.parallel.tensor.cuts import TensorCuts
-from ditile.parallel.tensor.derive import derive_tensor_cuts, prove_tensor_cuts
 from ditile.parallel.tensor.sharding import shard_weights
 from ditile.plan.errors import ModelError, PlanError, StateError
+from ditile_lab.study.tensor_cuts import derive_tensor_cuts, prove_tensor_cuts
 from tests.more_families import EVERY
 from tests.zoo import ZOO
 from tests.zoo.derive_table import record_calls

@@ -24,13 +24,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ditile.distributed.recording.segments import list_tensors
+from ditile.model.capture import bind_arguments
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import ASSETS, name_component_source
 from ditile.model.pipeline_calls import read_guidance_rule
-from ditile.model.record import bind_arguments
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ditile.model.pipeline_calls import find_call_owner
-from ditile.model.probe import COUNTS
+from ditile.model.pipeline_calls import COUNTS, find_call_owner
 from ditile.plan.errors import ModelError
 from ditile.plan.numbers import is_whole_number
 from ditile.plan.option_classes import CallArguments, JsonObject

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import list_tensors
-from ditile.model.derive import derive_anatomy
+from ditile.model.capture import CapturedCall, capture_call
 from ditile.model.hooks.overrides import find_latents_parameter
-from ditile.model.pipeline_calls import find_pipeline_device, list_call_parameters
-from ditile.model.record import CapturedCall, capture_call
+from ditile.model.pipeline_calls import COUNTS, find_pipeline_device, list_call_parameters
 from ditile.plan.anatomy import Anatomy
-from ditile.plan.errors import ModelError, describe_class_and_text
+from ditile.plan.errors import ModelError, ProbeError, describe_class_and_text
+from ditile_lab.study.derive import derive_anatomy
 
 SHORT_TEXT, LONG_TEXT = "a red ring", "a small red ring on the left of a large blue square above a green circle"
 SIZES = ((6, 10), (10, 14))
@@ -33,12 +33,7 @@ SIZES = ((6, 10), (10, 14))
 UNIT = 2
 SEQUENCE_LENGTHS = (19, 29)
 """Tokens of the short and the long text: numbers that no image, and no image with a text, has."""
-COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
 REMEDY = "give parallelize the arguments of a call that works, as example=dict(...), or use a plan of data or cfg"
-
-
-class ProbeError(ModelError):
-    """A pipeline could not be called to examine its model; the arguments of a call that works would help."""
 
 
 def derive_from_pipeline(

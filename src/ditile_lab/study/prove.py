@@ -21,17 +21,18 @@ from torch.utils import _pytree as pytree
 from ditile.cache.cached import find_model_cache
 from ditile.model.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
 from ditile.model.block_lists import find_block_lists
+from ditile.model.capture import CapturedCall
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.hooks.pieces import list_predictions
 from ditile.model.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.model.pipeline_calls import find_denoisers, find_pipeline_device
-from ditile.model.probe import derive_from_pipeline
-from ditile.model.record import CapturedCall, find_skip, list_chain
-from ditile.model.registry import find_model_spec
+from ditile.model.registry import list_unknown_models
 from ditile.parallel.block_formats import find_row_blocks
-from ditile.parallel.tensor.derive import derive_tensor_cuts
 from ditile.plan.errors import DitileError, ModelError, StateError, describe_class_and_text
 from ditile.plan.plan import Plan
+from ditile_lab.study.probe import derive_from_pipeline
+from ditile_lab.study.record import find_skip, list_chain
+from ditile_lab.study.tensor_cuts import derive_tensor_cuts
 
 TOLERANCE = 1e-4
 """Of the largest prediction, in float32: anatomies that are right differ by units of the last place, others by 1e-2."""
@@ -173,16 +174,6 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
         difference = (torch.cat(rows_of_stream) - expected).abs().max()
         differences.append(float(difference / expected.abs().max()))
     return max(differences)
-
-
-def list_unknown_models(pipe: Any) -> list[nn.Module]:
-    """The models of a pipeline whose anatomies are neither in the table nor derived yet."""
-    unknown = []
-    for transformer in find_denoisers(pipe).values():
-        spec = find_model_spec(transformer)
-        if find_anatomy(transformer) is None and (spec is None or spec.anatomy is None):
-            unknown.append(transformer)
-    return unknown
 
 
 def ensure_anatomies(pipe: Any, build: BuildRunner, example: Mapping[str, Any] | None = None) -> None:

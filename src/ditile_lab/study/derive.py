@@ -19,22 +19,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.model.block_lists import find_model_entry
+from ditile.model.capture import Call, CapturedCall
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.hooks.pieces import find_nan_tokens, poison_latents
 from ditile.model.hooks.token_arguments import Runs, cut_argument, is_cut, take_runs
-from ditile.model.merge import merge_lists
-from ditile.model.record import (
-    AttentionCall,
-    BlockRecord,
-    Call,
-    CapturedCall,
-    ChainBlock,
-    has_real_pairs,
-    list_chain,
-    record_blocks,
-    spread_arguments,
-)
 from ditile.plan.anatomy import (
     FURTHER,
     LOCAL,
@@ -47,6 +36,16 @@ from ditile.plan.anatomy import (
 )
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import DUMMY_TEXT, Joint
+from ditile_lab.study.merge import merge_lists
+from ditile_lab.study.record import (
+    AttentionCall,
+    BlockRecord,
+    ChainBlock,
+    has_real_pairs,
+    list_chain,
+    record_blocks,
+    spread_arguments,
+)
 
 
 def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.model.block_lists import find_block_lists
+from ditile.model.capture import Call
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.pieces import find_run, flag_nan_tokens, has_nan
-from ditile.model.pipeline_calls import hide_block_tracebacks
-from ditile.plan.anatomy import describe_mode
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import Flow
-
-Call = Mapping[str, Any]
-"""The arguments of a call of the transformer, by parameter."""
 
 
 class AttentionCall(NamedTuple):
@@ -260,85 +256,3 @@ def _replace_outputs(stack: ExitStack, block: nn.Module, fill: float, receiver: 
         return pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, fill), forward(*args, **kwargs))
 
     override_attribute(stack, block, "forward", forward_and_fill)
-
-
-class StopAfterCall(Exception):  # noqa: N818
-    """Raised to leave a pipeline when the call has been captured."""
-
-
-class CapturedCall(dict[str, Any]):
-    """The arguments of a call, by parameter.
-
-    Attributes:
-        before: the call of the step before, where it had another mode: this one reads what that one kept.
-    """
-
-    before: Call | None = None
-
-
-def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a module's own forward, by parameter."""
-    signature = inspect.signature(type(module).forward)
-    call = dict[str, Any]()
-    for name, value in signature.bind(module, *args, **kwargs).arguments.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            call.update(value)
-        else:
-            call[name] = value
-    call.pop(next(iter(signature.parameters)))
-    return call
-
-
-def capture_call(
-    pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any], run: Callable[..., Any] | None = None
-) -> CapturedCall:
-    """The arguments of a pipeline's first call of a transformer, by parameter; the pipeline is left there.
-
-    Where the call has a mode, the first step is run, and if the mode is another one in the next step, that call counts.
-
-    Args:
-        run: computes a call of the model, where it is not to be run itself.
-
-    Raises:
-        ModelError: if the pipeline never calls it, or with arguments that it does not take.
-    """
-    captured = list[CapturedCall]()
-    stepped = list[bool]()
-    forward: Callable[..., Any] = run or transformer.forward
-
-    @functools.wraps(transformer.forward)
-    def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
-        try:
-            call = CapturedCall(bind_arguments(transformer, args, kwargs))
-        except TypeError as error:
-            raise ModelError(
-                f"{type(transformer).__name__} does not fit its pipeline: {type(pipe).__name__} could not be called to "
-                f"look at it, as it gives its model other arguments than this takes ({error}); give it its own model"
-            ) from error
-        # A call of another mode reads what the one of the step before kept.
-        if stepped and describe_mode(call) != describe_mode(captured[0]):
-            call.before = captured[0]
-            captured.insert(0, call)
-        captured.append(call)
-        if stepped or not describe_mode(call):
-            raise StopAfterCall
-        return forward(**call)
-
-    def step_and_note(*args: Any, **kwargs: Any) -> Any:
-        stepped.append(True)
-        assert step is not None
-        return step(*args, **kwargs)
-
-    with ExitStack() as stack:
-        override_attribute(stack, transformer, "forward", forward_to_capture)
-        step: Callable[..., Any] | None = getattr(getattr(pipe, "scheduler", None), "step", None)
-        if step is not None:
-            override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
-        stack.enter_context(torch.no_grad())
-        # Blocks of a modular pipeline log whatever passes through them.
-        hide_block_tracebacks(stack, StopAfterCall)
-        with suppress(StopAfterCall):
-            pipe(**arguments)
-    if not captured:
-        raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")
-    return captured[0]

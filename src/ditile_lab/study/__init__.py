@@ -1,0 +1,1 @@
+"""Derives what a family of models needs, and proves it."""
