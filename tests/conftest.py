@@ -35,7 +35,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return collection_path.relative_to(config.rootpath).as_posix() not in files or None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of the other suite."""
     suite = config.getoption("--suite")
     if suite is None:
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     commit, nightly = suites.split_suites(items, names)
     lost = suites.find_lost_names(items, names)
     if suite == "commit" and config.args == ["tests"] and lost:
-        raise pytest.UsageError(f"tests/commit.txt names what is not there: {', '.join(sorted(lost))}")
+        commit.append(suites.LostNames.from_parent(session, name="commit.txt", lost=lost))
     items[:], left = (commit, nightly) if suite == "commit" else (nightly, commit)
     config.hook.pytest_deselected(items=left)
 
