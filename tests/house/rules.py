@@ -62,8 +62,7 @@ MAY_PICKLE = {
 MAY_CATCH_ALL = {
     PACKAGE + "distributed/launch.py",  # whatever ends a rank must be reported to its parent
     PACKAGE + "serve/ray_replicas/actor.py",  # the same, to its replica
-    PACKAGE
-    + "ditile_lab/study/probe.py",  # a pipeline of anybody's is called in ways that it may not have been made for
+    LAB + "study/probe.py",  # a pipeline of anybody's is called in ways that it may not have been made for
     LAB + "study/prove.py",
     PACKAGE + "parallel/vae/prove.py",
     PACKAGE + "parallel/thread_ranks.py",  # what a thread raises is raised where it was started
