@@ -78,7 +78,7 @@ def _iterate_rows(subject: PlanSubject, call: dict[str, Any]) -> Iterator[str]:
         peaks = []
         for rank in range(best.plan.world):
             memory = count_rank_memory(
-                subject, job, profile, rank, subject.count_text_tokens(call), records=bool(best.unrecorded_s)
+                subject, job, profile, rank, subject.count_text_tokens(call), records=best.is_recorded
             )
             peaks.append(f"{memory.peak_bytes / 1e9:.0f}")
         why = name_limit(result, subject, search)

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON, GraphSegments, has_own_operators, list_tensors
 from ditile.distributed.recording.tape import CURRENT, Action
 from ditile.model.recording import recorded_steps
-from ditile.model.recording.host_limit import DeviceEvents, HostLimit
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.parallel.tensor import cuts
 from ditile.plan.plan import Plan
@@ -149,19 +148,15 @@ def _find_address(tensor: Tensor) -> int:
 @contextmanager
 def record_on_cpu(
     segments: Callable[[], OperatorSegments] = OperatorSegments,
-    make_events: Callable[[], DeviceEvents] | None = None,
     limit_bytes: int = sys.maxsize,
 ) -> Iterator[list[RecordedSteps]]:
-    """Within it `cuda_graphs=True` records on a CPU, and "auto" by a clock; gives the recorders that are made."""
+    """Within it `cuda_graphs=True` records on a CPU; gives the recorders that are made."""
     made: list[RecordedSteps] = []
 
-    def build(setting: bool | str, plan: Plan, device: torch.device) -> RecordedSteps | None:
-        if setting is False or (setting == "auto" and make_events is None):
+    def build(setting: bool, plan: Plan, device: torch.device) -> RecordedSteps | None:
+        if not setting:
             return None
-        host_limit = None
-        if setting == "auto" and make_events is not None:
-            host_limit = HostLimit(make_events)
-        made.append(RecordedSteps(segments, host_limit, limit_bytes))
+        made.append(RecordedSteps(segments, limit_bytes))
         return made[-1]
 
     with mock.patch.object(runners, "build_recorder", build):

@@ -46,16 +46,8 @@ KNOWN: dict[str, tuple[DBCacheConfig, Any]] = {
 }
 """Decisions that are known before a call."""
 
-MEASURED: dict[str, tuple[DBCacheConfig, Any]] = {
-    "threshold": (THRESHOLD, None),
-    "budget": (THRESHOLD.reset(max_accumulated_residual_diff_threshold=1.0), None),
-    "two blocks": (THRESHOLD.reset(Fn_compute_blocks=2, Bn_compute_blocks=1), TAYLOR),
-    "no blocks": (THRESHOLD.reset(Fn_compute_blocks=0), TAYLOR),
-    "tokens": (THRESHOLD.reset(l1_hidden_states_diff_threshold=0.99), None),
-}
-"""A probe decides, so a call has tapes of two parts."""
-
 UNKNOWN: dict[str, tuple[DBCacheConfig, Any]] = {
+    "threshold": (THRESHOLD, None),
     "prune": (DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=0.5), None),
     "dmd": (LIMITED.reset(max_warmup_steps=5), DMDCalibratorConfig()),
 }
@@ -132,28 +124,6 @@ def test_decisions_that_are_known_have_tapes_on_every_axis(pool: Pool, name: str
     check_ranks(pool, name, axis, *KNOWN[case])
 
 
-@pytest.mark.parametrize("case", MEASURED)
-def test_calls_whose_probe_decides_have_tapes_of_two_parts(pool: Pool, case: str) -> None:
-    """A failure means that a tape has the decision of the step that was recorded, or reads tokens of another step."""
-    check_ranks(pool, "flux", "patches=2 warmup=1", *MEASURED[case])
-
-
-@pytest.mark.parametrize(
-    ("name", "axis", "case"),
-    [
-        ("flux", "ulysses=2", "two blocks"),
-        ("flux", "ring=2", "threshold"),
-        ("flux", "distrifusion=2 warmup=1", "threshold"),
-        ("qwen-image", "cfg=2", "threshold"),
-        ("qwen-image", "ulysses=2", "budget"),
-        ("wan-2.2", "patches=2 warmup=1", "no blocks"),
-        ("flux-controlnet", "patches=1", "threshold"),
-    ],
-)
-def test_calls_in_two_parts_on_every_axis(pool: Pool, name: str, axis: str, case: str) -> None:
-    check_ranks(pool, name, axis, *MEASURED[case])
-
-
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_what_numbers_of_the_call_decide_runs_its_code(case: str) -> None:
     """A failure means that a tape has the decision, or the weights of a forecast, of the step that was recorded."""
@@ -166,7 +136,7 @@ def test_what_numbers_of_the_call_decide_runs_its_code(case: str) -> None:
 def test_a_stage_that_is_told_what_to_leave_out_is_recorded(pool: Pool) -> None:
     """The first stage measures in its calls, and the second one has the decision before it computes."""
     plan = Plan(pipefusion=2, patches=2, warmup=1)
-    first, second = pool.run(generate_with_and_without, 2, "flux", plan, *MEASURED["threshold"])
+    first, second = pool.run(generate_with_and_without, 2, "flux", plan, *UNKNOWN["threshold"])
     for equal, is_told_alike, _, _ in (first, second):
         assert all(equal)
         assert is_told_alike

@@ -329,9 +329,9 @@ def test_a_search_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch
         gc.enable()
 
 
-@pytest.mark.parametrize("setting", ["auto", False])
+@pytest.mark.parametrize("setting", [True, False])
 def test_a_plan_is_searched_with_steps_as_they_will_run(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that `--cuda-graphs false` gets a plan which is the fastest with recorded steps alone."""
+    """A failure means that a plan is chosen which is the fastest with recorded steps alone, and they are off."""
     asked = []
 
     def note_question(question: PlanQuestion, **_: Any) -> Any:
@@ -358,34 +358,33 @@ def test_text_encoders_are_split_where_their_parts_are_known(capsys: pytest.Capt
 def test_an_answer_says_what_recorded_steps_bring(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the host would be the limit; at 4096 px it is not. A failure means that nobody knows whether to record."""
     words = ["plan", "--model", "flux.1-dev", "--hardware", "h200-nvlink", "--price", "ulysses=8"]
-    assert main([*words, "--json", "-"]) == 0
+    assert main([*words, "--cuda-graphs", "--json", "-"]) == 0
     (recorded,) = json.loads(capsys.readouterr().out)["plans"]
-    assert main([*words, "--cuda-graphs", "false", "--json", "-"]) == 0
-    (unrecorded,) = json.loads(capsys.readouterr().out)["plans"]
-    assert recorded["latency_s"] < 0.8 * recorded["unrecorded_s"]
-    assert recorded["unrecorded_s"] == unrecorded["latency_s"]
-    assert unrecorded["unrecorded_s"] is None
+    assert main([*words, "--json", "-"]) == 0
+    (as_code,) = json.loads(capsys.readouterr().out)["plans"]
+    assert recorded["latency_s"] < 0.8 * as_code["latency_s"]
+    assert recorded["recorded_s"] == as_code["recorded_s"] == recorded["latency_s"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "priced with recorded steps (cuda_graphs=auto), as images after the first ones have them: without" in said
+    assert "the host limits plan 1: recorded steps (--cuda-graphs) would take" in said
     assert main([*words, "--height", "4096", "--width", "4096"]) == 0
-    assert "bring plan 1 nothing" in capsys.readouterr().out
+    assert "recorded" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("cache", "plan", "is_recorded"),
     [
-        ("F=1 W=4 R=0.12", "ulysses=2", True),
-        ("F=1 W=4 R=0.12", "tensor=2", False),
+        ("F=1 W=4 R=1 MC=1", "ulysses=2", True),
+        ("F=1 W=4 R=0.12", "ulysses=2", False),
         ("prune F=1 W=4 R=0.12", "ulysses=2", False),
     ],
 )
 def test_a_cache_is_asked_about_as_it_is_recorded(cache: str, plan: str, is_recorded: bool) -> None:
     """A failure means that tapes are said to need memory where nothing is recorded."""
     question = PlanQuestion(
-        model="flux.1-dev", hardware="h200-nvlink", devices=2, price=plan, cache=cache, hit_rate=0.5
+        model="flux.1-dev", hardware="h200-nvlink", devices=2, price=plan, cache=cache, hit_rate=0.5, cuda_graphs=True
     )
     answer = answer_question(question)
-    assert bool(answer.result.prices[0].unrecorded_s) == is_recorded
+    assert answer.result.prices[0].is_recorded == is_recorded
     assert bool(answer.memories[0][0].tapes) == is_recorded
     assert not answer.lacks_tape_memory

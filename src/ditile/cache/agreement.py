@@ -181,7 +181,6 @@ class StageAgreement(SkipAgreement):
         by_calls: Callable[[], bool],
         names: Mapping[nn.Module, str],
         stages: Mapping[nn.Module, int],
-        first_blocks: Collection[nn.Module],
     ) -> None:
         self._groups = groups
         self._mesh = mesh
@@ -189,7 +188,6 @@ class StageAgreement(SkipAgreement):
         self._by_calls = by_calls
         self._names = names
         self._stages = stages
-        self._first_blocks = first_blocks
         self.owned: Collection[nn.Module] | None = None
         if mesh.num_stages > 1:
             self.owned = {block for block, stage in stages.items() if stage == mesh.stage_index}
@@ -253,11 +251,6 @@ class StageAgreement(SkipAgreement):
             channel = PeerChannel(self._groups.starts, peer, PROBE_KIND, self._mesh.traffic, shared=True)
             self._start_channels[peer] = channel
         return self._start_channels[peer]
-
-    def allows_two_parts(self, first: nn.Module) -> bool:
-        """Whether nothing is sent before a block: stages receive tokens there, and tensor ranks gather modulations."""
-        sends_before = self._mesh.num_stages > 1 or self._mesh["tensor"].num_ranks > 1
-        return not sends_before and (first in self._first_blocks or not self._names)
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Tells the store of keys that every attention of these blocks keeps the keys of an earlier step."""

@@ -28,15 +28,13 @@ from ditile.cache.config import (
     replace_config,
 )
 from ditile.cache.hooks import CacheHook
-from ditile.cache.methods.dbcache import DBCache, ProbeReached
 from ditile.cache.report import ContextReport, build_context_report
 from ditile.cache.segment import KeepMemory, Residuals
 from ditile.cache.skip_decision import CacheCall, split_into_units
-from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.compile import CompileFunction, exclude_from_compile
 from ditile.model.hooks.kv_store import KeptBuffers
 from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
-from ditile.model.hooks.protocols import CallDecision, CallPosition, PipelineClock, SkipAgreement
+from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.model_spec import BlockList
 
@@ -276,9 +274,6 @@ class ModelCache(abc.ABC):
         moment = self._begin_call(clock)
         try:
             result = self._run_call(moment, forward, args, kwargs)
-        # It ends the first part of a call on purpose: the generation goes on.
-        except ProbeReached:
-            raise
         except BaseException:
             # The loop that the error leaves makes no further step, so memory must not wait for one.
             self._own_clock.end_generation()
@@ -417,7 +412,7 @@ class TransformerCache(ModelCache):
 
     # What recorded calls ask
 
-    def prepare_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision | None:
+    def prepare_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
         """Decides on a call before it is made, and describes what its blocks do besides their inputs.
 
         Returns:
@@ -425,63 +420,25 @@ class TransformerCache(ModelCache):
             something is remembered for the first time.
         """
         if self._clock is None:
-            return CallDecision()
+            return ()
         may_skip = self._decide_before(self._clock.begin_model_call(self), args, kwargs)
         self._is_prepared = True
         self._described = []
         if not may_skip:
-            return CallDecision()
+            return ()
         return self._describe_chains()
 
-    def _describe_chains(self) -> CallDecision | None:
+    def _describe_chains(self) -> Hashable | None:
         self._described = []
-        extents: list[Hashable] = []
-        details: list[Hashable] = []
+        decision: list[Hashable] = []
         for context, chain in self._chains:
             description = chain.describe_call()
             if description is None:
                 return None
             self._described += chain.iterate_residuals()
             # The settings too: a cache may have been replaced by another one since.
-            details.append((context.name, context.settings, description.details))
-            extents.append(description.extent)
-        return CallDecision(tuple(extents), tuple(details))
-
-    @property
-    def is_divisible(self) -> bool:
-        """Whether the prepared call can be made in two parts: a probe, and what it decides on."""
-        if len(self._chains) != 1:
-            return False
-        _, chain = self._chains[0]
-        return chain.is_divisible()
-
-    def _get_divisible_chain(self) -> DBCache:
-        _, chain = self._chains[0]
-        assert isinstance(chain, DBCache)
-        return chain
-
-    def run_probe(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Sequence[TokenState]]:
-        """The first part of the prepared call: what decides, and the tokens after each block of the probe."""
-        self._get_divisible_chain().end_at_probe()
-        self._is_prepared = True
-        try:
-            forward(*args, **kwargs)
-        except ProbeReached as reached:
-            return reached.probe, reached.states
-        raise StateError(f"{type(self.transformer).__name__} did not run the first blocks of its cache")
-
-    def decide_by_probe(self, probe: Tensor) -> CallDecision | None:
-        """Decides on the second part of a call; describes it as `prepare_call` does."""
-        self._get_divisible_chain().decide_by_probe(probe)
-        self._is_prepared = True
-        return self._describe_chains()
-
-    def run_rest(
-        self, forward: Callable[..., Any], *args: Any, states_of_probe: Sequence[TokenState], **kwargs: Any
-    ) -> Any:
-        """The second part of the call, in which the blocks of the probe are not computed again."""
-        self._get_divisible_chain().keep_states(states_of_probe)
-        return forward(*args, **kwargs)
+            decision.append((context.name, context.settings, description))
+        return tuple(decision)
 
     def list_stored_keys(self) -> list[Any] | None:
         """What blocks stored in the call that was recorded; None if some of it was stored for the first time."""

@@ -1,6 +1,7 @@
 """Environment variables. This is the only module that reads `os.environ`.
 
 DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
+DITILE_CUDA_GRAPHS=0    nothing is recorded as CUDA graphs, whatever `cuda_graphs` says
 DITILE_PROGRESS_FD      set by `launch`, and by ranks under torchrun: a file descriptor to the rank's watcher
 DITILE_NETWORK_FD       set by ranks of `launch`: a file descriptor of the run's private network
 DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, removed when the run is over
@@ -44,6 +45,18 @@ class Torchrun(NamedTuple):
 def should_check_key_ages() -> bool:
     """Whether `DITILE_CHECK=1` asks for the ages of keys to be asserted."""
     return os.environ.get("DITILE_CHECK", "0") not in ("", "0")
+
+
+def forbids_cuda_graphs() -> bool:
+    """Return whether `DITILE_CUDA_GRAPHS=0` switches recorded steps off.
+
+    Raises:
+        StateError: if it is anything but 0 or 1.
+    """
+    text = os.environ.get("DITILE_CUDA_GRAPHS", "")
+    if text not in ("", "0", "1"):
+        raise StateError(f"DITILE_CUDA_GRAPHS={text[:20]!r} of the environment is not 0 or 1; unset it")
+    return text == "0"
 
 
 def find_profile_path() -> Path:

@@ -171,7 +171,7 @@ class PlanAnswer:
         return {
             "plan": str(price.plan),
             "latency_s": price.latency_s,
-            "unrecorded_s": price.unrecorded_s or None,
+            "recorded_s": price.recorded_s or None,
             "memory_bytes": price.memory_bytes,
             "bytes_per_step": price.bytes_per_step,
             "exposed_comm_s": price.exposed_s,
@@ -292,20 +292,17 @@ class PlanAnswer:
             yield needs
 
     def _describe_recorded_steps(self) -> Iterator[str]:
-        """What recorded steps bring the first plan."""
+        """Yield what recorded steps bring the first plan."""
         best = self.result.prices[0]
         if self.lacks_tape_memory:
-            yield "what recorded steps hold does not fit a device: plan 1 is priced without (--cuda-graphs false)"
-        if not best.unrecorded_s:
-            return
-        saved = 1 - best.latency_s / best.unrecorded_s
-        if saved < ALIKE:
-            yield "recorded steps (cuda_graphs=auto) bring plan 1 nothing: its GPUs are the limit (docs/gpu.md)"
-            return
-        yield (
-            "priced with recorded steps (cuda_graphs=auto), as images after the first ones have them: without them the "
-            f"host limits plan 1 to {format_number(best.unrecorded_s)} s (docs/gpu.md)"
-        )
+            yield "what recorded steps hold does not fit a device: plan 1 is priced without"
+        elif best.is_recorded:
+            yield "priced with recorded steps, as images after the first ones have them (docs/gpu.md)"
+        elif best.recorded_s and 1 - best.recorded_s / best.latency_s >= ALIKE:
+            yield (
+                f"the host limits plan 1: recorded steps (--cuda-graphs) would take {format_number(best.recorded_s)} s "
+                "(docs/gpu.md)"
+            )
 
     def _describe_gaps(self) -> Iterator[str]:
         """How long stages wait under the first plan, where a server could make use of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ditile.cache.config_text import NO_CACHE, parse_cache_line
 from ditile.distributed import env
@@ -88,11 +88,9 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     shares = []
     for price in result.prices:
         job = subject.make_plan_job(price.plan, search.shape)
-        # Without recorded steps there are no seconds to compare with.
-        is_recorded = price.unrecorded_s > 0
         by_rank = []
         for rank in range(price.plan.world):
-            by_rank.append(count_rank_memory(subject, job, profile, rank, tokens, records=is_recorded))
+            by_rank.append(count_rank_memory(subject, job, profile, rank, tokens, records=price.is_recorded))
         memories.append(tuple(by_rank))
         shares.append(list_rank_shares(subject, job, profile))
         hosts.append(count_host_memory(subject, job, request.ranks_of_host))
@@ -112,7 +110,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         host_memory_bytes=search.host_bytes,
         models=subject.models,
         gaps=search.find_stage_gaps(best),
-        lacks_tape_memory=request.records and can_record and not best.unrecorded_s,
+        lacks_tape_memory=request.records and can_record and not best.is_recorded,
     )
 
 
@@ -133,10 +131,8 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
     # Every host has as many ranks as the others.
     if devices % question.hosts:
         raise PlanError(f"devices={devices} cannot be split evenly over hosts={question.hosts}; give --devices")
-    if question.cuda_graphs is True and not profile.runs_ahead:
+    if question.cuda_graphs and not profile.runs_ahead:
         raise PlanError(f"cuda_graphs=True needs a GPU, and {profile.name} is a CPU; leave it out")
-    # Calls that unpack weights are not recorded.
-    unpacks = any(stored.quantized for stored in subject.stored.values())
     request = SearchRequest(
         devices=devices,
         hosts=question.hosts,
@@ -146,7 +142,7 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
         warmup=question.warmup,
         all_devices=all_devices,
         exact=exact,
-        records=question.cuda_graphs is not False and not unpacks,
+        records=question.cuda_graphs and not subject.unpacks_weights,
     )
     steps = subject.make_call_shape(call, profile.element_size).steps
     cache = parse_cache_line(question.cache or NO_CACHE)
@@ -308,9 +304,7 @@ def resolve_plan_option(
     return Plan.parse(_decide_on_first_rank(find_fastest_plan, run))
 
 
-def _make_question(
-    options: GenerateOptions, hosts: int, cuda_graphs: bool | Literal["auto"], price: str | None = None
-) -> PlanQuestion:
+def _make_question(options: GenerateOptions, hosts: int, cuda_graphs: bool, price: str | None = None) -> PlanQuestion:
     """The question for a plan of a request."""
     place = env.read_torchrun_place()
     # Under torchrun the ranks are there already, and a plan must use all of them.
@@ -357,7 +351,7 @@ def choose_within_bounds(
     def choose(hosts: int) -> JsonObject:
         given_plan = None if plan == Plan() else plan
         # The first image records its steps, and plays few.
-        cuda_graphs = run.cuda_graphs if run.warm else False
+        cuda_graphs = run.cuda_graphs and run.warm
         promise = choose_promise_of_request(
             bounds, options, given_plan, schedule_path, hosts=hosts, cuda_graphs=cuda_graphs
         )
@@ -376,7 +370,7 @@ def choose_promise_of_request(
     plan: Plan | None,
     schedule_path: str | None,
     *,
-    cuda_graphs: bool | Literal["auto"],
+    cuda_graphs: bool,
     hosts: int = 1,
 ) -> Promise:
     """The promise that keeps the bounds of a request.

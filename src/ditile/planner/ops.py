@@ -55,7 +55,7 @@ class CachedCalls(Enum):
     KNOWN = auto()
     """What a call leaves out is known before it, and each decision has a tape."""
     PROBED = auto()
-    """A probe decides within a call, which has tapes of two parts."""
+    """A probe decides within a call, so stages that compute some of it run as code."""
     CODE = auto()
     """Not at all: numbers of the call decide elsewhere, or enter a forecast."""
 
@@ -77,9 +77,10 @@ class CacheSkips:
 
     def can_be_recorded(self, plan: Plan) -> bool:
         """Whether calls of some stage may be recorded under a plan."""
-        # What is sent before the probe cannot be sent again in the second part.
-        is_whole = self.calls is not CachedCalls.PROBED or plan.tensor == 1 or plan.pipefusion > 1
-        return is_whole and self.calls is not CachedCalls.CODE
+        if self.calls is CachedCalls.PROBED:
+            # Later stages are told the decision before they compute.
+            return plan.pipefusion > 1
+        return self.calls is not CachedCalls.CODE
 
     def has_probe(self, blocks: range) -> bool:
         """Whether a stage of these blocks computes some of a probe, or decides by it."""
@@ -250,11 +251,7 @@ class OpPricer:
 
     def is_played(self, step: int, stage: int) -> bool:
         """Whether a stage plays the calls of a step, which the host starts segment by segment."""
-        if step not in self._played_steps:
-            return False
-        # The model runs in both parts of a call that a probe divides, so nothing may be sent before it.
-        is_divisible = self.job.plan.pipefusion == 1 and self.job.plan.tensor == 1
-        return is_divisible or not self.skips.has_probe(self.job.stages[stage])
+        return step in self._played_steps and not self.skips.has_probe(self.job.stages[stage])
 
     @cached_property
     def _played_steps(self) -> frozenset[int]:

@@ -39,7 +39,8 @@ class Price:
         bubble_s: seconds that the busiest stage waits for others even if messages take no time.
         bytes_per_step: bytes that all ranks send in a step, the mean over the steps.
         memory_bytes: peak memory of the rank that needs most.
-        unrecorded_s: the latency without recorded steps; 0 where none are recorded, or nobody asked.
+        is_recorded: whether it has recorded steps.
+        recorded_s: the latency with them; 0 where nothing can be recorded, or nobody asked.
         text_s, decode_s: seconds of the text encoders before the loop, and of the decode after it; 0 where there are
             more than `FEW_STEPS` steps, of which they are a small part.
     """
@@ -51,7 +52,8 @@ class Price:
     bubble_s: float
     bytes_per_step: float
     memory_bytes: int
-    unrecorded_s: float = 0.0
+    is_recorded: bool = False
+    recorded_s: float = 0.0
     text_s: float = 0.0
     decode_s: float = 0.0
 
@@ -110,6 +112,7 @@ class Pricer(MachineWork):
             bubble_s=bubble,
             bytes_per_step=_count_sent_bytes(ops) / job.shape.steps,
             memory_bytes=memory_bytes,
+            is_recorded=ops.records,
         )
 
     def predict_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
@@ -117,11 +120,12 @@ class Pricer(MachineWork):
         latency, _ = _simulate_loop(self.make_op_pricer(job, skips), free=False)
         return latency
 
-    def predict_unrecorded_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
-        """The latency without recorded steps; 0 where none are recorded."""
-        if not self.make_op_pricer(job, skips).records:
+    def predict_recorded_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
+        """Return the latency with recorded steps; 0 where nothing can be recorded."""
+        pricer = replace(self, records=True)
+        if not pricer.make_op_pricer(job, skips).records:
             return 0.0
-        return replace(self, records=False).predict_latency(job, skips)
+        return pricer.predict_latency(job, skips)
 
     def measure_occupancy(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> Occupancy:
         """The gaps of the stages in a loop, and what a second call in flight on the same stages would bring."""

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from PIL import Image
 from pydantic import Field
@@ -96,10 +96,10 @@ class PlanQuestion(SourceOptions):
         "share of the steps that the cache measures and is expected to leave out, 0 to 1",
         example=0.5,
     )
-    cuda_graphs: bool | Literal["auto"] = define_option(
-        "auto",
-        "whether calls of the model are recorded as CUDA graphs; auto: where there is a GPU",
-        metavar="auto|true|false",
+    cuda_graphs: bool = define_option(
+        False,
+        "price steps whose calls are recorded as CUDA graphs",
+        metavar="true|false",
         implied=True,
     )
     price: str | None = define_option(None, "price one plan instead of searching", metavar="PLAN")
@@ -124,7 +124,7 @@ class PlanQuestion(SourceOptions):
         if self.hit_rate is not None and self.cache is None:
             raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
         plan = self.priced_plan
-        if self.cuda_graphs is True and plan is not None and plan.offload == "blocks":
+        if self.cuda_graphs and plan is not None and plan.offload == "blocks":
             raise PlanError(
                 "cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place"
             )

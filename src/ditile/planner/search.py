@@ -370,7 +370,7 @@ class PlanSearch:
         """The plan with blocks of the ranks that lack memory in the host's; None where that changes nothing."""
         smallest = replace(plan, **dict(self.subject.memory_saving_options))
         # Calls with offloaded weights have no tapes.
-        sized = self._size_job(self._make_job(smallest), with_tapes=False)
+        sized = self._size_job(self._make_job(smallest), records=False)
         if sized.lacks <= 0 or sized.on_host:
             return None
         ranks = []
@@ -527,8 +527,10 @@ class PlanSearch:
     def _size_plan(self, plan: Plan) -> SizedJob:
         return self._size_job(self._make_job(plan))
 
-    def _size_job(self, job: PlannedCall, *, with_tapes: bool = True) -> SizedJob:
-        records = with_tapes and self.request.records and self.skips.can_be_recorded(job.plan)
+    def _size_job(self, job: PlannedCall, *, records: bool | None = None) -> SizedJob:
+        if records is None:
+            records = self.request.records
+        records = records and self.skips.can_be_recorded(job.plan)
         peaks = count_peaks_of_ranks(self.subject, job, self.profile, self.pricer.text_tokens, records=records)
         rooms = {}
         for rank, peak in peaks.items():
@@ -597,10 +599,11 @@ class PlanSearch:
         return completed
 
     def _complete_price(self, price: Price, *, may_divide: bool = True) -> Price:
-        """The price with what it would be without recorded steps, and of a call of few steps with text and decode."""
+        """Return the price with the latency of recorded steps, and of a call of few steps with text and decode."""
         shape = self.shape
         job = self._make_job(price.plan)
-        price = replace(price, unrecorded_s=self.pricer.predict_unrecorded_latency(job, self.skips))
+        if not self.subject.unpacks_weights and self._size_job(job, records=True).lacks <= 0:
+            price = replace(price, recorded_s=self.pricer.predict_recorded_latency(job, self.skips))
         if shape.steps > FEW_STEPS and not self.request.whole_calls:
             return price
         subject = self.subject

@@ -470,6 +470,11 @@ class PlanSubject:
             return int(numbers * element_size)
         return stored.count_bytes(numbers, element_size)
 
+    @property
+    def unpacks_weights(self) -> bool:
+        """Return whether calls unpack weights, and so are not recorded."""
+        return any(stored.quantized for stored in self.stored.values())
+
     def join_stored_weights(self) -> StoredWeights | None:
         """What the weights of all transformers together are; None if none are in a file of their own."""
         if not self.stored:

@@ -40,7 +40,7 @@ from ditile.model.pipeline_calls import (
     list_denoiser_names,
     read_call_values,
 )
-from ditile.model.recording.recorded_steps import RecordedSteps
+from ditile.model.recording.recorded_steps import BlockCache, RecordedSteps
 from ditile.model.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
@@ -262,10 +262,10 @@ class Composition:
                 yield self.loop
             except StoppedError:  # between two calls of the model
                 raise
-            except BaseException as error:
+            except BaseException:
                 # A tape that was begun is of no use, and one may have failed.
                 if self.recorder is not None:
-                    self.recorder.release_after(error)
+                    self.recorder.release()
                 raise
 
     def _attach_recorder(self, stack: ExitStack) -> None:
@@ -281,12 +281,12 @@ class Composition:
         if self.recorder is None:
             return False
         self.recorder.caches = {cache.transformer: cache for cache in self.block_caches}
-        self.recorder.refusal = self._explain_unrecorded_calls(self.recorder)
+        self.recorder.refusal = self._explain_unrecorded_calls(self.recorder.caches)
         return not self.recorder.refusal
 
-    def _explain_unrecorded_calls(self, recorder: RecordedSteps) -> str:
+    def _explain_unrecorded_calls(self, caches: Mapping[nn.Module, BlockCache]) -> str:
         """Why calls of the models as they are now, before the hooks of a call are on them, are not recorded."""
-        if not recorder.caches.keys() <= set(self.models):
+        if not caches.keys() <= set(self.models):
             return "a cache is on a model that is not divided"
         # It may keep something in Python.
         if any(map(list_user_code, self.models)):
@@ -294,9 +294,6 @@ class Composition:
         # What changes in each step is measured within the calls.
         if self.plan.warmup == AUTO:
             return "warmup=auto measures within calls"
-        # With cuda_graphs=True it is refused before a call.
-        if recorder.is_auto and explain_manager_refusal(self.pipe, self.device, "cuda_graphs"):
-            return "a ComponentsManager moves the weights"
         return ""
 
     def release_recordings(self) -> None:
@@ -327,16 +324,14 @@ class Composition:
         loop = self.loop
         names: dict[nn.Module, str] = {}
         stages: dict[nn.Module, int] = {}
-        first_blocks: list[nn.Module] = []
         # Caches know blocks, and the stages of both models are cut alike.
         for hooks in self.block_hooks.models:
-            first_blocks += [hook.block for hook in hooks.chain[:1]]
             names |= {hook.block: hook.name for hook in hooks.chain}
             for stage, blocks in enumerate(self.stages):
                 for index in blocks:
                     stages[hooks.chain[index].block] = stage
         agreement = StageAgreement(
-            decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages, first_blocks
+            decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages
         )
         kept_buffers = None
         if self.recorder is not None:
@@ -704,9 +699,7 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 def _name_recorder(recorder: RecordedSteps | None) -> str:
     """What reads weights in one place because it was asked to; empty if nothing does."""
-    if recorder is None or recorder.is_auto:
-        return ""
-    return "cuda_graphs=True"
+    return "" if recorder is None else "cuda_graphs=True"
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:

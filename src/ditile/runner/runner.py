@@ -60,9 +60,8 @@ from ditile.model.pipeline_calls import (
     read_guidance_rule,
     skip_decode_blocks,
 )
-from ditile.model.recording.host_limit import CudaEvents, HostLimit
 from ditile.model.recording.kept_tapes import SHARE_OF_MEMORY
-from ditile.model.recording.recorded_steps import RecordedSteps
+from ditile.model.recording.recorded_steps import NUM_PREPARING_CALLS, RecordedSteps
 from ditile.model.registry import list_unknown_models
 from ditile.model.step_memory import explain_hook_refusal
 from ditile.parallel import rng_state
@@ -71,7 +70,7 @@ from ditile.plan import errors
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import DitileError, ModelError, PlanError, ProbeError, StateError, StoppedError
 from ditile.plan.extras import import_lab
-from ditile.plan.plan import AUTO, Facts, Plan, require_plan, suggest_whole_images
+from ditile.plan.plan import Facts, Plan, require_plan, suggest_whole_images
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.shape import Shape, count_images, fill_call_defaults
 from ditile.plan.simulate import bound_speedup
@@ -242,7 +241,7 @@ class Runner:
         parts = self._composition
         if parts is None or parts.recorder is None:
             return 0
-        return parts.recorder.num_preparing_calls
+        return NUM_PREPARING_CALLS
 
     @property
     def is_running(self) -> bool:
@@ -798,7 +797,7 @@ def parallelize(
     attention: str | None = None,
     cp_plan: Mapping[str, Any] | None = None,
     compile: bool | Literal["auto"] = False,
-    cuda_graphs: bool | Literal["auto"] = AUTO,
+    cuda_graphs: bool = False,
     checks: AgeChecks | None = None,
     groups: Communicators | None = None,
     example: Mapping[str, Any] | None = None,
@@ -818,9 +817,9 @@ def parallelize(
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks;
             "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and otherwise says why not.
         cuda_graphs: record calls of the model as CUDA graphs, with the messages between them, and play them in later
-            steps: the host starts graphs instead of kernels. Keys and values keep their memory between calls. Models
-            with caches, adapters, hooks or quantized weights run as before. "auto" does so on CUDA, for the calls of
-            which it has measured that the host is their limit.
+            steps: the host starts graphs instead of kernels. Keys and values keep their memory between calls. Calls
+            that cannot be recorded run as before. No two GPUs have run it yet (docs/gpu.md). The environment
+            variable DITILE_CUDA_GRAPHS=0 switches it off.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
         groups: process groups that several runners share, of which only one runs at a time; by default its own.
         example: the arguments of a call of the pipeline, from which its transformer is derived where ditile does not
@@ -893,34 +892,25 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
     return all(rank["is_derived"] for rank in everyone)
 
 
-def build_recorder(setting: bool | Literal["auto"], plan: Plan, device: torch.device) -> RecordedSteps | None:
-    """What records calls of a plan's model as CUDA graphs; None if nothing does.
+def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedSteps | None:
+    """Return what records calls of a plan's model as CUDA graphs; None if nothing does.
 
     Raises:
         ModelError: if the setting is not known.
         PlanError: if it is True, and the device has no graphs or weights do not stay where they are.
     """
-    if setting not in (True, False, AUTO):
-        raise ModelError(f"cuda_graphs={setting!r} is not known; try True, False or 'auto'")
-    refusal = ""
+    if setting not in (True, False):
+        raise ModelError(f"cuda_graphs={setting!r} is not known; try True or False")
+    if not setting or env.forbids_cuda_graphs():
+        return None
     if device.type != "cuda":
-        refusal = f"cuda_graphs=True needs a GPU, and the device is {device}; leave it out"
-    elif plan.offload == "blocks":
-        refusal = "cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place"
-    if refusal and setting is True:
-        raise PlanError(refusal)
-    if refusal or setting is False:
-        return None
-    # Nothing would be recorded, while masks and messages would be made for it in each layer.
-    if setting == AUTO and plan.warmup == AUTO:
-        return None
-    host_limit = None
-    if setting == AUTO:
-        host_limit = HostLimit(lambda: CudaEvents(device))
+        raise PlanError(f"cuda_graphs=True needs a GPU, and the device is {device}; leave it out")
+    if plan.offload == "blocks":
+        raise PlanError("cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place")
     memory_bytes = torch.cuda.get_device_properties(device).total_memory
     limit_bytes = int(memory_bytes * SHARE_OF_MEMORY)
     has_room = functools.partial(has_room_to_capture, device)
-    return RecordedSteps(lambda: GraphSegments(device), host_limit, limit_bytes, has_room)
+    return RecordedSteps(lambda: GraphSegments(device), limit_bytes, has_room)
 
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:

@@ -309,9 +309,7 @@ def predict_cell(
     # A profile is of one type of numbers; the bytes of messages depend on it.
     job = replace(job, shape=replace(job.shape, element_size=profile.element_size))
     arguments = subject.make_planning_arguments(cell)
-    # The plain pipeline has no plan, under which calls are recorded.
-    records = cell.plan != ONE_RANK
-    pricer = make_pricer(subject.planner_subject, arguments, profile, ranks_per_host, records=records)
+    pricer = make_pricer(subject.planner_subject, arguments, profile, ranks_per_host)
     seconds = None
     try:
         cache = cell.cache_configs
@@ -328,6 +326,6 @@ def predict_cell(
     peaks = []
     for rank in range(job.plan.world):
         tokens = pricer.text_tokens
-        memory = count_rank_memory(subject.planner_subject, job, profile, rank, tokens, records=records)
+        memory = count_rank_memory(subject.planner_subject, job, profile, rank, tokens)
         peaks.append(memory.denoising_peak)
     return runs.Prediction(seconds, max(peaks))

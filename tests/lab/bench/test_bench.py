@@ -15,7 +15,6 @@ from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import make_pricer
 from ditile_lab.bench import runs, sweeps
 from ditile_lab.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
 from ditile_lab.bench.command import load_prediction_profile, predict_cell, predict_cells
@@ -261,24 +260,6 @@ def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     four = BenchCell("pipefusion=4 patches=4")
     jobs = {cell: subject.make_cost_job(cell) for cell in (one, plan, four)}
     assert predict_cells(subject, jobs, unlike).keys() == {one, plan}
-
-
-def test_recorded_steps_are_predicted() -> None:
-    """A plan's calls are recorded where the host would be the limit, and the plain pipeline's are not."""
-    subject = create_bench_subject(Workload(model="random-flux blocks=6 heads=4 head_dim=32", steps=8))
-    profile = hardware.load_profile("h200-nvlink")
-    for text, recorded in (("ulysses=2", True), (ONE_RANK, False)):
-        cell = BenchCell(text, "", 128, 128)
-        job = subject.make_cost_job(cell)
-        assert job is not None
-        # A profile is of one type of numbers.
-        job = dataclasses.replace(job, shape=dataclasses.replace(job.shape, element_size=profile.element_size))
-        arguments = subject.make_planning_arguments(cell)
-        pricer = make_pricer(subject.planner_subject, arguments, profile, records=recorded)
-        priced = pricer.predict_latency(job)
-        slower = pricer.predict_unrecorded_latency(job)
-        assert predict_cell(subject, cell, job, profile).loop_s == pytest.approx(priced)
-        assert recorded == (slower > priced)
 
 
 def test_machines_that_are_predicted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ static mask, a threshold of 1) nothing is compared, kept for a comparison, or se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,22 +19,7 @@ from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals, Segment
 from ditile.cache.skip_decision import CacheCall, SkipDecider
 from ditile.cache.skip_rules import DecisionRecord
-from ditile.model.hooks.block_policy import TokenState
-from ditile.model.hooks.protocols import CallDecision, SkipAgreement
-
-
-class ProbeReached(Exception):  # noqa: N818 - it is no error
-    """Ends the first part of a call: its probe has run.
-
-    Attributes:
-        probe: the value that decides.
-        states: the tokens after each block of the probe.
-    """
-
-    def __init__(self, probe: Tensor, states: Sequence[TokenState]) -> None:
-        super().__init__()
-        self.probe = probe
-        self.states = states
+from ditile.model.hooks.protocols import SkipAgreement
 
 
 class DBCache:
@@ -70,7 +54,6 @@ class DBCache:
         # With F = 0 the input of the first block is the probe, and no block runs to decide.
         self._decides_at_input = first == 0
         self._probe_hooks = hooks[:first]
-        self._states: list[TokenState] = []
         self._skips: Sequence[bool] | None = None
         self._probe_end: CacheHook | None = None
         if self.middle:
@@ -126,7 +109,7 @@ class DBCache:
         for segment in self._segments:
             segment.bypass_cache()
 
-    def describe_call(self) -> CallDecision | None:
+    def describe_call(self) -> Hashable | None:
         """What blocks do in the prepared call, besides their inputs; None where a difference within it decides."""
         has_probe = self._starts or self._decides
         if self._skips is None and has_probe:
@@ -134,52 +117,7 @@ class DBCache:
         states = [segment.residuals.describe_state(self._call) for segment in self._segments]
         if None in states:
             return None
-        return CallDecision(tuple(self._skips or ()), tuple(states))
-
-    # A call in two parts
-
-    def is_divisible(self) -> bool:
-        """Whether the prepared call can be made in two parts, between which the probe decides.
-
-        The model runs in both, so nothing before the probe may send messages.
-        """
-        is_whole = self._starts and self._decides and self._skips is None
-        return is_whole and self._agreement.allows_two_parts(self._hooks[0].block)
-
-    def end_at_probe(self) -> None:
-        """Makes the model raise `ProbeReached` once its probe has run: the first part of a call."""
-        self._states = []
-        for hook in self._probe_hooks or self._hooks[:1]:
-            hook.handle = self._run_first_part
-
-    def decide_by_probe(self, probe: Tensor) -> None:
-        """Decides on the second part of a call."""
-        self._decide_and_apply(probe)
-
-    def keep_states(self, states: Sequence[TokenState]) -> None:
-        """Makes the blocks of the probe return what they did in the first part, in the second one."""
-        for hook, state in zip(self._probe_hooks, states, strict=True):
-            hook.handle = partial(_return_tokens, state)
-
-    def _run_first_part(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tokens = hook.read_tokens(args, kwargs).image
-        if self._decides_at_input:
-            raise ProbeReached(tokens.clone(), ())
-        if hook is self._hooks[0]:
-            self._before = tokens.clone()
-        out = hook.forward(*args, **kwargs)
-        # The model may write into tokens between blocks.
-        state = _copy_tokens(hook.unpack_tokens(out))
-        self._states.append(state)
-        if hook is not self._probe_end:
-            return out
-        first = self._before
-        self._before = None
-        assert first is not None
-        states = self._states
-        self._states = []
-        probe = self._measure_probe(first, state.image)
-        raise ProbeReached(probe, states)
+        return tuple(self._skips or ()), tuple(states)
 
     def iterate_residuals(self) -> Iterator[Residuals]:
         """The memory of each run of blocks that may be left out."""
@@ -256,16 +194,6 @@ class DBCache:
         self._skips = skips
         for segment in self._segments:
             segment.apply_decision(self._call, skips, self._agreement)
-
-
-def _copy_tokens(state: TokenState) -> TokenState:
-    text = None if state.text is None else state.text.clone()
-    return TokenState(state.image.clone(), text)
-
-
-def _return_tokens(state: TokenState, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a block returned in the first part of a call."""
-    return hook.pack_tokens(_copy_tokens(state))
 
 
 def _group_neighbours(hooks: Sequence[CacheHook]) -> list[list[CacheHook]]:

@@ -93,10 +93,6 @@ class DBPrune:
     def describe_call(self) -> None:
         """None: each block decides by its own input."""
 
-    def is_divisible(self) -> bool:
-        """False: each block decides by its own input."""
-        return False
-
     def iterate_residuals(self) -> Iterator[Residuals]:
         """The memory of each block that may be left out."""
         for prunable in self._mine.values():

@@ -179,10 +179,6 @@ class MagCalibration:
     def describe_call(self) -> None:
         """None: what is measured is kept in Python."""
 
-    def is_divisible(self) -> bool:
-        """False: all blocks run."""
-        return False
-
     def iterate_residuals(self) -> Iterator[Residuals]:
         """Nothing is reused."""
         return iter(())

@@ -9,7 +9,7 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -181,18 +181,6 @@ class StepForecasts(Protocol):
         """The loop is over."""
 
 
-class CallDecision(NamedTuple):
-    """What the blocks of a call do besides their inputs: equal for calls that do the same with other numbers.
-
-    Attributes:
-        extent: which blocks run, and so about how long it takes.
-        details: what else it depends on, such as where a cache keeps what it reuses.
-    """
-
-    extent: Hashable = ()
-    details: Hashable = ()
-
-
 class LabelledModel(Protocol):
     """A model whose pipeline names its calls.
 
@@ -243,10 +231,6 @@ class SkipAgreement:
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
         """Receives the input of a probe there; `of` is its first block. Raises `StateError` if this rank has it."""
         raise StateError("a cache waits for tokens that no rank sends")
-
-    def allows_two_parts(self, first: nn.Module) -> bool:
-        """Whether nothing is sent before a block, so that what comes before it may be computed twice in a call."""
-        return True
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Notes that these blocks ran for no row: their stored keys count as written in this step."""

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from ditile.distributed.recording.segments import list_tensors
 from ditile.distributed.recording.tape import Segments, Tape
 from ditile.model.hooks.kv_store import KeptBuffers, SegmentMark
-from ditile.model.recording.host_limit import Pace
 
 SHARE_OF_MEMORY = 0.25
 """Share of a GPU's memory that tapes hold at most, with keys and values that stay for them.
@@ -93,8 +92,6 @@ class CallTape:
     Attributes:
         place: where the model is called, see `_describe_place`.
         size: whose memory its tape shares, see `_describe_size`.
-        pace: of such calls as code, which forms share that take as long.
-        was_made: whether there was such a call before: the first one may load kernels.
         problem: why they cannot be recorded; empty if they can.
         is_given_up: whether it is certain that they cannot.
         num_looks: calls that were watched.
@@ -116,8 +113,6 @@ class CallTape:
 
     place: Hashable
     size: Hashable
-    pace: Pace
-    was_made: bool = False
     last_used: int = 0
     problem: str = ""
     is_given_up: bool = False

@@ -4,7 +4,7 @@ A call is known by its place (model, branch, patch, stale keys or not) and its f
 its arguments). The first call of a form runs with a watch that looks for what cannot be recorded; the second one is
 recorded; later ones are played. What a call is given is copied to memory that stays, and what it returns is cloned.
 The first step of a generation is never recorded: it finds the forms of calls and what is constant. What a cache leaves
-out is part of the place; where numbers of the call decide on it, the call is made in two parts, each with tapes.
+out is part of the place; where numbers of the call decide on it, the call runs as code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +21,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import OperatorWatch, list_tensors
-from ditile.distributed.recording.tape import Recording, Segments
+from ditile.distributed.recording.tape import Recording, Segments, Tape
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import GenerationMemory
-from ditile.model.hooks.protocols import CallDecision
-from ditile.model.recording.host_limit import CALLS_IN_A_ROW, HostLimit, Pace
 from ditile.model.recording.kept_tapes import CallTape, KeptTapes, StaticInput
 from ditile.model.recording.recorded_calls import RecordedCalls
 from ditile.model.recording.step_outputs import Outputs, StepOutputs
@@ -34,23 +31,19 @@ from ditile.model.recording.survey import list_weight_memory, survey_model
 
 LOG = logging.getLogger("ditile")
 
-WATCH_AND_RECORD = 2
+NUM_PREPARING_CALLS = 2
 """Calls of a form between the decision to record it and the first one that is played."""
 UNPLAYED_FORMS = 16
 """Forms of a place in a row of which none was played, after which it is not recorded any more."""
 LOOKS = 2
 """Calls of a form that are only watched, where the first one has a problem: it may be one of the first call alone."""
 
-Forward = Callable[..., Any]
-ALL_BLOCKS = CallDecision()
-PROBE = CallDecision("probe")
-"""In place of a decision: the part of a call that is made before it."""
+ALL_BLOCKS = ()
+"""What the blocks of a call do besides their inputs, where no cache is."""
 CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
 FIRST_STEP = "the first step"
 FIRST_KEYS = "it makes its first keys"
 WATCHED = "the first call of its form"
-UNMEASURED = "not measured yet"
-GPU_LIMITED = "the GPU is the limit"
 NO_ROOM = "tapes hold as much as they may"
 
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
@@ -60,27 +53,14 @@ _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size,
 class BlockCache(Protocol):
     """Leaves out blocks of a model, see `ditile.cache`."""
 
-    def prepare_call(self, args: Any, kwargs: Any) -> CallDecision | None:
+    def prepare_call(self, args: Any, kwargs: Any) -> Hashable | None:
         """Decides on a call before it is made; None if numbers of the call decide."""
 
     def list_stored_keys(self) -> Sequence[Any] | None:
         """What blocks stored in a call that was recorded; None if some of it was stored for the first time."""
 
     def end_played_call(self, stored: Sequence[Any]) -> None:
-        """A tape was played in place of the call, or of a part of it."""
-
-    @property
-    def is_divisible(self) -> bool:
-        """Whether the prepared call can be made in two parts: a probe, and what it decides on."""
-
-    def run_probe(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Sequence[Any]]:
-        """The first part of the prepared call: what decides, and the tokens after each block of the probe."""
-
-    def decide_by_probe(self, probe: Tensor) -> CallDecision | None:
-        """Decides on the second part of a call, as `prepare_call` does."""
-
-    def run_rest(self, forward: Callable[..., Any], *args: Any, states_of_probe: Sequence[Any], **kwargs: Any) -> Any:
-        """The second part of the call."""
+        """Note that a tape was played in place of the call."""
 
 
 class RecordedSteps:
@@ -88,7 +68,6 @@ class RecordedSteps:
 
     Args:
         make_segments: makes what captures a call.
-        host_limit: measures calls, of which those are recorded that the host limits; None records all.
         limit_bytes: most that tapes hold, with the keys and values that stay for them.
         has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
 
@@ -107,11 +86,9 @@ class RecordedSteps:
     def __init__(
         self,
         make_segments: Callable[[], Segments],
-        host_limit: HostLimit | None = None,
         limit_bytes: int = sys.maxsize,
         has_room: Callable[[int, int], bool] = lambda all_bytes, own_bytes: True,
     ) -> None:
-        self._host_limit = host_limit
         self._tapes = KeptTapes(make_segments, limit_bytes, has_room)
         self.kept_buffers = self._tapes.kept_buffers
         self.refusal = ""
@@ -128,27 +105,11 @@ class RecordedSteps:
         self._unplayed: Counter[Hashable] = Counter()
         self._models: dict[int, tuple[object, Any, str]] = {}
         self._shared = StepOutputs()
-        self._paces: dict[Hashable, Pace] = {}
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether calls are recorded only where that is worth it."""
-        return self._host_limit is not None
-
-    @property
-    def num_preparing_calls(self) -> int:
-        """Calls of a form before one is played."""
-        if self._host_limit is None:
-            return WATCH_AND_RECORD
-        # The first call may load kernels, and the events of the last one that is measured are read a call later.
-        return 1 + CALLS_IN_A_ROW + 1 + WATCH_AND_RECORD
 
     def begin_generation(self) -> None:
         """A call of the pipeline begins."""
         self._tapes.begin_generation()
         self._counts_before = (self.num_recorded, self.num_played, self.problems + self.preparations)
-        if self._host_limit is not None:
-            self._host_limit.begin_generation()
 
     def end_generation(self) -> None:
         """The last step is over."""
@@ -170,16 +131,6 @@ class RecordedSteps:
         self._unplayed.clear()
         self._models.clear()
         self._shared = StepOutputs()
-        self._paces.clear()
-
-    def release_after(self, error: BaseException) -> None:
-        """Forgets all recorded calls after an error; where nobody has asked for them, for good if memory ran out."""
-        takes_memory = self._tapes.num_bytes > 0
-        self.release()
-        # The same call may have had room without them, as that of a VAE after the last step.
-        if self.is_auto and takes_memory and isinstance(error, torch.OutOfMemoryError):
-            self.failure = "memory ran out with recorded steps"
-            LOG.warning("%s, which held some; steps run as code from now on", self.failure)
 
     def reset(self) -> None:
         """Forgets all recorded calls, and that a recording has failed: later calls are recorded again."""
@@ -198,7 +149,7 @@ class RecordedSteps:
             return self._prepare_call(reason, forward, args, kwargs)
         if model in self.caches:
             return self._run_cached(self.caches[model], now, model, forward, args, kwargs)
-        return self._run_part(now, model, ALL_BLOCKS, forward, args, kwargs)
+        return self._run_decided(now, model, ALL_BLOCKS, forward, args, kwargs)
 
     def _run_cached(
         self, cache: BlockCache, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -209,50 +160,19 @@ class RecordedSteps:
             return self._prepare_call(FIRST_STEP, forward, args, kwargs)
         decision = cache.prepare_call(args, kwargs)
         if decision is not None:
-            return self._run_part(now, model, decision, forward, args, kwargs)
-        if cache.is_divisible and self._can_record_probe(now, model, args, kwargs):
-            return self._run_in_two_parts(cache, now, model, forward, args, kwargs)
+            return self._run_decided(now, model, decision, forward, args, kwargs)
         return self._run_code(CACHE_DECIDES, forward, args, kwargs)
 
-    def _run_in_two_parts(
-        self, cache: BlockCache, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    def _run_decided(
+        self,
+        now: Generation,
+        model: nn.Module,
+        decision: Hashable,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        """Makes a call whose first blocks decide what the others do: each part has tapes, the second one by decision.
-
-        What the model does before its blocks is in both parts.
-        """
-        run_probe = partial(cache.run_probe, forward)
-        probe, states = self._run_part(now, model, PROBE, run_probe, args, kwargs)
-        decision = cache.decide_by_probe(probe)
-        run_rest = partial(cache.run_rest, forward)
-        # The last of the inputs, so that the others have the same memory in both parts.
-        kwargs = {**kwargs, "states_of_probe": states}
-        if decision is None:
-            result = self._run_code(CACHE_DECIDES, run_rest, args, kwargs)
-        else:
-            result = self._run_part(now, model, decision, run_rest, args, kwargs)
-        # The blocks of the probe were visited twice, or not at all.
-        self.has_played = True
-        return result
-
-    def _can_record_probe(self, now: Generation, model: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether nothing is known that forbids to record the first part of a call."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
-            return False
-        place = (*_describe_place(now, model), PROBE)
-        form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
-        call = self._tapes.find_call((place, form))
-        if call is None:
-            return True
-        # As code, two parts would only compute twice what comes before the blocks.
-        runs_code = self._host_limit is not None and call.tape is None and call.pace.is_gpu_limited
-        return not (runs_code or call.problem or call.model_problem)
-
-    def _run_part(
-        self, now: Generation, model: nn.Module, decision: CallDecision, forward: Forward, args: Any, kwargs: Any
-    ) -> Any:
-        """Makes a call, or a part of it, whose blocks do what a decision says."""
+        """Make a call whose blocks do what a decision says."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return self._run_code("an argument is no tensor and no number", forward, args, kwargs)
@@ -264,9 +184,8 @@ class RecordedSteps:
         if call is None and self._unplayed[place] >= UNPLAYED_FORMS:
             return self._run_code("its arguments are others in each step", forward, args, kwargs)
         if call is None:
-            call = self._add_call(now, model, place, form, leaves, decision)
-        if call.tape is None and self._host_limit is not None and not self._host_limit.limits(call.pace):
-            return self._measure_call(self._host_limit, call, forward, args, kwargs)
+            call = CallTape(place, _describe_size(leaves))
+            self._tapes.add_call((place, form), call)
         self._shared.enter_call(now, model)
         if call.num_looks == 0 or (call.problem and not call.is_given_up and call.num_looks < LOOKS):
             return self._look_at_call(call, now, forward, args, kwargs)
@@ -290,16 +209,19 @@ class RecordedSteps:
             result = self._record_call(call, now, model, forward, args, kwargs)
             self._fit_tape(call)
         else:
-            now.memory.mark_segments(call.marks, now.micro_step.step)
-            call.tape.play()
-            self._shared.note_play(call.tape)
+            self._play_call(call, call.tape, now, model)
             result = call.result
-            if model in self.caches:
-                self.caches[model].end_played_call(call.stored)
-            self._unplayed[place] = 0
-            self.has_played = True
-            self.num_played += 1
         return pytree.tree_map_only(Tensor, torch.clone, result)
+
+    def _play_call(self, call: CallTape, tape: Tape, now: Generation, model: nn.Module) -> None:
+        now.memory.mark_segments(call.marks, now.micro_step.step)
+        tape.play()
+        self._shared.note_play(tape)
+        if model in self.caches:
+            self.caches[model].end_played_call(call.stored)
+        self._unplayed[call.place] = 0
+        self.has_played = True
+        self.num_played += 1
 
     def _explain_missing_tape(self, call: CallTape, now: Generation) -> str:
         """Why a call has no tape and cannot be recorded now, or nothing."""
@@ -350,37 +272,6 @@ class RecordedSteps:
     def note_code(self, reason: str) -> None:
         """Notes a call that is not made through the recorder."""
         self.preparations[reason] += 1
-
-    def _measure_call(
-        self, host_limit: HostLimit, call: CallTape, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        if call.pace.is_gpu_limited:
-            self.problems[GPU_LIMITED] += 1
-        elif call.was_made:
-            self.preparations[UNMEASURED] += 1
-        else:
-            # Where a number among the arguments is another one in each step, all are.
-            self.preparations[WATCHED] += 1
-        pace = call.pace if call.was_made else Pace()
-        call.was_made = True
-        return host_limit.measure_call(pace, forward, args, kwargs)
-
-    def _add_call(
-        self,
-        now: Generation,
-        model: nn.Module,
-        place: Hashable,
-        form: Hashable,
-        leaves: list[Any],
-        decision: CallDecision,
-    ) -> CallTape:
-        # Branches, patches, and steps that keep their keys or not take about as long.
-        size = _describe_size(leaves)
-        is_whole = now.micro_step.patch is None
-        pace = self._paces.setdefault((id(model), size, now.is_stale, is_whole, decision.extent), Pace())
-        call = CallTape(place, size, pace)
-        self._tapes.add_call((place, form), call)
-        return call
 
     def _look_at_call(
         self, call: CallTape, now: Generation, forward: Callable[..., Any], args: Any, kwargs: Any

@@ -121,10 +121,10 @@ class EngineOptions(DeviceOptions):
         metavar="auto",
         implied=True,
     )
-    cuda_graphs: bool | Literal["auto"] = define_option(
-        "auto",
-        "record calls of the model as CUDA graphs, which start at once; auto: where the host is slower than the GPU",
-        metavar="auto|true|false",
+    cuda_graphs: bool = define_option(
+        False,
+        "record calls of the model as CUDA graphs, which start at once; no two cards have run it (docs/gpu.md)",
+        metavar="true|false",
         implied=True,
     )
 
