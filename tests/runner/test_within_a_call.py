@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import ditile
 from ditile.plan.errors import ModelError, StateError
+from ditile.plan.plan import Plan
 from tests.parallel.sequence import planned
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided, run, same
@@ -146,3 +147,33 @@ def test_a_cache_without_a_runner() -> None:
     same(run(pipe, "flux", callback_on_step_end=interfere), run(pipe, "flux"))
     ditile.disable_cache(pipe)
     assert torch.is_tensor(next(pipe.transformer.parameters())) and "forward" not in vars(pipe.transformer)
+
+
+@torch.inference_mode()
+def generate_without_versions(plan: dict[str, Any], cached: bool) -> torch.Tensor:
+    pipe = MAKE["pixart sigma"]()
+    if cached:
+        ditile.enable_cache(pipe, CACHE)
+    return torch.as_tensor(run(ditile.parallelize(pipe, Plan(**plan)), "pixart sigma", output_type="pt"))
+
+
+def compare_modes(plan: dict[str, Any], cached: bool = False) -> None:
+    expected = torch.no_grad()(generate_without_versions.__wrapped__)(plan, cached)
+    assert torch.equal(generate_without_versions(plan, cached), expected)
+
+
+CACHE = ditile.DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=1.0, max_warmup_steps=1)
+STALE = {"patches": 2, "warmup": 1}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_patches_in_inference_mode(cached: bool) -> None:
+    """A failure means an error about versions, which its tensors do not have, or another image."""
+    compare_modes(STALE, cached)
+
+
+@pytest.mark.parametrize(
+    "plan", [{"ulysses": 2}, {"pipefusion": 2, **STALE}, {"distrifusion": 2, "warmup": 1}, {"cfg": 2}], ids=str
+)
+def test_ranks_in_inference_mode(pool: Pool, plan: dict[str, Any]) -> None:
+    pool.run(compare_modes, 2, plan)

@@ -124,6 +124,12 @@ class BlockCalls:
 
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
+            # Tensors of inference mode have no version, by which it is seen that the forward writes into its streams.
+            if torch.is_inference_mode_enabled():
+                args, kwargs = pytree.tree_map_only(Tensor, _leave_inference_mode, (args, kwargs))
+                # To leave it turns gradients on.
+                with torch.inference_mode(False), torch.no_grad():
+                    return forward_divided(*args, **kwargs)
             now = self._now.check_under_way()
             # The pipeline only blends its latents: it needs no prediction.
             if now.dry.blended_step is not None:
@@ -486,6 +492,14 @@ class _SurveyPass:
                     f"{self._model}: {hook.name} is given {name} with {misfit}; which of it belongs to a patch is not "
                     f"known, so {self._advice}, or leave out what brings it"
                 )
+
+
+def _leave_inference_mode(x: Tensor) -> Tensor:
+    """Return a tensor that counts what is written into it, with the same numbers."""
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False), torch.no_grad():
+        return x.clone()
 
 
 def _are_new_streams(
