@@ -160,7 +160,7 @@ def call_unguided() -> None:
     alone = {name: value for name, value in call.items() if not name.startswith("negative_")}
     ran: list[None] = []
     pipe.transformer.register_forward_pre_hook(lambda *_: ran.append(None))
-    runner = parallelize(pipe, Plan(cfg=2))
+    runner = parallelize(pipe, Plan(cfg=2), trust_code=True)
     ran.clear()
     with pytest.raises(PlanError, match="give negative_prompt"):
         runner(**alone)

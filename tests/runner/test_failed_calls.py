@@ -85,7 +85,7 @@ def fail_and_go_on(values: dict[str, Any], way: str, axes: tuple[str, ...]) -> N
     pipe, ranks = MAKE[NAME](), dist.get_world_size()
     if cache:
         ditile.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=0.2))
-    runner = parallelize(pipe, Plan(**values), keep_weights=True)
+    runner = parallelize(pipe, Plan(**values), keep_weights=True, trust_code=True)
     wanted = run(runner, NAME, **CALL)
     for _ in range(2):
         with pytest.raises(ERRORS, match="the test"):

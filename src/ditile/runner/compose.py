@@ -76,7 +76,6 @@ from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images
 from ditile.plan.stages import select_local_blocks
-from ditile.runner.trial import CodeTrial
 from ditile.runner.user_code import list_user_code
 
 
@@ -97,7 +96,7 @@ class Composition:
         offload: streams the weights of blocks from the host's memory, where the plan wants it.
         guards: what the pipeline and its siblings refuse until `restore`.
         serial_plan: with warmup_mode=auto the plan of calls in which the weights of blocks cannot be sent.
-        trial: tries what the user put on the models.
+        trusts_code: whether what the user put on the models may be given parts of a call.
     """
 
     pipe: Any
@@ -117,7 +116,7 @@ class Composition:
     recorder: RecordedSteps | None
     offload: BlockOffload | None
     serial_plan: Plan | None
-    trial: CodeTrial
+    trusts_code: bool
     guards: ExitStack
 
     @property
@@ -184,6 +183,15 @@ class Composition:
         reason = warmup_group.weight_stream.explain_refusal()
         return reason or explain_manager_refusal(self.pipe, self.device, "warmup_mode=sequence")
 
+    def list_divided_parts(self) -> list[nn.Module]:
+        """Return the models of the pipeline whose calls are divided; compiled ones as they are."""
+        parts: list[nn.Module] = [getattr(self.pipe, name) for name in list_denoiser_names(self.pipe)]
+        if self.parallel_vae is not None:
+            parts.append(self.pipe.vae)
+        if self.plan.text == "split":
+            parts += self.encoders.encoders.values()
+        return parts
+
     def list_partial_models(self) -> list[nn.Module]:
         """The models of which this rank has a part, or will have after a call."""
         models: list[nn.Module] = []
@@ -231,8 +239,6 @@ class Composition:
             batch_dims=self.block_hooks.batch_dims,
             inputs=self.block_hooks.anatomy.inputs or None,
         )
-        # Before anything of the call lies on the models, which it copies.
-        install_trial = self.trial.prepare_call(self.loop, batch)
         # Before the hooks of blocks, which lie around the hooks of caches.
         for cache in self.model_caches:
             cache.renew_hooks()
@@ -246,11 +252,9 @@ class Composition:
             stack.enter_context(self._install_block_hooks())
             # What the user put on a VAE may let images see each other.
             vae = getattr(self.pipe, "vae", None)
-            decodes_apart = not isinstance(vae, nn.Module) or not list_user_code(vae)
+            decodes_apart = self.trusts_code or not isinstance(vae, nn.Module) or not list_user_code(vae)
             # After the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
             batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first, decodes_apart=decodes_apart)
-            # Around the batch: the trial is of a whole call.
-            install_trial(stack)
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
             self.loop.forecasts = self._surround_calls(stack, batch, call)
@@ -500,6 +504,7 @@ class CompositionOptions(NamedTuple):
     compile: bool | Literal["auto"] = False
     checks: AgeChecks | None = None
     recorder: RecordedSteps | None = None
+    trusts_code: bool = False
 
 
 def compose_strategies(
@@ -552,7 +557,7 @@ def compose_strategies(
         recorder=options.recorder,
         offload=offload,
         serial_plan=serial_plan,
-        trial=CodeTrial(pipe, block_hooks.models, plan, mesh, own),
+        trusts_code=options.trusts_code,
         guards=ExitStack(),
     )
     composition.guard_pipeline(pipe)

@@ -87,6 +87,7 @@ from ditile.runner.compose import (
 from ditile.runner.report import CallMeter, Report
 from ditile.runner.siblings import build_sibling_pipeline, share_settings
 from ditile.runner.table import describe_derived_model, describe_plan
+from ditile.runner.user_code import describe_own_rows, explain_code_refusal
 
 LOG = logging.getLogger("ditile")
 Result = TypeVar("Result")
@@ -518,7 +519,6 @@ class Runner:
     ) -> dict[str, Any]:
         """The arguments by name. Raises on every rank if one refuses the call, or they were called differently."""
         parts = self._parts
-        parts.trial.is_due = parts.trial.find_new_code()
         may_record = parts.prepare_recorder()
         bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"])
         if self.mesh.everyone is None:
@@ -535,7 +535,6 @@ class Runner:
                 "call": described,
                 "loras": digest.describe_loras(self.pipe.components),
                 "cannot_stream": parts.serial_plan is not None and parts.explain_streaming_refusal() is not None,
-                "has_new_code": parts.trial.is_due,
                 "may_record": may_record,
                 "is_spoiled": self.mesh.groups.is_spoiled,
             }
@@ -543,8 +542,6 @@ class Runner:
         call, everyone = _agree_on_result(bind, self.mesh, describe)
         # LoRAs, or other weights than when the pipeline was divided, on one stage are enough.
         parts.loop.lets_group_rest = any(rank["cannot_stream"] for rank in everyone)
-        # A hook on one rank is enough: all must make the call of a trial.
-        parts.trial.is_due = any(rank["has_new_code"] for rank in everyone)
         # A mask that one rank gathers in a recorded call, the others gather too.
         parts.attention.records = any(rank["may_record"] for rank in everyone)
         # Messages of a failed call may still be on their way in the groups of any rank.
@@ -570,19 +567,31 @@ class Runner:
         if output_on not in ("all", "first"):
             raise ModelError(f"{output_name}={output_on!r} is not known; try 'all' or 'first'")
         call = self._bind_arguments(args, kwargs)
-        if reason := explain_empty_call(read_call_values(call)):
+        reason = explain_empty_call(read_call_values(call))
+        if reason is None and not self._parts.trusts_code:
+            iterations = self._count_iterations(call)
+            reason = explain_code_refusal(self._parts.list_divided_parts(), self.plan, iterations)
+        if reason:
             raise ModelError(reason)
+        self._advise_once(describe_own_rows(self._parts.model, self.plan))
         # Whole models on whole images honour all calls.
         if not self._parts.calls_whole_model:
             self._check_call(call)
         return call
 
+    def _read_steps(self, call: Mapping[str, Any]) -> int | None:
+        """Return the steps that a call asks for; None where it does not say."""
+        steps = self._fill_defaults(call).get("num_inference_steps")
+        return steps if isinstance(steps, int) else None
+
+    def _count_iterations(self, call: Mapping[str, Any]) -> int | None:
+        """Return the most steps that a call may take; None where that is not known."""
+        return count_most_iterations(self.pipe, call, self._read_steps(call))
+
     def _check_call(self, call: Mapping[str, Any]) -> None:
         """Raises `ModelError` for a call that this rank cannot honour exactly."""
-        steps = self._fill_defaults(call).get("num_inference_steps")
-        if not isinstance(steps, int):
-            steps = None
-        iterations = count_most_iterations(self.pipe, call, steps)
+        steps = self._read_steps(call)
+        iterations = self._count_iterations(call)
         partial = self.plan.attends_to_stale_keys or self.plan.pipefusion > 1
         is_fresh = not partial or self.plan.predicts_whole(iterations)
         reason = (
@@ -801,6 +810,7 @@ def parallelize(
     checks: AgeChecks | None = None,
     groups: Communicators | None = None,
     example: Mapping[str, Any] | None = None,
+    trust_code: bool = False,
 ) -> Runner:
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
@@ -825,6 +835,9 @@ def parallelize(
         example: the arguments of a call of the pipeline, from which its transformer is derived where ditile does not
             know it and cannot make arguments up, as without a text encoder. By default the first call's are
             used, and until then the pipeline is whole on every rank.
+        trust_code: whether hooks, forwards and processors of the user's on the models may see parts of a call: some
+            of its tokens, images, branches of guidance or heads, or the blocks of one stage. By default a call with
+            such code is refused under a plan that divides it.
 
     Raises:
         PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
@@ -847,7 +860,7 @@ def parallelize(
     if cp_plan is not None:
         LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
     recorder = build_recorder(cuda_graphs, plan, chosen)
-    options = CompositionOptions(keep_weights, text_after, attention, compile, checks, recorder)
+    options = CompositionOptions(keep_weights, text_after, attention, compile, checks, recorder, trust_code)
 
     def compose() -> Composition:
         composition = compose_strategies(pipe, plan, mesh, chosen, options)
@@ -918,6 +931,7 @@ def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     # Rank 0 of one, without a process group.
     mesh = Mesh(0, 1)
     device = find_pipeline_device(pipe)
-    options = CompositionOptions(keep_weights=True)
+    # The call proves a model with what is on it.
+    options = CompositionOptions(keep_weights=True, trusts_code=True)
     compose = functools.partial(compose_strategies, pipe, plan, mesh, device, options)
     return Runner(pipe, plan, mesh, device, compose, keep_weights=True)

@@ -43,7 +43,7 @@ def pictures(pipe: Any, call: dict[str, Any], plans: list[dict[str, Any]]) -> li
 
     results = [run(pipe)]
     for plan in plans:
-        runner = parallelize(pipe, Plan(**plan), keep_weights=True)
+        runner = parallelize(pipe, Plan(**plan), keep_weights=True, trust_code=True)
         results.append(run(runner))
         runner.restore()
     return [*results, run(pipe)]

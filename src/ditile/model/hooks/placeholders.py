@@ -152,17 +152,6 @@ def allow_state_dict(stack: contextlib.ExitStack, models: Iterable[nn.Module]) -
         override_attribute(stack, model, _LOADS_LORA, True)
 
 
-@contextlib.contextmanager
-def allow_copies(model: nn.Module) -> Iterator[None]:
-    """Lets ditile copy a model that refuses to be copied."""
-    guard = vars(model).pop("__reduce_ex__", None)
-    try:
-        yield
-    finally:
-        if guard is not None:
-            vars(model)["__reduce_ex__"] = guard
-
-
 def _load_lora(models: Iterable[nn.Module], load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         allow_state_dict(stack, models)

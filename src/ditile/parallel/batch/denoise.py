@@ -367,7 +367,7 @@ class DataCfgBatch:
         has_all_rows = batch_slice.slice_size == size
         cut = None
         if not has_all_rows:
-            cut = self.change_rows(args, kwargs, functools.partial(_select_rows, batch_slice))
+            cut = self._change_rows(args, kwargs, functools.partial(_select_rows, batch_slice))
         # Without a cut the call has all rows: some models can only be called on all.
         cut_positional, cut_named = (args, kwargs) if cut is None else cut
         result = forward(*cut_positional, **cut_named)
@@ -396,12 +396,7 @@ class DataCfgBatch:
         for whole, prediction in zip(wholes, predictions, strict=True):
             batch_slice.write_slice(whole, prediction)
 
-    def list_rows(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BatchSlice:
-        """All rows of a call."""
-        _, batch = self._find_noisy_input(args, kwargs)
-        return BatchSlice.from_batch_size(len(batch), self.num_images)
-
-    def change_rows(
+    def _change_rows(
         self, args: Sequence[Any], kwargs: dict[str, Any], change: Callable[[Any], Any]
     ) -> tuple[list[Any], dict[str, Any]] | None:
         """The arguments of a call, of which what has rows is changed; None where it is not known what has.

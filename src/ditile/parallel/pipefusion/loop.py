@@ -214,11 +214,6 @@ class Loop:
             else:
                 del self._scheduler.timesteps
 
-    def withdraw_generation(self) -> None:
-        """Every rank refuses the first call of a model: no message is under way."""
-        self._pipefusion.end_generation(clean=True)
-        self.generation.become(Generation())
-
     def _leave_pipeline(self) -> None:
         """Drops what belongs to the call, which this object outlives."""
         self.drop_generation()
