@@ -1,6 +1,6 @@
 """Fidelity of stale keys on the bundled models: how far images are from those of one process.
 
-    python -m benchmarks.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,auto
+    python -m benchmarks.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,3
     python -m benchmarks.fidelity --plans "pipefusion=4; distrifusion=4; pipefusion=4 warmup=2"
 
 Each plan generates the same captions with the same seeds on real gloo ranks. The numbers are PSNR and SSIM against one
@@ -54,7 +54,7 @@ class FidelityJob:
     ranks: str = define_option(
         "2,4,8", "numbers of ranks, each with PipeFusion (as many patches) and with DistriFusion"
     )
-    warmups: str = define_option("0,1,2,auto", "synchronous steps, each with all of these")
+    warmups: str = define_option("0,1,2,3", "synchronous steps, each with all of these")
     plans: str | None = define_option(None, "plans instead of those, with ; between them", metavar="PLANS")
     steps: int = define_option(20, "denoising steps")
     size: int = define_option(128, "pixels of a side")
@@ -73,7 +73,7 @@ class FidelityJob:
 
     def controls(self) -> list[Plan]:
         """Plans of one rank for the controls: one for every warmup that is a number."""
-        warmups = {plan.least_warmup for plan in self.parse_plans()}
+        warmups = {plan.warmup for plan in self.parse_plans()}
         return [Plan(patches=4, warmup=warmup) for warmup in sorted(warmups)]
 
     def list_settings(self) -> dict[str, tuple[Plan, bool]]:
@@ -202,7 +202,7 @@ def make_fidelity_table(rows: Sequence[Row]) -> Table:
 
 
 def by_warmup(rows: Sequence[Row]) -> Table:
-    """Mean PSNR of each plan over the synchronous steps, and how many `auto` chose."""
+    """Mean PSNR of each plan over the synchronous steps."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         if row["plan"].endswith(CONTROL):
@@ -212,13 +212,10 @@ def by_warmup(rows: Sequence[Row]) -> Table:
             continue
         line = cells.setdefault((row["model"], str(dataclasses.replace(plan, warmup=1))), {})
         line[str(plan.warmup)] = f"{row['psnr']:.1f}"
-        if plan.warmup == "auto":
-            line["steps of auto"] = f"{row['synchronous']:.1f}"
     columns = sorted(set[str]().union(*cells.values()))
     table = Table("model", "plan")
     for name in columns:
-        title = f"W = {name}" if name.isdigit() else name
-        table.add_column(title, justify="right")
+        table.add_column(f"W = {name}", justify="right")
     for key, line in cells.items():
         table.add_row(*key, *(line.get(name, "") for name in columns))
     return table

@@ -23,8 +23,8 @@ def test_both_methods_at_every_number_of_ranks_and_warmup() -> None:
     plans = FidelityJob().parse_plans()
     assert len(plans) == len(set(plans)) == 2 * 3 * 4
     assert {(p.pipefusion, p.distrifusion) for p in plans} == {(2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)}
-    assert {p.warmup for p in plans} == {0, 1, 2, "auto"}
-    assert FidelityJob().controls() == [Plan(patches=4, warmup=w) for w in (0, 1, 2, 3)], "auto has at least 3"
+    assert {p.warmup for p in plans} == {0, 1, 2, 3}
+    assert FidelityJob().controls() == [Plan(patches=4, warmup=w) for w in (0, 1, 2, 3)]
 
 
 def test_plans_by_hand() -> None:
@@ -93,13 +93,13 @@ def test_a_column_for_each_warmup() -> None:
         ("pipefusion=1", 20.0, 100.0),
         ("pipefusion=2 warmup=0", 0.0, 43.61),
         ("distrifusion=2 warmup=0", 0.0, 39.4),
-        ("pipefusion=2 warmup=auto", 3.2, 48.6),
+        ("pipefusion=2 warmup=3", 3.0, 48.6),
         ("pipefusion=2", 1.0, 47.0),
         (f"patches=4{fidelity.CONTROL}", 1.0, 9),
     ]
     found = [{"model": "m", "plan": plan, "synchronous": w, "psnr": psnr} for plan, w, psnr in measured]
     assert markdown(by_warmup(found)).splitlines()[2:] == [
-        "| m | pipefusion=2 | 43.6 | 47.0 | 48.6 | 3.2 |",
-        "| m | distrifusion=2 | 39.4 |  |  |  |",
+        "| m | pipefusion=2 | 43.6 | 47.0 | 48.6 |",
+        "| m | distrifusion=2 | 39.4 |  |  |",
     ]
-    assert "| model | plan | W = 0 | W = 1 | auto | steps of auto |" in markdown(by_warmup(found))
+    assert "| model | plan | W = 0 | W = 1 | W = 3 |" in markdown(by_warmup(found))

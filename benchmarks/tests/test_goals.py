@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,15 +42,6 @@ def test_pipefusion_is_closer_than_distrifusion(name: str, model: str) -> None:
             assert rows[plan.replace("distrifusion", "pipefusion")]["psnr"] > row["psnr"], plan
             compared += 1
     assert compared == (3 if name == "fidelity.json" else 9)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_warmup_that_decides_by_itself_is_as_good_as_two_steps(model: str) -> None:
-    """As close as W = 2 with no more synchronous steps than W = 3; DistriFusion to a twentieth of a decibel."""
-    rows = fidelity("fidelity-warmups.json", model)
-    for (axis, slack), ranks in product({"pipefusion": 0.0, "distrifusion": 0.05}.items(), (2, 4, 8)):
-        by_itself, two = rows[f"{axis}={ranks} warmup=auto"], rows[f"{axis}={ranks} warmup=2"]
-        assert by_itself["psnr"] >= two["psnr"] - slack and by_itself["synchronous"] <= 3
 
 
 def sweep(name: str) -> list[dict[str, Any]]:

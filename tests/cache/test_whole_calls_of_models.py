@@ -155,29 +155,6 @@ def test_stale_keys_need_steps_that_are_known(pool: Pool, axis: str) -> None:
         assert "decides in each step" in message and "steps=5" in message
 
 
-def draw_adaptive(steps: int | None) -> tuple[Tensor, list[int], list[list[int]]]:
-    """With warmup=auto: the latents, the synchronous steps, and those that were left out."""
-    pipe = tiny.pixart()
-    if steps is not None:
-        caching.enable_cache(pipe, FittedScheduleConfig(steps=steps))
-    runner = ditile.parallelize(pipe, Plan(pipefusion=2, patches=2, warmup="auto"))
-    image = runner(**tiny.arguments("pixart", num_inference_steps=STEPS)).images
-    skipped = [] if steps is None else [report.cached_steps for report in caching.summary(runner, logging=False)]
-    assert runner.report is not None
-    return image, runner.report.synchronous, skipped
-
-
-def test_an_adaptive_warmup_counts_the_steps_that_compute(pool: Pool) -> None:
-    """A failure means that ranks waited for messages of a step that is left out, or measured what did not change."""
-    (every, _, _), *_ = pool.run(draw_adaptive, 2, STEPS)
-    (plain, _, _), *_ = pool.run(draw_adaptive, 2, None)
-    same(every, plain)
-    results = pool.run(draw_adaptive, 2, 6)
-    for image, synchronous, skipped in results:
-        same(image, results[0][0])
-        assert skipped and not set(synchronous) & set(skipped[0])
-
-
 def test_recorded_calls_go_on() -> None:
     """A step that is left out is outside of the tapes, so a recorded generation gives the same image."""
     pipe = tiny.flux()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import HostRows
-from ditile.model.hooks.kv_store import ChangeKey, RelativeChange
 from ditile.plan.plan import Plan
 
 
@@ -55,15 +54,12 @@ def test_no_row_is_allocated_in_mid_picture(allocations: list[tuple[int, ...]]) 
     mesh = Mesh(0, 1)
     mesh.connect_groups(Plan(), torch.device("cuda", 0))
     assert len(allocations) == 1
-    keys, stale = [ChangeKey("keys", 0, 0, 0)], on_gpu(1.0, 1.0)[None]
-    change = RelativeChange(mesh)
     for step in range(50):
-        change.record_change(("keys", 0, 0), stale * step, stale)
-        copy = change.start_change_copy(keys)
+        copy = mesh.host_rows.start_copy(on_gpu(1.0 * step))
         measured = mesh.host_rows.start_copy(on_gpu(1.0 * step, 2.0))  # of a cache, while the other is not read
-        assert not copy.has_arrived and measured.wait_for_numbers().tolist() == [step, 2.0]
+        assert not copy.is_read and measured.wait_for_numbers().tolist() == [step, 2.0]
         if step % 2:  # the others are given up
-            assert copy.wait_for_changes() == [round((step - 1) / step * 1e6), 1]
+            assert copy.wait_for_numbers().tolist() == [step]
     assert len(allocations) == 1
 
 

@@ -35,7 +35,7 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence", {}),
     ("flux true cfg", "pipefusion=3 patches=3 warmup=2 warmup_mode=separate", LATENTS),
     ("sd3.5 medium", "pipefusion=4 patches=4 warmup=3 warmup_mode=separate warmup_ranks=2", LARGE),
-    ("pixart sigma", "pipefusion=3 patches=3 warmup=auto warmup_mode=sequence", LARGE),
+    ("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence", LARGE),
     ("flux", "pipefusion=2 patches=3 ring=2", LARGE),
     ("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 async_ulysses=true", LARGE),
     ("flux", "pipefusion=2 patches=3 tensor=2 text=first vae=rows", {"output_type": "pt"}),

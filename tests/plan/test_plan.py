@@ -53,7 +53,7 @@ def plans(draw: Any) -> Plan:
     return Plan(
         **degrees, **cut, warmup_mode=mode,
         patches=None if degrees["distrifusion"] > 1 else draw(st.none() | st.integers(1, 64)),
-        warmup=draw(st.integers(0, 99) | st.just("auto")), warmup_bound=draw(SPEED),
+        warmup=draw(st.integers(0, 99)),
         warmup_ranks=draw(st.none() | st.integers(1, stages)) if mode == "separate" else None,
         token_weights=weights, tensor_weights=of_tensor, rank_weights=of_ranks,
         uaa=draw(st.none() | st.booleans()) if weights is of_tensor is None else None,
@@ -83,7 +83,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"ulysses": "2"}, "ulysses='2'"),
     ({"data": None}, "data=None"),
     ({"patches": 0}, "patches=0"),
-    ({"warmup": -1}, "warmup=-1 should be greater than or equal to 0 or 'auto'; try warmup=0"),
+    ({"warmup": -1}, "warmup=-1 should be greater than or equal to 0; try warmup=0"),
     ({"warmup": "some"}, "warmup='some'"),
     ({"warmup": None}, "warmup=None"),
     ({"references": -1}, "references=-1 should be greater than or equal to 0; try references=0"),
@@ -99,9 +99,6 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"uaa": "yes"}, "uaa='yes' should be a valid boolean"),
     ({"uaa": 1}, "uaa=1"),
     ({"async_ulysses": 1}, "async_ulysses=1 should be a valid boolean"),
-    ({"warmup_bound": 0}, "warmup_bound=0"),
-    ({"warmup_bound": "x"}, "try warmup_bound=0.6"),
-    ({"warmup_bound": NAN}, "warmup_bound=nan"),
     ({"pipefusion": 2, "stage_blocks": (3,)}, "give 2 numbers"),
     (
         {"pipefusion": 2, "stage_blocks": (3, 0)},
@@ -142,7 +139,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ("stages=2", "stages=2"),
     ("pipefusion=2 pipefusion=2", "each once"),
     ("patches=x", "'x' should be a valid integer"),
-    ("warmup=x", "'x' should be a valid integer or 'auto'"),
+    ("warmup=x", "'x' should be a valid integer"),
     ("uaa=maybe", "'maybe' should be a valid boolean"),
     ("stage_blocks=1,x", "'1,x' should be a valid integer, such as 7,7,8"),
     ("vae=tiles", "'tiles' should be 'whole' or 'rows'"),
@@ -166,7 +163,6 @@ def test_what_is_no_plan_is_refused_with_its_value_and_a_hint(asked: dict[str, A
         ("2", "no JSON object"),
         ('{"pipefuson": 2}', "did you mean pipefusion"),
         ('{"pipefusion": "2"}', "pipefusion='2'"),
-        ('{"warmup_bound": NaN}', "warmup_bound=nan"),
     ],
 )
 def test_json_that_is_no_plan_is_refused(text: str, says: str) -> None:

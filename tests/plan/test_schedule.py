@@ -27,14 +27,13 @@ def end(spans: list[Span]) -> float:
 
 @st.composite
 def schedules(draw: st.DrawFn, most: int = 5) -> PatchSchedule:
-    """Every warmup mode; where it is adaptive, any later step may be synchronous again."""
+    """Every warmup mode; any later step may be synchronous again."""
     numbers = st.integers(1, most)
     stages, patches, steps = draw(numbers), draw(numbers), draw(numbers)
     mode = draw(st.sampled_from(get_args(get_type_hints(Plan)["warmup_mode"])))
     group_size = {"sequence": stages, "separate": draw(st.integers(1, stages))}.get(mode, 0)
-    adaptive = draw(st.booleans())
-    again = draw(st.frozensets(st.integers(0, steps))) if adaptive else frozenset()
-    options = {"mode": mode, "warmup_group_size": group_size, "batch": draw(numbers), "adaptive": adaptive}
+    again = draw(st.frozensets(st.integers(0, steps)))
+    options = {"mode": mode, "warmup_group_size": group_size, "batch": draw(numbers)}
     return PatchSchedule(stages, patches, steps, draw(st.integers(0, steps)), again=again, **options)
 
 
@@ -165,21 +164,6 @@ def test_channels_carry_the_same_in_every_mode(schedule: PatchSchedule, calls: i
     assert returned == messages(schedule, first, OpKind.RECEIVE_STEPPED_PATCH, calls)
     steps = range(schedule.steps - 1) if schedule.stages > 1 else range(0)
     assert returned == [(step, 0, 0, patch) for step in steps for patch in range(schedule.patches)]
-
-
-@settings(deadline=None)
-@given(schedules(), st.integers(0, 5), st.integers(1, 3))
-def test_what_is_certain_is_certain(schedule: PatchSchedule, step: int, calls: int) -> None:
-    """Whatever is decided later, the messages that a stage may expect when a step begins are those that come.
-
-    A failure means that a receive is posted for a message that is never sent, or that has another shape.
-    """
-    certain = range(min(schedule.find_last_certain_step(step, calls) + 1, schedule.steps))
-    flipped = replace(schedule, again=schedule.again ^ {step + 1}) if schedule.adaptive else schedule
-    for stage, kind in itertools.product(range(schedule.stages), (OpKind.RECEIVE, OpKind.RECEIVE_STEPPED_PATCH)):
-        of_stage = [messages(s, stage, kind, calls) for s in (schedule, flipped)]
-        one, other = ([m for m in each if m[0] in certain] for each in of_stage)
-        assert one == other
 
 
 def test_a_warmup_group_hands_over() -> None:

@@ -727,7 +727,6 @@ def test_micro_batches_are_priced_as_code() -> None:
     [
         ("epyc-2-cores", "pipefusion=2 patches=2"),
         ("h200-nvlink", "pipefusion=2 offload=blocks"),
-        ("h200-nvlink", "pipefusion=2 patches=2 warmup=auto"),
         ("h200-nvlink", "tensor=2 split_scheme=sequence"),
     ],
 )

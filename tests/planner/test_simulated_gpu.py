@@ -78,7 +78,6 @@ ROWS: list[Row] = [
     Row("sd3.5 medium", "pipefusion=2 patches=2 ulysses=2", LARGE),
     Row("sd3.5 medium", "pipefusion=3 patches=2 warmup=2 warmup_mode=pipelined"),
     Row("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence", waits="mask"),
-    Row("flux", "pipefusion=2 patches=3 warmup=auto", LARGE, waits="changes"),
     Row("flux", "ring=2 ulysses=2", LARGE, waits="survey text grid"),
     Row("flux", "pipefusion=2 patches=2 ring=2", LARGE),
     Row("sd3.5 medium", "ulysses=2 async_ulysses=true", LARGE, waits="survey text index"),
@@ -146,11 +145,10 @@ WAITS = {
     "mask": {"aten::nonzero: trim_key_mask < get_constant", "item: trim_key_mask < get_constant"},
     # A scheduler of diffusers looks up where it begins.
     "index": {"aten::nonzero: index_for_timestep < _init_step_index", "item: index_for_timestep < _init_step_index"},
-    "changes": {"Event.synchronize: wait_for_numbers < wait_for_changes"},
     "decision": {"Event.synchronize: wait_for_numbers < sum_over_ranks"},
 }
-"""What a host waits for: kind, function, and who calls it. All but the last two once, when a rank first computes."""
-OFTEN = WAITS["changes"] | WAITS["decision"]
+"""What a host waits for: kind, function, and who calls it. All but the last once, when a rank first computes."""
+OFTEN = WAITS["decision"]
 
 
 def list_waits(record: SimulationRecord) -> dict[str, list[tuple[str, int]]]:
@@ -178,7 +176,7 @@ def test_a_gpu_has_nothing_to_complain_of(pool: Pool, row: Row):
         assert not record.findings
         assert equal == "equal"
         pinned = [place for place, counts in record.places.items() if counts.pinned and place not in OUTSIDE]
-        assert not pinned or plan.warmup == "auto"
+        assert not pinned
         waits = list_waits(record)
         for wait, places in waits.items():
             [*steps] = {place for place, _ in places}

@@ -60,7 +60,6 @@ def watched(name: str, plan: dict[str, Any]) -> dict[int, Tensor]:
 
 PLANS: list[dict[str, Any]] = [
     {"pipefusion": 2, "patches": 3, "warmup": 1},
-    {"pipefusion": 2, "warmup": "auto"},
     {"ulysses": 2},
     {"cfg": 2},
     {"data": 2},

@@ -130,7 +130,6 @@ def draw(runner: Any, call: dict[str, Any]) -> Any:
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "one rank": ("flux", {}),
     "pipefusion": ("flux", {"pipefusion": 3, "patches": 2, "warmup": 1}),
-    "warmup auto": ("sd3", {"pipefusion": 2, "warmup": "auto"}),
     "ulysses": ("flux", {"ulysses": 2}),
     "cfg": ("sd3", {"cfg": 2}),
     "data": ("flux", {"data": 2}),

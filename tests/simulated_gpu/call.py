@@ -67,7 +67,7 @@ def simulate_rank(
     Raises:
         LoadError, ModelError, PlanError: if the model, the call or the plan does not fit.
         SimulationError: if a GPU would refuse what the rank does, or a number decides what to do that only other ranks
-            know, as with warmup=auto.
+            know.
     """
     gpu = SimulatedGpu(rank % GPUS_PER_HOST)
     messages = SimulatedMessages(gpu, rank, plan.world) if plan.world > 1 else None

@@ -70,7 +70,7 @@ def explain_branch_refusal(model: nn.Module) -> str | None:
 def _list_fitting_hooks(plan: Plan, steps: int | None) -> tuple[type[ModelHook], ...]:
     """The classes of hooks that are right under a plan."""
     # A patch would get what the hook remembers of the patch before.
-    if plan.attends_to_stale_keys and (steps is None or plan.least_warmup < steps):
+    if plan.attends_to_stale_keys and (steps is None or plan.warmup < steps):
         return ()
     if plan.pipefusion > 1:
         return _OF_LAYERS

@@ -22,7 +22,6 @@ from ditile.plan.option_classes import (
     Counts,
     Indices,
     JsonObject,
-    Seconds,
     Speeds,
     define_option,
     options,
@@ -87,15 +86,10 @@ class Plan:
     patches: Count | None = define_option(
         None, "patches that the image is cut into; as many as stages by default", metavar="M"
     )
-    warmup: NumSteps | Literal["auto"] = define_option(
-        1, "synchronous steps before stale keys are used, or auto", metavar="W"
-    )
+    warmup: NumSteps = define_option(1, "synchronous steps before stale keys are used", metavar="W")
     warmup_mode: Literal["serial", "pipelined", "sequence", "separate", "auto"] = define_option(
         "serial",
         f"how the synchronous steps run; auto: sequence, with {SHARED_WARMUP} steps or more, if possible, or serial",
-    )
-    warmup_bound: Seconds = define_option(
-        0.6, "warmup=auto ends where latents and keys change less in a step", metavar="X"
     )
     warmup_ranks: Count | None = define_option(
         None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
@@ -315,17 +309,9 @@ class Plan:
         Args:
             steps: None where the call does not say.
         """
-        if steps is not None and isinstance(self.warmup, int) and self.warmup >= steps:
+        if steps is not None and self.warmup >= steps:
             return False
         return self.attends_to_stale_keys
-
-    @property
-    def least_warmup(self) -> int:
-        """The number of synchronous steps; with warmup=auto the least possible number."""
-        # Keys change for the first time in step 1, and the change in a step decides about the step two later: step 3.
-        if self.warmup == "auto":
-            return 3
-        return self.warmup
 
     def resolve_warmup(self, *, streams: bool = True) -> Plan:
         """The plan with another mode instead of `warmup_mode=auto`; any other plan is returned as it is.
@@ -338,10 +324,7 @@ class Plan:
         # Without warmup no step is synchronous, and ranks that split tokens or weights cannot form a warmup group.
         if not streams or self.pipefusion == 1 or self.warmup == 0 or self.token_ranks * self.tensor > 1:
             return dataclasses.replace(self, warmup_mode="serial")
-        warmup = self.warmup
-        if warmup != AUTO:
-            warmup = max(warmup, SHARED_WARMUP)
-        return dataclasses.replace(self, warmup_mode="sequence", warmup=warmup)
+        return dataclasses.replace(self, warmup_mode="sequence", warmup=max(self.warmup, SHARED_WARMUP))
 
     @property
     def num_whole_stages(self) -> int:
@@ -354,7 +337,7 @@ class Plan:
     def can_be_recorded(self) -> bool:
         """Whether calls of its model can be recorded, which read weights in one place and decide nothing within."""
         # A sequence that is split has hooks on parts of the model.
-        return self.offload == "none" and self.warmup != AUTO and self.split_scheme != "sequence"
+        return self.offload == "none" and self.split_scheme != "sequence"
 
     def offloads_rank(self, rank: int) -> bool:
         """Whether the weights of a rank's blocks stay in the host's memory."""
@@ -483,7 +466,7 @@ class Plan:
         remedies = ["more steps"]
         if self.num_patches < stages:
             remedies.append(f"patches={stages} or more")
-        if self.least_warmup > 1:
+        if self.warmup > 1:
             remedies.append("less warmup")
         if self.warmup_mode == "serial":
             remedies.append("another warmup_mode")

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ditile.plan.layout import split_batch_evenly
-from ditile.plan.plan import AUTO, Plan
+from ditile.plan.plan import Plan
 
 
 class MicroStep(NamedTuple):
@@ -85,8 +85,7 @@ class PatchSchedule:
         mode: how a synchronous step runs; see `Plan.warmup_mode`.
         warmup_group_size: how many first stages compute a synchronous step together (`sequence`, `separate`).
         batch: rows of a transformer call, which a pipelined synchronous step computes in micro-batches.
-        adaptive: later steps may become synchronous again; what follows a step is not known yet while it runs.
-        again: the later steps that did.
+        again: later steps that are synchronous too.
         references: in which asynchronous steps patches of reference images are computed; see `Plan.references`.
         num_references: how many of the patches, the first ones, are of reference images; no latents belong to them.
         reference_share: of the work of a whole step that is theirs.
@@ -104,7 +103,6 @@ class PatchSchedule:
     mode: str = "serial"
     warmup_group_size: int = 0
     batch: int = 1
-    adaptive: bool = False
     again: frozenset[int] = frozenset()
     references: int | None = None
     num_references: int = 0
@@ -124,12 +122,11 @@ class PatchSchedule:
             stages=plan.pipefusion,
             patches=plan.num_patches,
             steps=steps,
-            warmup=min(plan.least_warmup, steps),
+            warmup=min(plan.warmup, steps),
             distrifusion=plan.distrifusion,
             mode=plan.warmup_mode,
             warmup_group_size=warmup_group_size,
             batch=batch,
-            adaptive=plan.warmup == AUTO,
             references=plan.references,
             uneven_latents=plan.references is not None,
         )
@@ -140,8 +137,8 @@ class PatchSchedule:
 
     @property
     def has_stale_steps(self) -> bool:
-        """Whether keys are stale in some steps, or may be."""
-        return self.adaptive or not all(map(self.is_synchronous, range(self.steps)))
+        """Return whether keys are stale in some steps."""
+        return not all(map(self.is_synchronous, range(self.steps)))
 
     def computes_references(self, step: int) -> bool:
         """Whether the patches of reference images are computed in a step; otherwise their keys stay as they are."""
@@ -158,19 +155,7 @@ class PatchSchedule:
         """Whether keys and values of a step are, or may be, read in the next one."""
         if step + 1 == self.steps:
             return False
-        if self.adaptive:
-            return self.patches * self.distrifusion > 1
         return self.reads_stale_keys(step + 1)
-
-    def find_last_certain_step(self, step: int, calls: int) -> int:
-        """The last step whose messages, in their order, are certain when `step` begins.
-
-        With several calls they come branch after branch in a synchronous step, patch after patch in another.
-        """
-        # Whether the next step is synchronous, and so the order of its messages, is decided in this one.
-        if self.adaptive and (self.mode != "serial" or calls > 1):
-            return step
-        return step + 1
 
     def list_micro_steps(self, step: int) -> list[MicroStep]:
         """The iterations of the pipeline's loop that make up a step."""

@@ -53,8 +53,8 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     table = describe_plan(options.model, job, ["any"] * plan.world)
     # The steps before stale keys are used, and two after them.
     shown = STEPS_SHOWN
-    if plan.least_warmup < 2:
-        shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps)
+    if plan.warmup < 2:
+        shown = min(plan.warmup + STEPS_SHOWN, job.shape.steps)
     chart = render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
     host = ""
     offloads_text = engine.text_after == "offload"

@@ -749,10 +749,7 @@ class PlanSearch:
             return None
         # References are a patch of their own, so there are at least two.
         patches = 2 if plan.pipefusion * plan.distrifusion == 1 else None
-        warmup = plan.warmup
-        if warmup != AUTO:
-            warmup = max(warmup, 1)
-        return replace(plan, references=0, patches=patches, warmup=warmup)
+        return replace(plan, references=0, patches=patches, warmup=max(plan.warmup, 1))
 
 
 def _format_gigabytes(size: int) -> str:

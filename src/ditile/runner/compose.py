@@ -295,9 +295,6 @@ class Composition:
         # It may keep something in Python.
         if any(map(list_user_code, self.models)):
             return "code of the user is on the model"
-        # What changes in each step is measured within the calls.
-        if self.plan.warmup == AUTO:
-            return "warmup=auto measures within calls"
         return ""
 
     def release_recordings(self) -> None:

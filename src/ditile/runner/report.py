@@ -21,7 +21,7 @@ class Report:
     Attributes:
         seconds: total, text (until the first step), denoise, decode.
         steps: number of steps that ran.
-        synchronous: the synchronous steps, from 0; with warmup=auto the ones that it chose.
+        synchronous: the synchronous steps, from 0.
         warmup_mode: how they ran; with warmup_mode=auto what it chose.
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.

@@ -101,7 +101,7 @@ def choose_steps(cells: Sequence[BenchCell], steps: int | None) -> tuple[int, in
     Raises:
         PlanError: if so many steps are too few.
     """
-    short = AFTER_WARMUP + max(cell.plan_object.least_warmup for cell in cells)
+    short = AFTER_WARMUP + max(cell.plan_object.warmup for cell in cells)
     if steps is None:
         return short, short + BETWEEN
     if steps <= short:

@@ -154,7 +154,7 @@ class HostProgram:
         return (step, patch) < (self._now.step, self._now.patch or 0)
 
     def _can_post_activation(self, key: MessageKey) -> bool:
-        whole = self._schedule.is_synchronous(key.step) or (self._schedule.adaptive and key.step > self._now.step)
+        whole = self._schedule.is_synchronous(key.step)
         return self._has_launched(key.step - 1, self._schedule.patches - 1 if whole else key.patch)
 
     # The loop
@@ -165,7 +165,7 @@ class HostProgram:
         for step in range(schedule.steps):
             for channel in self._list_senders():
                 channel.release_old_sends()
-            certain = 0 if step == 0 else schedule.find_last_certain_step(step, self._calls)
+            certain = 0 if step == 0 else step + 1
             for sure in range(cleared + 1, min(certain + 1, schedule.steps)):
                 if self._activations_in is not None:
                     self._activations_in.expect_messages(self._list_activations(sure))
@@ -192,8 +192,6 @@ class HostProgram:
 
     def _write_micro_step(self, micro: MicroStep) -> None:
         schedule, self._now = self._schedule, micro
-        if schedule.adaptive:
-            self._exchange_latents(micro)
         for branch in range(self._calls):
             for micro_batch in range(len(schedule.split_micro_batches(micro))):
                 self._write_call(micro, branch, micro_batch)
@@ -208,7 +206,7 @@ class HostProgram:
                 for _ in self._list_latents(op.step, op.patch):
                     self._latents_out[op.peer].send_tensor()
         following = schedule.find_following(micro)
-        if following is not None and not schedule.adaptive:
+        if following is not None:
             self._exchange_latents(following)
 
     def _exchange_latents(self, micro: MicroStep) -> None:

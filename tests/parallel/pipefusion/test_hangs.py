@@ -36,7 +36,7 @@ def list_schedules(mode: str) -> Iterator[PatchSchedule]:
                 yield PatchSchedule(stages, patches, steps, warmup, mode=mode, warmup_group_size=group, batch=rows)
             if warmup and mode == "serial" and steps > 3:
                 for again in (frozenset({3}), frozenset({2, 3})):
-                    yield PatchSchedule(stages, patches, steps, warmup, adaptive=True, again=again)
+                    yield PatchSchedule(stages, patches, steps, warmup, again=again)
 
 
 @pytest.mark.parametrize("mode", MODES)

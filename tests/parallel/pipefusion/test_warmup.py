@@ -172,28 +172,6 @@ def watched(mode: dict[str, Any]) -> None:
         close(other, one, mode)
 
 
-def chosen(name: str, mode: dict[str, Any]) -> list[int]:
-    pipe = MAKE[name]()
-    plan = {"pipefusion": 3, "patches": 3, "warmup": "auto"}
-    with divided(pipe, **plan, **mode, warmup_bound=1e-9) as runner:
-        got = run(runner, name, num_inference_steps=5)
-        assert runner.report is not None
-        steps = runner.report.synchronous
-    with divided(pipe, **plan, **mode, warmup_bound=1e9) as runner:
-        three = run(runner, name, num_inference_steps=5)
-    with divided(pipe, pipefusion=3, patches=3, warmup=3) as runner:
-        close(three, run(runner, name, num_inference_steps=5), mode)
-    close(got, run(pipe, name, num_inference_steps=5), mode)
-    return steps
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("mode", [SEQUENCE, PAIR])
-def test_auto_with_a_crew(pool: Pool, mode: dict[str, Any]) -> None:
-    """Steps are synchronous again or not, as keys say. A failure means that stages expect messages of another mode."""
-    assert pool.run(chosen, 3, "flux true cfg", mode) == [list(range(5))] * 3
-
-
 def weights(mode: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
     """On a rank: parameters in blocks, keys kept, bytes sent."""
     pipe = MAKE["pixart sigma"]()
@@ -269,7 +247,6 @@ def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path, mode: d
         ("sd3.5 medium", PIPELINED),
         ("sd3.5 medium", PAIR),
         ("flux true cfg", SEQUENCE),
-        ("flux true cfg", {"warmup": "auto", "warmup_bound": 1e-9}),
     ],
 )
 def test_with_shared_batches(pool: Pool, name: str, mode: dict[str, Any]) -> None:

@@ -1,12 +1,8 @@
-"""The memory that survives a step: stale keys and values, constants, and how much they change. One per generation.
+"""The memory that survives a step: stale keys and values, and constants. One per generation.
 
 Keys and values of the whole image are kept in one buffer `[B, S, N, H]` each, in the order of the sequence, so that a
 patch attends to them without a copy; the memory of a head is contiguous, which attention reads faster. Every segment (a
 patch; the text goes with patch 0) knows the step that wrote it.
-
-The relative change of latents, keys and values from one step to the next decides on synchronous steps (warmup=auto). It
-is the norm of the difference over the norm, of each row of the batch by itself, so that no image hides the jump of
-another. It is computed where the tensors are, and leaves a GPU by one asynchronous copy per step.
 """
 
 from __future__ import annotations
@@ -22,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ditile.distributed.mesh import Mesh
 from ditile.distributed.recording.tape import hide_from_recording
-from ditile.distributed.transport import HostCopy, PendingMessages
+from ditile.distributed.transport import PendingMessages
 from ditile.model.hooks.token_arguments import group_runs, view_frames, write_runs
 from ditile.plan.errors import StateError
 from ditile.plan.plan import suggest_whole_images
@@ -67,7 +62,6 @@ class KeyStore:
     Args:
         length: tokens of the whole sequence.
         segments: patches that are written apart.
-        relative_change: records how much each write changes, if given.
         make_zeros: (what it is for, shape, like) -> zeros.
 
     Attributes:
@@ -81,13 +75,9 @@ class KeyStore:
         self,
         length: int,
         segments: int,
-        branch: int = 0,
-        relative_change: RelativeChange | None = None,
         make_zeros: MakeZeros = lambda _, shape, like: like.new_zeros(shape),
     ) -> None:
         self._length = length
-        self._branch = branch
-        self._relative_change = relative_change
         self._make_zeros = make_zeros
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.buffer_bytes = 0
@@ -113,24 +103,17 @@ class KeyStore:
         runs = tuple(runs)
         rows = k.shape[0] if batch_range is None else batch_size
         buffers = self.buffers
-        # Asked before the buffers are made.
-        is_first = buffers is None
         if buffers is None or buffers[0].shape[0] != rows:
             buffers = self._make_buffers(k, rows)
         places = self._places.get((runs, batch_range))
         if places is None:
             places = self._places[runs, batch_range] = self._find_places(buffers, runs, batch_range)
-        # Zeros are no keys to compare the first ones with.
-        relative_change = None if is_first else self._relative_change
         for part, shape, *stale in places:
             for new, old in zip((k, v), stale, strict=True):
                 if part is not None:
                     new = new[:, part]
                 if shape is not None:
                     new = new.unflatten(1, shape)
-                if relative_change is not None:
-                    row = batch_range.start if batch_range else 0
-                    relative_change.record_change(("keys", self._branch, row), new, old)
                 old.copy_(new)
         return buffers
 
@@ -383,7 +366,6 @@ class GenerationMemory:
     """Key stores, predictions and constants of one generation.
 
     Args:
-        relative_change: records how much keys and values change, if given.
         kept_buffers: where keys and values stay from one generation to the next, if they do.
 
     Attributes:
@@ -393,8 +375,7 @@ class GenerationMemory:
         begun_models: models and branches of guidance that were called, as recorded calls note them.
     """
 
-    def __init__(self, relative_change: RelativeChange | None = None, kept_buffers: KeptBuffers | None = None) -> None:
-        self._relative_change = relative_change
+    def __init__(self, kept_buffers: KeptBuffers | None = None) -> None:
         self._kept_buffers = kept_buffers
         self._stores: dict[tuple[int, str], KeyStore] = {}
         self._buffers: dict[Hashable, Tensor] = {}
@@ -413,7 +394,7 @@ class GenerationMemory:
         if key not in self._stores:
             # Not a method, which would keep this memory alive in a cycle: stores must be freed with it at once.
             make_zeros = functools.partial(_make_zeros, self._kept_buffers, key)
-            self._stores[key] = KeyStore(length, segments, branch, self._relative_change, make_zeros)
+            self._stores[key] = KeyStore(length, segments, make_zeros)
         return self._stores[key]
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
@@ -672,106 +653,3 @@ def _make_zeros(
     if kept_buffers is None:
         return like.new_zeros(shape)
     return kept_buffers.get_memory((store, name), shape, like).zero_()
-
-
-MILLIONTHS = 1_000_000
-"""Changes are sent as whole millionths: a sum of whole numbers is the same on every rank, in whatever order."""
-
-NOT_FINITE = 1_000 * MILLIONTHS
-"""Stands for NaN and infinity."""
-
-
-class ChangeKey(NamedTuple):
-    """What changes: `kind` is "keys" (and values) or "latents"; `half` is the rank's half of the guidance."""
-
-    kind: str
-    half: int
-    branch: int
-    row: int
-
-
-class ChangeCopy:
-    """Mean changes on their way from a device.
-
-    Args:
-        means: one for each row that changed.
-        counts: how many changes each is the mean of.
-    """
-
-    def __init__(self, means: HostCopy, counts: Sequence[int]) -> None:
-        self._means = means
-        self._counts = counts
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether reading needs no wait."""
-        return self._means.is_read
-
-    def wait_for_changes(self) -> list[int]:
-        """Sum and number of the changes of each row; waits for the copy."""
-        numbers: list[int] = []
-        for mean, count in zip(self._means.wait_for_numbers().tolist(), self._counts, strict=True):
-            millionths = NOT_FINITE
-            if math.isfinite(mean):
-                millionths = min(round(mean * MILLIONTHS), NOT_FINITE)
-            numbers += [millionths * count, count]
-        return numbers
-
-
-class RelativeChange:
-    """The changes of one step on this rank.
-
-    Args:
-        mesh: this rank's half of the guidance, and the rows by way of which numbers leave its GPU.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._half = mesh["cfg"].index
-        self._rows = mesh.host_rows
-        self._changes: dict[ChangeKey, list[tuple[Tensor, Tensor]]] = {}
-
-    def record_change(self, what: tuple[str, int, int], fresh: Tensor, stale: Tensor) -> None:
-        """Records tensors of some rows of a batch and those they replace; `what` is their kind, branch, first row."""
-        kind, branch, row = what
-        pair = (_compute_row_norms(fresh - stale), _compute_row_norms(fresh))
-        # Norms stay on the device: reading one would wait for it.
-        self._changes.setdefault(ChangeKey(kind, self._half, branch, row), []).append(pair)
-
-    def start_change_copy(self, keys: Sequence[ChangeKey]) -> ChangeCopy:
-        """Ends the step: starts the copy of its changes.
-
-        Args:
-            keys: every row that may have changed on some rank, in an order that all ranks agree on.
-        """
-        means: dict[ChangeKey, Tensor] = {}
-        counts: dict[ChangeKey, int] = {}
-        for first_key, pairs in self._changes.items():
-            distances = torch.stack([distance for distance, _ in pairs])
-            # Tensors of zeros change by nothing, and not by NaN.
-            lengths = torch.stack([length for _, length in pairs]).clamp_min(torch.finfo(torch.float32).tiny)
-            mean = (distances / lengths).mean(dim=0)
-            for row, value in enumerate(mean.unbind(), start=first_key.row):
-                key = first_key._replace(row=row)
-                means[key] = value
-                counts[key] = len(pairs)
-        self._changes = {}
-        # On the device of the others, so that the rows can be stacked.
-        zero = torch.zeros(())
-        if means:
-            zero = torch.zeros_like(next(iter(means.values())))
-        copy = self._rows.start_copy(torch.stack([means.get(row, zero) for row in keys]))
-        return ChangeCopy(copy, [counts.get(row, 0) for row in keys])
-
-
-def find_largest_change(numbers: Sequence[int]) -> float:
-    """The largest mean change of any row, from sums and numbers over all ranks; 0 if nothing changed."""
-    largest = 0.0
-    for total, count in zip(numbers[::2], numbers[1::2], strict=True):
-        if count:
-            largest = max(largest, total / count / MILLIONTHS)
-    return largest
-
-
-def _compute_row_norms(x: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), dtype=torch.float32)
-    return length

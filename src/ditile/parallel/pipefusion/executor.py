@@ -217,8 +217,7 @@ class PipeFusion:
         self.schedule = replace(schedule, batch=self.generation.batch)
         # Only messages that are certain may be expected: a receive that is posted for another would never end.
         if step > 0 and self._activations_in is not None:
-            certain = schedule.find_last_certain_step(step, self.generation.calls or 1)
-            for next_step in range(self._last_expected_step + 1, min(certain + 1, schedule.steps)):
+            for next_step in range(self._last_expected_step + 1, min(step + 2, schedule.steps)):
                 self._activations_in.expect_messages(self._list_message_keys(next_step))
                 self._last_expected_step = next_step
         self.takes_latents = self.stage in schedule.latent_readers
@@ -665,9 +664,8 @@ class PipeFusion:
         """Whether this stage has launched all work that an activation depends on, by way of the first stage."""
         schedule = self.schedule
         patch = key.patch
-        # A synchronous step begins with all patches of the one before; a later adaptive step may become synchronous.
-        may_become_synchronous = schedule.adaptive and key.step > self.generation.micro_step.step
-        if may_become_synchronous or schedule.is_synchronous(key.step):
+        # A synchronous step begins with all patches of the one before.
+        if schedule.is_synchronous(key.step):
             patch = self._patches - 1
         return self._has_launched_patch(key.step - 1, patch)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_tensor
 from ditile.model.hooks.generation import CallRecorder, Generation, TokenShares
-from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers, RelativeChange
+from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
 from ditile.model.hooks.protocols import BatchShare, StepForecasts
 from ditile.model.pipeline_calls import list_schedulers, replace_call_globals
@@ -41,7 +41,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     replace_latents,
 )
 from ditile.parallel.pipefusion.rehearsal import Rehearsal
-from ditile.parallel.pipefusion.step_agreement import AdaptiveWarmup, StepAgreement, StepCallbacks
+from ditile.parallel.pipefusion.step_agreement import StepAgreement, StepCallbacks
 from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import Split
@@ -112,8 +112,6 @@ class Loop:
         self._main: SteppedLatents | None = None
         self._streams: list[SteppedLatents] = []  # in the order in which the pipeline steps them
         self._timestep: Tensor | None = None
-        self._adaptive_warmup: AdaptiveWarmup | None = None
-        self._relative_change: RelativeChange | None = None
         self.num_steps = 0
         # The steps of the loop that compute, which micro-steps count.
         self._computed_steps: list[int] = []
@@ -203,8 +201,6 @@ class Loop:
             self._pipefusion.end_generation(clean=False)
         self.generation.become(Generation())
         self._main = None
-        self._adaptive_warmup = None
-        self._relative_change = None
         self._rehearsal = None
         self._streams = []
         timesteps = vars(self._scheduler).get("timesteps")
@@ -297,11 +293,6 @@ class Loop:
                     yield from timesteps[1:]
                     return
                 self._batch.check_streams(len(self._streams))
-                # Now the device is busy, so waiting for the last step's change costs nothing.
-                if self._adaptive_warmup is not None:
-                    self._adaptive_warmup.start_change_sum()
-            if self._adaptive_warmup is not None and main.latents is not None:
-                self._adaptive_warmup.record_step_changes(generation, main.latents.shape[0])
             if self._is_planned or not generation.is_forecast:
                 step += 1
             else:
@@ -330,7 +321,6 @@ class Loop:
         # A replica without images makes no micro-steps, so the others must not gather in them.
         can_gather = not (self._divides_latents and self._batch.has_idle_replica)
         self._gathers_predictions = splits_images and can_gather and self._pipefusion.is_last_stage
-        self._relative_change = RelativeChange(self._mesh) if schedule.adaptive else None
         generation = self.generation
         generation.become(
             Generation(
@@ -339,7 +329,7 @@ class Loop:
                 is_under_way=True,
                 shares=TokenShares(self._split, self._mesh.sequence.index),
                 branches=self._batch.select_branches,
-                memory=GenerationMemory(self._relative_change, self._kept_buffers),
+                memory=GenerationMemory(self._kept_buffers),
                 recorder=self.recorder,
             )
         )
@@ -351,9 +341,6 @@ class Loop:
         # Replicas exchange latents at the end, so they must stop at the same step.
         stop_group = self._mesh.within_calls if splits_images else self._mesh.control
         self._agreement = StepAgreement(stop_group, self._mesh.traffic, self._callbacks.is_stopped)
-        self._adaptive_warmup = None
-        if self._relative_change is not None:
-            self._adaptive_warmup = AdaptiveWarmup(self._mesh, self._relative_change, self._plan.warmup_bound)
         self._synced = -1  # the last step after which every rank had the whole latents
         self._pipefusion.begin_generation(schedule, generation)
         self._callbacks.on_loop_begin(len(timesteps))
@@ -389,7 +376,6 @@ class Loop:
             stream.end_rehearsal(
                 self._plan.num_patches,
                 findings.num_references,
-                adaptive=self._schedule.adaptive,
                 rows_differ=findings.have_unlike_rows(),
             )
             now.pieces.append(stream.pieces)
@@ -475,18 +461,11 @@ class Loop:
         self._other_models.begin_iteration()
 
     def _begin_step(self, step: int) -> None:
-        """Starts to agree on stopping; the agreement of the step before says whether this step is the last.
-
-        With warmup=auto the ranks of an image agree on changes too, which say whether this step is synchronous.
-        """
+        """Starts to agree on stopping; the agreement of the step before says whether this step is the last."""
         self._run = self._find_run(step)
         if self._agreement.begin_step() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
             self.num_steps = self._run.stop
-        # Asked in every step, as its sums are collective.
-        warmup = self._adaptive_warmup
-        if warmup is not None and warmup.decide_synchronous_step(step) and step >= self._schedule.warmup:
-            self._schedule = replace(self._schedule, again=self._schedule.again | {step})
         if self._has_partial_latents and len(self._run) > 1 and self._needs_whole_steps(self._run):
             self._schedule = replace(self._schedule, late=self._schedule.late | {step})
         self.generation.schedule = self._schedule
@@ -505,8 +484,6 @@ class Loop:
         if now.computes is False:
             for stream in self._streams:
                 stream.release_patches(self._schedule.list_patches(micro))
-        elif self._schedule.adaptive:
-            self._exchange_latents(micro)
         for stream in self._streams:
             stream.is_stepped = False
         while not self._is_stepped:
@@ -526,7 +503,6 @@ class Loop:
 
     def _exchange_latents(self, micro: MicroStep) -> None:
         """Sends and receives the latents of the step before, before the model is called in a micro-step."""
-        # With warmup=auto that is late, as it is not known earlier which micro-step follows.
         for stream in self._streams:
             stream.release_patches(self._schedule.list_patches(micro))
         fusion = self._pipefusion
@@ -566,8 +542,6 @@ class Loop:
     def _finish_generation(self, *, stopped: bool) -> None:
         # All agreements are collective: those under way are waited for before anything may raise.
         is_cancelled = self._agreement.wait_for_votes()
-        if self._adaptive_warmup is not None:
-            self._adaptive_warmup.wait_for_sums()
         # Pipelines without `interrupt` would never set it back, and end the next call too.
         if stopped and not is_cancelled and hasattr(type(self._pipe), "interrupt"):
             self._pipe._interrupt = True
@@ -670,7 +644,7 @@ class Loop:
         # Latents for the next micro-step are received now, so that what the pipeline computes from the latents it gets
         # has them. All streams are received at once: on the last stage with its sends, elsewhere with the first stream.
         following = self._schedule.find_following(micro)
-        if following is not None and self._precedes_call and not self._schedule.adaptive:
+        if following is not None and self._precedes_call:
             stream.release_patches(self._schedule.list_patches(following))
             is_due = stream is self._streams[0]
             if self._pipefusion.is_last_stage:
@@ -756,8 +730,6 @@ class Loop:
                 assert stream.latents is not None
                 if denoised.dtype != stream.latents.dtype:
                     stream.latents = stream.latents.to(denoised.dtype)
-                if self._relative_change is not None:
-                    self._record_change(denoised, piece.take(stream.latents))
             stream.stepped_patches[patch] = denoised
             stream.held_patches[patch] = denoised
         if self._schedule.patches == 1:
@@ -791,12 +763,6 @@ class Loop:
         # The scheduler may return another dtype, which messages will have too.
         stream.latents = stream.latents.to(stepped.dtype)
         return result
-
-    def _record_change(self, after: Tensor, before: Tensor) -> None:
-        if self._relative_change is not None and not self.generation.is_forecast:
-            own_after = self._batch.view_own_images(after)
-            own_before = self._batch.view_own_images(before)
-            self._relative_change.record_change(("latents", 0, 0), own_after, own_before)
 
     def _end_step(self, stream: SteppedLatents, step: int, timestep: Any, *, is_again: bool) -> None:
         """Ends a step: the whole latents go to every rank after the last step, and where a callback wants them."""

@@ -140,12 +140,11 @@ class SteppedLatents:
         owning = self.list_owning_patches()
         return [patch for patch in patches if patch in owning] or owning[:1] or patches
 
-    def end_rehearsal(self, patches: int, references: int, *, adaptive: bool, rows_differ: bool) -> None:
+    def end_rehearsal(self, patches: int, references: int, *, rows_differ: bool) -> None:
         """Checks that the rehearsed patches divide the latents, and how the pipeline changes latents between steps.
 
         Args:
             references: how many of them, the first ones, are of reference images.
-            adaptive: whether the latents may have to be complete before any step.
             rows_differ: whether the places of a patch differ from row to row of a prediction.
 
         Raises:
@@ -178,11 +177,6 @@ class SteppedLatents:
             )
         if not self.passes_copies and not self.is_blended:
             self.latents = self._handed_on
-        elif adaptive:
-            raise StateError(
-                f"{self._name} keeps a copy of the latents, which warmup=auto cannot bring up to date; give a number "
-                "of steps"
-            )
         self._samples = []
 
     def note_blend(self, sample: Tensor, steps: int) -> None:

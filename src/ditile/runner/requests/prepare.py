@@ -273,7 +273,7 @@ def choose_warm_steps(plan: Plan, *, is_cached: bool, num_preparing_steps: int =
     """
     if is_cached:
         return None
-    return max(LEAST_STEPS, plan.least_warmup + STALE_STEPS) + num_preparing_steps
+    return max(LEAST_STEPS, plan.warmup + STALE_STEPS) + num_preparing_steps
 
 
 def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 from collections.abc import Mapping, Sequence
 
@@ -89,19 +88,10 @@ def render_insight(job: Job, plan_facts: JsonObject, trace: JsonObject) -> str:
         "The plan": _render_table(plan_rows),
         "Predicted and measured": _render_table(predictions),
         "Micro-steps by rank": render_gantt(trace),
-        "Freshness of keys by patch and step": render_freshness(build_schedule(plan, result)),
+        "Freshness of keys by patch and step": render_freshness(PatchSchedule.from_plan(plan, result.num_steps)),
         "Steps that the cache skipped": _render_skipped(result),
     }
     return "".join(f"<section><h3>{title}</h3>{content}</section>" for title, content in sections.items())
-
-
-def build_schedule(plan: Plan, result: JobResult) -> PatchSchedule:
-    """The schedule of a call; if the plan is adaptive, with the synchronous steps that the call chose."""
-    schedule = PatchSchedule.from_plan(plan, result.num_steps)
-    if not schedule.adaptive:
-        return schedule
-    synchronous = frozenset(result.facts["reports"][0]["synchronous"])
-    return dataclasses.replace(schedule, warmup=0, again=synchronous)
 
 
 def list_key_ages(schedule: PatchSchedule) -> list[tuple[int, list[int]]]:
