@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import ChronoEditPipeline, FluxPipeline, FluxTransformer2DModel, WanTransformer3DModel
+from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
 from ditile.model.block_lists import (
@@ -19,7 +19,6 @@ from ditile.model.block_lists import (
     supported_pipelines,
 )
 from ditile.model.block_table import find_diffusers_class, find_table_entry, read_transformer_table
-from ditile.model.loop_source import find_latent_cuts
 from ditile.model.source import infer_block_flow, read_block_calls, unwrap_module
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import BlockList, Flow
@@ -304,13 +303,6 @@ def test_every_pipeline_with_a_transformer_is_supported_or_known_not_to_be() -> 
 
 
 UNSUPPORTED = {"AnyFlowFARPipeline", "LattePipeline", "RFD4ProteinaPipeline"}
-
-
-def test_pipelines_that_cut_their_latents_in_mid_run() -> None:
-    """A failure means that patches are cut of latents which get another size, or that other pipelines are refused."""
-    found = {cls: find_latent_cuts(inspect.unwrap(cls.__call__)) for cls in (ChronoEditPipeline, FluxPipeline)}
-    guarded = {"latents = latents[:, :, [0, -1]]": {"enable_temporal_reasoning"}}
-    assert found == {ChronoEditPipeline: guarded, FluxPipeline: {}}
 
 
 def run(model: nn.Module, lists: list[BlockList], family: Family) -> list[tuple[nn.Module, dict[str, Any], Any]]:

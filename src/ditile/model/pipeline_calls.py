@@ -6,8 +6,6 @@ progress bar of that loop belong to the blocks of its tree, of which a user may 
 
 from __future__ import annotations
 
-import copy
-import dis
 import inspect
 import itertools
 import logging
@@ -17,20 +15,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from inspect import Parameter
 from numbers import Real
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from diffusers import ModularPipeline
+from diffusers.callbacks import (
+    SD3CFGCutoffCallback,
+    SDCFGCutoffCallback,
+    SDXLCFGCutoffCallback,
+    SDXLControlnetCFGCutoffCallback,
+)
 from diffusers.guiders.guider_utils import BaseGuidance
 from diffusers.modular_pipelines import SequentialPipelineBlocks, modular_pipeline
 from diffusers.modular_pipelines.components_manager import CustomOffloadHook
-from torch import Tensor, nn
+from torch import nn
 
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.overrides import give_own_class, list_replaced_methods, replace_globals
-from ditile.model.hooks.pieces import RehearsedPrediction
-from ditile.model.loop_source import find_timed_guidance
 from ditile.plan.errors import ModelError
 from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import suggest_whole_images
@@ -43,6 +45,35 @@ CONTENT_NAME = re.compile(r"(prompt|timesteps|sigmas)(_\d|_embeds)*")
 """Names of arguments that must not be empty, where they are given."""
 DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
 """Names of components that a pipeline calls in its loop."""
+_CUTOFF_CALLBACKS = (
+    SD3CFGCutoffCallback,
+    SDCFGCutoffCallback,
+    SDXLCFGCutoffCallback,
+    SDXLControlnetCFGCutoffCallback,
+)
+"""Callbacks of diffusers that end guidance in mid-run, by an attribute of the pipeline."""
+_PLACEWISE_GUIDERS = ("ClassifierFreeGuidance", "LTX2Guidance")
+"""Guiders that look at each place of a prediction by itself, unless they rescale the whole."""
+_STATISTICAL_GUIDERS = ("AdaptiveProjectedGuidance", "AdaptiveProjectedMixGuidance", "MagnitudeAwareGuidance")
+"""Guiders that scale each place by statistics of the whole prediction."""
+_LATENT_CUTS = {"ChronoEditPipeline": "enable_temporal_reasoning"}
+"""Pipelines whose loop goes on with a part of its latents -> the argument that asks for it."""
+_TIMED_GUIDANCE: dict[str, tuple[str, ...]] = {
+    "AceStepPipeline": ("cfg_interval_start", "cfg_interval_end"),
+    "AnyFlowFARPipeline": (),
+    "Flux2KleinKVPipeline": (),
+    "HunyuanVideoFramepackPipeline": (),
+    "Lumina2Pipeline": ("cfg_trunc_ratio",),
+    "RePaintPipeline": (),
+    "StableDiffusion3Pipeline": ("skip_guidance_layers", "skip_layer_guidance_start", "skip_layer_guidance_stop"),
+    "ZImageControlNetInpaintPipeline": ("cfg_truncation",),
+    "ZImageControlNetPipeline": ("cfg_truncation",),
+    "ZImageImg2ImgPipeline": ("cfg_truncation",),
+    "ZImageInpaintPipeline": ("cfg_truncation",),
+    "ZImageOmniPipeline": ("cfg_truncation",),
+    "ZImagePipeline": ("cfg_truncation",),
+}
+"""Pipelines whose loop calls its model in another way in some steps -> the arguments that ask for it; none: always."""
 _BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
 """In names of components of a user's own pipeline that it does not call in its loop."""
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -333,43 +364,22 @@ def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | No
     if not hasattr(type(pipe), "do_classifier_free_guidance"):
         return None
     given_callback = call.get("callback_on_step_end")
+    # A call that says no scale has a default above 1.
+    scale = call.get("guidance_scale", 2)
+    if scale is None or scale <= 1:
+        return None
     for callback in getattr(given_callback, "callbacks", [given_callback]):
-        name = _find_ended_guidance(callback)
-        if name is None:
-            continue
-        # A call that says no scale has a default above 1.
-        scale = call.get(name.lstrip("_"), 2)
-        if scale is None or scale <= 1 or _comes_too_late(callback, steps):
-            continue
-        callback_name = getattr(callback, "__name__", type(callback).__name__)
-        return (
-            f"{callback_name} sets {name} so that guidance ends in mid-run, which cannot be divided "
-            f"into patches; guide all steps, or use {suggest_whole_images(stale_keys=True)}"
-        )
+        if isinstance(callback, _CUTOFF_CALLBACKS) and not _comes_too_late(callback, steps):
+            return explain_ended_guidance(type(callback).__name__)
     return None
 
 
-def _find_ended_guidance(callback: Any) -> str | None:
-    """The scale of guidance that the code of a callback sets to a number of at most 1, or None."""
-    function = getattr(callback, "func", callback)
-    functions = [function, getattr(function, "callback_fn", None), getattr(type(function), "__call__", None)]  # noqa: B004
-    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    for code in codes:
-        instructions = list(dis.get_instructions(code))
-        for at, instruction in enumerate(instructions):
-            # Functions within it are looked at after it.
-            if isinstance(instruction.argval, CodeType):
-                codes.append(instruction.argval)
-            if not str(instruction.argval).endswith("guidance_scale"):
-                continue
-            # The number is loaded before the attribute is stored, or after its name for `setattr`.
-            near = instructions[at + 1 : at + 2]
-            if instruction.opname == "STORE_ATTR":
-                near = instructions[max(at - 3, 0) : at]
-            numbers = [loaded.argval for loaded in near if loaded.opname.startswith("LOAD_")]
-            if any(isinstance(number, int | float) and number <= 1 for number in numbers):
-                return str(instruction.argval)
-    return None
+def explain_ended_guidance(callback: str) -> str:
+    """Return why a callback that ends guidance is refused."""
+    return (
+        f"{callback} sets _guidance_scale so that guidance ends in mid-run, which cannot be divided into patches; "
+        f"guide all steps, or use {suggest_whole_images(stale_keys=True)}"
+    )
 
 
 def _comes_too_late(callback: Any, steps: int | None) -> bool:
@@ -385,14 +395,35 @@ def _comes_too_late(callback: Any, steps: int | None) -> bool:
 
 
 def is_guidance_timed(pipe: Any, call: Mapping[str, Any]) -> bool:
-    """Whether a call may ask for guidance in some steps only, so that the model is called more often in these."""
-    deciding = find_timed_guidance(inspect.unwrap(type(pipe).__call__))
+    """Return whether a call may ask for guidance in some steps only, in which the model is called more often."""
+    owner = _find_loop_owner(type(pipe))
+    # Of a loop of the user's own nothing is known.
+    if owner is None:
+        return True
+    if owner not in _TIMED_GUIDANCE:
+        return False
     parameters = list_call_parameters(pipe)
-    asked = (deciding & parameters.keys()) - {"num_inference_steps", "timesteps", "sigmas"}
-    # Nothing decides that a caller could leave at its default, so it may happen in any call.
-    if not asked:
-        return bool(deciding)
-    return any(name in call and call[name] != parameters[name].default for name in asked)
+    asked = _TIMED_GUIDANCE[owner]
+    return not asked or any(name in call and call[name] != parameters[name].default for name in asked)
+
+
+def explain_latent_cut(kind: type, call: Mapping[str, Any]) -> str | None:
+    """Return why a call that goes on with a part of its latents cannot be divided into patches, or None."""
+    name = _LATENT_CUTS.get(_find_loop_owner(kind) or "")
+    if name is None or not call.get(name):
+        return None
+    return (
+        f"{kind.__name__} goes on with a part of its latents in mid-run, and patches and stale keys belong to one "
+        f"size; use {suggest_whole_images(stale_keys=True)}, or {name}=False"
+    )
+
+
+def _find_loop_owner(kind: type) -> str | None:
+    """Return the class of diffusers whose call a class of pipelines has; None for a call of the user's."""
+    function = inspect.unwrap(kind.__call__)
+    if function.__module__.partition(".")[0] not in ("diffusers", "ditile"):
+        return None
+    return str(function.__qualname__).partition(".")[0]
 
 
 _CALLED_BY_PIPELINES = ("add_noise", "scale_noise", "set_begin_index", "set_timesteps")
@@ -436,12 +467,13 @@ def explain_scheduler_refusal(pipe: Any) -> str | None:
     return None
 
 
-def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | None:
+def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool, trusts_code: bool) -> str | None:
     """Why a modular pipeline's guidance cannot be divided with its model, or None.
 
     Args:
         partial: whether tokens are cut, and belong to branches of guidance.
         fresh: whether all of a prediction is of the current step, wherever it counts.
+        trusts_code: whether a guider of the user's may be given a prediction that is partly unknown.
     """
     for name, part in vars(pipe).items():
         if not isinstance(part, BaseGuidance):
@@ -459,12 +491,16 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | No
             )
         if not partial or _guides_each_place_alone(part):
             continue
-        if not fresh and _remembers_predictions(part):
+        # A number where predictions are averaged over steps, and None where they are not.
+        momentum = getattr(part, "adaptive_projected_guidance_momentum", None)
+        if not fresh and momentum is not None:
             return (
                 f"{kind} remembers earlier predictions, and in a step of patches it is given one for each patch; use a "
                 "guider without a memory, such as ClassifierFreeGuidance, or warmup equal to the steps"
             )
-        if not _shows_patches(part):
+        owner = _find_guidance_owner(part)
+        is_trusted = owner is None and trusts_code
+        if owner not in (*_PLACEWISE_GUIDERS, *_STATISTICAL_GUIDERS) and not is_trusted:
             return (
                 f"{kind} computes with the whole prediction, and in it the places of a patch cannot be told; use "
                 f"another guider, such as ClassifierFreeGuidance, or {suggest_whole_images()}"
@@ -473,70 +509,16 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | No
 
 
 def _guides_each_place_alone(guider: BaseGuidance) -> bool:
-    """Whether what a guider makes at a place of a prediction depends on nothing but what it is given there."""
-    results = _try_guider(guider)
-    if results is None:
-        return False
-    for first, *others in results:
-        # The first four places of all predictions are alike, see `_try_guider`.
-        for other in others:
-            if not torch.equal(other[:, :4], first[:, :4]):
-                return False
-    return True
+    """Return whether what a guider makes at a place of a prediction depends on that place alone."""
+    return _find_guidance_owner(guider) in _PLACEWISE_GUIDERS and not getattr(guider, "guidance_rescale", 0)
 
 
-def _remembers_predictions(guider: BaseGuidance) -> bool:
-    """Whether a guider makes something else of the same prediction after another one; also true of one that raises."""
-    results = _try_guider(guider)
-    return results is None or any(not torch.equal(first, last) for first, _, last in results)
-
-
-def _try_guider(guider: BaseGuidance) -> list[list[Tensor]] | None:
-    """What a guider makes of a prediction, of another with the same first places, and of the first one again.
-
-    That is done in the first step, where memories begin, in the next, and in a late one, as some change in between.
-    None if this cannot be found out.
-    """
-    twin: Any = copy.deepcopy(guider)
-    twin._start = 0.0
-    twin._stop = 1.0
-    random = torch.Generator().manual_seed(0)
-    one, other = torch.randn(2, 1, 8, 4, generator=random)
-    changed = torch.cat([one[:, :4], torch.randn(1, 4, 4, generator=random)], dim=1)
-    results = []
-    try:
-        for step in (0, 1, 98):
-            twin.set_state(step=step, num_inference_steps=100, timestep=torch.tensor(500.0))
-            guided = []
-            for conditional in (one, changed, one):
-                guided.append(twin(_name_predictions(twin, conditional, other)).pred)
-            results.append(guided)
-    # A guider that fails on a made-up prediction remains unknown.
-    except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
+def _find_guidance_owner(guider: BaseGuidance) -> str | None:
+    """Return the class of diffusers whose guidance a guider has; None for guidance of the user's."""
+    guide = type(guider).forward
+    if not guide.__module__.startswith("diffusers."):
         return None
-    return results
-
-
-def _shows_patches(guider: BaseGuidance) -> bool:
-    """Whether what is NaN in a prediction, as it is in a rehearsal, is NaN in what a guider makes of it, no more."""
-    twin: Any = copy.deepcopy(guider)
-    twin.set_state(step=0, num_inference_steps=2, timestep=torch.tensor(500.0))
-    predictions = torch.randn(2, 1, 8, 4, generator=torch.Generator().manual_seed(0))
-    predictions[:, :, 4:] = float("nan")
-    one, other = predictions.as_subclass(RehearsedPrediction)
-    try:
-        result = twin(_name_predictions(twin, one, other)).pred
-    except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
-        return False
-    return torch.equal(torch.isnan(result), torch.isnan(predictions[0]))
-
-
-def _name_predictions(guider: Any, conditional: Tensor, unconditional: Tensor) -> list[Any]:
-    """Predictions as blocks hand them to a guider."""
-    inputs: list[Any] = guider.prepare_inputs({"given": (None, None)})
-    for data, prediction in zip(inputs, (conditional, unconditional), strict=False):
-        data.noise_pred = prediction
-    return inputs
+    return str(guide.__qualname__).partition(".")[0]
 
 
 def iterate_blocks(pipe: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from ditile.distributed.launch import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.model.hooks.overrides import override_attribute
-from ditile.model.pipeline_calls import list_call_parameters, list_progress_bar_owners
+from ditile.model.pipeline_calls import explain_ended_guidance, list_call_parameters, list_progress_bar_owners
 from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
@@ -88,6 +88,8 @@ class StepEndCallbacks:
     loop: Loop
     decodes_alone = False
     """Whether ranks exchange nothing more after the last step."""
+    refuses_other_guidance = False
+    """Whether guidance must not begin or end in mid-run."""
 
     def __init__(
         self,
@@ -217,7 +219,12 @@ class StepEndCallbacks:
             return {}
         answer: dict[str, Any] = {}
         if self._callback:
+            is_guided = getattr(pipe, "do_classifier_free_guidance", None)
             returned = self._callback(pipe, step, timestep, dict(tensors))
+            has_changed = getattr(pipe, "do_classifier_free_guidance", None) != is_guided
+            if has_changed and self.refuses_other_guidance and step < self._steps - 1:
+                name = getattr(self._callback, "__name__", type(self._callback).__name__)
+                raise ModelError(explain_ended_guidance(name))
             if isinstance(returned, dict):
                 answer = returned
         # The callback may have changed the prompt, or the scale of a LoRA.

@@ -41,7 +41,6 @@ from ditile.model.hooks.attention_processors import restore_processors_on_error
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
 from ditile.model.hooks.placeholders import list_quantized_parameters
-from ditile.model.loop_source import find_latent_cuts
 from ditile.model.pipeline_calls import (
     count_most_iterations,
     describe_stale_statistics,
@@ -49,6 +48,7 @@ from ditile.model.pipeline_calls import (
     explain_changed_size_refusal,
     explain_empty_call,
     explain_guider_refusal,
+    explain_latent_cut,
     explain_replaced_step_refusal,
     explain_scheduler_refusal,
     find_call_owner,
@@ -468,6 +468,8 @@ class Runner:
         with ExitStack() as stack:
             stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
             ends = StepEndCallbacks(self.pipe, mesh, call, parts.device, meter, self._stop_event.is_set, watcher)
+            iterations = self._count_iterations(call)
+            ends.refuses_other_guidance = self.plan.cuts_latents or self.plan.has_stale_steps(iterations)
             ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
             callbacks = ends.install_callbacks(stack, call)
             decisions = None
@@ -596,9 +598,9 @@ class Runner:
         is_fresh = not partial or self.plan.predicts_whole(iterations)
         reason = (
             explain_hook_refusal(find_loop_models(self.pipe), self.plan, steps)
-            or explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh)
+            or explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh, trusts_code=self._parts.trusts_code)
             or self._parts.spec.refuse(self.pipe, call)
-            or self._explain_latent_cut(call)
+            or (explain_latent_cut(self._pipeline_class, self._fill_defaults(call)) if partial else None)
             or self._explain_step_refusal(call, iterations)
             or self._parts.find_refusal_reason()
         )
@@ -631,20 +633,6 @@ class Runner:
             f"replicas without images do not gather: data={self.plan.data} is more than the {images} image(s) of this "
             f"call; use data={images}, or {suggest_whole_images()}"
         )
-
-    def _explain_latent_cut(self, call: Mapping[str, Any]) -> str | None:
-        """Why a call that goes on with a part of its latents cannot be divided into patches, or None."""
-        if not self.plan.attends_to_stale_keys and self.plan.pipefusion == 1:
-            return None
-        values = self._fill_defaults(call)
-        for line, names in find_latent_cuts(inspect.unwrap(self._pipeline_class.__call__)).items():
-            if all(values.get(name, True) for name in names):
-                remedy = "".join(f", or {name}=False" for name in sorted(names & values.keys()))
-                return (
-                    f"{self._pipeline_class.__name__} goes on with a part of its latents in mid-run ({line}), and "
-                    f"patches and stale keys belong to one size; use {suggest_whole_images(stale_keys=True)}{remedy}"
-                )
-        return None
 
     def _fill_defaults(self, call: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}

@@ -9,9 +9,10 @@ import diffusers
 import pytest
 from diffusers.callbacks import SD3CFGCutoffCallback
 
-from ditile.model.loop_source import find_timed_guidance
-from ditile.model.pipeline_calls import explain_callback_refusal, is_guidance_timed
+from ditile.model import pipeline_calls
+from ditile.model.pipeline_calls import explain_callback_refusal, explain_latent_cut, is_guidance_timed
 from ditile.plan.errors import DitileError, ModelError, StateError
+from tests.model.loop_source import find_latent_cuts, find_timed_guidance
 from tests.parallel.batch.test_batch import close, made
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run
@@ -22,23 +23,44 @@ ROUNDING = 1e-5
 EXACT = ({"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"cfg": 2}, {"data": 2}, {"distrifusion": 2, "warmup": STEPS})
 
 
-def test_what_decides_on_guidance_is_read_off_the_loop() -> None:
-    """A failure means that a pipeline's calls are rehearsed in all steps for nothing, or not where they change."""
-    expected: dict[Any, set[str]] = {
-        diffusers.Lumina2Pipeline: {"cfg_trunc_ratio"},
-        diffusers.ZImagePipeline: {"cfg_truncation"},
-        diffusers.StableDiffusion3Pipeline: {"skip_layer_guidance_start", "skip_layer_guidance_stop"},
-        diffusers.FluxPipeline: set(),
-        diffusers.FluxInpaintPipeline: set(),
-        diffusers.QwenImagePipeline: set(),
-        diffusers.WanPipeline: set(),
-    }
-    for kind, names in expected.items():
-        deciding = find_timed_guidance(inspect.unwrap(kind.__call__))
-        assert names <= deciding and bool(deciding) == bool(names), (kind, deciding)
+@pytest.mark.nightly
+def test_tables_are_what_the_loops_of_diffusers_say() -> None:
+    """A failure means that calls are rehearsed in all steps for nothing, or not where they change."""
+    timed = {}
+    cuts = {}
+    for name in dir(diffusers):
+        kind = getattr(diffusers, name, None) if name.endswith("Pipeline") else None
+        if not inspect.isclass(kind):
+            continue
+        function = inspect.unwrap(kind.__call__)
+        deciding = find_timed_guidance(function)
+        if deciding:
+            asked = deciding & inspect.signature(function).parameters.keys()
+            timed[name] = asked - {"num_inference_steps", "timesteps", "sigmas"}
+        for names in find_latent_cuts(function).values():
+            cuts[name] = names
+    assert timed == {name: set(names) for name, names in pipeline_calls._TIMED_GUIDANCE.items()}
+    assert cuts == {name: {argument} for name, argument in pipeline_calls._LATENT_CUTS.items()}
+
+
+class OwnLoop(diffusers.FluxPipeline):  # type: ignore[misc]
+    """A loop of which nothing is known."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_call_asks_for_other_steps_by_its_arguments() -> None:
     pipe = ZOO["lumina-2"].make()
     assert not is_guidance_timed(pipe, {"num_inference_steps": 9, "cfg_trunc_ratio": 1.0})
     assert is_guidance_timed(pipe, {"cfg_trunc_ratio": 0.5})
+    flux = MAKE["flux"]()
+    assert not is_guidance_timed(flux, {})
+    flux.__class__ = OwnLoop
+    assert is_guidance_timed(flux, {})
+    assert explain_latent_cut(diffusers.ChronoEditPipeline, {"enable_temporal_reasoning": False}) is None
+    refusal = explain_latent_cut(diffusers.ChronoEditPipeline, {"enable_temporal_reasoning": True})
+    assert refusal is not None and "enable_temporal_reasoning=False" in refusal
 
 
 def truncated() -> None:
@@ -90,37 +112,42 @@ def test_a_callback_ends_guidance(pool: Pool) -> None:
     pool.run(cut_off, 2)
 
 
-def by_attribute(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+def end_by_attribute(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
     if step == 2:
         pipe._guidance_scale = 1.0
     return {}
 
 
-def by_function(pipe: Any, *_: Any) -> dict[str, Any]:
-    return setattr(pipe, "_guidance_scale", 0) or {}  # noqa: B010
+def ended_by_the_user() -> None:
+    """Met when it is done: nothing is known of a callback of the user's before it is called."""
+    call = {"callback_on_step_end": end_by_attribute, "num_inference_steps": STEPS}
+    pipe = made("sd3")
+    expected = run(pipe, "sd3", **call)
+    for plan in ({"pipefusion": 2, "warmup": STEPS}, {"distrifusion": 2, "warmup": 1}):
+        with divided(pipe, **plan) as runner, pytest.raises(ModelError, match="end_by_attribute sets _guidance_scale"):
+            run(runner, "sd3", **call)
+    with divided(pipe, ulysses=2) as runner:
+        close(run(runner, "sd3", **call), expected, "whole steps")
 
 
-def raises_guidance(pipe: Any, *_: Any) -> dict[str, Any]:
-    pipe._guidance_scale = 4.0
-    return {}
+def test_a_callback_of_the_user_ends_guidance(pool: Pool) -> None:
+    """A failure means an error of shapes, or that stages wait for a branch that is not computed."""
+    pool.run(ended_by_the_user, 2)
 
 
 @pytest.mark.parametrize(
     ("callback", "scale", "is_refused"),
     [
-        (by_attribute, 3.0, True),
-        (by_function, 3.0, True),
-        (raises_guidance, 3.0, False),
-        (by_attribute, 1.0, False),
+        (SD3CFGCutoffCallback(cutoff_step_ratio=0.5), 3.0, True),
+        (SD3CFGCutoffCallback(cutoff_step_ratio=0.5), 1.0, False),
         (SD3CFGCutoffCallback(cutoff_step_ratio=1.0), 3.0, False),
         (None, 3.0, False),
     ],
 )
 def test_callbacks_that_end_guidance_are_told_from_others(callback: Any, scale: float, is_refused: bool) -> None:
     """A failure means that a callback is refused which changes no calls, or that one that does is met in mid-run."""
-    pipe = MAKE["sd3"]()
     call = {"callback_on_step_end": callback, "guidance_scale": scale}
-    assert (explain_callback_refusal(pipe, call, STEPS) is not None) == is_refused
+    assert (explain_callback_refusal(MAKE["sd3"](), call, STEPS) is not None) == is_refused
 
 
 NOTHING: tuple[tuple[dict[str, Any], str], ...] = (

@@ -671,8 +671,6 @@ class Loop:
                 self._scheduler.timesteps = driving_timesteps
         stream.latents = extract_sample(result)
         stream.is_stepped = True
-        if self.is_stepping_rank:
-            self._record_change(stream.latents, call.sample)
         self._end_step(stream, step, call.timestep, is_again=is_again)
         if self._mesh["data"].num_ranks == 1:
             return result

@@ -1,4 +1,7 @@
-"""Reads the source of a pipeline's denoising loop: where it cuts latents, and which conditions depend on the step."""
+"""Reads the source of a pipeline's denoising loop: where it cuts latents, and which conditions depend on the step.
+
+What ditile knows of diffusers' pipelines is a table, which is compared with the source of the installed ones.
+"""
 
 from __future__ import annotations
 
