@@ -23,7 +23,6 @@ ROUNDING = 1e-5
 EXACT = ({"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"cfg": 2}, {"data": 2}, {"distrifusion": 2, "warmup": STEPS})
 
 
-@pytest.mark.nightly
 def test_tables_are_what_the_loops_of_diffusers_say() -> None:
     """A failure means that calls are rehearsed in all steps for nothing, or not where they change."""
     timed = {}
