@@ -244,7 +244,7 @@ def test_one_rank_refuses_only_stale_steps() -> None:
     expected = torch.as_tensor(run(pipe, "flux"))
     runner = parallelize(pipe, Plan(patches=2, warmup=99))
     assert torch.equal(torch.as_tensor(run(runner, "flux")), expected)
-    with pytest.raises(ModelError, match="'patches=2 .*' computes parts of a call apart"):
+    with pytest.raises(ModelError, match="'patches=2' computes parts of a call apart"):
         run(parallelize(pipe, Plan(patches=2, warmup=1)), "flux")
 
 
