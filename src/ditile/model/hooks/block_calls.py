@@ -124,12 +124,6 @@ class BlockCalls:
 
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
-            # Tensors of inference mode have no version, by which it is seen that the forward writes into its streams.
-            if torch.is_inference_mode_enabled():
-                args, kwargs = pytree.tree_map_only(Tensor, _leave_inference_mode, (args, kwargs))
-                # To leave it turns gradients on.
-                with torch.inference_mode(False), torch.no_grad():
-                    return forward_divided(*args, **kwargs)
             now = self._now.check_under_way()
             # The pipeline only blends its latents: it needs no prediction.
             if now.dry.blended_step is not None:
@@ -169,7 +163,7 @@ class BlockCalls:
             self._policy.end_transformer_call()
             return result
 
-        return forward_divided
+        return _leave_inference_mode(forward_divided)
 
     def wrap_block(self, hook: BlockHook, forward: Forward) -> Forward:
         """A block's forward, for this rank's tokens."""
@@ -494,12 +488,23 @@ class _SurveyPass:
                 )
 
 
-def _leave_inference_mode(x: Tensor) -> Tensor:
-    """Return a tensor that counts what is written into it, with the same numbers."""
-    if not x.is_inference():
-        return x
-    with torch.inference_mode(False), torch.no_grad():
-        return x.clone()
+def _leave_inference_mode(forward: Forward) -> Forward:
+    """Return a forward whose tensors count what is written into them, which those of inference mode do not."""
+
+    @functools.wraps(forward)
+    def forward_outside(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return forward(*args, **kwargs)
+        # To leave the mode turns gradients on.
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = pytree.tree_map_only(Tensor, _copy_inference_tensor, (args, kwargs))
+            return forward(*args, **kwargs)
+
+    return forward_outside
+
+
+def _copy_inference_tensor(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x
 
 
 def _are_new_streams(
