@@ -15,7 +15,7 @@ from diffusers import Flux2Transformer2DModel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ditile.cli import main
+from ditile.cli import main, verify
 from ditile.cli.verdict import Check, PlanVerdict, build_verdict_table
 from ditile.cli.verify import run_plan_checks
 from ditile.distributed.backend import PEER_TIMEOUT
@@ -24,7 +24,6 @@ from ditile.plan.errors import JoinError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.runner import LOG, Runner
-from ditile_lab import verify
 from tests import tiny
 from tests.parallel.sequence import planned
 from tests.pool import Pool
