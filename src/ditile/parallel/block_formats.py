@@ -1,9 +1,9 @@
-"""Weights that are stored in blocks, as of GGUF and torchao: how they are measured, cut, and made of other memory.
+"""Weights that are stored in blocks, like those of GGUF and torchao: how they are measured, cut, and copied.
 
-A row of such a weight is a sequence of blocks, each with scales of its own: Q4_K has 256 numbers in 144 bytes, Q8_0 32
-in 34. torchao keeps scales in a tensor of their own, often one for a row. Any rows can be taken as they are; within a
-row, a part begins and ends where blocks do. A weight is unpacked each time that it is multiplied, so a rank that has a
-share of the blocks computes with the same numbers.
+A row of such a weight is a sequence of blocks, each with its own scales: Q4_K has 256 numbers in 144 bytes, Q8_0 32 in
+34. torchao keeps scales in a separate tensor, often one for a row. Whole rows can be cut anywhere; within a row, a part
+begins and ends at the borders of blocks. A weight is unpacked each time that it is multiplied, so a rank with a share
+of the blocks computes with the same numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TORCHAO_CLASSES = ("Int8Tensor", "Float8Tensor")
 
 
 class RowBlocks(NamedTuple):
-    """How a weight is stored.
+    """The format in which a weight is stored.
 
     Attributes:
-        name: such as Q4_K.
-        numbers: how many of a row are in a block.
-        size: elements of what is stored that a block takes: bytes of GGUF.
+        name: the name of the format, such as Q4_K.
+        numbers: how many numbers of a row are in a block.
+        size: how many stored elements a block takes; for GGUF these are bytes.
     """
 
     name: str
@@ -33,10 +33,13 @@ class RowBlocks(NamedTuple):
 
 
 def find_row_blocks(weight: Any) -> RowBlocks | None:
-    """The format of a weight that can be cut; None if it is plain, or packed by a library across its rows."""
+    """Return the block format of a weight, or None if it cannot be cut by blocks.
+
+    That is so for a plain weight, and for one packed by a library across its rows.
+    """
     # By name, because diffusers' and torchao's modules cannot be imported where the packages are not installed.
     name = type(weight).__name__
-    # A scale for each input would have to be cut with them.
+    # A scale for each input would have to be cut with the inputs.
     if getattr(weight, "act_pre_scale", None) is None and name in TORCHAO_CLASSES:
         return describe_row_blocks(name, weight.block_size, weight.shape)
     if name != "GGUFParameter":
@@ -52,11 +55,14 @@ def describe_row_blocks(
     block_size: Sequence[int] | None,
     shape: Sequence[int],
 ) -> RowBlocks | None:
-    """The format of a weight of torchao that can be cut, by its class, the shape of a block and its own; or None."""
+    """Return the block format of a torchao weight, or None if it cannot be cut.
+
+    It depends on the weight's class, its shape and the shape of a block.
+    """
     if name not in TORCHAO_CLASSES or block_size is None or len(block_size) != 2:
         return None
     rows, numbers = block_size
-    # A scale of the whole weight, or of whole rows, is that of any part.
+    # A scale of the whole weight, or of whole rows, holds for any part.
     if numbers == shape[1] and rows in (1, shape[0]):
         return RowBlocks(name, 1, 1)
     if rows > 1:
@@ -65,18 +71,18 @@ def describe_row_blocks(
 
 
 def is_block_linear(linear: Any) -> bool:
-    """Whether a Linear is the one that diffusers has for such weights, also before its weight is read."""
+    """Return whether a Linear is diffusers' own for such weights, also before its weight is read."""
     return type(linear).__name__ == "GGUFLinear"
 
 
 def measure_weight(weight: Any) -> tuple[int, ...]:
-    """The shape of a weight in numbers, however it is stored."""
+    """Return the shape of a weight in numbers, however it is stored."""
     shape: Sequence[int] = getattr(weight, "quant_shape", weight.shape)
     return tuple(shape)
 
 
 def find_compute_dtype(linear: Any) -> torch.dtype:
-    """The type in which a Linear multiplies, however its weight is stored."""
+    """Return the dtype in which a Linear multiplies, however its weight is stored."""
     dtype: torch.dtype = getattr(linear, "compute_dtype", None) or linear.weight.dtype
     return dtype
 
@@ -86,7 +92,7 @@ def take_pieces(
     dim: int,
     pieces: Sequence[slice],
 ) -> Tensor:
-    """Pieces of a weight side by side, in memory of their own; of one that is stored in blocks, its blocks."""
+    """Copy pieces of a weight side by side into new memory, keeping blocks whole."""
     if type(whole).__name__ not in TORCHAO_CLASSES:
         parts = []
         for piece in pieces:
@@ -97,7 +103,7 @@ def take_pieces(
     tensors = {}
     for name in names:
         tensor = getattr(whole, name)
-        # Of scales and zero points there is one for each block, or one for all that is cut.
+        # Scales and zero points have one element for each block, or one for the whole dimension.
         if tensor.ndim == whole.ndim and tensor.shape[dim] > 1:
             size = whole.shape[dim] // tensor.shape[dim]
             own_pieces = []
@@ -107,7 +113,7 @@ def take_pieces(
         tensors[name] = tensor.clone()
     block_size = list(whole.block_size)
     length = sum(piece.stop - piece.start for piece in pieces)
-    # A block is no larger than the weight.
+    # A block cannot be larger than the weight.
     block_size[dim] = min(block_size[dim], length)
     attributes["block_size"] = block_size
     taken: Tensor = type(whole).__tensor_unflatten__(tensors, attributes, None, None)
@@ -115,7 +121,10 @@ def take_pieces(
 
 
 def locate_number(weight: Any, dim: int, number: int) -> int:
-    """Where a number of a dimension begins in what is stored; a number within a row has to be the first of a block."""
+    """Return where a number of a dimension begins in the stored elements.
+
+    A number within a row has to be the first of a block.
+    """
     row_blocks = find_row_blocks(weight)
     if row_blocks is None or dim < weight.ndim - 1:
         return number
@@ -124,9 +133,9 @@ def locate_number(weight: Any, dim: int, number: int) -> int:
 
 
 def unpack_weight(linear: Any) -> Tensor:
-    """The weight of a Linear as its own forward multiplies it."""
+    """Return the weight of a Linear in the form its own forward multiplies."""
     weight: Tensor = linear.weight
-    # torchao's unpack themselves.
+    # The weights of torchao unpack themselves.
     if type(weight).__name__ != "GGUFParameter":
         return weight
     from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
@@ -136,7 +145,7 @@ def unpack_weight(linear: Any) -> Tensor:
 
 
 def make_parameter_like(original: Any, stored: Tensor) -> nn.Parameter:
-    """A parameter that is stored as another one is, in other memory."""
+    """Make a parameter with other memory, stored like the original."""
     if type(original).__name__ == "GGUFParameter":
         parameter: nn.Parameter = type(original)(stored, quant_type=original.quant_type)
         return parameter

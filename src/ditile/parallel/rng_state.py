@@ -1,4 +1,4 @@
-"""States of random generators: which generators a call uses, saved and restored states, and one state on all ranks."""
+"""Random generators: those that a call uses, their saved and restored states, and one state on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ditile.distributed.transport import Traffic, broadcast_tensor
 
 
 def list_generators(generator: Any, device: torch.device) -> list[torch.Generator]:
-    """The generators that a call may use: the given one or list, and torch's own, which some schedulers use."""
+    """List the generators that a call may use.
+
+    They are the given one or list, and torch's own, which some schedulers use.
+    """
     if isinstance(generator, torch.Generator):
         generator = [generator]
     generators = list(generator or [])
@@ -25,18 +28,18 @@ def list_generators(generator: Any, device: torch.device) -> list[torch.Generato
 
 
 def read_generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    """The states of generators; does not wait for a GPU."""
+    """Return the states of generators without waiting for a GPU."""
     return [generator.get_state() for generator in generators]
 
 
 def restore_generators(generators: Sequence[torch.Generator], saved: Iterable[torch.Tensor]) -> None:
-    """Puts generators back into saved states."""
+    """Put generators back into saved states."""
     for generator, state in zip(generators, saved, strict=True):
         generator.set_state(state)
 
 
 def has_state_change(generators: Sequence[torch.Generator], saved: Sequence[torch.Tensor]) -> bool:
-    """Whether a random number was generated since `saved`."""
+    """Return whether a random number was generated since `saved`."""
     return not all(map(torch.equal, read_generator_states(generators), saved))
 
 
@@ -46,7 +49,7 @@ def synchronise_generators(
     group: dist.ProcessGroup | None,
     traffic: Traffic,
 ) -> None:
-    """Puts the generators of every rank into the states that they have on group rank `source`."""
+    """Put the generators of every rank into their states on group rank `source`."""
     if group is None:
         return
     saved = read_generator_states(generators)

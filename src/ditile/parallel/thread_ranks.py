@@ -1,4 +1,4 @@
-"""Ranks in threads: proofs run a divided model on several ranks in one process, without a process group."""
+"""Ranks as threads: proofs run a divided model on several ranks in one process, without a process group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PendingThreadMessages(NamedTuple):
     receive: Callable[[], list[Tensor]]
 
     def wait_for_tensors(self) -> list[Tensor]:
-        """The messages, in the order in which they were asked for."""
+        """Return the messages in the order of the requests."""
         return self.receive()
 
 
@@ -37,7 +37,7 @@ class ThreadRank:
     """One of several ranks that are threads of this process.
 
     Attributes:
-        index: this rank.
+        index: this rank's number.
         num_ranks: how many there are.
     """
 
@@ -52,14 +52,17 @@ class ThreadRank:
         receives: IncomingShapes,
         like: Tensor,
     ) -> PendingThreadMessages:
-        """Sends tensors to several peers; `receives` are (peer, shape) of what arrives."""
+        """Send tensors to several peers; `receives` has (peer, shape) of each expected message."""
         for peer, x in sends:
             # The sender may write into its tensor before the receiver has read it.
             self._queues[self.index][peer].put(x.clone())
         return PendingThreadMessages(lambda: [self._receive(peer, shape) for peer, shape in receives])
 
     def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingThreadMessages:
-        """Exchanges a tensor with every rank; theirs have these shapes. All arrive, in rank order."""
+        """Exchange a tensor with every rank and return all of them in rank order.
+
+        `shapes` has the shapes of the ranks' tensors.
+        """
         peers = [peer for peer in range(self.num_ranks) if peer != self.index]
         sends = [(peer, x) for peer in peers]
         pending = self.start_exchange(sends, [(peer, shapes[peer]) for peer in peers], x)
@@ -72,12 +75,12 @@ class ThreadRank:
         return PendingThreadMessages(receive)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of the tensors of all ranks, added in rank order, so that every rank has the same bits."""
+        """Return the sum of all ranks' tensors, added in rank order so that every rank has the same bits."""
         everyone = self.start_gather(x, [tuple(x.shape)] * self.num_ranks).wait_for_tensors()
         return functools.reduce(torch.add, everyone)
 
     def announce_failure(self) -> None:
-        """Wakes the ranks that wait for this one."""
+        """Wake the ranks that wait for this one."""
         for mailbox in self._queues[self.index]:
             mailbox.put(PeerFailedError())
 
@@ -94,7 +97,7 @@ class ThreadRank:
 
 
 def run_thread_ranks(num_ranks: int, run: Callable[[ThreadRank], Result]) -> list[Result]:
-    """What `run` returns on each of several ranks; raises the first error of a rank, if one fails."""
+    """Run a function on each of several ranks and return their results; raise the first error if a rank fails."""
     queues: list[list[queue.Queue[Any]]] = []
     for _ in range(num_ranks):
         queues.append([queue.Queue() for _ in range(num_ranks)])

@@ -1,6 +1,6 @@
-"""AttentionCore: the attention of one layer: q, k and v are exchanged, kept, attended to, and exchanged back.
+"""AttentionCore: the attention of one layer. q, k and v are exchanged, stored, attended to, and exchanged back.
 
-    tokens to heads (ulysses) -> keys that are kept, or a ring -> kernel -> heads to tokens
+    tokens to heads (ulysses) -> stored keys or a ring -> kernel -> heads to tokens
 
 It gets q, k and v after projections, qk-norm and rope. Each part has a null object, so that the core has no special
 cases.
@@ -39,14 +39,14 @@ class AttentionCore:
 
     Args:
         now: the generation under way.
-        exchange, keys, masks: the parts of this chain, and what gathers a mask of keys.
-        kind: of its tokens, as in `ListAnatomy.attention`: one letter, or one of its queries and one of its keys; or
+        exchange, keys, masks: the parts of this chain, and the source of key masks.
+        kind: the kind of its tokens, as in `ListAnatomy.attention`: one letter, or one for queries and one for keys; or
             with further keys.
         turn: shared by layers that must stay in order where they are compiled.
 
     Attributes:
         attend: `(q, k, v, *, mask, scale)`, `[B, S, N, H]` to the same, where S counts the tokens of the current
-            micro-step; what dummies become is never read.
+            micro-step; the output for dummies is never read.
         overlaps: whether `attend_overlapped` gains anything.
     """
 
@@ -70,9 +70,9 @@ class AttentionCore:
         self.overlaps = exchange.overlaps
 
     def attend_overlapped(self, makers: Sequence[DeferredTensor], *, mask: Tensor | None = None) -> Tensor:
-        """The same for q, k and v that are yet to be computed: each travels while the next one is computed."""
+        """Attend to q, k and v that are yet to be computed, sending each while the next is computed."""
         if torch.compiler.is_compiling():
-            # A compiled block computes all of them before any travels.
+            # A compiled block computes all of them before any is sent.
             q, k, v = (make() for make in makers)
             return self.attend(q, k, v, mask=mask)
         tokens = self._now.tokens.get_layer_tokens(self._now.token_patch, self._kind)
@@ -99,10 +99,10 @@ class AttentionCore:
         scale: float | None,
         tokens: LayerTokens | None = None,
     ) -> Tensor:
-        """The same over the tokens that are given, or over the tokens of the current micro-step.
+        """Attend to the given tokens, or to the tokens of the current micro-step.
 
         Raises:
-            ModelError: if the mask is not one of keys alone.
+            ModelError: if the mask is not a mask of keys only.
         """
         if tokens is None:
             tokens = self._now.tokens.get_layer_tokens(self._now.token_patch, self._kind[0])
@@ -133,10 +133,12 @@ class AttentionCore:
         mask: Tensor | None,
         tokens: LayerTokens,
     ) -> tuple[Tensor, Tensor, Tensor | None, FurtherKeys]:
-        """The keys and values of tokens, the mask of these alone, and the further keys with theirs.
+        """Split the further keys from the keys of tokens.
+
+        The result is the tokens' keys, values and mask, and the further keys with theirs.
 
         Raises:
-            ModelError: if a mask tells queries apart, or is of another number of keys.
+            ModelError: if a mask differs between queries, or has an unexpected number of keys.
         """
         own = q.shape[1]
         count = k.shape[1] - own
@@ -154,14 +156,17 @@ class AttentionCore:
                 further_mask = self._exchange.select_own_heads(further_mask.transpose(1, 2), heads).transpose(1, 2)
         further_k = self._exchange.select_own_heads(further_k, heads)
         further_v = self._exchange.select_own_heads(further_v, heads)
-        # Where the further keys go once the dummies are left out.
+        # This is the place of the further keys once the dummies are left out.
         if tokens.dummies_first:
             place -= min(place, tokens.dummies)
         place = min(place, own - tokens.dummies)
         return k, v, mask, FurtherKeys(further_k, further_v, further_mask, place)
 
     def _take_further_mask(self, mask: Tensor, own: int, count: int, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-        """The mask of tokens, and of `count` further keys; it is given for all tokens, or for this rank's."""
+        """Split the mask into one of tokens and one of `count` further keys.
+
+        It is given for all tokens or for this rank's.
+        """
         is_whole = mask.shape[-1] == tokens.length + count
         if not is_whole and mask.shape[-1] != own + count:
             raise ModelError(
@@ -183,7 +188,7 @@ class AttentionCore:
         scale: float | None,
         further: FurtherKeys | None = None,
     ) -> Tensor:
-        """Attends to this rank's heads of `heads` in all, and trades them for its tokens."""
+        """Attend to this rank's share of `heads` heads, and exchange the output for its tokens."""
         key_padding_mask = None
         if mask is not None and not keys.are_none:
             key_padding_mask = self._masks.gather_key_mask(mask, q.shape[0], keys, heads)
@@ -200,10 +205,12 @@ class AttentionCore:
 
 
 class LocalKeyMaskSource:
-    """This rank has all tokens of the current patch, so a mask may also differ from query to query."""
+    """The key masks of a rank that has all tokens of the current patch; a mask may also differ between queries."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """The mask without dummies: of the keys of the patch; of all keys, where it differs between queries.
+        """Return the mask without dummies.
+
+        It covers the keys of the patch, or all keys if it differs between queries.
 
         Raises:
             ModelError: if it differs between queries and does not cover all keys.
@@ -227,13 +234,13 @@ class LocalKeyMaskSource:
 
 
 class FreshKeys:
-    """The keys of this call alone: none is stale, and no other rank has any."""
+    """The keys of this call only: none is stale, and no other rank has any."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self._kernel = kernel
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`."""
+        """Return the output of the queries, `[B, S, N, H]`."""
         # Without a ring there is one mask.
         mask = extra.mask.ring_masks[0] if extra.mask else None
         if extra.further is not None:
@@ -251,8 +258,8 @@ class StaleKeys:
     Attributes:
         now: the generation under way.
         layer: the layer's name in the model.
-        gather: the fresh keys of all ring ranks; None where no ranks split the patch along ring.
-        check: asserts that the ages of the keys are what the schedule says, if given.
+        gather: gathers the fresh keys of all ring ranks; None if no ranks split the patch along ring.
+        check: asserts that the ages of the keys are those of the schedule, if given.
     """
 
     now: Generation
@@ -263,7 +270,7 @@ class StaleKeys:
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`."""
+        """Return the output of the queries, `[B, S, N, H]`."""
         now = self.now
         step, patch = now.micro_step
         if patch is None and not now.keeps_keys:
@@ -294,7 +301,7 @@ class StaleKeys:
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
     def _check_ages(self, check: AgeChecks, tokens: LayerTokens) -> None:
-        """Asserts that the keys of each patch have their scheduled ages."""
+        """Assert that the keys of each patch have their scheduled ages."""
         now = self.now
         step, patch = now.micro_step
         assert patch is not None
@@ -307,7 +314,7 @@ class StaleKeys:
         check.expect_ages(store, step, ages, f"{self.layer} at {now.micro_step} branch {now.branch}")
 
     def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
-        """Writes the mask of fresh keys into the store; returns the mask of the keys that are attended to now."""
+        """Write the mask of fresh keys into the store and return the mask of all keys that are attended to."""
         now = self.now
         joined = mask.join_ring_masks()
         if mask.covers_sequence:
@@ -317,10 +324,10 @@ class StaleKeys:
 
 
 def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tensor]:
-    """What is around `count` places from `at` on along a dimension, and what is in them."""
+    """Split off `count` places from `at` on along a dimension; return the rest and those places."""
     rest = x.shape[dim] - at - count
     before, taken, after = x.split([at, count, rest], dim)
-    # A view will do where everything else is on one side.
+    # If everything else is on one side, a view of it is enough.
     if not at:
         return after, taken
     if not after.shape[dim]:
@@ -330,5 +337,5 @@ def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tenso
 
 @lru_cache(maxsize=4096)
 def merge_rank_runs(tokens: LayerTokens) -> tuple[range, ...]:
-    """Where the tokens of all ranks are in the sequence."""
+    """Return the positions of all ranks' tokens in the sequence."""
     return merge_ranges(run for runs in tokens.runs for run in runs)

@@ -1,4 +1,4 @@
-"""Kernels: `(q, k, v) -> out` in `[B, S, N, H]`, chosen apart from any split; and the same with log-sum-exp.
+"""Kernels: `(q, k, v) -> out` in `[B, S, N, H]`, also with log-sum-exp; the choice does not depend on the split.
 
 A backend of diffusers that calls the core of a layer is registered in addition to the stock ones. Only processors that
 have an `AttentionCore` name it, so nothing process-wide changes: text encoders, VAE and other pipelines never reach it.
@@ -42,14 +42,14 @@ LSE_ARGUMENTS = {
     AttentionBackendName.SAGE: ("return_lse", True),
     AttentionBackendName.SAGE_HUB: ("return_lse", True),
 }
-"""Backends that give it themselves -> the argument that asks for it, and whether it comes as `[B, N, S]`.
+"""Backends with a log-sum-exp of their own -> the argument that asks for it, and whether it comes as `[B, N, S]`.
 
 Otherwise it is `[B, S, N]`: diffusers passes on what most of the packages return, and transposes the result of
 `_flash_3` itself.
 """
 
 AMPERE = (8, 0)
-"""The least compute capability for which torch's flash kernel is built."""
+"""The lowest compute capability that torch's flash kernel is built for."""
 
 
 class NativeKernel:
@@ -64,7 +64,7 @@ class NativeKernel:
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """`[B, S, N, H]` to the same."""
+        """Attend from `[B, S, N, H]` to the same."""
         out = functional.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -86,15 +86,15 @@ class NativeKernel:
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp `[B, S, N]`, by one of torch's own fused kernels."""
+        """Return the output and the log-sum-exp `[B, S, N]`, by one of torch's own fused kernels."""
         return run_fused_kernel("", q, k, v, mask, scale)
 
 
 class DiffusersKernel:
-    """A kernel that diffusers offers, by way of its own dispatch.
+    """A kernel that diffusers offers, called through its own dispatch.
 
     Args:
-        backend: its name; None is the one that is active in the process.
+        backend: its name; None is the process's active backend.
     """
 
     def __init__(self, backend: AttentionBackendName | None) -> None:
@@ -109,8 +109,8 @@ class DiffusersKernel:
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """`[B, S, N, H]` to the same."""
-        # Only what is needed: not every backend knows masks and grouped heads.
+        """Attend from `[B, S, N, H]` to the same."""
+        # Only what is needed is passed: some backends do not know masks or grouped heads.
         options: dict[str, Any] = {}
         if mask is not None:
             options["attn_mask"] = mask
@@ -128,10 +128,10 @@ class DiffusersKernel:
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp `[B, S, N]`.
+        """Return the output and the log-sum-exp `[B, S, N]`.
 
         Raises:
-            ModelError: if the backend cannot give the log-sum-exp, or gives another shape than it should.
+            ModelError: if the backend cannot give the log-sum-exp, or gives it in an unexpected shape.
         """
         name = self.backend or AttentionBackendName(_AttentionBackendRegistry.get_active_backend()[0])
         if name in ATEN_KERNELS:
@@ -158,10 +158,10 @@ NATIVE = NativeKernel()
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: bool) -> DiffusersKernel:
-    """The kernel of a name, tried once on a few numbers.
+    """Return the kernel with a name after trying it once on a few numbers.
 
     Args:
-        name: as diffusers calls it: native, _native_cudnn, flash, sage and so on.
+        name: diffusers' name for it: native, _native_cudnn, flash, sage and so on.
         device, dtype: of q, k and v.
         lse: whether the log-sum-exp will be needed.
 
@@ -200,10 +200,12 @@ def run_fused_kernel(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """`[B, S, N, H]` to the output and the log-sum-exp `[B, S, N]`, by torch's kernel of this name, or one that suits.
+    """Return the output and the log-sum-exp `[B, S, N]` for q, k and v `[B, S, N, H]`.
+
+    An empty name chooses a kernel of torch that suits the call.
 
     Raises:
-        ModelError: if the named kernel takes no mask, and there is one.
+        ModelError: if there is a mask and the named kernel takes none.
     """
     size = q.shape[3]
     length = q.shape[1]
@@ -239,7 +241,9 @@ def run_fused_kernel(
 
 
 def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> str:
-    """Which of torch's kernels takes a call without a mask: flash wants half precision and a GPU that has it.
+    """Return the name of torch's kernel for a call without a mask.
+
+    Flash needs half precision and a GPU that supports it.
 
     Args:
         device, dtype: of q, k and v.
@@ -251,8 +255,11 @@ def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> 
 
 
 def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """An additive mask `[B, N, queries, keys]` in rows of aligned length. Its values are finite: no query gives NaN."""
-    # Not the least number itself: with a negative score it would become infinite.
+    """Return an additive mask `[B, N, queries, keys]` in rows of aligned length.
+
+    Its values are finite, so that no query gives NaN.
+    """
+    # The least number itself plus a negative score would become infinite.
     least = torch.finfo(q.dtype).min / 4
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, least)
@@ -265,7 +272,7 @@ def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _repeat_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Grouped-query heads, repeated; the queries have at least one head."""
+    """Repeat the keys and values of grouped-query heads; the queries have at least one head."""
     repeat = q.shape[2] // k.shape[2]
     if repeat == 1:
         return k, v
@@ -274,7 +281,10 @@ def _repeat_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 
 @functools.cache
 def register_backend(kernel: AttentionBackendName | None) -> AttentionBackendName:
-    """Registers a backend that calls the core of a layer, or `kernel` where there is none; returns its name."""
+    """Register a backend that calls the core of a layer, and return its name.
+
+    Where a layer has no core it calls `kernel`.
+    """
     # diffusers takes only instances of its enum, to which no member can be added: this is an instance, not a member.
     value = "ditile" if kernel is None else f"ditile {kernel.value}"
     name = str.__new__(AttentionBackendName, value)
@@ -296,10 +306,10 @@ def dispatch_to_core(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """Passes q, k and v `[B, S, N, H]` to the core of the layer; where there is none, to the kernel.
+    """Pass q, k and v `[B, S, N, H]` to the layer's core, or to the kernel if it has none.
 
     Raises:
-        ModelError: if attention is causal or drops out.
+        ModelError: if attention is causal or has dropout.
     """
     if dropout_p or is_causal:
         refuse_causal_and_dropout(dropout_p, is_causal)

@@ -34,8 +34,7 @@ class _RotaryTable:
     """Cosines and sines, shaped and signed for the multiplication.
 
     Attributes:
-        source: the ids of the sines and cosines that it was made of, the dimension of tokens, and the version of the
-            sines.
+        source: the ids of the original sines and cosines, the dimension of tokens, and the version of the sines.
         cos, sin: for `[B, S, N, H]` or `[B, N, S, H]`; the first sine of each pair is negated.
     """
 
@@ -45,10 +44,10 @@ class _RotaryTable:
 
 
 class RotaryEmbedding:
-    """Applies rotary embeddings. Each table is prepared once, and dropped when the tensor of its sines is freed."""
+    """Rotary embeddings. Each table is prepared once, and dropped when the tensor of its sines is freed."""
 
     def __init__(self) -> None:
-        # Keyed weakly by the tensor of sines.
+        # The keys are weak references to the tensors of sines.
         self._tables: Any = WeakIdKeyDictionary()
         # All layers share one table, so the last one is tried before the lookup, which is many Python calls.
         self._latest: Callable[[], _RotaryTable | None] = lambda: None
@@ -56,7 +55,10 @@ class RotaryEmbedding:
 
     @contextmanager
     def hide_tables(self) -> Iterator[None]:
-        """Within it, tables are prepared again, so that a recording never reads one that another recording owns."""
+        """Prepare tables anew within the context.
+
+        Otherwise a recording would read a table that another recording owns.
+        """
         tables = self._tables
         latest = self._latest
         self._tables = WeakIdKeyDictionary()
@@ -75,7 +77,10 @@ class RotaryEmbedding:
         use_real_unbind_dim: int = -1,
         sequence_dim: int = 2,
     ) -> Any:
-        """What `apply_rotary_emb` returns, which is called for other formats of tables and other dtypes."""
+        """Return the result of `apply_rotary_emb`.
+
+        The function itself is called for other formats of tables and other dtypes.
+        """
         if (
             not use_real
             or use_real_unbind_dim != -1
@@ -117,20 +122,20 @@ class RotaryEmbedding:
         return table
 
     def replace_processors(self, stack: ExitStack, block: nn.Module) -> None:
-        """Replaces the processors of a block that call `apply_rotary_emb` until the stack is closed."""
+        """Replace a block's processors that call `apply_rotary_emb` until the stack is closed."""
         for _, module, processor in find_attention_processors(block):
             if self.is_applied_by(processor):
                 override_attribute(stack, module, "processor", self.copy_processor(processor))
 
     def is_applied_by(self, processor: Any) -> bool:
-        """Whether an attention processor calls `apply_rotary_emb` itself."""
+        """Return whether an attention processor calls `apply_rotary_emb` itself."""
         call = type(processor).__call__
         if isinstance(processor, nn.Module) or not isinstance(call, FunctionType):
             return False
         return call.__globals__.get(_NAME) is apply_rotary_emb and _NAME in call.__code__.co_names
 
     def copy_processor(self, processor: Any) -> Any:
-        """A copy of such a processor, which applies rotary embeddings as this does."""
+        """Copy such a processor, so that it applies rotary embeddings by this object."""
         stock = type(processor)
         if stock not in self._classes:
             self._classes[stock] = _make_processor_class(stock, self.rotate_pairs)
@@ -140,7 +145,7 @@ class RotaryEmbedding:
 
 
 def _make_processor_class(stock: type, rotate: Any) -> type:
-    """A subclass that runs the same `__call__`, with `rotate` in place of `apply_rotary_emb`."""
+    """Build a subclass that runs the same `__call__`, with `rotate` in place of `apply_rotary_emb`."""
     call: Any = stock.__call__
     names = {**call.__globals__, _NAME: rotate}
     twin_call = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)

@@ -1,7 +1,8 @@
 """A prediction that another half of guidance computes: it is NaN until it arrives, with the last call of the step.
 
 A pipeline may compute with one prediction before it asks for the next, for instance the image without noise that it
-implies. Such operations are recorded, and repeated once the prediction has arrived, into the tensors that they made.
+implies. Such operations are recorded and repeated once the prediction has arrived; they write into the tensors of the
+first run.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ _READS_VALUES = frozenset(
     {"__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item"}
     | {"numpy", "tolist", "__array__", "__format__", "__repr__"}
 )
-"""Functions that return numbers of a tensor, not a tensor or its shape."""
+"""Functions that return a tensor's numbers, not a tensor or its shape."""
 
 
 @dataclass(slots=True)
 class DeferredWork:
-    """What a pipeline computes with the predictions of a step before all of them have arrived.
+    """The operations of a pipeline on a step's predictions before all of these have arrived.
 
     Attributes:
-        is_over: whether they have; from then on nothing is recorded.
-        problem: what cannot be repeated; empty if everything can.
+        is_over: whether all have arrived; after that nothing is recorded.
+        problem: the operation that cannot be repeated; empty if all can.
     """
 
     is_over: bool = False
@@ -35,13 +36,13 @@ class DeferredWork:
     _calls: list[tuple[Callable[..., Any], Any, Any, Any]] = field(default_factory=list)
 
     def defer(self, prediction: Tensor) -> Tensor:
-        """The same prediction, whose uses are recorded here."""
+        """Return the same prediction, with its uses recorded here."""
         deferred = prediction.as_subclass(DeferredPrediction)
         deferred.work = self
         return deferred
 
     def record_call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a function of torch on such predictions; returns tensors whose uses are recorded too."""
+        """Call a function of torch on such predictions; the uses of the returned tensors are recorded too."""
         name = getattr(func, "__name__", "")
         if name in _READS_VALUES:
             self.problem = self.problem or f"asks for numbers of it by {name}"
@@ -52,24 +53,24 @@ class DeferredWork:
         if target is not None and not isinstance(target, DeferredPrediction):
             self.problem = self.problem or f"writes it into another tensor by {name}"
         result = _call_plainly(func, args, kwargs)
-        # What is made like a tensor does not depend on its values, and may be random: it must not be repeated.
+        # A tensor made like another does not depend on its values and may be random, so it must not be repeated.
         if name.endswith("_like") or name.startswith("new_"):
             return result
         self._calls.append((func, args, kwargs, result))
         return pytree.tree_map_only(Tensor, self.defer, result)
 
     def finish(self) -> None:
-        """Repeats what was recorded, in the same order, now that the predictions have arrived."""
+        """Repeat the recorded calls in order, now that the predictions have arrived."""
         for func, args, kwargs, first_result in self._calls:
             result = _call_plainly(func, args, kwargs)
             for old, new in zip(pytree.tree_leaves(first_result), pytree.tree_leaves(result), strict=True):
-                # A view shares memory with what was repeated before it.
+                # A view shares memory with a tensor that was repeated before it.
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     _call_plainly(Tensor.copy_, (old, new), {})
         self.end()
 
     def end(self) -> None:
-        """Stops recording."""
+        """Stop recording."""
         self.is_over = True
         self._calls.clear()
 

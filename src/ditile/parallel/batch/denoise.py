@@ -40,17 +40,17 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import suggest_whole_images
 
 RowForms = tuple[list[tuple[str, list[int]]], bool]
-"""The dtype and shape of a row of each prediction, and whether the model returns a bare tensor."""
+"""The dtype and shape of each prediction's rows, and whether the model returns a bare tensor."""
 
 
 class DataCfgBatch:
     """The batch of one call of the pipeline, split over the axes data and cfg.
 
     Args:
-        mesh: the axes, and groups for agreements.
+        mesh: the axes, and the groups in which ranks agree.
         images: how many images the pipeline generates.
-        batch_dims: finds which dimension of each argument of the models is the batch, where `inputs` does not say.
-        inputs: the kinds of their arguments, where these are known.
+        batch_dims: finds the batch dimension of each argument of the models, where `inputs` does not give it.
+        inputs: the kinds of their arguments, if known.
 
     Attributes:
         num_images: how many images the pipeline generates.
@@ -85,13 +85,13 @@ class DataCfgBatch:
 
     @property
     def is_split_by_calls(self) -> bool:
-        """Whether the halves compute calls of their own, now that the first step is over."""
+        """Return whether the halves compute calls of their own, now that the first step is over."""
         return self._by_calls and self._splits_calls(self._now.micro_step.step)
 
     def _splits_calls(self, step: int) -> bool:
-        """Whether the halves compute calls of their own in a step."""
-        # Step 0 says how many calls there are. Where calls have another mode than in the step before, what they return
-        # may have another shape, and every rank computes all of them once to know it.
+        """Return whether the halves compute calls of their own in a step."""
+        # Step 0 shows how many calls there are. If calls have another mode than in the step before, their results may
+        # have another shape, and every rank computes all of them once to know it.
         if not self._by_calls or step == 0 or step in self._changed_steps:
             return False
         whole = self._now.findings.whole_steps
@@ -100,7 +100,7 @@ class DataCfgBatch:
     def install_batch_hooks(
         self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool, decodes_apart: bool
     ) -> None:
-        """Hooks the batch into the model, and the images into the decoder, until the stack is closed.
+        """Hook the batch into the model, and the images into the decoder, until the stack is closed.
 
         Args:
             now: the generation under way.
@@ -123,10 +123,10 @@ class DataCfgBatch:
             to = "none" if self._mesh.image.index else "first"
         self._data.install_decoder(stack, getattr(pipe, "vae", None), to, lambda: self._over)
 
-    # The loop
+    # The denoising loop calls the methods below.
 
     def begin_generation(self) -> None:
-        """A generation begins."""
+        """Reset the state for a new generation."""
         self._over = False
         self._by_calls = False
         self._used_early: Tensor | None = None  # whether the pipeline used a prediction before it arrived
@@ -141,16 +141,19 @@ class DataCfgBatch:
         self._deferred = DeferredWork()
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
-        """Which of the calls of a step this rank computes."""
+        """Return the numbers of the calls that this rank computes in a step."""
         if not self._splits_calls(step):
             return range(calls)
         return [call for call in range(calls) if self._cfg.is_own_call(call)]
 
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
-        """Checks, when the scheduler is stepped, that the latents have a row for each image and all calls were made.
+        """Check the rows of the latents and the number of calls.
+
+        This runs when the scheduler is stepped.
 
         Raises:
-            ModelError: if the latents have other rows than the call asked for, or guidance is off and cfg has no use.
+            ModelError: if the latents' rows are not those that the call asked for, or guidance is off and cfg has no
+                use.
         """
         if self._data.size == self._cfg.size == 1:
             return
@@ -174,12 +177,12 @@ class DataCfgBatch:
             self._deferred.end()
         if self.is_idle or not self._is_last or not self._splits_calls(now.micro_step.step):
             return
-        # Guidance has ended: the calls that were made are all there are, and the exchange waits for no more.
+        # Guidance has ended: there are no more calls, so the exchange does not wait for any.
         if now.calls is not None and 0 < now.branch < now.calls and self._own_slice is not None:
             self._complete_calls(now.branch - 1, self._own_slice)
         if self._used_early is None:
-            # A NaN that the model itself did not make was used early. It is read at the end of the generation, so that
-            # nothing waits for the device here.
+            # A NaN that the model did not make itself shows that a prediction was used early. It is read at the end of
+            # the generation, so that nothing waits for the device here.
             own: list[Tensor] = []
             for predictions in self._predictions.values():
                 own += predictions
@@ -188,10 +191,12 @@ class DataCfgBatch:
             self._used_early = has_nan & ~model_made_nan | bool(self._deferred.problem)
 
     def check_streams(self, number: int) -> None:
-        """Checks, at the end of an iteration, that each prediction of the model steps latents, which come together.
+        """Check that each prediction of the model steps latents, since only those come together.
+
+        This runs at the end of an iteration.
 
         Args:
-            number: of schedulers that were stepped.
+            number: the number of schedulers that were stepped.
 
         Raises:
             ModelError: if there are more predictions.
@@ -204,22 +209,25 @@ class DataCfgBatch:
             )
 
     def view_own_images(self, batch: Tensor) -> Tensor:
-        """A view of this rank's rows of `[images, ...]`."""
+        """Return a view of this rank's rows of `[images, ...]`."""
         return self._data.view_own_images(batch)
 
     def select_own_rows(self, batch: Tensor) -> Tensor:
-        """The rows of this rank's images in a tensor with the rows of a call, in all branches of guidance."""
+        """Return the rows of this rank's images in all branches of guidance.
+
+        `batch` has the rows of a call.
+        """
         if self._data.size == 1:
             return batch
         rows = BatchSlice.from_batch_size(len(batch), self.num_images)
         return rows._replace(images=self._data.images).select_batch(batch)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """All latents, on the last stages of all replicas; they must all call it."""
+        """Gather all latents on the last stages of all replicas, which must all call it."""
         return self._data.gather_latents(latents)
 
     def end_generation(self) -> None:
-        """The loop is over.
+        """End the loop and check that no prediction was used too early.
 
         Raises:
             StateError: if the pipeline used a prediction before it arrived, and that could not be repeated.
@@ -229,7 +237,7 @@ class DataCfgBatch:
         self._results.clear()
         if not self._by_calls:
             return
-        # Every rank of the call takes part, with a prediction to look at or without.
+        # Every rank of the call takes part, even without a prediction to look at.
         used_early = 0 if self._used_early is None else int(self._used_early)
         if any(AsyncReduction(self._mesh.control, [used_early], self._mesh.traffic).wait_for_numbers()):
             raise StateError(
@@ -237,12 +245,12 @@ class DataCfgBatch:
                 "cfg=2 fills both in when the last one arrives; use cfg=1"
             )
 
-    # A call of the model
+    # The methods below make one call of the model.
 
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._now
-        # Outside of the loop every rank computes all rows. In a dry iteration every rank finds out where patches are,
-        # which all rows say.
+        # Outside of the loop every rank computes all rows. In a dry iteration every rank finds the places of patches,
+        # for which it needs all rows.
         if now.is_dry or not now.is_under_way:
             return forward(*args, **kwargs)
         branch = now.branch
@@ -280,7 +288,10 @@ class DataCfgBatch:
         return self._defer(self._hand_on(result), is_absent=is_absent)
 
     def _check_branches(self, num_branches: int) -> None:
-        """Checks that a call has as many guidance branches as the others; the first one says how cfg splits them."""
+        """Check that all calls have the same number of guidance branches.
+
+        The first call decides how cfg splits them.
+        """
         now = self._now
         branch = now.branch
         step = now.micro_step.step
@@ -305,7 +316,7 @@ class DataCfgBatch:
             )
 
     def _complete_calls(self, last: int, batch_slice: BatchSlice) -> None:
-        """The last call of a step was made: all halves get the other halves' predictions."""
+        """Exchange the predictions of a step between the halves after its last call."""
         for output in range(len(self._predictions[last])):
             calls = [self._predictions[call][output] for call in range(last + 1)]
             self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(last, output))
@@ -313,10 +324,12 @@ class DataCfgBatch:
         self._deferred.finish()
 
     def _begin_deferred_work(self) -> None:
-        """A call of a step is next. In the first step every rank sees what cannot be repeated.
+        """Prepare for the next call of a step.
+
+        In the first step every rank sees what cannot be repeated.
 
         Raises:
-            ModelError: if the pipeline uses the last prediction so that this could not be repeated.
+            ModelError: if the pipeline uses the last prediction in a way that could not be repeated.
         """
         if not self._now.branch:
             self._deferred = DeferredWork()
@@ -327,13 +340,16 @@ class DataCfgBatch:
             )
 
     def _defer(self, result: Any, *, is_absent: bool) -> Any:
-        """A result whose uses are recorded if it has not arrived; in the first step always, to see what they are."""
+        """Return a result whose uses are recorded if it has not arrived.
+
+        In the first step they are always recorded, to see what they are.
+        """
         if is_absent or (self._by_calls and self._now.calls is None):
             return pytree.tree_map_only(Tensor, self._deferred.defer, result)
         return result
 
     def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Sequence[Tensor]]:
-        """The name of the noisy input, and its value: a tensor, or a list of its rows."""
+        """Return the noisy input's name and its value: a tensor, or a list of its rows."""
         name = self._latents
         position = self._names.index(name)
         if position < len(args):
@@ -342,7 +358,7 @@ class DataCfgBatch:
             name = next((name for name in (name, "hidden_states", "sample") if name in kwargs), "")
             batch = kwargs.get(name)
         kinds = None if self._inputs is None else self._inputs.get(name)
-        # A list of one has one row, whatever the model makes of longer lists.
+        # A list of one has one row, whatever the model does with longer lists.
         is_list = isinstance(batch, list) and (len(batch) == 1 or kinds == (ROWS,))
         if not isinstance(batch, Tensor) and not is_list:
             raise ModelError(
@@ -352,7 +368,7 @@ class DataCfgBatch:
         return name, cast(Sequence[Tensor], batch)
 
     def _hand_on(self, result: Any) -> Any:
-        """A result as the model returns it: where it takes a list of rows, it returns one."""
+        """Return a result in the model's own form: a list of rows if it takes such a list."""
         if not self._returns_list:
             return result
         return _map_rows(result, Tensor, lambda rows: list(rows.unbind()))
@@ -360,7 +376,7 @@ class DataCfgBatch:
     def _compute_batch_slice(
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
     ) -> None:
-        """Calls the model on some rows, and writes its result into the full-size predictions."""
+        """Call the model on some rows and write its result into the full-size predictions."""
         now = self._now
         branch = now.branch
         size = batch_slice.batch_size
@@ -399,15 +415,15 @@ class DataCfgBatch:
     def _change_rows(
         self, args: Sequence[Any], kwargs: dict[str, Any], change: Callable[[Any], Any]
     ) -> tuple[list[Any], dict[str, Any]] | None:
-        """The arguments of a call, of which what has rows is changed; None where it is not known what has.
+        """Return a call's arguments with those changed that have rows; None if these are not known.
 
         Args:
-            change: of a tensor `[rows, ...]`, or a list with an item for each row.
+            change: takes a tensor `[rows, ...]`, or a list with an item for each row.
 
         Raises:
-            ModelError: if the input is a list, and it is not known what else has rows.
+            ModelError: if the input is a list and the other arguments with rows are not known.
         """
-        # Arguments without a name, as those of *args, are named by their number.
+        # Arguments without a name, such as those of *args, are named by their number.
         names = list(self._names[: len(args)])
         for number in range(len(names), len(args)):
             names.append(str(number))
@@ -421,7 +437,7 @@ class DataCfgBatch:
                 "have rows; use a plan with data=1 and cfg=1"
             )
         else:
-            # No table of the model, as for a U-Net, or one that does not know this call: its forward is asked.
+            # Without a table of the model, as for a U-Net, or if it does not know this call, its forward is asked.
             dims = self._batch_dims.find_dims(inputs, noisy, len(batch))
             if dims is None:
                 return None
@@ -429,7 +445,7 @@ class DataCfgBatch:
         return [changed.pop(name) for name in names], changed
 
     def _skip_call(self, batch_slice: BatchSlice) -> None:
-        """Skips a call of another half: its prediction is NaN until it arrives."""
+        """Skip another half's call; its prediction is NaN until it arrives."""
         now = self._now
         branch = now.branch
         # The keys of step 0, which every half computed, are never read again: their memory is freed.
@@ -444,7 +460,10 @@ class DataCfgBatch:
         now.advance_branch()
 
     def _make_idle_result(self, batch: Sequence[Tensor], kwargs: dict[str, Any]) -> Any:
-        """A rank without images does not call the model: zeros as large as the other ranks' predictions."""
+        """Return zeros in the shape of the other ranks' predictions.
+
+        A rank without images does not call the model.
+        """
         announced, returns_tensor = self._agree_on_rows(batch, None, None)
         self._now.advance_branch()
         # The dtype may differ from the latents': under autocast it is the dtype of the last product.
@@ -463,16 +482,16 @@ class DataCfgBatch:
         return self._hand_on(Transformer2DModelOutput(sample=zeros[0]))
 
     def _agree_on_rows(self, noisy: Sequence[Tensor], predictions: Sequence[Tensor] | None, result: Any) -> RowForms:
-        """Where some replica is idle, rank 0 sends the form, dtypes and shapes of predictions' rows; all call it alike.
+        """Send the form, dtypes and shapes of predictions' rows from rank 0 if some replica is idle.
 
-        It does so once for each size of the noisy input, of which every replica has all rows.
+        All ranks call it alike. It does so once for each size of the noisy input, of which every replica has all rows.
 
         Returns:
-            The dtype and shape of each prediction's rows, and whether the model returns a tensor in nothing else.
+            The dtype and shape of each prediction's rows, and whether the model returns a bare tensor.
         """
         if not self.has_idle_replica:
             return [], False
-        # A row may be a list itself, of images and of the latents after them.
+        # A row may be a list itself, with images and then their latents.
         size: tuple[int, ...] = (len(noisy),)
         for leaf in pytree.tree_leaves(noisy[0]):
             if isinstance(leaf, Tensor):
@@ -484,7 +503,7 @@ class DataCfgBatch:
         return self._rows[size]
 
     def _find_fresh_piece(self, branch: int, output: int) -> Piece | None:
-        """What is fresh of a prediction of a call in this micro-step; None is all of it."""
+        """Return the fresh piece of a call's prediction in this micro-step; None is all of it."""
         patch = self._now.micro_step.patch
         if patch is None:
             return None
@@ -492,7 +511,7 @@ class DataCfgBatch:
 
 
 def _select_rows(batch_slice: BatchSlice, rows: Any) -> Any:
-    """The rows of a slice, of a tensor or a list with an item for each row of the batch."""
+    """Return the rows of a slice from a tensor or a list with an item for each row of the batch."""
     if isinstance(rows, Tensor):
         return batch_slice.select_batch(rows)
     numbers = batch_slice.select_batch(torch.arange(len(rows)))
@@ -500,5 +519,5 @@ def _select_rows(batch_slice: BatchSlice, rows: Any) -> Any:
 
 
 def _map_rows(result: Any, kind: type, make: Callable[[Any], Any]) -> Any:
-    """A model's result with something else in place of what is of a type."""
+    """Replace everything of a type in a model's result."""
     return pytree.tree_map_only(kind, make, result, is_leaf=lambda value: isinstance(value, kind))

@@ -1,18 +1,18 @@
-"""Which rows of the batch a rank computes: those of some guidance branches (cfg) and of some images (data).
+"""The rows of the batch that a rank computes: those of some guidance branches (cfg) and of some images (data).
 
 Diffusers puts the branches of guidance one after the other in the batch: all images of branch 0, then all of branch 1.
 
 **cfg** (arXiv 2207.12598): branches in one batch are split by rows, and every half gets the other halves' rows after
-each call. Branches in calls of their own go to the halves in turn: what a half does not compute is NaN until the
-last call of the step returns, and is filled in place then; `deferred.py` repeats what was computed with it before. The
-number of calls is learnt in step 0, which every half computes whole. Only what is fresh travels: in an asynchronous
+each call. Branches in separate calls go to the halves in turn: a prediction that a half does not compute is NaN until
+the last call of the step returns, and is filled in place then; `deferred.py` repeats what was computed with it before.
+The number of calls is learnt in step 0, which every half computes whole. Only fresh pieces are sent: in an asynchronous
 micro-step of PipeFusion one patch of the prediction, and only on the last stage.
 
 **data**: each replica computes the model's rows of its own images, and all hold all images at the end. Every replica
-runs the pipeline on the latents of the whole batch, which is cheap: noise is drawn once for the batch, by one generator
-or a list, also during the loop by a stochastic scheduler, and image k does not depend on the degree. In other replicas'
-rows a prediction is zero and latents are not read; they arrive after the last step. Each replica decodes its own
-images. A replica without images calls no model, and takes part in all messages.
+runs the pipeline on the latents of the whole batch, which is cheap: noise is generated once for the batch, by one
+generator or a list, also during the loop by a stochastic scheduler, and image k does not depend on the degree. In other
+replicas' rows a prediction is zero and latents are not read; they arrive after the last step. Each replica decodes its
+own images. A replica without images calls no model, but takes part in all messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ditile.model.hooks.pieces import Piece, list_predictions
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
 
-# The kinds under which bytes are counted.
+# Bytes are counted under these kinds.
 CFG = "cfg"
 LATENTS = "data"
 PICTURES = "pictures"
@@ -45,7 +45,7 @@ class BatchSlice(NamedTuple):
     """Some rows of a batch: those of some branches and some images.
 
     Attributes:
-        num_branches, num_images: how many there are in the batch.
+        num_branches, num_images: their numbers in the batch.
     """
 
     branches: range
@@ -55,7 +55,7 @@ class BatchSlice(NamedTuple):
 
     @classmethod
     def from_batch_size(cls, total: int, images: int) -> BatchSlice:
-        """All rows of a batch of `total`, in which every branch has one row for each of `images`."""
+        """Return all rows of a batch of `total`, with one row for each of `images` in every branch."""
         branches, rest = divmod(total, images)
         if rest or not branches:
             raise ModelError(
@@ -66,32 +66,35 @@ class BatchSlice(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
+        """Return the number of rows in the batch."""
         return self.num_branches * self.num_images
 
     @property
     def slice_size(self) -> int:
-        """Rows chosen."""
+        """Return the number of chosen rows."""
         return len(self.branches) * len(self.images)
 
     def select_batch(self, batch: Tensor) -> Tensor:
-        """The chosen rows of a tensor `[batch_size, ...]`, contiguous: models take views of their arguments."""
+        """Return the chosen rows of `[batch_size, ...]`, contiguous because models take views of their arguments."""
         if self.slice_size == self.batch_size:
             return batch
         return self.view_as_grid(batch).flatten(0, 1).contiguous()
 
     def view_as_grid(self, batch: Tensor) -> Tensor:
-        """A view `[branches, images, ...]` of the chosen rows."""
+        """Return a view `[branches, images, ...]` of the chosen rows."""
         grid: Tensor = batch.unflatten(0, (self.num_branches, self.num_images))
         return grid[self.branches.start : self.branches.stop, self.images.start : self.images.stop]
 
     def write_slice(self, batch: Tensor, values: Tensor) -> None:
-        """Writes `values` `[slice_size, ...]` into the chosen rows of a contiguous tensor `[batch_size, ...]`."""
+        """Write `values` `[slice_size, ...]` into the chosen rows of a contiguous tensor `[batch_size, ...]`."""
         self.view_as_grid(batch).copy_(values.unflatten(0, (len(self.branches), len(self.images))))
 
 
 def extract_predictions(result: Any, rows: int) -> list[Tensor]:
-    """The tensors that a model returns, such as the predictions of a video and its sound, with one row for each."""
+    """Return the tensors in a model's result, such as the predictions of a video and its sound.
+
+    Each must have one entry for each of `rows`.
+    """
     predictions = list_predictions(result)
     if not predictions:
         raise ModelError(
@@ -108,13 +111,13 @@ def extract_predictions(result: Any, rows: int) -> list[Tensor]:
 
 
 def replace_predictions(result: Any, predictions: Iterable[Tensor]) -> Any:
-    """A model's result with other tensors in it."""
+    """Replace the tensors in a model's result."""
     replacements = iter(predictions)
     return pytree.tree_map_only(Tensor, lambda _: next(replacements), result)
 
 
 class CfgExchange:
-    """The exchange between the halves.
+    """The exchange of predictions between the halves.
 
     Args:
         axis: the ranks that compute one branch each.
@@ -127,8 +130,8 @@ class CfgExchange:
         self.size = axis.num_ranks
 
     def restrict_to_half(self, batch_slice: BatchSlice, half: int | None = None) -> BatchSlice:
-        """The rows of a batched call that a half computes; by default this rank's half."""
-        # Too few branches to split: every half computes them all.
+        """Return the rows of a batched call that a half computes; by default this rank's half."""
+        # There are too few branches to split, so every half computes them all.
         if batch_slice.num_branches < self.size:
             return batch_slice
         if half is None:
@@ -136,11 +139,11 @@ class CfgExchange:
         return batch_slice._replace(branches=pick_even_chunk(batch_slice.branches, self.size, half))
 
     def is_own_call(self, call: int) -> bool:
-        """Whether a call of a step is this half's."""
+        """Return whether this half computes a call of a step."""
         return call % self.size == self._axis.index
 
     def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, piece: Piece | None) -> None:
-        """Fills the rows of the other halves into a full-size prediction, which has this half's rows."""
+        """Fill in the other halves' rows of a full-size prediction that has this half's rows."""
         if self.size == 1 or batch_slice.num_branches < self.size:
             return
         halves = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]
@@ -151,11 +154,14 @@ class CfgExchange:
                 _write_piece(prediction, halves[half], part, piece)
 
     def exchange_calls(self, predictions: Sequence[Tensor], batch_slice: BatchSlice, piece: Piece | None) -> None:
-        """Fills in the full-size predictions of the other halves' calls, all those of a step in one message."""
+        """Fill in the full-size predictions of the other halves' calls.
+
+        One message carries all those of a step.
+        """
         size = batch_slice.slice_size
         calls = range(len(predictions))
         fresh = [batch_slice.select_batch(take_piece(prediction, piece)) for prediction in predictions]
-        # A half may have no call, where guidance ended and fewer calls than halves are left.
+        # A half may have no call: when guidance has ended, there may be fewer calls than halves.
         own = [fresh[0][:0], *fresh[self._axis.index :: self.size]]
         calls_by_half = [calls[half :: self.size] for half in range(self.size)]
         parts = self._gather(torch.cat(own), [len(half_calls) * size for half_calls in calls_by_half])
@@ -166,18 +172,18 @@ class CfgExchange:
                 _write_piece(predictions[call], batch_slice, prediction_part, piece)
 
     def _gather(self, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
-        """The parts of all halves, which have so many rows."""
+        """Gather the parts of all halves; `rows` has the number of rows of each."""
         shapes = [(count, *own.shape[1:]) for count in rows]
         return start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
 
 
 def take_piece(x: Tensor, piece: Piece | None) -> Tensor:
-    """A piece of a tensor `[rows, ...]`; all of it for None."""
+    """Return a piece of a tensor `[rows, ...]`; None is all of it."""
     return x if piece is None else piece.take(x)
 
 
 def fill_piece(x: Tensor, piece: Piece | None, value: float) -> None:
-    """Fills a piece of some rows of a contiguous tensor with a number."""
+    """Fill a piece of some rows of a contiguous tensor with a number."""
     if piece is None:
         x.fill_(value)
     else:
@@ -185,7 +191,7 @@ def fill_piece(x: Tensor, piece: Piece | None, value: float) -> None:
 
 
 def _write_piece(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, piece: Piece | None) -> None:
-    """Writes the fresh part of some rows."""
+    """Write the fresh part of some rows."""
     if piece is not None:
         rows = batch_slice.select_batch(prediction).clone(memory_format=torch.contiguous_format)
         piece.put(rows, part)
@@ -202,9 +208,9 @@ class ReplicaImages:
         traffic: counts bytes.
 
     Attributes:
-        images: those of this replica; the first replicas have one more.
+        images: this replica's images; the first replicas may have one more.
         has_no_images: whether this replica has none.
-        has_idle_replica: whether some replica has none.
+        has_idle_replica: whether any replica has none.
     """
 
     def __init__(self, axis: Axis, images: int, traffic: Traffic) -> None:
@@ -217,7 +223,7 @@ class ReplicaImages:
         self.has_idle_replica = images < axis.num_ranks
 
     def view_own_images(self, batch: Tensor) -> Tensor:
-        """This replica's rows of `[copies * images, ...]`, a view where there is one copy."""
+        """Return this replica's rows of `[copies * images, ...]`, as a view if there is one copy."""
         if self.size == 1:
             return batch
         # DiT's pipeline steps a copy of the latents for each branch of guidance.
@@ -225,21 +231,23 @@ class ReplicaImages:
         return own.flatten(0, 1)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """All latents on every replica, each image's from the replica that computed it."""
+        """Gather all latents on every replica, each image's from the replica that computed it."""
         if self.size == 1:
             return latents
         copies = [self.view_own_images(copy) for copy in latents.split(self._num_images)]
         return torch.cat([self._gather_images(own, LATENTS, "all") for own in copies])
 
     def install_decoder(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
-        """Each replica decodes its own images, until the stack is closed; the decoded images come in order.
+        """Let each replica decode only its own images until the stack is closed.
+
+        The decoded images come in order.
 
         Args:
             vae: decodes latents `[images, ...]`.
-            to: which replicas get the decoded images along this axis: the others get zeros.
-            over: whether the loop is over; what is decoded before is decoded whole.
+            to: the replicas that get the decoded images along this axis; the others get zeros.
+            over: returns whether the loop is over; before that, all images are decoded.
         """
-        # A replacement by the user may compute with all images: every replica calls it on these.
+        # If the user replaced `decode`, it may compute with all images, so every replica calls it on all.
         if self.size == 1 or not hasattr(vae, "decode") or "decode" in list_replaced_methods(vae):
             return
         decode = vae.decode
@@ -258,11 +266,14 @@ class ReplicaImages:
         override_attribute(stack, vae, "decode", functools.update_wrapper(decode_own_images, decode))
 
     def _select_decode_inputs(self, batch: Tensor) -> Tensor:
-        """The rows that a replica decodes: its own; without images one row, to know the size of a decoded image."""
+        """Return the rows that a replica decodes.
+
+        Without images it decodes one row, to know the size of a decoded image.
+        """
         return batch[:1] if self.has_no_images else self.view_own_images(batch)
 
     def _gather_images(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
-        """`own` of every replica, in order; zeros on replicas that do not get it."""
+        """Gather `own` of every replica in order; replicas that do not get it return zeros."""
         group = self._axis.group
         shapes = []
         for replica in range(self.size):
@@ -271,7 +282,7 @@ class ReplicaImages:
         if to == "all":
             return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait_for_tensors())
         if to == "first" and self._axis.index == 0:
-            # From all but this replica. Empty messages never go, so one without images sends none.
+            # All but this replica send. Empty messages are never sent, so a replica without images sends none.
             receives = list(enumerate(shapes))[1:]
             parts = start_exchange([], receives, own, group, self._traffic, kind).wait_for_tensors()
             return torch.cat([own, *parts])

@@ -1,1 +1,1 @@
-"""The axes of tokens: Ulysses and ring, which are exact, and DistriFusion, whose keys are stale."""
+"""Splits of the tokens: Ulysses and ring, which are exact, and DistriFusion, whose keys are stale."""

@@ -48,10 +48,10 @@ class DistriFusionKeys:
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`."""
+        """Return the output of the queries, `[B, S, N, H]`."""
         now = self.now
         own = self.axis.index
-        # Every rank has all of the text.
+        # Every rank has all of the text, so there is no exchange.
         if not tokens.image:
             mask = extra.mask.ring_masks[own] if extra.mask else None
             return self.kernel(q, k, v, mask=mask, scale=extra.scale)
@@ -99,7 +99,7 @@ class DistriFusionKeys:
     def _expect_messages(
         self, tokens: LayerTokens, pending: PendingMessages, image_runs: list[tuple[range, ...]]
     ) -> None:
-        """Notes what is under way, and where it belongs."""
+        """Store the messages under way and the runs that they fill."""
         store = self._find_store(tokens)
         store.incoming = pending
         store.incoming_runs = image_runs
@@ -113,7 +113,7 @@ class DistriFusionKeys:
         incoming.wait_for_works()
 
     def _check_ages(self, check: AgeChecks, tokens: LayerTokens) -> None:
-        """Asserts that in a stale step all keys but this rank's are one step old."""
+        """Assert that in a stale step all keys but this rank's are one step old."""
         store = self._find_store(tokens)
         schedule = self.now.schedule
         step = self.now.micro_step.step
@@ -125,7 +125,10 @@ class DistriFusionKeys:
         check.expect_ages(store, step, ages, f"{self.layer} in step {step}")
 
     def _mark_written(self, store: KeyStore, step: int, rank: int) -> None:
-        """Notes that a rank's part of the image was written in a step, and of the references if it computed them."""
+        """Record the step in which a rank's part of the image was written.
+
+        The references count as written too if the rank computed them.
+        """
         ranks = self.axis.num_ranks
         num_segments = len(store.written)
         store.mark_written(step, rank + num_segments - ranks)
@@ -135,7 +138,7 @@ class DistriFusionKeys:
     def _send_patch_keys(
         self, k: Tensor, v: Tensor, own_runs: tuple[range, ...], image_runs: list[tuple[range, ...]]
     ) -> PendingMessages:
-        """Starts to send the keys of this rank's image tokens to the other ranks."""
+        """Start to send the keys of this rank's image tokens to the other ranks."""
         own = self.axis.index
         # Text is not sent: its runs are left out before anything is copied.
         if image_runs[own] != own_runs:
@@ -161,7 +164,7 @@ class DistriFusionKeys:
         return self.now.memory.keep_message((self.layer, branch, "message", index), shape, like)
 
     def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, age: int, *, expects_more: bool) -> None:
-        """Waits for the other ranks' keys of a step `age` steps ago, and writes them into the store.
+        """Wait for the other ranks' keys from `age` steps ago and write them into the store.
 
         If the layer sends its keys now, messages are under way again at once.
         """
@@ -181,7 +184,7 @@ class DistriFusionKeys:
 
 @lru_cache(maxsize=4096)
 def _locate_runs(all_runs: tuple[range, ...], runs: tuple[range, ...]) -> tuple[range, ...]:
-    """Where the tokens of some runs are among those of all runs, one after the other."""
+    """Return the positions of some runs in the concatenation of all runs."""
     places: list[range] = []
     start = 0
     for run in all_runs:

@@ -1,4 +1,4 @@
-"""Masks of keys that ranks share: gathered from all ranks as the keys are, and cached while they stay the same."""
+"""Masks of keys that ranks share: gathered from all ranks like the keys, and cached while they stay the same."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from ditile.plan.layout import pick_weighted_chunk
 
 KIND = "masks"
 MAX_CACHED_MASKS = 1024
-"""Masks of all layers and guidance branches that are kept."""
+"""How many masks are cached, over all layers and guidance branches."""
 
 
 class GatheredKeyMaskSource:
-    """The masks of all layers.
+    """The key masks of all layers.
 
     Args:
         axis: all ranks that split the tokens; those along ulysses are neighbours.
-        ulysses: those that split the heads too.
+        ulysses: the ranks that split the heads too.
         traffic: counts bytes.
-        weights: of the shares of the heads along ulysses; equal by default.
-        remembers: whether a mask that comes again is not gathered again, on all ranks alike. Recorded calls must not:
-            they would find the mask in the memory of another, and all ranks have to send alike.
+        weights: how the heads are shared along ulysses; equal by default.
+        remembers: whether a mask that comes again is taken from the cache, the same on all ranks. Recorded calls must
+            gather again: the cached mask would be in another recording's memory, and all ranks have to send the same
+            messages.
     """
 
     def __init__(
@@ -47,18 +48,18 @@ class GatheredKeyMaskSource:
         self._ulysses = ulysses
         self._traffic = traffic
         self._remembers = remembers
-        # With each gathered mask its source, so that no other tensor gets the same id.
+        # The source is kept with its gathered mask, so that no other tensor gets the same id.
         self._cached_masks: dict[Hashable, tuple[Tensor, KeyPaddingMask]] = {}
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """The mask of the keys of all ranks.
+        """Return the mask of all ranks' keys.
 
         Args:
-            mask: as the layer got it, of this rank's keys including dummies, or of all keys in sequence.
-            heads: how many there are, to keep this rank's; None keeps all.
+            mask: the mask that the layer got, for this rank's keys including dummies or for all keys in sequence.
+            heads: the number of heads, of which this rank's are kept; None keeps all.
 
         Raises:
-            ModelError: if it masks pairs and is not of the whole sequence, or is of another number of keys.
+            ModelError: if it masks pairs without covering the whole sequence, or has an unexpected number of keys.
         """
         flat = expand_mask(mask, batch)
         num_queries, num_keys = flat.shape[2:]
@@ -70,7 +71,7 @@ class GatheredKeyMaskSource:
                 f"an attention mask of {num_keys} keys came with {own} keys of {tokens.length} on this rank; "
                 "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
             )
-        # A mask of pairs is a new tensor in every block, and is only cut.
+        # A mask of pairs is a new tensor in every block and is only cut, so it is not cached.
         if num_queries > 1 or not self._remembers():
             return self._assemble_mask(flat, tokens, heads)
         key = (tokens.runs, flat.shape, heads, id(mask))
@@ -81,7 +82,10 @@ class GatheredKeyMaskSource:
         return self._cached_masks[key][1]
 
     def _assemble_mask(self, mask: Tensor, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """From `[B or 1, N or 1, queries or 1, keys]`; a mask of all keys is only cut, without a message."""
+        """Build the key mask from `[B or 1, N or 1, queries or 1, keys]`.
+
+        A mask of all keys is only cut, without a message.
+        """
         # All heads have the same mask if it was expanded over them.
         if mask.stride(1) == 0:
             mask = mask[:, :1]
@@ -103,7 +107,7 @@ class GatheredKeyMaskSource:
         return KeyPaddingMask(tuple(ring_masks))
 
     def _gather_rank_masks(self, mask: Tensor, tokens: LayerTokens) -> list[Tensor]:
-        # Not every backend sends booleans.
+        # Some backends cannot send booleans.
         flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         shapes = [(*mask.shape[:3], length) for length in tokens.rank_lengths]
         parts = start_gather(flat, shapes, self._axis.group, self._traffic, KIND).wait_for_tensors()
@@ -111,5 +115,8 @@ class GatheredKeyMaskSource:
 
 
 def _covers_all_keys(mask: Tensor, tokens: LayerTokens) -> bool:
-    """Whether it is of all keys. Where one rank has them all, ranks would not agree on that, so they gather."""
+    """Return whether the mask covers all keys.
+
+    Where one rank has all keys, ranks would not agree on that, so they gather.
+    """
     return mask.shape[-1] == tokens.length != max(tokens.rank_lengths)

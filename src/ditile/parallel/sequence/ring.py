@@ -23,10 +23,10 @@ KIND = "ring"
 
 
 class RingKeys:
-    """Attends to the keys of all ranks along ring, block by block.
+    """The keys of all ranks along ring, attended to block by block.
 
     Args:
-        kernel: attends to a block, and knows the log-sum-exp.
+        kernel: attends to a block and returns the log-sum-exp.
         traffic: counts bytes.
     """
 
@@ -37,7 +37,7 @@ class RingKeys:
         self._traffic = traffic
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`."""
+        """Return the output of the queries, `[B, S, N, H]`."""
         group = self._axis.group
         assert group is not None
         size = self._axis.num_ranks
@@ -73,7 +73,7 @@ class RingGather:
     traffic: Traffic
 
     def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-        """`[B, own tokens, N, H]` to `[B, tokens of all ranks, N, H]`, in the order of the ranks."""
+        """Gather `[B, own tokens, N, H]` to `[B, tokens of all ranks, N, H]`, in rank order."""
         own = torch.stack([k, v])
         lengths = _count_rank_tokens(tokens, self.axis.num_ranks)
         shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in lengths]
@@ -84,7 +84,10 @@ class RingGather:
 
 @lru_cache(maxsize=4096)
 def collect_rank_runs(tokens: LayerTokens, size: int) -> tuple[tuple[range, ...], ...]:
-    """The tokens of each rank along the outer axis, together with the inner ranks that share its place there."""
+    """Return the tokens of each rank along the outer axis.
+
+    The inner ranks that share its place on that axis are included.
+    """
     inner = len(tokens.runs) // size
     collected = []
     # Ranks along the inner axis are neighbours.
@@ -99,11 +102,14 @@ def _count_rank_tokens(tokens: LayerTokens, size: int) -> list[int]:
 
 
 def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from attention over each: outputs `[B, S, N, H]`, log-sum-exps `[B, S, N]`."""
+    """Merge attention over two sets of keys into attention over both.
+
+    Outputs are `[B, S, N, H]`, log-sum-exps `[B, S, N]`.
+    """
     out_a, lse_a = one
     out_b, lse_b = other
     precise = torch.promote_types(out_a.dtype, torch.float32)
-    # NaN if all keys of both sets are masked.
+    # It is NaN if all keys of both sets are masked.
     share_of_b = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)
     weight = share_of_b.unsqueeze(-1).to(precise)
     out = torch.lerp(out_a.to(precise), out_b.to(precise), weight)

@@ -37,12 +37,12 @@ KIND = "ulysses"
 
 @dataclass(frozen=True, slots=True)
 class HeadAndTokenShares:
-    """How many tokens each rank has before the exchange, and which heads it has after it.
+    """The tokens of each rank before the exchange, and its heads after it.
 
     Attributes:
-        heads: for each rank, the heads that it gets of each tensor.
-        num_heads: for each rank, the number of heads that it gets, summed over the tensors.
-        index: the place of this rank among them.
+        heads: for each rank, its heads of each tensor.
+        num_heads: for each rank, its number of heads, summed over the tensors.
+        index: this rank's place among them.
         is_even: whether all ranks have the same number of tokens, and the same number of heads of each tensor.
     """
 
@@ -53,9 +53,9 @@ class HeadAndTokenShares:
     is_even: bool
 
     def size_messages(self, batch: int) -> tuple[list[int], list[int]]:
-        """How many rows this rank sends to each rank and receives from it; a row is one head of one token.
+        """Return how many rows this rank sends to and receives from each rank.
 
-        On the way back the two lists change places.
+        A row is one head of one token. On the way back the two lists change places.
         """
         own_tokens = self.lengths[self.index] * batch
         own_heads = self.num_heads[self.index] * batch
@@ -68,7 +68,10 @@ class HeadAndTokenShares:
 def share_heads_and_tokens(
     tokens: LayerTokens, heads: tuple[int, ...], index: int, weights: tuple[float, ...]
 ) -> HeadAndTokenShares:
-    """The shares of the ranks along an axis, of heads by weights; `heads` has the number of heads of each tensor."""
+    """Compute the shares of the ranks along an axis.
+
+    Heads are shared by weight; `heads` has the number of heads of each tensor.
+    """
     ranks = len(weights)
     # The ranks of the axis are neighbours among all ranks that split the sequence.
     first = tokens.index - index
@@ -79,20 +82,20 @@ def share_heads_and_tokens(
         runs = tuple(pick_weighted_chunk(range(count), weights, rank) for count in heads)
         heads_by_rank.append(runs)
         num_heads.append(sum(map(len, runs)))
-    # One width for each tensor.
+    # Each entry has one width for each tensor.
     widths = {tuple(map(len, runs)) for runs in heads_by_rank}
     is_even = len(set(lengths)) == len(widths) == 1
     return HeadAndTokenShares(lengths, tuple(heads_by_rank), tuple(num_heads), index, is_even)
 
 
 class UlyssesExchange(HeadExchange):
-    """Exchanges tokens for heads over one axis, and back.
+    """The exchange of tokens for heads over one axis, and back.
 
     Args:
         axis: the ranks that split the tokens and the heads.
         traffic: counts bytes.
         uneven: whether some ranks may have one head more than others.
-        weights: of the ranks' shares of the heads; equal by default.
+        weights: how the heads are shared among the ranks; equal by default.
     """
 
     overlaps = False
@@ -111,7 +114,10 @@ class UlyssesExchange(HeadExchange):
     def exchange_tokens_for_heads(
         self, q_BPNH: Tensor, k_BPNH: Tensor, v_BPNH: Tensor, tokens: LayerTokens, keys: LayerTokens
     ) -> tuple[Tensor, ...]:
-        """q, k, v `[B, own tokens, N, H]` to `[B, tokens of all ranks, own heads, H]`, in the order of the ranks."""
+        """Exchange q, k, v `[B, own tokens, N, H]` for `[B, tokens of all ranks, own heads, H]`.
+
+        The tokens of all ranks are in rank order.
+        """
         num_heads = q_BPNH.shape[2]
         self._check_heads(num_heads)
         k_BPNH = self._repeat_uneven_heads(k_BPNH, num_heads)
@@ -123,7 +129,7 @@ class UlyssesExchange(HeadExchange):
         return queries + self._exchange_tensors((k_BPNH, v_BPNH), keys)
 
     def _exchange_tensors(self, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """Exchanges tensors of the same tokens in one message."""
+        """Exchange tensors of the same tokens in one message."""
         shares = self._get_shares(tokens, *(x_BPNH.shape[2] for x_BPNH in tensors))
         if tokens.are_none:
             # Every rank knows that no rank computes these tokens, so no rank waits for a message.
@@ -134,7 +140,7 @@ class UlyssesExchange(HeadExchange):
         return self._receive_heads(self._send_heads(tensors, shares), shares, tensors[0])
 
     def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
-        """`[B, tokens of all ranks, own heads, H]` to `[B, own tokens, N, H]`."""
+        """Exchange `[B, tokens of all ranks, own heads, H]` for `[B, own tokens, N, H]`."""
         shares = self._get_shares(tokens, heads)
         batch, _, own_heads, size = out_BSMH.shape
         if tokens.are_none:
@@ -155,7 +161,7 @@ class UlyssesExchange(HeadExchange):
         return torch.cat(parts, dim=2)
 
     def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
-        """Selects this rank's heads of keys or values `[B, S, N, H]` that every rank has whole.
+        """Select this rank's heads of `[B, S, N, H]`, keys or values that every rank has whole.
 
         Args:
             heads: the number of heads of the queries.
@@ -165,7 +171,7 @@ class UlyssesExchange(HeadExchange):
         return x[:, :, own.start : own.stop]
 
     def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
-        """Starts to send each rank its heads of the tensors `[B, P, N, H]` and to receive this rank's heads."""
+        """Start to send each rank its heads of the tensors `[B, P, N, H]` and to receive this rank's heads."""
         batch, length, _, size = tensors[0].shape
         sends, receives = shares.size_messages(batch)
         if shares.is_even:
@@ -182,7 +188,7 @@ class UlyssesExchange(HeadExchange):
         return self._start(heads_of_tokens, sends, receives)
 
     def _receive_heads(self, pending: PendingMessages, shares: HeadAndTokenShares, like: Tensor) -> tuple[Tensor, ...]:
-        """This rank's heads of the tensors, `[B, S, M, H]` each."""
+        """Return this rank's heads of the tensors, `[B, S, M, H]` each."""
         batch, _, _, size = like.shape
         count = shares.num_heads[self._index]
         (received,) = pending.wait_for_tensors()
@@ -217,7 +223,10 @@ class UlyssesExchange(HeadExchange):
             )
 
     def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
-        """Keys or values; those of grouped-query attention are repeated if ranks cannot divide them evenly."""
+        """Return keys or values that the ranks can divide.
+
+        Those of grouped-query attention are repeated if ranks cannot divide them evenly.
+        """
         groups = x_BPNH.shape[2]
         if groups % self._ranks == 0 and len(set(self._weights)) == 1:
             return x_BPNH
@@ -225,11 +234,11 @@ class UlyssesExchange(HeadExchange):
 
 
 class OverlappedUlysses(UlyssesExchange):
-    """Sends each projection while the next one is computed.
+    """An exchange that sends each projection while the next one is computed.
 
     Args:
         axis, traffic, uneven, weights: as for `UlyssesExchange`.
-        now: at which micro-step the trace records the start and end of each exchange.
+        now: gives the micro-step under which the trace records each exchange.
     """
 
     overlaps = True
@@ -248,11 +257,11 @@ class OverlappedUlysses(UlyssesExchange):
         self._now = now
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """Computes and exchanges v, k and q in turn: each is sent before the next one is computed."""
+        """Compute and exchange v, k and q in turn, sending each before the next is computed."""
         step, patch = self._now.micro_step
         branch = self._now.branch
         under_way: list[tuple[str, Tensor, HeadAndTokenShares, PendingMessages, object]] = []
-        # v first, and the same order on every rank: NCCL matches collectives by their order.
+        # v comes first, and the order is the same on every rank: NCCL matches collectives by their order.
         for name, make in zip("vkq", reversed(makers), strict=True):
             with self._trace.record_span(f"project {name}", step, patch, branch):
                 x_BPNH = make()

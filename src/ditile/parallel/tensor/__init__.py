@@ -1,1 +1,1 @@
-"""The axis of weights: tensor parallelism, in which a rank keeps a share of each parameter."""
+"""The split of the weights: tensor parallelism, in which a rank keeps a share of each parameter."""

@@ -1,8 +1,8 @@
-"""IP-adapters under tensor parallelism: keys and values of their images are cut by heads, as their layer's are.
+"""IP-adapters under tensor parallelism: keys and values of their images are cut by heads, like those of their layer.
 
 Stable Diffusion 3's add their output to the layer's heads, before a Linear that sums over the ranks. FLUX.1's add it
 after that Linear: the heads of all ranks are gathered first, by a sum with zeros, which is exact and uses the same path
-as the layer's own output. So they cost one more sum for each layer that has some, in each call.
+as the layer's own output. So each layer with an adapter needs one more sum in each call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 
 OUT = "to_out.0"
-"""The Linear after the heads of an attention module of diffusers."""
+"""The Linear after the heads in diffusers' attention modules."""
 
 
 def list_adapter_linears(transformer: nn.Module) -> list[str]:
-    """The paths of the Linears that make keys and values of the images of IP-adapters."""
+    """List the paths of the Linears that make keys and values of IP-adapter images."""
     paths = []
     for path, _, processor in find_attention_processors(transformer):
         if not isinstance(processor, ADAPTER_PROCESSORS):
@@ -34,10 +34,10 @@ def list_adapter_linears(transformer: nn.Module) -> list[str]:
 
 
 class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
-    """Replaces `FluxIPAdapterAttnProcessor` where a rank has a share of the heads.
+    """The replacement for `FluxIPAdapterAttnProcessor` on a rank that has a share of the heads.
 
     Args:
-        whole: the processor, of whose linear layers this rank has its share.
+        whole: the processor; this rank has a share of its linear layers.
         gather: `[B, S, own features]` to the features of all heads, of the tokens that this rank has between layers.
     """
 
@@ -46,12 +46,12 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
 
     def __init__(self, whole: FluxIPAdapterAttnProcessor, gather: Callable[[Tensor], Tensor]) -> None:
         nn.Module.__init__(self)
-        # Not as a child: the parameters must be in the model once, at their own place.
+        # It is not stored as a child: the parameters must be in the model once, at their own place.
         vars(self).update(vars(whole) | {"_whole": whole, "_gather": gather})
 
     @property
     def scale(self) -> list[float]:
-        """Of each adapter; the pipeline sets it."""
+        """Return the scale of each adapter, as the pipeline sets it."""
         scale: list[float] = vars(self._whole)["scale"]
         return scale
 
@@ -69,8 +69,10 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
         ip_hidden_states: Any = None,
         ip_adapter_masks: Tensor | None = None,
     ) -> Any:
-        """Image `[B, S, C]` and text `[B, T, C]` to the same, and what the adapters add to the image."""
-        # The processor's own call without adapters; a hook keeps its normalised queries, which the adapters need too.
+        """Attend from image `[B, S, C]` and text `[B, T, C]` to the same, and to the adapters' addition to the
+        image."""
+        # The processor's own call runs without adapters. A hook keeps its normalised queries, which the adapters need
+        # too.
         queries: list[Tensor] = []
         handle = attn.norm_q.register_forward_hook(lambda module, given, made: queries.append(made))
         try:

@@ -1,7 +1,8 @@
-"""Collectives of the tensor axis, over NCCL or gloo, with the bytes that the ring algorithm sends counted.
+"""Collectives of the tensor axis over NCCL or gloo; bytes are counted as the ring algorithm sends them.
 
 A stream of tokens is split by `pick_even_chunk`; the first ranks may have one token more. Every rank's message has the
-length of the longest share, so that one collective of equal parts is enough for any length, also one below n.
+length of the longest share, so that one collective of equal parts is enough for any length, also for fewer tokens than
+ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ditile.plan.layout import pick_even_chunk
 
 KIND = "tensor"
 
-# Newer releases of torch renamed them, and warn of the old names.
+# Newer releases of torch renamed them, and warn about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -39,15 +40,15 @@ class TensorCollectives:
         self._index = axis.index
         self._size = axis.num_ranks
         self._traffic = traffic
-        # Asked for each sum; groups that are made again have the same transport.
+        # Each sum needs it, so it is cached; groups that are made again have the same transport.
         self._transfer_devices: dict[torch.device, torch.device] = {}
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
-        """Tokens of this rank, of streams of these whole lengths."""
+        """Return this rank's number of tokens in streams of these whole lengths."""
         return sum(len(pick_even_chunk(range(length), self._size, self._index)) for length in streams)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in place where the tensor is contiguous."""
+        """Sum a tensor over the ranks, in place if it is contiguous."""
         summed = x.contiguous()
         exchange_tensors(self._sum_in_place, summed)
         return summed
@@ -68,9 +69,9 @@ class TensorCollectives:
             x.copy_(staged)
 
     def sum_and_scatter(self, x: Tensor, streams: Sequence[int]) -> Tensor:
-        """Sums whole streams over the ranks and keeps this rank's share of each; `[B, S, C]` to `[B, own, C]`.
+        """Sum whole streams `[B, S, C]` over the ranks and keep this rank's share `[B, own, C]`.
 
-        `streams` are the whole lengths of what follows each other in the sequence.
+        `streams` are the whole lengths of the streams in the sequence, in order.
         """
         packed = self._pack_streams(x, streams)
         summed = torch.empty_like(packed[0])
@@ -84,7 +85,8 @@ class TensorCollectives:
             with self._traffic.trace.record_wait(KIND):
                 _reduce_scatter(summed, packed.flatten(0, 1), group=group)
         else:
-            # gloo's reduce-scatter would send everything to every rank.
+            # gloo's reduce-scatter would send everything to every rank, so an all-to-all and a local sum take its
+            # place.
             received = torch.empty_like(staged)
             with self._traffic.trace.record_wait(KIND):
                 dist.all_to_all_single(received, staged, group=group)
@@ -92,14 +94,14 @@ class TensorCollectives:
         self._count_traffic(size)
 
     def gather_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
-        """The whole of streams of which every rank has a share; `[B, own, C]` to `[B, S, C]`."""
+        """Gather whole streams `[B, S, C]` from every rank's share `[B, own, C]`."""
         longest = self._count_longest_share(streams)
         batch, own, width = x.shape
         mine = x.contiguous()
         if own < longest:
             mine = torch.cat([x, x.new_zeros(batch, longest - own, width)], dim=1)
         received = mine.new_empty(self._size, batch, longest, width)
-        # Padding is not counted.
+        # Padding is left out of the counted bytes.
         whole_bytes = batch * sum(streams) * width * x.element_size()
         exchange_tensors(partial(self._gather, whole_bytes), received, mine)
         return self._unpack_streams(received, streams)
@@ -120,7 +122,10 @@ class TensorCollectives:
         return sum(-(-length // self._size) for length in streams)
 
     def _pack_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
-        """`[B, S, C]` to `[n, B, longest, C]`: every rank's tokens. What is beyond a rank's own is never read."""
+        """Arrange `[B, S, C]` as `[n, B, longest, C]`, every rank's tokens.
+
+        Padding beyond a rank's own tokens is never read.
+        """
         # Equal shares need no padding, and one copy brings them into order.
         if len(streams) == 1 and x.shape[1] % self._size == 0:
             batch, length, width = x.shape
@@ -138,7 +143,7 @@ class TensorCollectives:
         return packed
 
     def _unpack_streams(self, received: Tensor, streams: Sequence[int]) -> Tensor:
-        """The inverse: `[n, B, longest, C]` to `[B, S, C]`."""
+        """Arrange `[n, B, longest, C]` as `[B, S, C]`, the inverse."""
         if len(streams) == 1 and streams[0] % self._size == 0:
             return received.transpose(0, 1).flatten(1, 2)
         parts = []

@@ -1,9 +1,9 @@
-"""The share of each parameter that a rank of the tensor axis holds. Pure: a model on the meta device is enough.
+"""The share of each parameter that a rank of the tensor axis holds. Nothing is read: a model on meta is enough.
 
 A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for one name) -> "colwise", "rowwise",
 `PackedColwiseParallel` or `PackedRowwiseParallel`; and, beyond it, "rms_norm": an RMS norm across all heads.
 
-One that was derived names Linears where a class leaves sizes to its config, so that it fits every config:
+A derived table names Linears where the config of a class sets the sizes, so that it fits every config:
 
     ["colwise", 1, 1]               its outputs are blocks in these proportions
     ["colwise", "inner", "hidden"]  its outputs are blocks of as many features as these attributes of its owner say
@@ -43,7 +43,7 @@ from ditile.plan.layout import count_weighted_shares
 
 
 class TensorCut(NamedTuple):
-    """The part of a tensor that a rank owns: slices along one dim, which are joined in their order.
+    """The part of a tensor that a rank owns: slices along one dim, joined in their order.
 
     A projection that was fused from several has a slice of each.
     """
@@ -53,14 +53,14 @@ class TensorCut(NamedTuple):
 
 
 class HeadDim(NamedTuple):
-    """The dimension of a table that counts heads, or the features of all heads, and how many these are in the whole."""
+    """The dimension of a table that counts heads, or the features of all heads, and their number in the whole."""
 
     dim: int
     counts: frozenset[int]
 
 
 SelectShard = Callable[[str, tuple[int, ...]], TensorCut | None]
-"""(name, whole shape) -> the part to read; None is the whole tensor."""
+"""(name, whole shape) -> the part to read; None reads the whole tensor."""
 
 
 _DIMS: dict[str, dict[str, int]] = {
@@ -69,14 +69,14 @@ _DIMS: dict[str, dict[str, int]] = {
     "rms_norm": {"weight": 0, "bias": 0},
     "gathered": {"weight": 0, "bias": 0, "lora_B": 0},
 }
-"""The dimension of each parameter that is cut; the others are whole on every rank."""
+"""The dimension in which each parameter is cut; the others are whole on every rank."""
 
 _PACKED = {
     PackedColwiseParallel: ("colwise", "_tp_packed_col_blocks"),
     PackedRowwiseParallel: ("rowwise", "_tp_packed_row_blocks"),
 }
 HEAD_COUNTS = ("heads", "num_heads", "n_heads", "num_attention_heads", "kv_heads", "num_kv_heads")
-"""What attention modules call their numbers of heads."""
+"""The names that attention modules use for their numbers of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,16 @@ class CutStyle:
     """How a module is cut.
 
     Attributes:
-        kind: "colwise" (outputs), "rowwise" (inputs), "rms_norm" (channels) or "gathered" (outputs, which every rank
-            gets from all: a modulation's, which are few numbers of many weights).
-        blocks: sizes, in proportion, of what is fused side by side in that dimension; each block is cut by itself.
+        kind: "colwise" (outputs), "rowwise" (inputs), "rms_norm" (channels) or "gathered" (outputs that every rank gets
+            from all ranks: those of a modulation, which are few for its many weights).
+        blocks: sizes, in proportion, of the blocks fused side by side in that dimension; each is cut by itself.
     """
 
     kind: str
     blocks: tuple[int, ...] = (1,)
 
     def compute_block_sizes(self, total: int) -> list[int]:
-        """The blocks of a dimension of `total`."""
+        """Compute the sizes of the blocks in a dimension of `total`."""
         return [block * (total // sum(self.blocks)) for block in self.blocks]
 
 
@@ -104,7 +104,7 @@ class TensorCuts:
     Attributes:
         styles: module path -> how it is cut.
         index: this rank's place on the tensor axis.
-        shares: of each rank on it, in units that every head count and every block of features is a multiple of.
+        shares: the share of each rank on the axis, in units that divide every head count and every block of features.
         arguments: path of a block -> (argument, place among its tensors) -> the dimension of heads.
     """
 
@@ -125,26 +125,28 @@ class TensorCuts:
         loaded: tuple[int, ...] = (),
         stored_blocks: Mapping[str, RowBlocks] | None = None,
     ) -> TensorCuts:
-        """Matches a table with a model, whose blocks may be placeholders and whose weights may be on the meta device.
+        """Match a table with a model.
+
+        Its blocks may be placeholders and its weights may be on the meta device.
 
         Args:
-            transformer, table, index, size: the model, its table, this rank and how many there are.
+            transformer, table, index, size: the model, its table, this rank and the number of ranks.
             weights: the share of each rank, in any unit; equal by default.
-            loaded: the `shares` by which this rank's share alone was read, and checked; empty for a whole model.
-            stored_blocks: the weights that a file will bring in blocks, by name.
+            loaded: the `shares` by which only this rank's share was read, and checked; empty for a whole model.
+            stored_blocks: the block formats of weights that a file stores in blocks, by name.
 
         Raises:
-            ModelError: if the table names what cannot be cut, or nothing that is there.
-            PlanError: if `size` does not divide heads or features, or they have fewer equal parts than unlike shares.
+            ModelError: if the table names a module that cannot be cut, or no module of the model.
+            PlanError: if `size` does not divide heads or features, or they have too few equal parts for unequal shares.
         """
         module_rows = {pattern: row for pattern, row in table.items() if ":" not in pattern}
-        # Later rows win where two patterns match one module.
+        # If two patterns match one module, the later row wins.
         rows: dict[str, Any] = {}
         for pattern, row in module_rows.items():
             for path, _ in match_modules(transformer, pattern):
                 rows[path] = row
         styles: dict[str, CutStyle] = {}
-        # Built once, and only for a model that needs it.
+        # It is built once, and only for a model that needs it.
         build_structure = functools.cache(functools.partial(build_meta_model, transformer))
         for path, row in rows.items():
             style = _read_row(row, module_rows, transformer, path, size, build_structure)
@@ -164,25 +166,25 @@ class TensorCuts:
         return cls(styles, index, shares, _match_argument_rows(table, transformer))
 
     def locate_share(self, length: int) -> slice:
-        """This rank's run of so many heads or features."""
+        """Return this rank's run among `length` heads or features."""
         unit = length // sum(self.shares)
         start = unit * sum(self.shares[: self.index])
         return slice(start, start + unit * self.shares[self.index])
 
     def measure_own(self, length: int) -> int:
-        """How many of so many heads or features this rank has."""
+        """Return how many of `length` heads or features this rank has."""
         return length * self.shares[self.index] // sum(self.shares)
 
     def measure_whole(self, own: int) -> int:
-        """How many heads or features all ranks have, if this rank has so many."""
+        """Return how many heads or features all ranks have if this rank has `own`."""
         return own * sum(self.shares) // self.shares[self.index]
 
     def select_shard(self, name: str, shape: Sequence[int]) -> TensorCut | None:
-        """This rank's part of a parameter of the whole model; None is all of it.
+        """Return this rank's part of a parameter of the whole model; None is all of it.
 
         Args:
-            name: as in the model's `state_dict`, LoRAs included.
-            shape: of the whole parameter.
+            name: the name in the model's `state_dict`, LoRAs included.
+            shape: the shape of the whole parameter.
         """
         path, is_lora, adapter = name.partition(".lora_")
         if is_lora:
@@ -204,7 +206,7 @@ class TensorCuts:
 
 
 def _match_argument_rows(table: Mapping[str, Any], transformer: nn.Module) -> dict[str, dict[tuple[str, int], HeadDim]]:
-    """The rows of a table that are about arguments of blocks."""
+    """Return the head dimensions of blocks' arguments, from the table's rows about arguments."""
     arguments: dict[str, dict[tuple[str, int], HeadDim]] = {}
     for row_name, row in table.items():
         pattern, is_argument, place = row_name.partition(":")
@@ -221,13 +223,16 @@ def _match_argument_rows(table: Mapping[str, Any], transformer: nn.Module) -> di
 
 
 def read_head_counts(module: nn.Module) -> list[int]:
-    """The numbers of heads that a module has as attributes."""
+    """Return the numbers of heads in a module's attributes."""
     values = [vars(module).get(name) for name in HEAD_COUNTS]
     return [value for value in values if isinstance(value, int)]
 
 
 def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyle]) -> dict[str, Any]:
-    """The attention modules that own what is cut, by path: the nearest modules above with a number of `heads`."""
+    """Find the attention modules that own cut modules, by path.
+
+    They are the nearest modules above with a number of heads.
+    """
     attention_modules = {}
     for path in styles:
         while path:
@@ -240,7 +245,7 @@ def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyl
 
 
 def unwrap_lora_base(module: nn.Module) -> nn.Module:
-    """The Linear below a LoRA, or the module itself."""
+    """Return the Linear below a LoRA, or the module itself."""
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Module)
     return base
@@ -254,7 +259,7 @@ def _read_row(
     size: int,
     build_structure: Callable[[], nn.Module],
 ) -> CutStyle | None:
-    """How a row of a table cuts a module; None where the module stays whole by this config."""
+    """Return the cut of a module by a row of a table; None if it stays whole by this config."""
     module = transformer.get_submodule(path)
     blocks: Sequence[int] | None = (1,)
     if isinstance(row, list | tuple):
@@ -263,7 +268,7 @@ def _read_row(
             # The ranks cannot split the outputs of this modulation evenly, so every rank has all of it.
             return None
         if kind == "rms_norm":
-            # Where the table was derived it was across heads; by this config it may be one within each head.
+            # The table was derived from a norm across heads; with this config it may be one within each head.
             width = _find_norm_width(module)
             if width is not None and width != _measure_part(sizes[0], table, transformer, path):
                 return None
@@ -298,7 +303,7 @@ def _read_row(
 
 
 def _find_norm_width(norm: Any) -> int | None:
-    # torch and diffusers' RMSNorm have `normalized_shape` or `dim`, as a number or a shape.
+    # RMSNorm of torch has `normalized_shape`, that of diffusers `dim`, as a number or a shape.
     shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
     if isinstance(shape, tuple | list):
         return int(shape[-1])
@@ -310,7 +315,7 @@ def _find_linear(transformer: nn.Module, path: str) -> Any:
 
 
 def _fill_pattern(pattern: str, path: str) -> str:
-    """The path of a pattern in which `*` is what the path of the row's own module has there."""
+    """Fill in the `*` of a pattern from the path of the row's own module."""
     own_names = path.split(".")
     names = pattern.split(".")
     for place, name in enumerate(names):
@@ -325,10 +330,10 @@ def _measure_parts(
     transformer: nn.Module,
     path: str,
 ) -> list[int]:
-    """How many inputs of a Linear come from each of the parts that lie side by side in them.
+    """Return how many inputs of a Linear come from each of the parts side by side in them.
 
     Raises:
-        ModelError: if these are not all of its inputs: by this config, the model packs them in another way.
+        ModelError: if these are not all of its inputs; then this config packs them in another way.
     """
     sizes = [_measure_part(part, table, transformer, path) for part in parts]
     _check_sum(path, "inputs", _find_linear(transformer, path).in_features, sizes, transformer)
@@ -336,7 +341,7 @@ def _measure_parts(
 
 
 def _measure_part(part: str | int, table: Mapping[str, Any], transformer: nn.Module, path: str) -> int:
-    """How many features a Linear makes (`a.to_q`), or one of the blocks that it makes side by side (`a.up/1`)."""
+    """Return the number of features of a Linear (`a.to_q`), or of one of its blocks (`a.up/1`)."""
     if isinstance(part, int):
         return part
     pattern, _, index = part.partition("/")
@@ -348,10 +353,10 @@ def _measure_part(part: str | int, table: Mapping[str, Any], transformer: nn.Mod
 
 
 def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Module, path: str) -> Sequence[int]:
-    """The outputs of a Linear that lie side by side: how many, or in which proportions.
+    """Return the sizes or proportions of the outputs side by side in a Linear.
 
     Raises:
-        ModelError: if attributes count them, and they are not all of its outputs.
+        ModelError: if attributes give their sizes, and these are not all of its outputs.
     """
     if not blocks:
         return _find_value_and_gate(kind, transformer, path)
@@ -368,7 +373,7 @@ def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Mod
 
 
 def _check_sum(path: str, what: str, features: Any, sizes: Sequence[int], transformer: nn.Module) -> None:
-    """Raises `ModelError` if parts are not all features of a Linear."""
+    """Raise `ModelError` if parts do not add up to all features of a Linear."""
     if sum(sizes) != features:
         raise ModelError(
             f"{path} has {features} {what}, and {' + '.join(map(str, sizes))} were expected, so this "
@@ -378,7 +383,7 @@ def _check_sum(path: str, what: str, features: Any, sizes: Sequence[int], transf
 
 
 def _find_value_and_gate(kind: str, transformer: nn.Module, path: str) -> Sequence[int]:
-    # diffusers' gated activations make the value and its gate by one Linear.
+    # diffusers' gated activations make the value and its gate with one Linear.
     parent = transformer.get_submodule(path.rpartition(".")[0])
     if kind == "colwise" and isinstance(parent, GEGLU | SwiGLU):
         return (1, 1)
@@ -392,7 +397,7 @@ def _check_norm_shardable(path: str, module: nn.Module) -> None:
 
 def _check_linear_shardable(path: str, module: nn.Module) -> None:
     base = unwrap_lora_base(module)
-    # A quantized Linear is another class, or has another class of weights.
+    # A quantized Linear has another class, or weights of another class.
     unknown = base if type(base) is not nn.Linear else base.weight
     is_cut_in_blocks = is_block_linear(base) or find_row_blocks(unknown) is not None
     if type(unknown) is not nn.Parameter and not is_cut_in_blocks:
@@ -416,7 +421,10 @@ def _divide_units(
     weights: tuple[float, ...] | None,
     stored_blocks: Mapping[str, RowBlocks],
 ) -> tuple[int, ...]:
-    """The shares of the ranks; every head and every feature of a block must have its rank."""
+    """Compute the shares of the ranks.
+
+    Every head and every feature of a block must belong to a rank.
+    """
     counts: list[tuple[int, str]] = []
     attentions = find_sharded_attentions(transformer, styles)
     for path, attention in attentions.items():
@@ -432,7 +440,7 @@ def _divide_units(
         row_blocks = find_row_blocks(parameter) or stored_blocks.get(f"{path}.weight")
         if row_blocks is not None:
             counts += _count_stored_blocks(path, style, parameter, row_blocks)
-    # Of heads and features alike each rank has so many equal parts, so that shares of both belong together.
+    # Heads and features are divided into the same number of equal parts, so that shares of both belong together.
     most = math.gcd(*(number for number, _ in counts))
     shares = (1,) * size
     if weights is not None and len(set(weights)) > 1:
@@ -444,7 +452,8 @@ def _divide_units(
         if count % sum(shares):
             legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
             raise PlanError(f"tensor={size} does not divide the {count} {what}; try {legal}")
-    # After the numbers: keys of one head have a norm as wide as all of their heads, and cannot be cut anyway.
+    # This follows the checks of numbers: with a single key head the norm is as wide as all of its heads, and cannot be
+    # cut anyway.
     for path, attention in attentions.items():
         _check_attention_shardable(path, attention, styles)
     return shares
@@ -453,14 +462,17 @@ def _divide_units(
 def _count_stored_blocks(
     path: str, style: CutStyle, weight: nn.Parameter, row_blocks: RowBlocks
 ) -> list[tuple[int, str]]:
-    """Of a weight whose rows are stored in blocks and cut: the blocks of each part of a row, and what they are."""
+    """Return the number of blocks in each part of a row, and a text for messages.
+
+    It is empty unless the rows are stored in blocks and cut.
+    """
     dim = _DIMS[style.kind]["weight"]
     if dim < weight.ndim - 1:
         return []
     counts = []
     for part in style.compute_block_sizes(measure_weight(weight)[dim]):
         blocks, rest = divmod(part, row_blocks.numbers)
-        # A part that ends within a block cannot be cut at all.
+        # A part that ends within a block cannot be cut.
         if rest:
             blocks = 1
         counts.append((blocks, f"blocks of {row_blocks.numbers} {row_blocks.name} weights in the rows of {path}"))
@@ -468,7 +480,7 @@ def _count_stored_blocks(
 
 
 def _list_head_counts(attention: Any) -> list[int]:
-    """Heads of queries, and of keys where they are fewer."""
+    """Return the number of query heads, and of key heads if these are fewer."""
     counts = read_head_counts(attention)
     query_width = getattr(attention, "inner_dim", None)
     key_width = getattr(attention, "inner_kv_dim", None)
@@ -500,7 +512,10 @@ def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, C
 
 
 def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle], named: Collection[str]) -> None:
-    """Every Linear next to projections of heads must be in the table: whole, it would meet this rank's heads."""
+    """Raise `ModelError` unless the table has every Linear next to projections of heads.
+
+    A whole Linear there would get only this rank's heads.
+    """
     owners = {_find_owner(transformer, path) for path in styles}
     for path, attention in find_sharded_attentions(transformer, styles).items():
         if path not in owners:
@@ -521,10 +536,10 @@ def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle],
 
 
 def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> None:
-    """Raises `ModelError` if attention of some blocks lacks a Linear that the same of others has, by a derived table.
+    """Raise `ModelError` if some blocks' attention lacks a Linear of the same attention in others, by a derived table.
 
-    What such a module makes without a Linear of its own would be this rank's heads alone. A last block may lack the
-    Linears after attention, whose results are never read.
+    Without a Linear of its own such a module would return only this rank's heads. A last block may lack the Linears
+    after attention, whose results are never read.
     """
     for pattern, row in table.items():
         if not isinstance(row, list | tuple) or row[0] != "colwise":
@@ -547,7 +562,7 @@ def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> Non
 
 
 def _find_owner(transformer: nn.Module, path: str) -> str:
-    """The module that has another as an attribute, or in a list."""
+    """Return the path of the module that has another as an attribute, or in a list."""
     owner = path.rpartition(".")[0]
     if isinstance(transformer.get_submodule(owner), nn.ModuleList):
         return owner.rpartition(".")[0]

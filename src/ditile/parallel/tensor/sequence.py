@@ -1,10 +1,10 @@
 """The "sequence" scheme of tensor parallelism: between its blocks' Linears a rank has its share of the tokens.
 
-Where this happens is a table (`ModelSpec.tensor_tokens`): module pattern -> what of it holds tokens -> their stream. An
-argument is gathered before the module runs; "return" (or the first of several results) is gathered after it, or, of a
-row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one sequence,
-"text+image": each rank has its share of the text and then its share of the image, and the whole has the same order,
-so that the rotary tables of the undivided call fit.
+A table (`ModelSpec.tensor_tokens`) says where: module pattern -> its arguments or results with tokens -> their stream.
+An argument is gathered before the module runs; "return" (or the first of several results) is gathered after it, or, for
+a row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one
+sequence, "text+image": each rank has its share of the text and then its share of the image, and the whole has the same
+order, so that the rotary tables of the undivided call fit.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Gather = Callable[[Tensor], Tensor]
 
 
 class SharedStreams(TokenStreams):
-    """Every rank has its share of each stream.
+    """Streams of tokens of which every rank has a share.
 
     Args:
-        axis: the ranks.
-        collectives: gather.
+        axis: the ranks that share the tokens.
+        collectives: gather the shares.
 
     Attributes:
-        image, text: whole lengths of the streams of the current call, set where they are cut; the same on all ranks.
+        image, text: whole lengths of the current call's streams, set where they are cut; the same on all ranks.
     """
 
     def __init__(self, axis: Axis, collectives: TensorCollectives) -> None:
@@ -47,24 +47,24 @@ class SharedStreams(TokenStreams):
         self.text = 0
 
     def set_stream_lengths(self, image: int, text: int) -> None:
-        """Keeps the lengths for the gathers inside the blocks."""
+        """Keep the lengths for the gathers inside the blocks."""
         self.image = image
         self.text = text
 
     def locate_own_share(self, length: int) -> slice:
-        """This rank's share of a stream."""
+        """Return this rank's share of a stream."""
         mine = pick_even_chunk(range(length), self._axis.num_ranks, self._axis.index)
         return slice(mine.start, mine.stop)
 
     def gather_stream(self, x: Tensor, length: int) -> Tensor:
-        """`[B, own, C]` to `[B, length, C]`."""
+        """Gather `[B, own, C]` to `[B, length, C]`."""
         return self._collectives.gather_streams(x, [length])
 
     def gather_tokens(self, path: str, stream: str, x: Tensor) -> Tensor:
-        """The whole of what a module at a path gets or makes, from every rank's share.
+        """Gather a module's whole argument or result from every rank's share.
 
         Raises:
-            StateError: if this is not a share.
+            StateError: if `x` is not this rank's share.
         """
         lengths = self._list_lengths(stream)
         own = self._collectives.count_own_tokens(lengths)
@@ -76,11 +76,11 @@ class SharedStreams(TokenStreams):
         return self._collectives.gather_streams(x, lengths)
 
     def scatter_tokens(self, stream: str, x: Tensor) -> Tensor:
-        """This rank's share of the sum over the ranks of what a row-parallel Linear makes."""
+        """Sum the output of a row-parallel Linear over the ranks and keep this rank's share."""
         return self._collectives.sum_and_scatter(x, self._list_lengths(stream))
 
     def _list_lengths(self, stream: str) -> list[int]:
-        """The lengths that follow each other in a stream."""
+        """Return the lengths of a stream's parts, in order."""
         lengths = {"text": self.text, "image": self.image}
         return [lengths[name] for name in stream.split("+")]
 
@@ -92,7 +92,10 @@ def install_token_gathers(
     table: Mapping[str, Mapping[str, str]],
     streams: SharedStreams,
 ) -> dict[str, Gather]:
-    """Hooks the gathers into a model; returns, by path, what sums and scatters the output of each row-parallel Linear.
+    """Hook the gathers into a model.
+
+    Returns:
+        By path, the function that sums and scatters the output of each row-parallel Linear.
 
     Raises:
         ModelError: if a row-parallel Linear is not in the table.
@@ -107,7 +110,7 @@ def install_token_gathers(
             gather: dict[str, Gather] = {}
             for what, stream in names_of_streams.items():
                 gather[what] = exclude_from_compile(partial(streams.gather_tokens, path, stream))
-            # The result is gathered after the module; all others are arguments, which are gathered before it.
+            # The result is gathered after the module; all others are arguments and are gathered before it.
             after = gather.pop(RETURN, None)
             if after is not None:
                 stack.callback(module.register_forward_hook(partial(_gather_result, after)).remove)

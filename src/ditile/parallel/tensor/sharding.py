@@ -5,11 +5,11 @@ weights of its share of the outputs. A row-parallel one keeps the weights of its
 summed over the ranks before the bias is added, once. The model's own forward runs; attention has all tokens and its
 share of the heads.
 
-Two schemes. "row": an all-reduce after each row-parallel Linear. "sequence" (arXiv 2205.05198): between them every
-rank has its share of the tokens, residuals and norms included; tokens are gathered before attention and feed-forward
-and reduce-scattered after them: the same bytes, 1/n of the activations in between.
+There are two schemes. "row": an all-reduce after each row-parallel Linear. "sequence" (arXiv 2205.05198): between them
+every rank has its share of the tokens, residuals and norms included; tokens are gathered before attention and
+feed-forward and reduce-scattered after them: the same bytes, 1/n of the activations in between.
 
-Sent by a rank, for p image and t text tokens of h channels and f = 2(n-1)/n; batch and element size apart:
+A rank sends, for p image and t text tokens with h channels and f = 2(n-1)/n, batch and element size apart:
 
     block                              all-reduces    sent
     self attention + feed-forward      2              2 f h p
@@ -19,7 +19,8 @@ Sent by a rank, for p image and t text tokens of h channels and f = 2(n-1)/n; ba
     FLUX double, single                4, 1           2 f h (p + t), f h (p + t)
       with IP-adapters                 1 more         f h p more for each double block
 
-"sequence" has twice the calls. A LoRA of rank r that was loaded before adds f r per token of each row-parallel Linear.
+"sequence" has twice the calls. A LoRA with rank r that was loaded before adds f r per token of each row-parallel
+Linear.
 """
 
 from __future__ import annotations
@@ -51,26 +52,26 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.model_spec import ModelSpec
 
 TensorMap = Callable[[Tensor], Tensor]
-"""Such as what sums a tensor over the ranks."""
+"""A map from tensor to tensor, such as the sum over the ranks."""
 _MARK = "_ditile_tensor"
 _HEAD_ATTRIBUTES = (
     *HEAD_COUNTS, "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim",
 )  # fmt: skip
-"""Attributes of an attention module that processors read, and that count heads or their channels."""
+"""Attributes of attention modules that count heads or their channels and are read by processors."""
 _WHOLE_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
 _WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections")
-"""What a model can do only while it has whole weights."""
+"""Methods that a model has only while its weights are whole."""
 _LORA_FACTORS = {"gathered": "lora_B", "rowwise": "lora_A"}
-"""The factor of a LoRA that needs what all ranks have, by the kind of the cut of its Linear."""
+"""The factor of a LoRA that needs the sum over all ranks, by the kind of cut of its Linear."""
 
 
 class ShardedTransformer:
-    """A transformer of which this rank has a share of the weights.
+    """A transformer with this rank's share of the weights.
 
     Attributes:
-        cuts: what is cut; a loader asks its `select_shard`.
-        streams: what this rank has of the tokens between its Linears.
-        edits: what `restore_whole_weights` undoes.
+        cuts: the cuts of its parameters; a loader asks `select_shard`.
+        streams: this rank's tokens between its Linears.
+        edits: the changes that `restore_whole_weights` undoes.
     """
 
     def __init__(self, cuts: TensorCuts, *, keep: bool) -> None:
@@ -83,24 +84,24 @@ class ShardedTransformer:
         self._sums: dict[str, TensorMap] = {}
 
     def remember_fused_loras(self, path: str, module: Any) -> None:
-        """Remembers which LoRAs are fused into a Linear's whole weight."""
+        """Remember the LoRAs that are fused into a Linear's whole weight."""
         if unwrap_lora_base(module) is not module:
             self._fused.append((path, module, list(module.merged_adapters)))
 
     def join_share(self, other: ShardedTransformer) -> None:
-        """Makes another model of the pipeline whole again when this one is."""
+        """Make another model of the pipeline whole again together with this one."""
         self._fused += other._fused
         self.edits.push(other.edits)
 
     def guard_pipeline_loaders(self, pipe: Any) -> None:
-        """Makes a pipeline refuse to load what needs whole weights, before it has touched anything."""
+        """Make a pipeline refuse to load anything that needs whole weights, before it has touched anything."""
         _refuse_methods(self.edits, pipe, _WHOLE_OF_PIPE)
 
     def lift_lora_guards(self, stack: ExitStack, pipe: Any, transformer: nn.Module) -> None:
-        """Lets a pipeline load LoRAs whose factors are cut as this share is, until the stack is closed.
+        """Let a pipeline load LoRAs until the stack is closed; their factors are cut like this share.
 
         Raises:
-            ModelError: if ranks split the tokens between Linears, which LoRAs around them would not see.
+            ModelError: if ranks split the tokens between Linears, because LoRAs around these would not see all tokens.
         """
         if isinstance(self.streams, SharedStreams):
             raise ModelError(
@@ -109,15 +110,15 @@ class ShardedTransformer:
             )
         for owner, name in ((pipe, "load_lora_weights"), (transformer, "load_lora_adapter")):
             guard = vars(owner).get(name)
-            # A pipeline of another class on the same model, or one that was wrapped since, has no guard of ours.
+            # A pipeline of another class on the same model, or one that was wrapped later, does not have our guard.
             if isinstance(guard, partial) and guard.func is _refuse_method:
                 override_attribute(stack, owner, name, guard.keywords["stock"])
 
     def cut_lora_factor(self, name: str, factor: Tensor) -> Tensor:
-        """This rank's part of a factor of a LoRA, by its name in the model.
+        """Return this rank's part of a LoRA factor, by its name in the model.
 
         Raises:
-            ModelError: if it is none of a plain LoRA.
+            ModelError: if the factor does not belong to a plain LoRA.
         """
         path, _, leaf = name.rpartition(".lora_")
         is_plain_factor = leaf.partition(".")[0] in ("A", "B")
@@ -127,7 +128,7 @@ class ShardedTransformer:
         return factor if cut is None else take_pieces(factor, *cut)
 
     def sum_loras_over_ranks(self, transformer: nn.Module) -> None:
-        """Makes the LoRAs that were loaded since the cut sum over the ranks as the Linears below them do."""
+        """Make the LoRAs loaded since the cut sum over the ranks like the Linears below them."""
         for path, style in self.cuts.styles.items():
             for linear in _list_summing_loras(transformer.get_submodule(path), style.kind):
                 if "forward" not in vars(linear):
@@ -135,10 +136,10 @@ class ShardedTransformer:
                     vars(linear)["forward"] = _make_sum(linear, style.kind, self.cuts, self._sums[path])
 
     def restore_whole_weights(self) -> None:
-        """Puts the whole weights back, bit for bit, and removes the guards from a pipeline.
+        """Put the whole weights back, bit for bit, and remove the guards from a pipeline.
 
         Raises:
-            StateError: if they were not kept, or if a LoRA was fused into the share, or out of it, since.
+            StateError: if they were not kept, or if a LoRA has since been fused into the share or out of it.
         """
         if not self._keep:
             raise StateError(
@@ -155,7 +156,7 @@ class ShardedTransformer:
 
 
 def find_share(transformer: nn.Module) -> ShardedTransformer | None:
-    """The share that this rank has of a model's weights; None if the model is whole."""
+    """Return this rank's share of a model's weights; None if the model is whole."""
     share: ShardedTransformer | None = vars(transformer).get(_MARK)
     return share
 
@@ -165,10 +166,12 @@ def find_tensor_table(
     spec: ModelSpec | None,
     derived: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
-    """The tensor table of a model: its spec's, or one that was derived, or diffusers' own, in this order.
+    """Return the tensor table of a model.
+
+    It is its spec's, or a derived one, or diffusers' own, in this order.
 
     Raises:
-        ModelError: if it has none.
+        ModelError: if the model has no table.
     """
     table: Mapping[str, Any] | None = spec.tensor if spec else None
     table = table or derived or getattr(transformer, "_tp_plan", None)
@@ -193,25 +196,25 @@ def shard_weights(
     keep: bool = False,
     sum_over_ranks: TensorMap | None = None,
 ) -> ShardedTransformer:
-    """Leaves this rank its share of a model's weights, and makes the model sum over the ranks.
+    """Leave this rank its share of a model's weights, and make the model sum over the ranks.
 
     Args:
-        transformer: the model, on any device, meta included; LoRAs that it has are cut too.
+        transformer: the model, on any device, meta included; its LoRAs are cut too.
         table: which Linears are cut and how (`ModelSpec.tensor`).
-        axis, traffic: the ranks that share the weights, and where their bytes are counted, as "tensor".
+        axis, traffic: the ranks that share the weights, and the counter of their bytes, under "tensor".
         sequence: where tokens are gathered and scattered (`ModelSpec.tensor_tokens`) for "sequence"; None for "row".
         weights: the share of each rank, in any unit; equal by default.
-        loaded: the `shares` of `TensorCuts` by which weights were read of this rank's share alone; empty if all were.
-        keep: keep the whole weights aside, for `restore_whole_weights`.
-        sum_over_ranks: how ranks sum, for "row"; by default by messages.
+        loaded: the `shares` of `TensorCuts` by which only this rank's share was read; empty if all weights were read.
+        keep: whether the whole weights are kept aside, for `restore_whole_weights`.
+        sum_over_ranks: how ranks sum for "row"; by default with messages.
 
     Raises:
-        ModelError: if the model has what cannot be cut.
-        PlanError: if the degree does not divide its heads or features; the message names those that do.
+        ModelError: if the model has a module that cannot be cut.
+        PlanError: if the degree does not divide its heads or features; the message names degrees that do.
         StateError: if it is cut already.
     """
     check_unsharded(transformer, sequence)
-    # A model that cannot be cut is refused before anything is touched.
+    # A model that cannot be cut is refused before anything is changed.
     cuts = TensorCuts.match_tensor_table(transformer, table, axis.index, axis.num_ranks, weights=weights, loaded=loaded)
     sharded = ShardedTransformer(cuts, keep=keep)
     if axis.num_ranks == 1:
@@ -225,7 +228,7 @@ def shard_weights(
             sharded.streams = streams = SharedStreams(axis, collectives)
             scatters = install_token_gathers(stack, transformer, cuts, sequence, streams)
         _divide_head_counts(stack, transformer, cuts)
-        # Adapters are read whole where the other weights were read as a share: they are no part of the model's files.
+        # Adapters are read whole even if the other weights were read as a share: they are not in the model's files.
         adapters = list_adapter_linears(transformer)
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
@@ -246,7 +249,7 @@ def shard_weights(
 
 
 def check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, str]] | None) -> None:
-    """Raises `StateError` if a model is cut already, and `ModelError` if "sequence" has no table of its streams."""
+    """Raise `StateError` if a model is cut already, and `ModelError` if "sequence" has no table of its streams."""
     kind = type(transformer).__name__
     if find_share(transformer) is not None:
         raise StateError(f"this {kind} has only a share of its weights already; undo that, or reload it")
@@ -260,8 +263,8 @@ def _gather_adapters(
     cuts: TensorCuts,
     sums: Mapping[str, TensorMap],
 ) -> None:
-    """Makes FLUX.1's IP-adapters gather the heads of all ranks."""
-    # A list, because the processors are replaced meanwhile.
+    """Make FLUX.1's IP-adapters gather the heads of all ranks."""
+    # The loop runs over a list, because it replaces the processors.
     for path, attention, processor in list(find_attention_processors(transformer)):
         if isinstance(processor, FluxIPAdapterAttnProcessor):
             gather = partial(_gather_features, cuts, sums[f"{path}.{OUT}"])
@@ -269,7 +272,7 @@ def _gather_adapters(
 
 
 def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: TensorCuts, *, keep: bool) -> None:
-    """Cuts the parameters of a Linear, of the LoRAs around it, or of a norm."""
+    """Cut the parameters of a Linear, of the LoRAs around it, or of a norm."""
     for name, owner in list(module.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is None:
@@ -284,7 +287,7 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
 
 
 def _resize_features(stack: ExitStack, module: nn.Module) -> None:
-    """Sets the sizes of a Linear, and of the LoRAs around it, to the sizes of its share."""
+    """Set the sizes of a Linear, and of the LoRAs around it, to the sizes of its share."""
     base: Any = unwrap_lora_base(module)
     for owner in module.modules():
         linear: Any = owner
@@ -301,7 +304,7 @@ def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCu
     owners = dict(find_sharded_attentions(transformer, cuts.styles))
     for path, style in cuts.styles.items():
         if len(style.blocks) > 1:
-            # It splits what its fused Linear makes by sizes that it has as attributes.
+            # The owner splits the output of its fused Linear by sizes in its attributes.
             owner = path.rpartition(".")[0]
             owners[owner] = transformer.get_submodule(owner)
     for module in owners.values():
@@ -312,7 +315,7 @@ def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCu
 
 
 def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCuts) -> None:
-    """Gives a block this rank's heads of tables that have a row for each head, or the features of all heads."""
+    """Give a block this rank's heads of tables with a row for each head, or for the features of all heads."""
     names = list_parameter_names(block)
     forward = block.forward
     places = cuts.arguments[path]
@@ -349,7 +352,7 @@ def _install_sums(
     cuts: TensorCuts,
     over_ranks: TensorMap,
 ) -> None:
-    """Makes a norm or Linear that needs what all ranks have sum over the ranks."""
+    """Make a norm or Linear sum over the ranks if its kind needs it."""
     if kind == "rms_norm":
         override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, cuts, over_ranks))
     if kind in _LORA_FACTORS:
@@ -359,7 +362,7 @@ def _install_sums(
 
 
 def _list_summing_loras(module: nn.Module, kind: str) -> Iterable[nn.Module]:
-    """The factors of the LoRAs around a Linear that need what all ranks have, as the Linear does."""
+    """List the LoRA factors around a Linear that need the sum over all ranks, like the Linear."""
     return getattr(module, _LORA_FACTORS.get(kind, ""), nn.ModuleDict()).values()
 
 
@@ -375,14 +378,17 @@ def _make_sum(
 
 
 def _multiply_and_sum(linear: Any, over_ranks: TensorMap, x: Tensor) -> Tensor:
-    """A row-parallel Linear."""
+    """Compute a row-parallel Linear."""
     out = over_ranks(functional.linear(x, unpack_weight(linear)))
-    # After the sum, or the bias would be added once for each rank.
+    # The bias is added after the sum; otherwise it would be added once for each rank.
     return out if linear.bias is None else out.add_(linear.bias)
 
 
 def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Tensor) -> Tensor:
-    """A Linear of which each rank has a share of the outputs, and all ranks get all: a sum with zeros is exact."""
+    """Compute a Linear whose outputs are shared among the ranks, and give all ranks all of them.
+
+    A sum with zeros does it, which is exact.
+    """
     return _gather_features(cuts, over_ranks, functional.linear(x, unpack_weight(linear), linear.bias))
 
 
@@ -394,7 +400,7 @@ def _gather_features(cuts: TensorCuts, over_ranks: TensorMap, share: Tensor) -> 
 
 
 def _norm_across_ranks(norm: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Tensor) -> Tensor:
-    """An RMS norm whose channels lie on all ranks: their squares are summed over the ranks."""
+    """Compute an RMS norm over channels on all ranks, by summing their squares over the ranks."""
     # The dtypes follow diffusers' RMSNorm.
     wide = x.float()
     sum_of_squares = over_ranks(wide.square().sum(-1, keepdim=True))
@@ -411,7 +417,7 @@ def _norm_across_ranks(norm: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Te
 
 
 def _refuse_methods(stack: ExitStack, owner: Any, names: Sequence[str]) -> None:
-    """Makes an object refuse what needs whole weights."""
+    """Make an object refuse the methods that need whole weights."""
     for name in names:
         if hasattr(owner, name):
             refuse = partial(_refuse_method, f"{type(owner).__name__}.{name}", stock=getattr(owner, name))

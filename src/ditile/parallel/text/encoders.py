@@ -1,4 +1,4 @@
-"""Text encoders: on the first rank of an image alone, or with their layers split. The pipeline encodes as before.
+"""Text encoders: on the first rank of an image only, or with their layers split. The pipeline encodes as before.
 
 `first`: the first rank runs the encoder, and its result is broadcast. `split`: the pipeline calls the encoder on every
 rank; the layers of other ranks pass their input through, and the last layer of each run sends its output to all.
@@ -45,7 +45,7 @@ Forward = Callable[..., Any]
 
 
 def find_text_encoders(pipe: Any) -> dict[str, Any]:
-    """The text encoders of a pipeline, by component."""
+    """Return the text encoders of a pipeline, by component."""
     encoders = {}
     for name, component in pipe.components.items():
         if name.startswith("text_encoder") and isinstance(component, nn.Module):
@@ -66,19 +66,20 @@ class TextEncoders:
         keep: bool = False,
         after: After = "keep",
     ) -> None:
-        """Checks, and touches nothing.
+        """Check the arguments without changing the encoders.
 
         Args:
             plan: says how they are divided.
             mesh: the ranks of an image.
             device: where the encoders run.
-            keep: keep the parts of other ranks aside.
-            after: what becomes of them when denoising begins: they stay, wait on the CPU for the next call, where they
-                may be edited as before, or are gone for good, so that later calls need embeddings instead of prompts.
+            keep: whether the parts of other ranks are kept aside.
+            after: what happens to them when denoising begins: they stay; they wait on the CPU for the next call, where
+                they may be edited as before; or they are freed for good, so that later calls need embeddings instead of
+                prompts.
 
         Raises:
             ModelError: if an encoder cannot be split, or `after` is not known.
-            StateError: if an encoder was loaded as another rank's part, or is to be kept whole and is not.
+            StateError: if an encoder was loaded as another rank's part, or should be kept whole and is not.
         """
         check_value(After, after, "text_after")
         self.encoders = find_text_encoders(pipe)
@@ -107,18 +108,18 @@ class TextEncoders:
 
     @property
     def has_freed_encoders(self) -> bool:
-        """Whether the encoders are gone for good."""
+        """Return whether the encoders are freed for good."""
         return any(read_placement(encoder) == FREED for encoder in self.encoders.values())
 
     @property
     def stay_whole(self) -> bool:
-        """Whether this rank has all of every encoder, and keeps it."""
+        """Return whether this rank has all of every encoder, and keeps it."""
         return self._place == WHOLE and self._after != "free"
 
     def empty_foreign_parts(self) -> None:
-        """Empties the parts of other ranks, unless they were never read; refuses calls that would find a part alone."""
+        """Empty the parts of other ranks, unless they were never read, and refuse calls of a part by itself."""
         for name, encoder in self.encoders.items():
-            # Its other parts were never read.
+            # Its other parts were never read, so there is nothing to empty.
             if read_placement(encoder) is not None:
                 continue
             if self._place != WHOLE:
@@ -128,7 +129,7 @@ class TextEncoders:
             install_guards(self._guards, encoder, name)
 
     def refill_foreign_parts(self) -> None:
-        """Puts back what `empty_foreign_parts` kept."""
+        """Put back the contents that `empty_foreign_parts` kept."""
         for module, contents in reversed(self._kept):
             restore_contents(module, contents)
         self._kept.clear()
@@ -139,7 +140,10 @@ class TextEncoders:
 
     @contextmanager
     def install_for_call(self, denoiser: nn.Module) -> Iterator[None]:
-        """Lets the encoders run for the length of a call; the first call of `denoiser` in it releases them."""
+        """Let the encoders run for the length of a call.
+
+        The first call of `denoiser` in it releases them.
+        """
         with ExitStack() as stack:
             if self._after == "offload":
                 stack.callback(self._finish_offload)
@@ -160,12 +164,12 @@ class TextEncoders:
             yield
 
     def _release_encoders(self) -> None:
-        """Offloads or frees the encoders when denoising begins."""
+        """Offload or free the encoders when denoising begins."""
         if self._away or self.has_freed_encoders:
             return
         self._away = self._after == "offload"
         for encoder in self.encoders.values():
-            # Read first: an encoder without parameters has no dtype.
+            # The dtype is read first: an encoder without parameters has no dtype.
             dtype = encoder.dtype
             set_placeholder_parameter(encoder, None)
             if self._after == "offload":
@@ -175,11 +179,11 @@ class TextEncoders:
                     turn_into_placeholder(child)
                 store_placement(encoder, FREED)
                 refuse_saving(self._guards, encoder)
-            # The pipeline goes on asking the encoders for its device.
+            # The pipeline still asks the encoders for its device.
             set_placeholder_parameter(encoder, dtype, self._device)
 
     def _finish_offload(self) -> None:
-        """Makes the encoders what they were before the call, on the CPU."""
+        """Restore the encoders' state of before the call, on the CPU."""
         if self._away and not self._place.has_no_weights:
             for encoder in self.encoders.values():
                 set_placeholder_parameter(encoder, None)
@@ -187,16 +191,18 @@ class TextEncoders:
 
 
 class _EncoderChannel:
-    """Sends what one rank of an image returns to the others: headers over their CPU group, tensors over the other."""
+    """The channel from one rank of an image to the others: headers go over their CPU group, tensors over the other."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        # Its groups are others after a failed call, so they are looked up for each message.
+        # A failed call replaces its groups, so they are looked up for each message.
         self._mesh = mesh
         self._axis = mesh.image
         self._device = device
 
     def broadcast_result(self, source: int, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank `source`, on every rank: tensors, and their containers as JSON.
+        """Return the result of `make` on rank `source` to every rank.
+
+        Tensors are sent as they are, their containers as JSON.
 
         Raises:
             StateError: if `make` raised on that rank.
@@ -212,7 +218,7 @@ class _EncoderChannel:
             _check_structure(text)
             header = {"structure": text, "leaves": list(map(_describe_leaf, leaves))}
         except BaseException as error:
-            # The others wait for a header, whatever happens here.
+            # The others wait for a header, so one is sent whatever happens here.
             message = " ".join(str(error).split())
             gather_json({"raised": f"{type(error).__name__}: {message}"}, self._mesh.control)
             raise
@@ -236,11 +242,11 @@ class _EncoderChannel:
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(header["structure"]))
 
     def broadcast_forward(self, source: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """What a forward returns on rank `source`."""
+        """Return the result of a forward on rank `source`."""
         return self.broadcast_result(source, lambda: forward(*args, **kwargs))
 
     def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
-        # A single rank broadcasts nothing.
+        # A single rank does not broadcast, so there is a group.
         assert self._axis.group is not None
         return broadcast_tensor(tensor, source, self._axis.group, self._mesh.traffic, "text")
 
@@ -258,10 +264,10 @@ class _SplitEncoder:
         self._recording = False
 
     def install_forwards(self, stack: ExitStack) -> None:
-        """Overrides the forwards of the encoder, of what comes before its layers, and of its layers."""
+        """Override the forwards of the encoder, of the modules before its layers, and of its layers."""
         encoder = self._encoder
         override_attribute(stack, encoder, "forward", partial(self._forward_encoder, encoder.forward))
-        # The first rank has the embeddings; the others get what they return.
+        # The first rank has the embeddings; the other ranks get their outputs.
         first = find_encoder_modules(type(encoder)).first
         for name, module in encoder.named_modules():
             if name.rpartition(".")[2] in first:
@@ -274,12 +280,13 @@ class _SplitEncoder:
         config = self._encoder.config
         if kwargs.get("output_attentions", config.output_attentions):
             raise ModelError("text=split has no attention weights of the layers of other ranks; use text=first")
-        # Then every layer's output is part of the result, not only the output of the last layer of each run.
+        # With hidden states, every layer's output is part of the result, not only the output of the last layer of each
+        # run.
         self._recording = bool(kwargs.get("output_hidden_states", config.output_hidden_states))
         return forward(*args, **kwargs)
 
     def _forward_layer(self, index: int, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Runs a layer on its rank; sends its output where another rank needs it, and passes its input on elsewhere."""
+        """Run a layer on its rank and pass its input on elsewhere; send the output to ranks that need it."""
         owner = self._owners[index]
         if index == 0:
             # All ranks get everything that the first layer returns: in T5 the position bias, which every layer adds.
@@ -303,7 +310,7 @@ class _SplitEncoder:
 
 
 def _describe_leaf(leaf: Any) -> Any:
-    """A part of an output as JSON; a tensor, which follows, as its type and shape."""
+    """Describe a part of an output in JSON; a tensor, which follows, by its dtype and shape."""
     if isinstance(leaf, Tensor):
         return {"dtype": describe_dtype(leaf), "shape": list(leaf.shape)}
     if leaf is None or isinstance(leaf, bool | int | float | str):
@@ -312,9 +319,9 @@ def _describe_leaf(leaf: Any) -> Any:
 
 
 def _check_structure(text: str) -> None:
-    """Raises `ModelError` unless a result's structure is of lists, tuples, dicts and outputs of transformers alone.
+    """Raise `ModelError` unless a result consists only of lists, tuples, dicts and transformers' outputs.
 
-    It comes from another process, and for other classes torch would import whatever module their context names.
+    It comes from another process, and for other classes torch would import any module that their context names.
     """
     nodes = [json.loads(text)[1]]
     for node in nodes:
@@ -323,7 +330,7 @@ def _check_structure(text: str) -> None:
         if kind is None:
             continue
         cls = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind)
-        # Names of fields, of classes that have some.
+        # For a class with fields the context has their names.
         names = node["context"]
         if isinstance(names, str):
             names = json.loads(names)

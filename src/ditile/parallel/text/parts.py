@@ -1,7 +1,7 @@
-"""Which part of a text encoder a rank has (everything, nothing, a run of its layers), and who may call it.
+"""The part of a text encoder that a rank has (everything, nothing, a run of its layers), and who may call it.
 
-Modules of other ranks are emptied in a whole encoder, or are never read. The first rank has what comes before the
-layers (token embeddings), every rank the little that comes after them.
+Modules of other ranks are emptied in a whole encoder, or are never read. The first rank has the modules before the
+layers (token embeddings), every rank the few modules after them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ditile.plan.plan import Plan
 
 _LOADER_LOG = logging.getLogger("transformers")
 _PLACEHOLDER = "stand_in"
-"""A parameter without elements: an encoder without weights still has a dtype and a device."""
+"""A parameter without elements, which gives an encoder without weights a dtype and a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class EncoderModules:
 
     Attributes:
         layers: the list of layers.
-        first: what comes before the layers.
-        every: what comes after them.
+        first: the modules before the layers.
+        every: the modules after the layers.
     """
 
     layers: str
@@ -56,10 +56,10 @@ ENCODER_MODULES: dict[type, EncoderModules] = {
 
 
 def find_encoder_modules(kind: type) -> EncoderModules:
-    """The parts of an encoder, by its class or the nearest of its bases.
+    """Return the parts of an encoder, by its class or the nearest of its bases.
 
     Raises:
-        ModelError: if none of these is known.
+        ModelError: if neither is known.
     """
     # A user's own subclass has the parts of its nearest known base.
     for cls in kind.__mro__:
@@ -70,12 +70,12 @@ def find_encoder_modules(kind: type) -> EncoderModules:
 
 
 def can_split_encoder(kind: type) -> bool:
-    """Whether the parts of an encoder of a class are known."""
+    """Return whether the parts of an encoder of this class are known."""
     return not ENCODER_MODULES.keys().isdisjoint(kind.__mro__)
 
 
 def find_encoder_layers(encoder: nn.Module) -> nn.ModuleList:
-    """The list of layers of an encoder. Raises `ModelError` if the encoder cannot be split."""
+    """Return the list of layers of an encoder. Raises `ModelError` if the encoder cannot be split."""
     list_name = find_encoder_modules(type(encoder)).layers
     for name, module in encoder.named_modules():
         if name.rpartition(".")[2] == list_name and isinstance(module, nn.ModuleList):
@@ -84,9 +84,10 @@ def find_encoder_layers(encoder: nn.Module) -> nn.ModuleList:
 
 
 def assign_layer_ranks(layers: int, weights: tuple[float, ...]) -> list[int]:
-    """The rank of each layer: runs in proportion to the ranks' weights."""
+    """Return the rank of each layer, in runs proportional to the ranks' weights."""
     owners: list[int] = []
-    # From the last rank on: of equal shares the first ones are longer, and the first rank has the embeddings.
+    # Chunks are picked from the last rank on: the longer ones of equal shares go to the last ranks, because the first
+    # rank has the embeddings.
     from_last = weights[::-1]
     for place in range(len(weights)):
         run = pick_weighted_chunk(range(layers), from_last, place)
@@ -96,7 +97,9 @@ def assign_layer_ranks(layers: int, weights: tuple[float, ...]) -> list[int]:
 
 
 def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn.Module]:
-    """The largest modules that only other ranks need; the list of layers stays, because the encoder iterates over it.
+    """List the largest modules that only other ranks need.
+
+    The list of layers stays, because the encoder iterates over it.
 
     Raises:
         ModelError: if the encoder cannot be split.
@@ -114,8 +117,8 @@ def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn
 
 
 def empty_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[tuple[nn.Module, ModuleContents]]:
-    """Empties the modules of other ranks, and returns these with their contents."""
-    # Read before the modules are empty: an encoder takes its dtype and device from its parameters.
+    """Empty the modules of other ranks, and return them with their contents."""
+    # This is read before the modules are empty: an encoder takes its dtype and device from its parameters.
     weight = next(parameter for parameter in encoder.parameters() if parameter.is_floating_point())
     contents = [(module, turn_into_placeholder(module)) for module in list_foreign_modules(encoder, place)]
     store_placement(encoder, place)
@@ -129,7 +132,7 @@ def set_placeholder_parameter(
     dtype: torch.dtype | None,
     device: torch.device | str | None = None,
 ) -> None:
-    """Gives an encoder without weights a dtype and a device; without a dtype, takes them away again."""
+    """Give an encoder without weights a dtype and a device; without a dtype, take them away again."""
     encoder._parameters.pop(_PLACEHOLDER, None)
     if dtype is not None:
         empty = torch.empty(0, dtype=dtype, device=device)
@@ -145,20 +148,20 @@ def read_partial_encoder(
     config_place: Path | None = None,
     **options: Any,
 ) -> Any:
-    """A text encoder of which only this rank's part is read from its checkpoint, on the CPU.
+    """Read only this rank's part of a text encoder from its checkpoint, on the CPU.
 
-    transformers' own loader does it, by its own rules of names and dtypes: it reads the parameters that the model has.
+    transformers' own loader reads the parameters that the model has, by its own rules of names and dtypes.
 
     Args:
-        source: folder, or hub id; or the file of a state dict in the options.
-        config_place: of such a file the folder with the config in the options.
-        options: of `from_pretrained`, such as `subfolder` and `variant`, or `config` and `state_dict`.
+        source: a folder or hub id, or the file of a state dict in the options.
+        config_place: for such a file, the folder of the config in the options.
+        options: for `from_pretrained`, such as `subfolder` and `variant`, or `config` and `state_dict`.
 
     Raises:
         ModelError: if it cannot be split.
         LoadError: if a weight of this part is missing, or of another shape, or belongs to no layer of the model.
     """
-    # Only the config is read.
+    # Without weights, only the config is read.
     if place.has_no_weights:
         subfolder = options.get("subfolder", "")
         config = options.get("config") or kind.config_class.from_pretrained(source, subfolder=subfolder)
@@ -169,10 +172,10 @@ def read_partial_encoder(
         return encoder
     partial_class = _derive_partial_class(kind, place) if place.mode == "split" else kind
     is_file = config_place is not None
-    # transformers takes a state dict only without a folder.
+    # transformers takes a state dict only if no folder is given.
     folder = None if is_file else source
-    # The loading info has the weights that are missing or do not fit, which transformers would draw at random. It
-    # logs them as a table too.
+    # The loading info has the weights that are missing or do not fit, which transformers would fill at random. It logs
+    # them as a table too.
     level = _LOADER_LOG.level
     _LOADER_LOG.setLevel(logging.ERROR)
     try:
@@ -198,15 +201,18 @@ def read_partial_encoder(
 
 
 def _describe_misfit(encoder: nn.Module, info: Mapping[str, Any], *, is_file: bool) -> str:
-    """Why an encoder cannot have the weights that were read, by transformers' loading info; empty if it can."""
+    """Return why an encoder cannot have the weights that were read, or an empty text if it can.
+
+    The reason is taken from transformers' loading info.
+    """
     if info["mismatched_keys"]:
         name, stored_shape, own_shape = min(info["mismatched_keys"])
         return f"{name} has the shape {list(stored_shape)}, and the config says {list(own_shape)}"
     missing = info["missing_keys"]
     if missing:
         return f"it lacks {len(missing)} weight(s), such as {min(missing)}"
-    # Those of a deeper encoder, or of one with more in a layer. What is beside all layers is another part of the model
-    # that the encoder is of, such as a decoder.
+    # These belong to a deeper encoder, or to one with more weights in a layer. Weights beside all layers belong to
+    # another part of the encoder's model, such as a decoder.
     surplus = []
     for name in info["unexpected_keys"]:
         path, _, leaf = name.rpartition(".")
@@ -218,28 +224,28 @@ def _describe_misfit(encoder: nn.Module, info: Mapping[str, Any], *, is_file: bo
 
 
 def _find_own_module(encoder: nn.Module, path: str) -> nn.Module | None:
-    """The module of this rank that is nearest to a path that may not be there; None for the encoder itself."""
+    """Return this rank's module nearest to a path that may not be there; None for the encoder itself."""
     module = encoder
     for name in path.split("."):
         following = module._modules.get(name)
         if following is None:
             break
         module = following
-        # It is on another rank.
+        # The module is on another rank.
         if is_placeholder(module):
             return None
     return None if module is encoder else module
 
 
 def _derive_partial_class(kind: type[Any], place: EncoderPlacement) -> type[Any]:
-    """The class under its own name, but its instances lose the modules of other ranks when they are made."""
+    """Derive a class of the same name whose instances lose the modules of other ranks when they are made."""
 
     def initialize_own_part(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
         emptied = {id(module) for module, _ in empty_foreign_modules(self, place)}
         for module in self.modules():
             if not emptied.isdisjoint(map(id, module.modules())):
-                # Otherwise transformers draws random weights for what is not there.
+                # Otherwise transformers generates random weights for the missing ones.
                 module._is_hf_initialized = True
         # transformers ties weights by name, and must not look for names that are gone.
         names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -256,7 +262,7 @@ def _derive_partial_class(kind: type[Any], place: EncoderPlacement) -> type[Any]
 
 
 def _find_owner_rank(path: list[str], module_names: EncoderModules, owners: list[int]) -> int | None:
-    """The rank that has a module; None is every rank."""
+    """Return the rank that has a module; None is every rank."""
     for list_name, name in zip(path, path[1:], strict=False):
         if list_name == module_names.layers and name.isdigit():
             return owners[int(name)]
@@ -277,12 +283,12 @@ def _iterate_largest_foreign(module: nn.Module, own_modules: set[int]) -> Iterat
 
 
 _PLACE = "_place_by_ditile"
-"""The attribute of an encoder that says which part of it there is."""
+"""The attribute in which an encoder's placement is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderPlacement:
-    """Which part of the text encoders a rank has: mode, place among the ranks of its image, and their weights."""
+    """A rank's part of the text encoders: mode, place among the ranks of its image, and their weights."""
 
     mode: str = "each"
     index: int = 0
@@ -290,7 +296,7 @@ class EncoderPlacement:
 
     @classmethod
     def choose_placement(cls, plan: Plan, index: int) -> EncoderPlacement:
-        """The part of a rank; all of it where nothing is split."""
+        """Return the part of a rank; all of it if nothing is split."""
         weights = plan.list_rank_weights()
         if plan.text == "each" or len(weights) == 1:
             return WHOLE
@@ -298,7 +304,7 @@ class EncoderPlacement:
 
     @property
     def has_no_weights(self) -> bool:
-        """Whether the rank has nothing."""
+        """Return whether the rank has no part of the encoders."""
         return self.mode == "first" and self.index > 0
 
     def __str__(self) -> str:
@@ -312,19 +318,19 @@ FREED = EncoderPlacement("freed")
 
 
 def read_placement(encoder: nn.Module) -> EncoderPlacement | None:
-    """The placement that was stored in an encoder; None if there is none."""
+    """Return the placement stored in an encoder; None if there is none."""
     return vars(encoder).get(_PLACE)
 
 
 def store_placement(encoder: nn.Module, place: EncoderPlacement | None) -> None:
-    """Stores in an encoder which part of it there is; None removes that."""
+    """Store in an encoder its placement; None removes it."""
     vars(encoder).pop(_PLACE, None)
     if place is not None:
         vars(encoder)[_PLACE] = place
 
 
 def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
-    """Makes an encoder that is not there or not whole refuse calls outside of a runner, and to be saved."""
+    """Make an encoder that is missing or partial refuse calls outside of a runner, and refuse to be saved."""
     stack.callback(encoder.register_forward_pre_hook(functools.partial(_refuse_partial_call, name)).remove)
     if read_placement(encoder) not in (None, WHOLE):
         refuse_saving(stack, encoder)
@@ -332,7 +338,10 @@ def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
 
 @exclude_from_compile
 def _refuse_partial_call(name: str, encoder: nn.Module, *_: Any) -> None:
-    """Raises `StateError` outside of a runner's call. A function of the module, so that encoders can be pickled."""
+    """Raise `StateError` outside of a runner's call.
+
+    It is a function of the module, so that encoders can be pickled.
+    """
     place = read_placement(encoder)
     if place == FREED:
         raise StateError(
