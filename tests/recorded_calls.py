@@ -13,13 +13,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON, GraphSegments, has_own_operators, list_tensors
+from ditile.distributed.recording.segments import (
+    OPERATORS_IN_PYTHON,
+    has_own_operators,
+    list_tensors,
+    list_written_tensors,
+)
 from ditile.distributed.recording.tape import CURRENT, Action
 from ditile.model.recording import recorded_steps
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.parallel.tensor import cuts
 from ditile.plan.plan import Plan
 from ditile.runner import runner as runners
+from ditile.runner.graph_segments import GraphSegments, prepare_capture_stream
 
 
 class OperatorSegments(TorchDispatchMode):
@@ -42,6 +48,8 @@ class OperatorSegments(TorchDispatchMode):
         # In which segment it was made, counted over all tapes.
         self._made_in: dict[int, int] = {}
         self._num_segments = 0
+        # Nothing is computed in a capture, so what it writes into memory from outside is undone.
+        self._overwritten: list[tuple[Tensor, Tensor]] = []
         self.peak_bytes = 0
         self._is_open = False
 
@@ -55,9 +63,12 @@ class OperatorSegments(TorchDispatchMode):
                 return OPERATORS_IN_PYTHON[func](*args, **(kwargs or {}))
         if any(map(has_own_operators, types)):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
         if CURRENT.is_exchanging:
-            return result
+            return func(*args, **(kwargs or {}))
+        for tensor in list_written_tensors(func, args, kwargs or {}):
+            if _find_address(tensor) not in self._made:
+                self._overwritten.append((tensor, tensor.clone()))
+        result = func(*args, **(kwargs or {}))
         # Other tensors of the same memory, so that those of the call go when the call drops them.
         own_args, own_kwargs = pytree.tree_map_only(Tensor, self._keep, (args, kwargs or {}))
         inputs = {_find_address(tensor) for tensor in list_tensors((args, kwargs))}
@@ -104,6 +115,9 @@ class OperatorSegments(TorchDispatchMode):
         if self._is_open:
             self._is_open = False
             self.__exit__(None, None, None)
+        for tensor, before in reversed(self._overwritten):
+            tensor.copy_(before)
+        self._overwritten = []
 
     def close(self) -> Action | None:
         self.abandon()
@@ -156,7 +170,7 @@ def record_on_cpu(
     def build(setting: bool, plan: Plan, device: torch.device) -> RecordedSteps | None:
         if not setting:
             return None
-        made.append(RecordedSteps(segments, limit_bytes))
+        made.append(RecordedSteps(segments, limit_bytes, checks=True))
         return made[-1]
 
     with mock.patch.object(runners, "build_recorder", build):
@@ -166,6 +180,8 @@ def record_on_cpu(
 @contextmanager
 def record_on_simulated_gpus() -> Iterator[None]:
     """Within it calls are recorded as graphs of a simulated GPU."""
+    # A stream is of one simulated GPU.
+    prepare_capture_stream.cache_clear()
     with ExitStack() as stack:
         # The addresses of a simulated GPU are none that a storage can be made of.
         stack.enter_context(mock.patch.object(GraphSegments, "borrow", lambda segments, tensor: tensor))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.distributed.recording.segments import has_room_to_capture
 from ditile.model.hooks.generation import Generation
 from ditile.model.recording.kept_tapes import StaticInput
 from ditile.model.recording.recorded_steps import NO_ROOM, RecordedSteps
 from ditile.model.recording.survey import survey_model
 from ditile.plan.schedule import MicroStep
+from ditile.runner.graph_segments import has_room_to_capture
 from tests.recorded_calls import OperatorSegments
 
 GB = 10**9
@@ -140,9 +140,9 @@ def test_a_tensor_that_graphs_write_is_copied_each_time() -> None:
     torch._C._add_cached_tensor(source)
     try:
         static = StaticInput(source)
-        static.fill(source)
+        static.fill(source, 0)
         source.numpy()[:] = 1
-        static.fill(source)
+        static.fill(source, 0)
     finally:
         torch._C._remove_cached_tensor(source)
         torch._C._set_cached_tensors_enabled(False)

@@ -178,16 +178,8 @@ def replace_weight(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) 
     return kwargs
 
 
-def change_prompt(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    if step == 3:
-        kwargs["prompt_embeds"] = kwargs["prompt_embeds"] * 1.5
-    return kwargs
-
-
-@pytest.mark.parametrize("callback", [replace_weight, change_prompt])
-def test_what_a_callback_changes_is_seen(callback: Callable[..., Any]) -> None:
-    more = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
-    check_same_images(lambda pipe: None, num_inference_steps=8, **more)
+def test_a_weight_that_a_callback_replaces_is_seen() -> None:
+    check_same_images(lambda pipe: None, num_inference_steps=8, callback_on_step_end=replace_weight)
 
 
 def test_weights_that_are_replaced_between_calls_are_seen() -> None:
@@ -597,8 +589,8 @@ def test_other_ranks_do_not_see_that_a_capture_fails(pool: Pool, axis: str, fail
     assert second == ([True, True, True], "", [])
 
 
-def test_a_capture_that_fails_after_a_message_raises() -> None:
-    """What was sent cannot be sent again. Later calls run as code."""
+def test_a_capture_that_fails_sends_nothing_and_raises_nothing() -> None:
+    """The call was made before it. Later calls run as code."""
     recorder = RecordedSteps(lambda: FailingSegments(2))
     generation = Generation(calls=1, micro_step=MicroStep(1, None))
     model = torch.nn.Linear(2, 2)
@@ -606,17 +598,15 @@ def test_a_capture_that_fails_after_a_message_raises() -> None:
 
     def forward(x: Tensor) -> Tensor:
         y = x * 2
-        exchange_tensors(lambda message: sent.append(float(message.sum())), y)
+        exchange_tensors(lambda message: sent.append(float(message.sum())), [y], [])
         return y + 3
 
     x = torch.ones(2)
     with torch.no_grad():
-        expected = recorder.run_call(generation, model, forward, (x,), {})
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            recorder.run_call(generation, model, forward, (x,), {})
-        assert len(sent) == 2
-        assert torch.equal(recorder.run_call(generation, model, forward, (x,), {}), expected)
-    assert recorder.problems == {"a recording failed: RuntimeError": 1}
+        results = [recorder.run_call(generation, model, forward, (x,), {}) for _ in range(3)]
+    assert [result.tolist() for result in results] == [[5.0, 5.0]] * 3
+    assert sent == [4.0, 4.0, 4.0]
+    assert recorder.problems == {"a recording failed: RuntimeError": 2}
     recorder.reset()
     assert not recorder.failure
 
@@ -658,7 +648,7 @@ def test_compiled_code_stays_compiled() -> None:
     model = torch.nn.Linear(2, 2)
     for _ in range(3):
         recorder.run_call(generation, model, double, (torch.ones(2),), {})
-    # It runs when it is watched and when it is recorded, and not when it is played.
-    assert len(calls) == 2
-    double(torch.ones(2))
+    # It runs when it is watched, when it is made and when it is captured, and not when it is played.
     assert len(calls) == 3
+    double(torch.ones(2))
+    assert len(calls) == 4

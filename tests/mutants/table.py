@@ -347,4 +347,18 @@ MUTANTS = (
         "return bool(source)",
         ("model/test_further_keys.py",),
     ),
+    Mutant(
+        "the first play of a tape is not compared",
+        "model/recording/recorded_steps.py",
+        "difference = first_play.find_difference(recording, made, watch.made)",
+        'difference = ""',
+        ("model/test_first_play.py",),
+    ),
+    Mutant(
+        "an input is copied only where its version says so",
+        "model/recording/recorded_steps.py",
+        "return now.memory.epoch, now.micro_step.step",
+        "return None",
+        ("model/test_recorded_changes.py",),
+    ),
 )

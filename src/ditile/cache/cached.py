@@ -446,6 +446,16 @@ class TransformerCache(ModelCache):
             return None
         return [list(residuals.stored) for residuals in self._described]
 
+    @contextmanager
+    def repeat_call(self) -> Iterator[None]:
+        """Within it the call that was made is made once more, with what was known before it; nothing is noted."""
+        with ExitStack() as stack:
+            for residuals in self._described:
+                stack.enter_context(residuals.go_back())
+            self._is_prepared = True
+            stack.callback(setattr, self, "_is_prepared", False)
+            yield
+
     def end_played_call(self, stored: Sequence[Any]) -> None:
         """A tape did what the call does, and stored what `list_stored_keys` says."""
         self._is_prepared = False

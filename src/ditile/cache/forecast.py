@@ -16,6 +16,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,13 @@ MakeSlot = Callable[[int, Tensor], Tensor]
 
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor on the CPU over the ranks that hold parts of the sequence; all of them call it."""
+
+
+class ForecasterState(NamedTuple):
+    """The steps of snapshots and what is kept of them, the latest first; neither list is written in place."""
+
+    steps: list[int]
+    tensors: list[Tensor]
 
 
 class Forecaster(abc.ABC):
@@ -89,6 +97,15 @@ class Forecaster(abc.ABC):
         for slot, tensor in reversed(list(zip(self._slots, self._tensors, strict=False))):
             slot.copy_(tensor)
         self._tensors = self._slots[: len(self._tensors)]
+
+    @property
+    def state(self) -> ForecasterState:
+        """Return what the host knows of the snapshots."""
+        return ForecasterState(self._steps, self._tensors)
+
+    @state.setter
+    def state(self, state: ForecasterState) -> None:
+        self._steps, self._tensors = state
 
     def note_played_step(self, step: int) -> None:
         """Counts a computed step whose value a played tape has written to the memory that stays."""

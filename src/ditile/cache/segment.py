@@ -9,14 +9,15 @@ tokens, or with `store="hidden"` the tokens after the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ditile.cache.forecast import Forecaster
+from ditile.cache.forecast import Forecaster, ForecasterState
 from ditile.cache.hooks import BlockHandler, CacheHook
 from ditile.cache.skip_decision import WHOLE_BATCH, CacheCall, Unit
 from ditile.model.hooks.batch_rows import slice_batch_arguments
@@ -214,7 +215,7 @@ class Residuals:
         self._hidden = hidden
         self._keep = keep
         self._forecasters: dict[tuple[object, ...], Forecaster] = {}
-        self._known: frozenset[tuple[object, ...]] = frozenset()
+        self._known: dict[tuple[object, ...], ForecasterState] = {}
         self.stored: list[tuple[object, ...]] = []
 
     def store_residuals(
@@ -279,7 +280,7 @@ class Residuals:
         A first call, after which something is remembered, is not known.
         """
         self.stored = []
-        self._known = frozenset(self._forecasters)
+        self._known = {key: forecaster.state for key, forecaster in self._forecasters.items()}
         units = tuple((unit.place, unit.among) for unit in call.units)
         states: list[Hashable] = [units]
         for stream in ("image", "text"):
@@ -302,7 +303,24 @@ class Residuals:
     @property
     def has_new_keys(self) -> bool:
         """Whether something was stored for the first time since `describe_state`."""
-        return not self._known.issuperset(self.stored)
+        return not self._known.keys() >= {*self.stored}
+
+    @contextmanager
+    def go_back(self) -> Iterator[None]:
+        """Within it, what is known is what it was at `describe_state`; nothing may be stored for the first time."""
+        stored = self.stored
+        states = {key: forecaster.state for key, forecaster in self._forecasters.items()}
+        self._set_states(self._known)
+        try:
+            yield
+        finally:
+            self._set_states(states)
+            self.stored = stored
+
+    def _set_states(self, states: Mapping[tuple[object, ...], ForecasterState]) -> None:
+        self.stored = []
+        for key, state in states.items():
+            self._forecasters[key].state = state
 
     def note_played_call(self, stored: Iterable[tuple[object, ...]], step: int) -> None:
         """Counts what a played tape has stored, as `stored` was when it was recorded."""

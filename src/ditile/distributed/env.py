@@ -1,6 +1,7 @@
 """Environment variables. This is the only module that reads `os.environ`.
 
-DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
+DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says; recorded steps
+                        check each copy that they leave out
 DITILE_CUDA_GRAPHS=0    nothing is recorded as CUDA graphs, whatever `cuda_graphs` says
 DITILE_PROGRESS_FD      set by `launch`, and by ranks under torchrun: a file descriptor to the rank's watcher
 DITILE_NETWORK_FD       set by ranks of `launch`: a file descriptor of the run's private network

@@ -244,6 +244,7 @@ class PendingMessages:
         group: whose messages they are; None where this rank is alone, and nothing is under way.
         traffic, kind: where messages are counted and waits recorded, and as what.
         unpack: makes the tensors of what arrives, where they were packed.
+        existed: whether the memory for what arrives is older than the messages.
         own_part: this rank, and what it has among what arrives; None where that is a message too, or missing.
         start_works: what `prepare` returned.
         staged, landing: what is sent and what arrives, on the device that the transport needs.
@@ -259,6 +260,7 @@ class PendingMessages:
     traffic: Traffic
     kind: str
     unpack: Unpack | None = None
+    existed: bool = False
     own_part: tuple[int, Tensor] | None = None
     works: Sequence[dist.Work] = ()
     start_works: StartWorks | None = None
@@ -273,7 +275,7 @@ class PendingMessages:
             borrowed = [recording.borrow(x) for x in self.sent]
             received = [recording.borrow(x) for x in self.received]
             self.recorded = replace(self, sent=borrowed, received=received)
-            recording.exchange(self.recorded.start)
+            recording.exchange(self.recorded.start, borrowed, (), self.recorded.wait_for_works)
             return self
         for size in self.sizes:
             self.traffic.count_message(self.kind, size)
@@ -298,7 +300,7 @@ class PendingMessages:
         if CURRENT.recording is None:
             self.wait_for_works()
         elif self.recorded is not None:
-            CURRENT.recording.exchange(self.recorded.wait_for_works)
+            CURRENT.recording.exchange(self.recorded.wait_for_works, (), self.recorded.received)
         if self.unpack is None and self.own_part is None:
             return self.received
         return self.list_received()
@@ -316,13 +318,19 @@ class PendingMessages:
     def wait_for_works(self) -> None:
         """Waits; what arrives is in its memory then."""
         messages = self.recorded or self
+        works = messages.works
+        # A work must not be waited for twice: gloo would wait for another message.
+        messages.works = ()
         with self.traffic.trace.record_wait(self.kind):
-            for work in messages.works:
+            for work in works:
                 work.wait()
             if messages.landing is not messages.received:
                 # Where this rank is alone, nothing has landed.
                 for target, landed in zip(messages.received, messages.landing, strict=False):
                     target.copy_(landed)
+        if self.existed:
+            # torch does not count what messages write.
+            torch.autograd.graph.increment_version(messages.received)
 
 
 def start_all_to_all(
@@ -513,7 +521,10 @@ def _start_messages(
             return tuple
         return partial(dist.batch_isend_irecv, operations)
 
-    return PendingMessages(prepare, sizes, messages, received, like.device, group, traffic, kind, unpack).start()
+    existed = keep is not None
+    return PendingMessages(
+        prepare, sizes, messages, received, like.device, group, traffic, kind, unpack, existed
+    ).start()
 
 
 def _keep_messages(messages: list[Tensor], keep: KeepMessage) -> list[Tensor]:
@@ -547,7 +558,7 @@ def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: T
             landing[0].copy_(sent[0])
         return partial(_start_collective, partial(dist.broadcast, group_src=source), landing[0], group=group)
 
-    return PendingMessages(prepare, sizes, [x], [x], x.device, group, traffic, kind).start()
+    return PendingMessages(prepare, sizes, [x], [x], x.device, group, traffic, kind, existed=True).start()
 
 
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
@@ -555,6 +566,8 @@ def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traf
     staged = tensor.contiguous().to(choose_transfer_device(tensor.device, group))
     with traffic.trace.record_wait(kind):
         dist.broadcast(staged, group=group, group_src=source)
+    # torch does not count what messages write.
+    torch.autograd.graph.increment_version(staged)
     if dist.get_rank(group) == source:
         traffic.count_message(kind, staged.nbytes)
     return staged.to(tensor.device)

@@ -280,12 +280,15 @@ class Composition:
             self.loop.when_over.append(self.recorder.end_generation)
             stack.callback(self.loop.when_over.clear)
 
-    def prepare_recorder(self) -> bool:
-        """Looks at what is on the models before a call; returns whether this rank may record calls of them."""
+    def prepare_recorder(self, *, traced: bool) -> bool:
+        """Look at what is on the models before a call; return whether this rank may record calls of them."""
         if self.recorder is None:
             return False
         self.recorder.caches = {cache.transformer: cache for cache in self.block_caches}
         self.recorder.refusal = self._explain_unrecorded_calls(self.recorder.caches)
+        if traced:
+            # Its events would become part of the graphs.
+            self.recorder.refusal = "runner.trace is on"
         return not self.recorder.refusal
 
     def _explain_unrecorded_calls(self, caches: Mapping[nn.Module, BlockCache]) -> str:

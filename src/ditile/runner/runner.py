@@ -33,7 +33,6 @@ from ditile.distributed.mesh import (
     find_local_rank,
     is_world_broken,
 )
-from ditile.distributed.recording.segments import GraphSegments, has_room_to_capture
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.model import registry
@@ -84,6 +83,7 @@ from ditile.runner.compose import (
     find_loop_models,
     move_pipeline,
 )
+from ditile.runner.graph_segments import GraphSegments, explain_no_graphs, has_room_to_capture
 from ditile.runner.report import CallMeter, Report
 from ditile.runner.siblings import build_sibling_pipeline, share_settings
 from ditile.runner.table import describe_derived_model, describe_plan
@@ -521,7 +521,7 @@ class Runner:
     ) -> dict[str, Any]:
         """The arguments by name. Raises on every rank if one refuses the call, or they were called differently."""
         parts = self._parts
-        may_record = parts.prepare_recorder()
+        may_record = parts.prepare_recorder(traced=self.trace)
         bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"])
         if self.mesh.everyone is None:
             return bind()
@@ -908,10 +908,14 @@ def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedS
         raise PlanError(f"cuda_graphs=True needs a GPU, and the device is {device}; leave it out")
     if plan.offload == "blocks":
         raise PlanError("cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place")
+    refusal = explain_no_graphs()
+    if refusal:
+        raise PlanError(refusal)
     memory_bytes = torch.cuda.get_device_properties(device).total_memory
     limit_bytes = int(memory_bytes * SHARE_OF_MEMORY)
     has_room = functools.partial(has_room_to_capture, device)
-    return RecordedSteps(lambda: GraphSegments(device), limit_bytes, has_room)
+    checks = env.should_check_key_ages()
+    return RecordedSteps(lambda: GraphSegments(device), limit_bytes, has_room, checks=checks)
 
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:

@@ -1,12 +1,15 @@
-"""Tapes: what a call of the model does on this rank, recorded in one step and played in later ones.
+"""Tapes: what a call of the model does on this rank, captured once and played in later steps.
 
 A tape is a list of actions. Segments of what the device computes are captured, as CUDA graphs are; between them are
-messages, which the host starts and waits for each time. While a call is recorded, the segment ends where a message
-begins or is waited for, and a new one begins after it. To play a tape runs no Python code of the call.
+messages, which the host starts and waits for each time. To play a tape runs no Python code of the call.
+
+A call that is to be recorded is made by its code first, with its messages (`CodeCall`). Then it is captured without any
+of them (`Recording`): the segment ends where a message begins or is waited for, and a new one begins after it. Nothing
+that is captured is computed. The first play is compared with the code, see `first_play.py`.
 
 What may be recorded goes through three functions: `exchange_tensors` for messages in memory that the call owns,
-`Recording.receive_tensors` for those that come in memory of their own, and `Recording.note` for what changes numbers of
-the host alone. Without a recording in this thread the action just happens.
+`receive_tensors` for those that come in memory of their own, and `note_action` for what changes numbers of the host
+alone. Without a recording in this thread the action just happens.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,27 +26,36 @@ from torch import Tensor
 Action = Callable[[], object]
 
 
-class Segments:
-    """Captures what is computed on a device. Here nothing: the first call of a form is only watched."""
+class Segments(Protocol):
+    """Captures what is computed on a device."""
 
     def open(self) -> None:
-        """Begins a segment; after an error none is open."""
+        """Begin a segment; after an error none is open."""
 
     def close(self) -> Action | None:
-        """Ends the segment, whose work is done then; returns what does it again, or None if there was none."""
-        return None
+        """End the segment, of which nothing was computed; return what computes it, or None if there is nothing."""
 
     def abandon(self) -> None:
-        """Ends the segment, if one is open, without its work: what was captured is of no use. Never raises."""
+        """End the segment, if one is open: what was captured is of no use. Never raises."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory, which may be used for something else once the call has dropped the tensor."""
-        return tensor
+        """Return the same memory, which may be used for something else once the call has dropped the tensor."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the memory that segments share, as far as they did not get it from outside."""
-        return 0
+        """Return the bytes that segments share, as far as they did not get them from outside."""
+
+
+class Message(NamedTuple):
+    """The tensors of an action on messages.
+
+    Attributes:
+        sent: what has to be in them before it.
+        received: what is in them after it.
+    """
+
+    sent: Sequence[Tensor]
+    received: Sequence[Tensor]
 
 
 class Tape:
@@ -62,31 +74,100 @@ class Tape:
         self.num_messages = 0
 
     def play(self) -> None:
-        """Does what the call did, on the same memory."""
+        """Do what the call did, on the same memory."""
         for action in self.actions:
             action()
 
 
+class CodeCall:
+    """A call that is made by its code.
+
+    Args:
+        keep: copies a tensor of a message; None keeps none.
+
+    Attributes:
+        messages: copies of what was sent and received, in order.
+        under_way: what waits for each message, if that is under way after it.
+    """
+
+    def __init__(self, keep: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._keep = keep
+        self.messages: list[Message] = []
+        self.under_way: list[Action | None] = []
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Hear the messages of this thread within."""
+        CURRENT.recording = self
+        try:
+            yield
+        finally:
+            CURRENT.recording = None
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Return the tensor: the call's code keeps what it needs."""
+        return tensor
+
+    def exchange(
+        self, action: Action, sent: Sequence[Tensor], received: Sequence[Tensor], wait: Action | None = None
+    ) -> None:
+        """Do an action on messages; `wait` waits for them, if they are under way after it."""
+        with hide_from_recording():
+            copies = self._keep_all(sent)
+            action()
+            self.messages.append(Message(copies, self._keep_all(received)))
+        self.under_way.append(wait)
+
+    def send_tensor(self, send: Callable[[Tensor], None], tensor: Tensor, wait: Callable[[Tensor], None]) -> None:
+        """Send a tensor that nothing in the call waits for."""
+        self.exchange(partial(send, tensor), [tensor], [])
+
+    def receive_tensors(self, receive: Callable[[], Sequence[Tensor]], pass_over: Action) -> list[Tensor]:
+        """Return what an action returns."""
+        with hide_from_recording():
+            received = list(receive())
+            self.messages.append(Message([], self._keep_all(received)))
+        return received
+
+    def note(self, action: Action, *, captures: bool = True) -> None:
+        """Do what changes numbers of the host alone."""
+        action()
+
+    def _keep_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if self._keep is None:
+            return []
+        return list(map(self._keep, tensors))
+
+
 class Recording:
-    """A tape that is being made.
+    """A tape that is being captured, of a call that was made by its code.
 
     Args:
         segments: captures what is computed.
+        code: the call as its code made it.
+        device: where it was made.
+
+    Attributes:
+        messages: the tensors of each message, by the index of its action.
+        notes: the indices of what changes numbers of the host alone.
     """
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: Segments, code: CodeCall, device: torch.device) -> None:
         self.tape = Tape()
+        self.messages: dict[int, Message] = {}
+        self.notes: set[int] = set()
         self._segments = segments
-        self.tape.held.append(segments)
+        self._code = code
+        self._device = device
+        self.tape.held = [segments]
 
     @contextmanager
-    def record_within(self) -> Iterator[Tape]:
-        """Records what this thread does within."""
-        assert CURRENT.recording is None
+    def record_within(self) -> Iterator[None]:
+        """Capture what this thread does within."""
         self._segments.open()
         CURRENT.recording = self
         try:
-            yield self.tape
+            yield
         except BaseException:
             CURRENT.recording = None
             self._segments.abandon()
@@ -101,16 +182,20 @@ class Recording:
             self.tape.num_segments += 1
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The memory of a tensor for an action on messages; the call must keep the tensor until they are over."""
+        """Return the memory of a tensor for messages; the call must keep the tensor until they are over."""
         with hide_from_recording():
             return self._segments.borrow(tensor)
 
-    def exchange(self, action: Callable[[], object]) -> None:
-        """Does an action on messages between two segments, now and in each play."""
-        self._add_message(action)
+    def exchange(
+        self, action: Action, sent: Sequence[Tensor], received: Sequence[Tensor], wait: Action | None = None
+    ) -> None:
+        """Put an action on messages between two segments."""
+        self._close_segment()
+        self._add_message(action, Message(sent, received))
+        self._segments.open()
 
     def send_tensor(self, send: Callable[[Tensor], None], tensor: Tensor, wait: Callable[[Tensor], None]) -> None:
-        """Sends a tensor that nothing in the call waits for.
+        """Put a message between two segments that nothing in the call waits for.
 
         It leaves from memory outside of all segments, as the segments of other tapes write theirs meanwhile; `wait`
         waits until the last message has left it.
@@ -126,45 +211,52 @@ class Recording:
             send(sent[0].copy_(message))
 
         self.tape.held.append(sent)
-        self._add_message(copy_and_send)
+        self.exchange(copy_and_send, [message], [])
 
-    def receive_tensors(self, receive: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-        """What an action returns, copied to memory that stays: in each play it comes in other memory."""
+    def receive_tensors(self, receive: Callable[[], Sequence[Tensor]], pass_over: Action) -> list[Tensor]:
+        """Return memory that stays for what an action returns: in each play it comes in other memory.
+
+        `pass_over` does what the action does to numbers of the host.
+        """
+        self._close_segment()
+        pass_over()
         landed: list[Tensor] = []
+        with hide_from_recording():
+            # The message of the code that has the same number.
+            for heard in self._code.messages[self.tape.num_messages].received:
+                landed.append(torch.empty_like(heard, device=self._device))
 
         def receive_and_copy() -> None:
-            for index, tensor in enumerate(receive()):
-                if index == len(landed):
-                    landed.append(torch.empty_like(tensor))
-                landed[index].copy_(tensor)
+            for place, tensor in zip(landed, receive(), strict=True):
+                place.copy_(tensor)
 
         self.tape.held.append(landed)
-        self._add_message(receive_and_copy)
-        return list(landed)
+        self._add_message(receive_and_copy, Message([], landed))
+        self._segments.open()
+        return landed
 
-    def note(self, action: Action) -> None:
-        """Does what changes numbers of the host alone, now and in each play; no segment ends."""
+    def note(self, action: Action, *, captures: bool = True) -> None:
+        """Put what changes numbers of the host alone into the tape; no segment ends."""
+        self.notes.add(len(self.tape.actions))
         self.tape.actions.append(action)
-        action()
+        if captures:
+            action()
 
-    def _add_message(self, action: Action) -> None:
-        self._close_segment()
+    def _add_message(self, action: Action, message: Message) -> None:
+        self.messages[len(self.tape.actions)] = message
         self.tape.actions.append(action)
         self.tape.num_messages += 1
-        with hide_from_recording():
-            action()
-        self._segments.open()
 
 
 class _Current(threading.local):
     """What each thread records. Attributes and no functions, as they are read at every message.
 
     Attributes:
-        recording: the tape that is being made; None where no call is recorded.
+        recording: the call that is heard or captured; None where no call is recorded.
         is_exchanging: whether an action on messages is under way, between two segments.
     """
 
-    recording: Recording | None = None
+    recording: CodeCall | Recording | None = None
     is_exchanging: bool = False
 
 
@@ -173,7 +265,7 @@ CURRENT = _Current()
 
 @contextmanager
 def hide_from_recording() -> Iterator[None]:
-    """Within it, nothing is part of a recorded call: messages, and what is computed once for several calls."""
+    """Hide from a recorded call what is done within: messages, and what is computed once for several calls."""
     was_exchanging = CURRENT.is_exchanging
     CURRENT.is_exchanging = True
     try:
@@ -182,18 +274,29 @@ def hide_from_recording() -> Iterator[None]:
         CURRENT.is_exchanging = was_exchanging
 
 
-def exchange_tensors(action: Callable[..., None], *tensors: Tensor) -> None:
-    """Does an action on messages in these tensors; if a call is recorded, also whenever its tape is played."""
-    if CURRENT.recording is None:
-        action(*tensors)
-    else:
-        recording = CURRENT.recording
-        recording.exchange(partial(action, *map(recording.borrow, tensors)))
+def exchange_tensors(action: Callable[..., None], sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    """Do an action on messages in these tensors; if a call is recorded, do it whenever its tape is played.
+
+    Args:
+        action: called with the tensors.
+        sent: what leaves.
+        received: where something arrives.
+    """
+    recording = CURRENT.recording
+    if recording is None:
+        action(*sent, *received)
+        return
+    leaving = list(map(recording.borrow, sent))
+    landing = list(map(recording.borrow, received))
+    recording.exchange(partial(action, *leaving, *landing), leaving, landing)
 
 
-def note_action(action: Action) -> None:
-    """Does what changes numbers of the host alone; if a call is recorded, also whenever its tape is played."""
+def note_action(action: Action, *, captures: bool = True) -> None:
+    """Do what changes numbers of the host alone; if a call is recorded, do it whenever its tape is played.
+
+    `captures` says whether it is also done while the call is captured, after its code has done it.
+    """
     if CURRENT.recording is None:
         action()
     else:
-        CURRENT.recording.note(action)
+        CURRENT.recording.note(action, captures=captures)

@@ -300,6 +300,7 @@ class Generation:
         shares: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
         memory: keys, values and constants.
+        is_read: whether anybody reads what the model returns, as of the last stage.
         recorder: records calls of the model and plays them in later steps; None where each runs its code.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
 
@@ -335,6 +336,7 @@ class Generation:
     shares: TokenShares = field(default_factory=TokenShares)
     branches: Callable[[int, int], Sequence[int]] = lambda step, calls: range(calls)
     memory: GenerationMemory = field(default_factory=GenerationMemory)
+    is_read: bool = True
     recorder: CallRecorder | None = None
     pieces: list[list[Piece]] = field(default_factory=list)
 

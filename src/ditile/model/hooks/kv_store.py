@@ -213,6 +213,14 @@ class KeyStore:
         return self.buffers
 
 
+class StoreState(NamedTuple):
+    """What the host knows of the keys of a layer: see `KeyStore`."""
+
+    written: list[int]
+    incoming: PendingMessages | None
+    incoming_runs: Sequence[tuple[range, ...]]
+
+
 class AgeChecks:
     """Asserts that keys have the ages that the schedule says, and counts how often it did.
 
@@ -467,16 +475,19 @@ class GenerationMemory:
 
     def get_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A value that does not change during the generation, made once."""
+        if self._read_constant is not None:
+            return self._read_constant(key, functools.partial(self._make_constant, key, make))
+        return self._make_constant(key, make)
+
+    def _make_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self.constants:
             with hide_from_recording():
                 self.constants[key] = make()
-        if self._read_constant is not None:
-            return self._read_constant(key, self.constants[key])
         return self.constants[key]
 
     @contextmanager
-    def read_constants_with(self, read: Callable[[Hashable, Any], Any]) -> Iterator[None]:
-        """Within it, `get_constant` returns `read(key, constant)`, such as a copy that a recorded call reads."""
+    def read_constants_with(self, read: Callable[[Hashable, Callable[[], Any]], Any]) -> Iterator[None]:
+        """Within it, `get_constant` returns `read(key, make)`, such as a copy that a recorded call reads."""
         self._read_constant = read
         try:
             yield
@@ -512,19 +523,21 @@ class GenerationMemory:
                 tensors += store.list_tensors()
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
 
-    def list_written_steps(self, branch: int) -> dict[tuple[int, str], list[int]]:
-        """The step that wrote each segment, of the layers of a branch."""
-        return {key: list(store.written) for key, store in self._stores.items() if key[0] == branch}
+    def copy_store_states(self, branch: int) -> dict[tuple[int, str], StoreState]:
+        """Return what the host knows of the keys of each layer of a branch."""
+        states: dict[tuple[int, str], StoreState] = {}
+        for key, store in self._stores.items():
+            if key[0] == branch:
+                states[key] = StoreState(list(store.written), store.incoming, store.incoming_runs)
+        return states
 
-    def forget_writes(self, branch: int, written: Mapping[tuple[int, str], list[int]]) -> bool:
-        """Goes back to `list_written_steps`, after a call that has only begun; False if it has made stores of keys."""
-        if self.list_written_steps(branch).keys() != written.keys():
-            return False
-        for key, steps in written.items():
-            self._stores[key].written = list(steps)
-        # One that was made in the call may be empty memory.
-        self.forget_constants()
-        return True
+    def restore_store_states(self, states: Mapping[tuple[int, str], StoreState]) -> None:
+        """Go back to `copy_store_states`."""
+        for key, state in states.items():
+            store = self._stores[key]
+            store.written = list(state.written)
+            store.incoming = state.incoming
+            store.incoming_runs = state.incoming_runs
 
     @contextmanager
     def list_marks(self, step: int) -> Iterator[list[SegmentMark]]:

@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from ditile.distributed.recording.segments import list_tensors
 from ditile.distributed.recording.tape import Segments, Tape
 from ditile.model.hooks.kv_store import KeptBuffers, SegmentMark
+from ditile.model.recording.first_play import has_same_bits
+from ditile.plan.errors import StateError
 
 SHARE_OF_MEMORY = 0.25
 """Share of a GPU's memory that tapes hold at most, with keys and values that stay for them.
@@ -39,18 +41,26 @@ class StaticInput:
         self._source: Tensor | None = None
         self._state: tuple[Any, ...] = ()
 
-    def fill(self, source: Tensor) -> None:
-        """Copies a tensor, unless it is the last one, unchanged."""
+    def fill(self, source: Tensor, moment: Hashable, *, checks: bool = False) -> None:
+        """Copy a tensor, unless it was the last one that was copied at this moment, unchanged.
+
+        Args:
+            source: the tensor.
+            moment: the step: between two of them numbers may change without a version, as by a callback.
+            checks: whether a copy that is left out is checked.
+        """
         # Inference tensors have no version, so their changes are not seen.
         if source.is_inference():
             self._source = None
             self._state = ()
             self.tensor.copy_(source)
             return
-        state = (source.data_ptr(), source._version, source.shape, source.stride())
+        state = (moment, source.data_ptr(), source._version, source.shape, source.stride())
         # Compiled code that replays graphs of its own returns one tensor again and again, with other numbers.
         if state != self._state or torch._C._is_cached_tensor(source):  # type: ignore[attr-defined]
             self.tensor.copy_(source)
+        elif checks and not has_same_bits(self.tensor, source):
+            raise StateError(f"a tensor {list(source.shape)} was changed within a step, and its version was not")
         # Referenced here, so that no other tensor gets its memory and looks like it.
         self._source = source
         self._state = state
@@ -68,8 +78,8 @@ class ConstantInput:
     leaves: list[Any]
     statics: Any
 
-    def fill(self, value: Any) -> bool:
-        """Copies the value of another generation; False where its numbers or shapes are others."""
+    def fill(self, value: Any, moment: Hashable, *, checks: bool = False) -> bool:
+        """Copy the value of another generation; return False where its numbers or shapes are others."""
         leaves = pytree.tree_leaves(value)
         if len(leaves) != len(self.leaves):
             return False
@@ -81,7 +91,7 @@ class ConstantInput:
             form = (own.tensor.shape, own.tensor.dtype)
             if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != form:
                 return False
-            own.fill(leaf)
+            own.fill(leaf, moment, checks=checks)
         return True
 
 
@@ -225,8 +235,8 @@ class KeptTapes:
             self._statics[key] = static
         return static
 
-    def make_constant(self, owner: Hashable, value: Any) -> ConstantInput:
-        """A value in memory that stays."""
+    def make_constant(self, owner: Hashable, value: Any, moment: Hashable) -> ConstantInput:
+        """Return a value in memory that stays."""
         leaves, spec = pytree.tree_flatten(value)
         own: list[Any] = []
         statics: list[Any] = []
@@ -236,7 +246,7 @@ class KeptTapes:
                 statics.append(leaf)
                 continue
             static = self.get_static((owner, index), leaf)
-            static.fill(leaf)
+            static.fill(leaf, moment)
             own.append(static)
             statics.append(static.tensor)
         return ConstantInput(own, pytree.tree_unflatten(statics, spec))

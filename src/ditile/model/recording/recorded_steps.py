@@ -1,8 +1,9 @@
 """Recorded steps: what a call of a model did is played in later steps, as long as nothing but numbers differs.
 
 A call is known by its place (model, branch, patch, stale keys or not) and its form (shapes, types and plain values of
-its arguments). The first call of a form runs with a watch that looks for what cannot be recorded; the second one is
-recorded; later ones are played. What a call is given is copied to memory that stays, and what it returns is cloned.
+its arguments). The first call of a form runs with a watch that looks for what cannot be recorded. The second one is
+made by its code and then captured, without its messages; the first play is compared with the code. Later ones are
+played. What a call is given is copied to memory that stays, and what it returns is cloned.
 The first step of a generation is never recorded: it finds the forms of calls and what is constant. What a cache leaves
 out is part of the place; where numbers of the call decide on it, the call runs as code.
 """
@@ -14,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +23,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import OperatorWatch, list_tensors
-from ditile.distributed.recording.tape import Recording, Segments, Tape
+from ditile.distributed.recording.tape import CodeCall, Recording, Segments, Tape
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import GenerationMemory
+from ditile.model.recording.first_play import FirstPlay, TensorKeeper
 from ditile.model.recording.kept_tapes import CallTape, KeptTapes, StaticInput
 from ditile.model.recording.recorded_calls import RecordedCalls
 from ditile.model.recording.step_outputs import Outputs, StepOutputs
 from ditile.model.recording.survey import list_weight_memory, survey_model
+from ditile.plan.errors import DitileError
 
 LOG = logging.getLogger("ditile")
 
@@ -45,9 +48,25 @@ FIRST_STEP = "the first step"
 FIRST_KEYS = "it makes its first keys"
 WATCHED = "the first call of its form"
 NO_ROOM = "tapes hold as much as they may"
+UNEQUAL = "a play differed from its code"
+CAPTURE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    DitileError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What code that runs a second time, for its capture, may raise: the call was made, so only its tape is lost."""
 
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Arguments and results that are told apart by their values."""
+
+
+class CaptureError(Exception):
+    """A call cannot be captured as its code was made."""
 
 
 class BlockCache(Protocol):
@@ -58,6 +77,9 @@ class BlockCache(Protocol):
 
     def list_stored_keys(self) -> Sequence[Any] | None:
         """What blocks stored in a call that was recorded; None if some of it was stored for the first time."""
+
+    def repeat_call(self) -> AbstractContextManager[None]:
+        """Within it the call that was made is made once more, with what was known before it; nothing is noted."""
 
     def end_played_call(self, stored: Sequence[Any]) -> None:
         """Note that a tape was played in place of the call."""
@@ -70,6 +92,7 @@ class RecordedSteps:
         make_segments: makes what captures a call.
         limit_bytes: most that tapes hold, with the keys and values that stay for them.
         has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
+        checks: whether copies of inputs that are left out are checked.
 
     Attributes:
         refusal: why calls of the current generation cannot be recorded; empty if they can.
@@ -88,7 +111,10 @@ class RecordedSteps:
         make_segments: Callable[[], Segments],
         limit_bytes: int = sys.maxsize,
         has_room: Callable[[int, int], bool] = lambda all_bytes, own_bytes: True,
+        *,
+        checks: bool = False,
     ) -> None:
+        self._checks = checks
         self._tapes = KeptTapes(make_segments, limit_bytes, has_room)
         self.kept_buffers = self._tapes.kept_buffers
         self.refusal = ""
@@ -200,18 +226,14 @@ class RecordedSteps:
         if problem:
             return self._run_code(problem, forward, args, kwargs)
         # First, because a changed constant drops the tape, on which all that follows depends.
-        self._fill_constants(call, now.memory, model)
+        self._fill_constants(call, now, model)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, now, forward, args, kwargs)
-        call.inputs = self._fill_inputs((id(model), now.branch), leaves)
+        call.inputs, statics = self._fill_inputs((id(model), now.branch), leaves, _describe_moment(now))
         if call.tape is None:
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-            result = self._record_call(call, now, model, forward, args, kwargs)
-            self._fit_tape(call)
-        else:
-            self._play_call(call, call.tape, now, model)
-            result = call.result
-        return pytree.tree_map_only(Tensor, torch.clone, result)
+            return self._record_call(call, now, model, forward, (args, kwargs), pytree.tree_unflatten(statics, spec))
+        self._play_call(call, call.tape, now, model)
+        return pytree.tree_map_only(Tensor, torch.clone, call.result)
 
     def _play_call(self, call: CallTape, tape: Tape, now: Generation, model: nn.Module) -> None:
         now.memory.mark_segments(call.marks, now.micro_step.step)
@@ -228,7 +250,7 @@ class RecordedSteps:
         if call.tape is not None:
             return ""
         # They would lie in memory that tapes share.
-        if not call.made_stores <= now.memory.list_written_steps(now.branch).keys():
+        if not call.made_stores <= now.memory.copy_store_states(now.branch).keys():
             return FIRST_KEYS
         if not self._tapes.make_room_to_capture(call.size):
             return NO_ROOM
@@ -278,23 +300,23 @@ class RecordedSteps:
     ) -> Any:
         """The first call of a form: it loads kernels, and shows what cannot be recorded while nothing depends on it."""
 
-        def note_constant(key: Hashable, value: Any) -> Any:
+        def note_constant(key: Hashable, make: Callable[[], Any]) -> Any:
             call.constant_keys.add(key)
-            return value
+            return make()
 
         self.preparations[WATCHED] += 1
         call.num_looks += 1
         watch = OperatorWatch()
-        stores = now.memory.list_written_steps(now.branch).keys()
+        stores = now.memory.copy_store_states(now.branch).keys()
         constants = now.memory.read_constants_with(note_constant)
         shared: Outputs = {}
         if _shares_outputs(call, now):
             shared = self._shared.looked
-        with self._hide_remembered(now, shared), constants, watch, Recording(Segments()).record_within():
+        inputs = list_tensors((args, kwargs))
+        with self._hide_remembered(now, shared), constants, watch, CodeCall().listen():
             result = forward(*args, **kwargs)
         call.problem = watch.problem
-        call.made_stores |= now.memory.list_written_steps(now.branch).keys() - stores
-        inputs = list_tensors((args, kwargs))
+        call.made_stores |= now.memory.copy_store_states(now.branch).keys() - stores
         if watch.written & {tensor.untyped_storage().data_ptr() for tensor in inputs}:
             # A tape is given copies, which are filled again only where the pipeline's tensors have changed.
             call.problem = "it writes into its arguments"
@@ -308,47 +330,93 @@ class RecordedSteps:
         return result
 
     def _record_call(
-        self, call: CallTape, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self, call: CallTape, now: Generation, model: nn.Module, forward: Callable[..., Any], inputs: Any, statics: Any
     ) -> Any:
-        """Makes a call, and a tape of it; returns what the call does."""
-        memory = now.memory
-        written = memory.list_written_steps(now.branch)
-        unknown: list[Hashable] = []
+        """Make a call by its code, and a tape of it; return what the code returns.
+
+        Args:
+            inputs, statics: arguments and keyword arguments as they are given, and in memory that stays.
+        """
+        states = now.memory.copy_store_states(now.branch)
         survey = survey_model(model)
-        watch = OperatorWatch()
-        recording = Recording(self._tapes.get_segments(call.size))
-        shared = self._list_shared_outputs(call, now)
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(self._hide_remembered(now, shared))
-                marks = stack.enter_context(memory.list_marks(now.micro_step.step))
-                call.buffers = stack.enter_context(memory.note_asked_buffers())
-                stack.enter_context(memory.read_constants_with(_make_constant_reader(call, unknown)))
-                stack.enter_context(watch)
-                stack.enter_context(recording.record_within())
-                result = forward(*args, **kwargs)
-        except RuntimeError as error:
-            self._end_recording(error)
-            # What was sent or received cannot be sent again, and a cache has noted what it stored.
-            if model in self.caches or recording.tape.num_messages or not memory.forget_writes(now.branch, written):
-                raise
-            # Before the first message nothing that was captured has run, so the call is as if it had not begun.
-            return self._run_code(self.failure, forward, args, kwargs)
-        self.num_recorded += 1
-        makes_stores = memory.list_written_steps(now.branch).keys() != written.keys()
-        problem = _find_problem(watch, unknown, makes_stores=makes_stores) or self._note_stored_keys(call, model)
+        keeper = TensorKeeper()
+        watch = OperatorWatch(keeper.copy_tensor)
+        code = CodeCall(keeper.copy_tensor)
+        args, kwargs = inputs
+        with watch, code.listen():
+            result = forward(*args, **kwargs)
+        problem = watch.problem
+        states_after = now.memory.copy_store_states(now.branch)
+        # A tape does not make the stores of keys.
+        if states_after.keys() != states.keys():
+            problem = FIRST_KEYS
+        problem = problem or self._note_stored_keys(call, model)
         if survey_model(model) != survey:
             # Such as a model that counts its calls, or scales of LoRAs that are not quite what they were.
             problem = "it changes its own settings"
+        if not problem:
+            first_play = FirstPlay(code, result, watch.overwritten, keeper)
+            try:
+                now.memory.restore_store_states(states)
+                problem = self._capture_call(call, now, model, forward, statics, code, first_play)
+            except CaptureError as error:
+                problem = str(error)
+            except CAPTURE_ERRORS as error:
+                self._end_recording(error)
+                problem = self.failure
+            finally:
+                now.memory.restore_store_states(states_after)
         if problem:
-            # The call was made, and its tape is dropped.
             call.give_up(problem)
-            return result
+            self.problems[problem] += 1
+        else:
+            self.num_recorded += 1
+            self._fit_tape(call)
+        return result
+
+    def _capture_call(
+        self,
+        call: CallTape,
+        now: Generation,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        statics: Any,
+        code: CodeCall,
+        first_play: FirstPlay,
+    ) -> str:
+        """Make a tape of a call that was made by its code, and play it once; return why it is of no use, or nothing."""
+        memory = now.memory
+        args, kwargs = statics
+        device = list_tensors(statics)[0].device
+        recording = Recording(self._tapes.get_segments(call.size), code, device)
+        shared = self._list_shared_outputs(call, now)
+        watch = OperatorWatch()
+        with ExitStack() as stack:
+            stack.enter_context(self._hide_remembered(now, shared))
+            marks = stack.enter_context(memory.list_marks(now.micro_step.step))
+            call.buffers = stack.enter_context(memory.note_asked_buffers())
+            stack.enter_context(memory.read_constants_with(partial(_read_static_constant, call)))
+            if model in self.caches:
+                stack.enter_context(self.caches[model].repeat_call())
+            stack.enter_context(watch)
+            stack.enter_context(recording.record_within())
+            result = forward(*args, **kwargs)
+        if now.micro_step.patch is not None:
+            self._shared.keep_outputs(recording, shared)
+        made = result
+        if not now.is_read:
+            made = first_play.result
+        difference = first_play.find_difference(recording, made, watch.made)
+        if difference:
+            place = f"{type(model).__name__}, branch {now.branch}, patch {now.micro_step.patch}, size {call.size}"
+            LOG.warning("%s in %s: %s; such calls run as code", UNEQUAL, place, difference)
+            return UNEQUAL
+        recording.tape.held.append(_list_foreign_tensors(watch, now, model))
         call.result = result
         call.marks = marks
-        recording.tape.held.append(_list_foreign_tensors(watch, now, model))
-        self._keep_tape(recording, call, now, model, shared)
-        return result
+        call.tape = recording.tape
+        call.addresses = self._list_addresses(call, now, model)
+        return ""
 
     def _note_stored_keys(self, call: CallTape, model: nn.Module) -> str:
         """Notes what a cache has stored in a call that was recorded; returns why a tape cannot do so, or nothing."""
@@ -360,20 +428,6 @@ class RecordedSteps:
         call.stored = stored
         return ""
 
-    def _keep_tape(
-        self, recording: Recording, call: CallTape, now: Generation, model: nn.Module, shared: Outputs
-    ) -> None:
-        """Keeps a tape for later calls."""
-        try:
-            if now.micro_step.patch is not None:
-                self._shared.keep_outputs(recording, shared)
-        except RuntimeError as error:
-            # The call itself was made.
-            self._end_recording(error)
-            return
-        call.tape = recording.tape
-        call.addresses = self._list_addresses(call, now, model)
-
     def _fit_tape(self, call: CallTape) -> None:
         """Drops a new tape if tapes hold too much with it."""
         if call.tape is None:
@@ -384,8 +438,8 @@ class RecordedSteps:
             call.give_up(NO_ROOM)
             self._tapes.enforce_limit()
 
-    def _end_recording(self, error: RuntimeError) -> None:
-        """Nothing is recorded or played any more."""
+    def _end_recording(self, error: Exception) -> None:
+        """Record and play nothing any more."""
         self.release()
         self.failure = f"a recording failed: {type(error).__name__}"
         LOG.warning("%s (%s); steps run as code from now on", self.failure, error)
@@ -407,25 +461,27 @@ class RecordedSteps:
                 stack.enter_context(scope())
             yield
 
-    def _fill_inputs(self, owner: Hashable, leaves: list[Any]) -> list[StaticInput]:
-        """Copies tensors to memory that stays, which takes their place among the leaves."""
+    def _fill_inputs(self, owner: Hashable, leaves: list[Any], moment: Hashable) -> tuple[list[StaticInput], list[Any]]:
+        """Copy tensors to memory that stays; return it, and the leaves with it in their place."""
         inputs: list[StaticInput] = []
+        statics = list(leaves)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 static = self._tapes.get_static((owner, index), leaf)
-                static.fill(leaf)
+                static.fill(leaf, moment, checks=self._checks)
                 inputs.append(static)
-                leaves[index] = static.tensor
-        return inputs
+                statics[index] = static.tensor
+        return inputs, statics
 
-    def _fill_constants(self, call: CallTape, memory: GenerationMemory, model: nn.Module) -> None:
-        """Copies the constants of this generation, before any segment: a tape only reads them."""
+    def _fill_constants(self, call: CallTape, now: Generation, model: nn.Module) -> None:
+        """Copy the constants of this generation, before any segment: a tape only reads them."""
+        moment = _describe_moment(now)
         for key in call.constant_keys:
-            value = memory.constants[key]
-            if key not in call.constants or not call.constants[key].fill(value):
+            value = now.memory.constants[key]
+            if key not in call.constants or not call.constants[key].fill(value, moment, checks=self._checks):
                 # What the tape computes may depend on the numbers of a constant.
                 call.drop_tape()
-                call.constants[key] = self._tapes.make_constant((id(model), key), value)
+                call.constants[key] = self._tapes.make_constant((id(model), key), value, moment)
 
     def _compare_addresses(self, call: CallTape, now: Generation, model: nn.Module) -> None:
         """Forgets a tape if something that it reads or writes has moved, and looks at the model again."""
@@ -452,16 +508,11 @@ class RecordedSteps:
         return addresses, problem
 
 
-def _make_constant_reader(call: CallTape, unknown: list[Hashable]) -> Callable[[Hashable, Any], Any]:
-    """What gives a call its constants in memory that stays, and lists those that it did not ask for before."""
-
-    def read_constant(key: Hashable, value: Any) -> Any:
-        if key not in call.constants:
-            unknown.append(key)
-            return value
-        return call.constants[key].statics
-
-    return read_constant
+def _read_static_constant(call: CallTape, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return a constant in memory that stays."""
+    if key not in call.constants:
+        raise CaptureError("its constants are others than in its first call")
+    return call.constants[key].statics
 
 
 def _shares_outputs(call: CallTape, now: Generation) -> bool:
@@ -474,16 +525,6 @@ def _list_foreign_tensors(watch: OperatorWatch, now: Generation, model: nn.Modul
     known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
     known.update(now.memory.list_storage_addresses(now.branch))
     return [tensor for address, tensor in watch.read.items() if address not in known]
-
-
-def _find_problem(watch: OperatorWatch, unknown: list[Hashable], *, makes_stores: bool) -> str:
-    """Why the tape of a call that was made is of no use, or nothing."""
-    # A tape does not make the stores of keys.
-    if makes_stores:
-        return FIRST_KEYS
-    if unknown:
-        return "its constants are others than in its first call"
-    return watch.problem
 
 
 def _explain_code(now: Generation) -> str:
@@ -535,6 +576,11 @@ def _describe_place(now: Generation, model: nn.Module) -> tuple[Hashable, ...]:
         now.may_round,
         now.memory.list_incoming_layers(now.branch),
     )
+
+
+def _describe_moment(now: Generation) -> Hashable:
+    """Return equal values within a step, outside of which a callback may have changed numbers."""
+    return now.memory.epoch, now.micro_step.step
 
 
 def _describe_modes() -> tuple[bool, ...]:

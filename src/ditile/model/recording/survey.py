@@ -1,13 +1,15 @@
 """What a recorded call depends on besides its arguments: where a model's weights are, and how the model is set.
 
 A tape reads weights where they were when it was recorded, so numbers that are written there are seen by themselves.
-Weights that move, another structure and other settings (scales of LoRAs, active adapters, kernels) are not: two surveys
-of a model that differ mean that its tapes are of no use any more.
+Weights that move, another structure, other settings (scales of LoRAs, active adapters, kernels) and tensors that a
+module keeps as plain attributes, in lists or in tables are not: two surveys of a model that differ mean that its tapes
+are of no use any more.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,8 +18,10 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ditile.distributed.recording.segments import has_own_operators
+
 _NAMES_OF_MODULES = frozenset(vars(nn.Module()))
-_NUMBERS = (bool, int, float, str, list, tuple)
+_NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _PLAIN_WEIGHTS = frozenset((nn.Parameter, Tensor, type(None)))
 _READ_ADDRESS = operator.methodcaller("data_ptr")
 _READ_STRIDES = operator.methodcaller("stride")
@@ -46,18 +50,13 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         # Such as scales of adapters; sorted, as a set is in another order once hooks of a call were among the names.
         for name in sorted(contents.keys() - _NAMES_OF_MODULES):
             value = contents[name]
-            if isinstance(value, _NUMBERS):
-                settings.append((name, repr(value)))
-            elif isinstance(value, dict):
-                # peft keeps a number and a variant of each adapter: scales, ranks, DoRA.
-                settings.append((name, _describe_table(value)))
+            settings.append((name, _describe_value(value)))
         processor = contents.get("processor")
         if processor is not None and not isinstance(processor, nn.Module):
             # Processors of ditile are new in each call, so only the class and numbers count.
             settings.append(type(processor))
             for name, value in vars(processor).items():
-                if isinstance(value, _NUMBERS):
-                    settings.append((name, repr(value)))
+                settings.append((name, _describe_value(value)))
         if module is not model and (contents["_forward_hooks"] or contents["_forward_pre_hooks"]):
             problem = f"hooks are on a {type(module).__name__}"
         # diffusers' `cache_context` leaves a registry without hooks on each model.
@@ -117,10 +116,32 @@ def _describe_process() -> tuple[Any, ...]:
     )
 
 
-def _describe_table(table: dict[Any, Any]) -> list[Any]:
-    """Names and numbers of a table; of anything but numbers the class."""
-    described: list[Any] = []
-    for name, value in table.items():
-        description = repr(value) if isinstance(value, _NUMBERS) else type(value)
-        described.append((name, description))
-    return described
+class _KeptTensor:
+    """A tensor that a module keeps elsewhere than among its weights: equal to itself, unless it was written to."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._state = (tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _KeptTensor):
+            return False
+        # Another tensor may have come to the memory of one that is gone.
+        tensor = self._tensor()
+        return tensor is not None and tensor is other._tensor() and self._state == other._state
+
+
+def _describe_value(value: Any) -> Any:
+    """Describe what a module keeps: numbers and tensors in tables and lists; of anything else the class."""
+    if isinstance(value, _NUMBERS):
+        return repr(value)
+    if isinstance(value, Tensor):
+        # A number of the host is part of what a kernel was started with.
+        if value.ndim == 0 and value.device.type == "cpu" and not has_own_operators(type(value)):
+            return value.dtype, repr(value.item())
+        return _KeptTensor(value)
+    if isinstance(value, dict):
+        return [(name, _describe_value(item)) for name, item in value.items()]
+    if isinstance(value, list | tuple):
+        return list(map(_describe_value, value))
+    return type(value)

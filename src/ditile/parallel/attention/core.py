@@ -294,7 +294,7 @@ class StaleKeys:
         if patch is not None:
             assert store.buffers is not None
             if self.check is not None:
-                note_action(partial(self._check_ages, self.check, tokens))
+                note_action(partial(self._check_ages, self.check, tokens), captures=False)
             k, v = store.buffers
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)

@@ -532,13 +532,20 @@ class PipeFusion:
             return None
         return self.warmup_group
 
-    def _receive_messages(self, like: Tensor) -> list[Tensor]:
-        """The messages that a call waits for before its first block; only dtype and device of `like` count."""
-        messages: list[Tensor] = []
+    def _take_receive_ops(self) -> list[Op]:
+        """Take the ops of the call that come before its first block."""
+        ops: list[Op] = []
         for op in self._ops:
             # The ops after it are sends, which `_send_activations` takes from the same iterator.
             if op.kind is OpKind.COMPUTE:
                 break
+            ops.append(op)
+        return ops
+
+    def _receive_messages(self, like: Tensor) -> list[Tensor]:
+        """The messages that a call waits for before its first block; only dtype and device of `like` count."""
+        messages: list[Tensor] = []
+        for op in self._take_receive_ops():
             assert self._activations_in is not None and op.patch is not None
             with self._trace.record_span("receive", op.step, op.patch, op.branch):
                 key = MessageKey(op.step, op.patch, op.branch, op.micro_batch)
@@ -557,7 +564,7 @@ class PipeFusion:
         else:
             # A tape outlives the tensors of the call.
             like = state.image.new_empty(0)
-            messages = recording.receive_tensors(partial(self._receive_messages, like))
+            messages = recording.receive_tensors(partial(self._receive_messages, like), self._take_receive_ops)
         parts = [message.flatten(1) for message in messages]
         if not parts:
             return state

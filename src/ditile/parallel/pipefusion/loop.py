@@ -330,6 +330,7 @@ class Loop:
                 shares=TokenShares(self._split, self._mesh.sequence.index),
                 branches=self._batch.select_branches,
                 memory=GenerationMemory(self._kept_buffers),
+                is_read=self._pipefusion.is_last_stage,
                 recorder=self.recorder,
             )
         )

@@ -80,7 +80,7 @@ class DistriFusionKeys:
         if not now.is_stale:
             self._receive_patch_keys(store, tokens, 0, expects_more=False)
         if self.check is not None:
-            note_action(partial(self._check_ages, self.check, tokens))
+            note_action(partial(self._check_ages, self.check, tokens), captures=False)
         mask = None
         if extra.mask is not None:
             for part, rank_runs in zip(extra.mask.ring_masks, runs, strict=True):
@@ -107,7 +107,7 @@ class DistriFusionKeys:
     def _forget_messages(self, tokens: LayerTokens) -> None:
         self._find_store(tokens).incoming = None
 
-    def _wait_for_messages(self, tokens: LayerTokens) -> None:
+    def _wait_for_messages(self, tokens: LayerTokens, *received: Tensor) -> None:
         incoming = self._find_store(tokens).incoming
         assert incoming is not None
         incoming.wait_for_works()
@@ -170,7 +170,7 @@ class DistriFusionKeys:
         """
         incoming = store.incoming
         assert incoming is not None
-        exchange_tensors(partial(self._wait_for_messages, tokens))
+        exchange_tensors(partial(self._wait_for_messages, tokens), [], incoming.received)
         received = iter(incoming.list_received())
         # Messages are in the order of the ranks, without this one.
         for rank, runs in enumerate(store.incoming_runs):

@@ -50,7 +50,7 @@ class TensorCollectives:
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place if it is contiguous."""
         summed = x.contiguous()
-        exchange_tensors(self._sum_in_place, summed)
+        exchange_tensors(self._sum_in_place, [summed], [summed])
         return summed
 
     def _find_transfer_device(self, device: torch.device) -> torch.device:
@@ -59,7 +59,7 @@ class TensorCollectives:
             self._transfer_devices[device] = choose_transfer_device(device, self._axis.group)
         return self._transfer_devices[device]
 
-    def _sum_in_place(self, x: Tensor) -> None:
+    def _sum_in_place(self, x: Tensor, _: Tensor) -> None:
         group = self._axis.group
         staged = x.to(self._find_transfer_device(x.device))
         with self._traffic.trace.record_wait(KIND):
@@ -67,6 +67,8 @@ class TensorCollectives:
         self._count_traffic(2 * x.nbytes)
         if staged is not x:
             x.copy_(staged)
+        # torch does not count what messages write.
+        torch.autograd.graph.increment_version(x)
 
     def sum_and_scatter(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """Sum whole streams `[B, S, C]` over the ranks and keep this rank's share `[B, own, C]`.
@@ -75,10 +77,10 @@ class TensorCollectives:
         """
         packed = self._pack_streams(x, streams)
         summed = torch.empty_like(packed[0])
-        exchange_tensors(partial(self._reduce_scatter, x.nbytes), summed, packed)
+        exchange_tensors(partial(self._reduce_scatter, x.nbytes), [packed], [summed])
         return summed[:, : self.count_own_tokens(streams)]
 
-    def _reduce_scatter(self, size: int, summed: Tensor, packed: Tensor) -> None:
+    def _reduce_scatter(self, size: int, packed: Tensor, summed: Tensor) -> None:
         group = self._axis.group
         staged = packed.to(self._find_transfer_device(packed.device))
         if staged.is_cuda:
@@ -103,10 +105,10 @@ class TensorCollectives:
         received = mine.new_empty(self._size, batch, longest, width)
         # Padding is left out of the counted bytes.
         whole_bytes = batch * sum(streams) * width * x.element_size()
-        exchange_tensors(partial(self._gather, whole_bytes), received, mine)
+        exchange_tensors(partial(self._gather, whole_bytes), [mine], [received])
         return self._unpack_streams(received, streams)
 
-    def _gather(self, size: int, received: Tensor, mine: Tensor) -> None:
+    def _gather(self, size: int, mine: Tensor, received: Tensor) -> None:
         group = self._axis.group
         staged = mine.to(self._find_transfer_device(mine.device))
         landing = received

@@ -1,0 +1,122 @@
+"""The first play of a tape: what it makes is compared with what the call's code made, bit for bit.
+
+It is made right after the capture, on the memory that the code found, and alone: what the code received is put where
+messages arrive, and what leaves is compared instead of sent. Then the memory is again what the code left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ditile.distributed.recording.tape import CodeCall, Message, Recording
+
+DEVICE_BYTES = 2**28
+"""What is kept of a call for the comparison is on the device up to here; the rest waits in the host's memory."""
+
+
+class TensorKeeper:
+    """Copies of tensors of one call, which may be large."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def copy_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device, or on the host where the device has many already."""
+        self._num_bytes += tensor.nbytes
+        device = tensor.device
+        if self._num_bytes > DEVICE_BYTES:
+            device = torch.device("cpu")
+        return tensor.detach().to(device, copy=True)
+
+
+class FirstPlay(NamedTuple):
+    """A call, with which the first play of its tape is compared.
+
+    Attributes:
+        code: the call as its code made it, with copies of its messages.
+        result: what the code returned.
+        written: the memory that it wrote and that existed before, with what was in it, in order.
+        keeper: copies tensors.
+    """
+
+    code: CodeCall
+    result: Any
+    written: Sequence[tuple[Tensor, Tensor]]
+    keeper: TensorKeeper
+
+    def find_difference(self, recording: Recording, result: Any, made: Collection[int]) -> str:
+        """Return what the tape makes otherwise than the code, or nothing.
+
+        Args:
+            recording: the tape.
+            result: what it returns, in its memory.
+            made: addresses of memory that is its own.
+        """
+        if recording.tape.num_messages != len(self.code.messages):
+            return "it has another number of messages"
+        # A message under way reads and writes memory that the tape writes too.
+        for wait in filter(None, self.code.under_way):
+            wait()
+        memories = [memory for memory, _ in self.written]
+        for message in recording.messages.values():
+            for place in message.received:
+                if place.untyped_storage().data_ptr() not in made:
+                    memories.append(place)
+        after = [self.keeper.copy_tensor(memory) for memory in memories]
+        try:
+            # The first copy of some memory is what the code found there.
+            for memory, before in reversed(self.written):
+                memory.copy_(before)
+            difference = self._play_alone(recording)
+            if not difference and not _have_same_bits(result, self.result):
+                difference = "its result differs"
+            for (memory, _), written in zip(self.written, after, strict=False):
+                if not difference and not has_same_bits(memory, written):
+                    difference = "what it writes differs"
+        finally:
+            for memory, left in zip(memories, after, strict=True):
+                memory.copy_(left)
+        return difference
+
+    def _play_alone(self, recording: Recording) -> str:
+        """Play a tape without its messages; return what it sends otherwise, or nothing."""
+        heard: Iterator[Message] = iter(self.code.messages)
+        for index, action in enumerate(recording.tape.actions):
+            if index in recording.notes:
+                continue
+            if index not in recording.messages:
+                action()
+                continue
+            sent, received = next(heard)
+            message = recording.messages[index]
+            if not all(map(has_same_bits, message.sent, sent)):
+                return "a message differs"
+            for place, tensor in zip(message.received, received, strict=True):
+                place.copy_(tensor)
+        return ""
+
+
+def _have_same_bits(value: Any, other: Any) -> bool:
+    """Return whether nested values are equal, tensors bit for bit."""
+    leaves, form = pytree.tree_flatten(value)
+    others, other_form = pytree.tree_flatten(other)
+    return form == other_form and all(map(has_same_bits, leaves, others))
+
+
+def has_same_bits(value: Any, other: Any) -> bool:
+    """Return whether two values are equal; tensors by their shape and bits, NaN included."""
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return bool(value == other)
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return torch.equal(_view_bytes(value), _view_bytes(other.to(value.device)))
+
+
+def _view_bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)

@@ -1,0 +1,146 @@
+"""Segments of tapes as CUDA graphs, and where they can be recorded."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+from ditile.distributed.recording.tape import Action
+
+
+def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: int) -> bool:
+    """Whether a call can be captured on a GPU, and later ones still run as code; frees what the capture will need.
+
+    Args:
+        pools_bytes: of the pools of all graphs.
+        own_pool_bytes: of the pool that the capture uses.
+    """
+    allocated = torch.cuda.memory_allocated(device)
+    # A capture takes as much as the code of a call, whose own memory is not in a pool.
+    working = torch.cuda.max_memory_allocated(device) - allocated
+    needed = max(0, working - own_pool_bytes)
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = max(0, torch.cuda.memory_reserved(device) - allocated - pools_bytes)
+    if free < needed:
+        # While a graph is captured, torch's allocator gives back nothing of what it keeps for others.
+        torch.cuda.empty_cache()
+    return free + cached >= needed + working
+
+
+@functools.cache
+def prepare_capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device on which all graphs are captured."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # cuBLAS keeps memory for each stream for good, which must not be of the pool of a graph.
+        square = torch.ones(16, 16, device=device)
+        torch.mm(square, square)
+    return stream
+
+
+def explain_no_graphs() -> str:
+    """Return why this torch cannot record calls as graphs, or nothing."""
+    if torch.version.hip is not None:
+        return "cuda_graphs=True needs CUDA, and this torch is built for HIP; leave it out"
+    # Since 2.13 torch undoes a capture that failed (pytorch#180395), and generators know each capture.
+    if torch.__version__ < "2.13":
+        return (
+            f"cuda_graphs=True needs torch 2.13, and this is {torch.__version__}, which cannot undo a capture that "
+            "fails; leave it out"
+        )
+    allocator = torch.cuda.get_allocator_backend()
+    if allocator != "native":
+        return f"cuda_graphs=True needs torch's own allocator of GPU memory, and this is {allocator}; leave it out"
+    return ""
+
+
+class GraphSegments:
+    """Segments as CUDA graphs that share their memory.
+
+    All are captured on one stream: memory of a pool is used again only on the stream on which it was allocated. Tapes
+    of one size share the pool too, as one is played at a time and holds what outlives it.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = prepare_capture_stream(device)
+        # A pool without any graph is gone, and a capture into it fails.
+        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outer_stream = torch.cuda.current_stream(device)
+
+    def open(self) -> None:
+        """Begins to capture."""
+        if self._anchor is None:
+            self._begin()
+            torch.zeros(1, device=self._device)
+            self._anchor = self._end()
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._outer_stream = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(self._outer_stream)
+        torch.cuda.set_stream(self._stream)
+        # Threads of the process group query events meanwhile, which any stricter mode would forbid.
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            torch.cuda.set_stream(self._outer_stream)
+            raise
+        self._graph = graph
+
+    def _end(self) -> torch.cuda.CUDAGraph:
+        graph = self._graph
+        if graph is None:
+            raise RuntimeError("no segment is open")
+        self._graph = None
+        try:
+            graph.capture_end()
+        finally:
+            torch.cuda.set_stream(self._outer_stream)
+        return graph
+
+    def close(self) -> Action | None:
+        """End the graph."""
+        with warnings.catch_warnings(record=True) as messages:
+            warnings.simplefilter("always")
+            graph = self._end()
+        # Between two messages may be views alone.
+        if any("empty" in str(message.message) for message in messages):
+            return None
+        return graph.replay
+
+    def abandon(self) -> None:
+        """End the graph, of which nothing is used, and undo what its capture has left."""
+        if self._graph is None:
+            return
+        try:
+            self._end()
+        except RuntimeError:
+            # A graph that CUDA itself has ended is an error here, and the first error is the one to see.
+            if torch.__version__.startswith("2.13.0"):
+                # Later releases do so themselves (pytorch#190348).
+                torch._C._cuda_releasePool(self._device.index, self._pool)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool, which torch's allocator gives back once no graph of it is left."""
+        return sum(block["total_size"] for block in torch.cuda.memory_snapshot(self._pool, include_traces=False))
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """A tensor that does not own its memory, so that the pool gives it to others once the call dropped it."""
+        if tensor.device.type != "cuda" or not tensor.numel():
+            return tensor
+        memory = tensor.untyped_storage()
+        storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+        borrowed = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return borrowed.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
