@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ditile.distributed.recording.segments import has_own_operators
 
 _NAMES_OF_MODULES = frozenset(vars(nn.Module()))
-_NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_NUMBERS = (bool, int, float, str)
+_DESCRIBED = (*_NUMBERS, Tensor, dict, list, tuple)
 _PLAIN_WEIGHTS = frozenset((nn.Parameter, Tensor, type(None)))
 _READ_ADDRESS = operator.methodcaller("data_ptr")
 _READ_STRIDES = operator.methodcaller("stride")
@@ -50,13 +51,16 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         # Such as scales of adapters; sorted, as a set is in another order once hooks of a call were among the names.
         for name in sorted(contents.keys() - _NAMES_OF_MODULES):
             value = contents[name]
-            settings.append((name, _describe_value(value)))
+            # Hooks of a call are among the names in some calls alone.
+            if isinstance(value, _DESCRIBED):
+                settings.append((name, _describe_value(value)))
         processor = contents.get("processor")
         if processor is not None and not isinstance(processor, nn.Module):
             # Processors of ditile are new in each call, so only the class and numbers count.
             settings.append(type(processor))
             for name, value in vars(processor).items():
-                settings.append((name, _describe_value(value)))
+                if isinstance(value, _DESCRIBED):
+                    settings.append((name, _describe_value(value)))
         if module is not model and (contents["_forward_hooks"] or contents["_forward_pre_hooks"]):
             problem = f"hooks are on a {type(module).__name__}"
         # diffusers' `cache_context` leaves a registry without hooks on each model.
