@@ -39,7 +39,7 @@ def install_attention(
     choose_backend: Callable[[Any], Any],
     is_whole: Callable[[], bool] | None,
 ) -> None:
-    """Installs cores in the layers of a block until the stack is closed.
+    """Install cores in the layers of a block until the stack is closed.
 
     Args:
         spec: may have processors of its own.
@@ -67,7 +67,8 @@ def install_attention(
             stack.callback(hook.block.register_forward_hook(exclude_from_compile(turns.end_block)).remove)
         assert attend is not None
         has_further_keys = any(FURTHER in kind for _, kind in calls)
-        # What has further keys may dispatch without the processor's `_parallel_config`, and otherwise in other calls.
+        # A layer with further keys may dispatch without the processor's `_parallel_config`, and otherwise in other
+        # calls.
         if through_dispatch and is_whole is None and not has_further_keys:
             if spec.overlapped is not None and attend.overlaps:
                 processor = spec.overlapped(attend)
@@ -91,7 +92,8 @@ def install_attention(
 
 
 class MaskOfRealPairs:
-    """Attention whose mask has a pair for each query and key that are both real: a mask of keys says the same.
+    """Attention with a mask over pairs, which holds a pair if query and key are both real: a mask of keys says the
+    same.
 
     Nobody reads what padded queries attend to.
     """
@@ -104,7 +106,7 @@ class MaskOfRealPairs:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """`[B, S, N, H]` to the same.
+        """Attend, `[B, S, N, H]` to the same shape.
 
         Raises:
             ModelError: if the mask is additive, so that padded keys are attended to, and padded queries are read.
@@ -135,7 +137,10 @@ class CallsInTurn:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """`[B, S, N, H]` to the same, by the core whose turn it is, or by torch where this rank has all keys."""
+        """Attend with the core whose turn it is, `[B, S, N, H]` to the same.
+
+        Where this rank has all keys, torch attends.
+        """
         core = self._cores[self._turn % len(self._cores)]
         self._turn += 1
         if core is not None:
@@ -147,7 +152,7 @@ class CallsInTurn:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
     def end_block(self, *_: Any) -> None:
-        """Goes back to the first turn, as the block of the layer returns.
+        """Go back to the first turn when the block of the layer returns.
 
         Raises:
             StateError: if there were more turns or fewer; a pass in which the block is left out has none.
@@ -164,9 +169,9 @@ class CallsInTurn:
 
 
 def copy_multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., Any]:
-    """The function of torch's `nn.MultiheadAttention`, with another function in place of scaled dot-product attention.
+    """Copy the function of torch's `nn.MultiheadAttention`, with `attend` in place of scaled dot-product attention.
 
-    It returns no weights of attention, which are returned by default and hardly ever used.
+    The copy returns no attention weights, which are returned by default and hardly ever used.
     """
     function = replace_globals(functional.multi_head_attention_forward, {"scaled_dot_product_attention": attend})
 
@@ -178,7 +183,7 @@ def copy_multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., An
 
 
 class AttentionRedirect(TorchFunctionMode):
-    """While it is entered, scaled dot-product attention goes to a core.
+    """A mode in which scaled dot-product attention goes to a core.
 
     Attributes:
         calls: how many calls it has redirected.
@@ -215,7 +220,7 @@ class AttentionRedirect(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         refuse_causal_and_dropout(dropout_p, is_causal)
-        # Rows and heads are one dimension: they are passed on as the heads of one row.
+        # Rows and heads are one dimension, so they are passed on as the heads of one row.
         if query.ndim == 3:
             if attn_mask is not None and attn_mask.ndim == 3:
                 attn_mask = attn_mask[None]
@@ -232,7 +237,7 @@ NoteAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor |
 
 
 class AttentionWatch(TorchFunctionMode):
-    """Shows every call of scaled dot-product attention to a function, which may replace it."""
+    """A mode that shows every call of scaled dot-product attention to a function, which may replace it."""
 
     def __init__(self, note: NoteAttention) -> None:
         super().__init__()
@@ -263,7 +268,7 @@ class AttentionWatch(TorchFunctionMode):
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values `[B, S, N, H]` that several heads share, once for each head."""
+    """Repeat keys or values `[B, S, N, H]` that several heads share, once for each head."""
     if x.shape[2] == heads:
         return x
     return x.repeat_interleave(heads // x.shape[2], dim=2)
@@ -279,11 +284,11 @@ def _forward_redirected(
 ) -> Any:
     if is_whole is not None and is_whole():
         return forward(*args, **kwargs)
-    # A forward that computes its attention in another way would attend to this rank's keys alone.
+    # A forward that computes attention in another way would attend only to this rank's keys.
     before = redirect.calls
     with redirect:
         out = forward(*args, **kwargs)
-    # A block that computes its attention itself has no name here: a cache, whose hook is inside, may skip it.
+    # A block that computes its attention itself has no layer name: the hook of a cache inside it may skip attention.
     if redirect.calls == before and layer is not None:
         raise ModelError(
             f"{layer} computes attention otherwise than it did when it was looked at; use a plan of data or cfg"
@@ -292,7 +297,7 @@ def _forward_redirected(
 
 
 def refuse_causal_and_dropout(dropout_p: float, is_causal: bool) -> None:
-    """Raises `ModelError` if attention is causal or drops out."""
+    """Raise `ModelError` if attention is causal or uses dropout."""
     if dropout_p:
         raise ModelError(f"attention drops out with dropout_p={dropout_p}; call eval() on the transformer")
     if is_causal:

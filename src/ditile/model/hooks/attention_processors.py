@@ -18,13 +18,13 @@ from ditile.model.hooks.overrides import override_attribute
 from ditile.plan.model_spec import ModelSpec
 
 UNFUSE = "call pipe.transformer.unfuse_qkv_projections()"
-"""What undoes diffusers' `fuse_qkv_projections`; few pipelines have a method of that name."""
+"""Advice that undoes diffusers' `fuse_qkv_projections`; few pipelines have a method of that name."""
 
 
 def has_fused_projections(attention: Any) -> bool:
-    """Whether q, k and v come from the product that diffusers' `fuse_qkv_projections` made.
+    """Return whether q, k and v come from diffusers' `fuse_qkv_projections`.
 
-    Newer layers say so themselves. Older ones have a processor for it, and a flag that stays when they are unfused.
+    Newer layers say so themselves. Older ones have a special processor; their flag stays set after they are unfused.
     """
     if isinstance(attention, AttentionModuleMixin):
         return bool(attention.fused_projections)
@@ -32,12 +32,12 @@ def has_fused_projections(attention: Any) -> bool:
 
 
 def is_unfused_leftover(attention: Any, name: str) -> bool:
-    """Whether a product is one that older layers keep after they were unfused, and never use again."""
+    """Return whether a projection is an unused leftover, which older layers keep after they were unfused."""
     return isinstance(attention, Attention) and name in ("to_qkv", "to_kv", "to_added_qkv")
 
 
 def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """(name, module, processor) of every module of a model that has an attention processor."""
+    """Yield (name, module, processor) of every module with an attention processor."""
     for name, module in transformer.named_modules():
         processor = getattr(module, "processor", None)
         if processor is not None:
@@ -46,7 +46,7 @@ def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.
 
 @contextmanager
 def restore_processors_on_error(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts the processors of models back after an error: pipelines that replace them do it at their end alone."""
+    """Restore the models' processors after an error, because pipelines that replace them only do so at their end."""
     before: list[tuple[str, Any, Any]] = []
     for model in models:
         before += find_attention_processors(model)
@@ -60,7 +60,7 @@ def restore_processors_on_error(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
-    """Keeps each processor's signature, which diffusers computes in every call (0.1 ms), until the stack is closed."""
+    """Cache each processor's signature until the stack is closed; diffusers computes it in every call (0.1 ms)."""
     for _, module, processor in find_attention_processors(block):
         # A copy of a module would hold its weights.
         if isinstance(processor, nn.Module):
@@ -73,10 +73,11 @@ def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
 
 
 def replace_cross_processors(stack: ExitStack, spec: ModelSpec, block: nn.Module, now: Generation) -> None:
-    """Replaces the processors of attention to the text, which is whole on every rank, until the stack is closed."""
+    """Replace the processors of cross-attention to the text until the stack is closed; every rank has the whole
+    text."""
 
     def get_branch_constant(key: Hashable, compute: Callable[[], Any]) -> Any:
-        # The text is the same in all steps, and another one in each branch and each run of rows.
+        # The text is the same in all steps, but differs between branches and between runs of rows.
         return now.memory.get_constant((key, now.branch, now.micro_batch), compute)
 
     for name, make in spec.cross.items():
@@ -86,5 +87,5 @@ def replace_cross_processors(stack: ExitStack, spec: ModelSpec, block: nn.Module
 
 
 def uses_dispatch(processor: Any) -> bool:
-    """Whether a processor goes through diffusers' `dispatch_attention_fn`."""
+    """Return whether a processor goes through diffusers' `dispatch_attention_fn`."""
     return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")

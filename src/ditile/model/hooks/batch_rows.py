@@ -1,10 +1,10 @@
-"""Which dimension of each tensor of a transformer call is the batch: cuts a call down to some rows, joins several.
+"""The batch dimension of each tensor in a transformer call, to cut a call down to some rows and to join several calls.
 
 A row is one branch of guidance of one image. Rows never see each other in a transformer, so any run of them may be
 computed apart; only the shapes of matrices change, and with them the last bits.
 
 A table of positions may be as long as the batch, so a length alone says nothing. A family with a `ModelSpec` says which
-arguments have no rows. Of any other model a copy that has shapes and no data is called with another number of rows:
+arguments have no rows. Of any other model, a copy with shapes but no data is called with another number of rows:
 this succeeds only if exactly the batched tensors change their length.
 """
 
@@ -30,34 +30,34 @@ from ditile.plan.errors import ModelError
 
 LOG = logging.getLogger("ditile")
 TensorPath = tuple[Any, ...]
-"""Where a tensor is in the arguments of a call, in the keys of pytree: the argument's name, then keys and indices."""
+"""The path of a tensor in the arguments of a call, in pytree's keys: the argument's name, then keys and indices."""
 _MOST_TABLES = 2
 """How many arguments may be as long as the batch without having rows."""
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
-"""What a model raises if its arguments do not fit each other."""
+"""Errors that a model raises if its arguments do not fit each other."""
 _VALUE_NEEDED = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
 )
-"""What torch raises if a forward asks for a value that a tensor without data does not have."""
+"""Errors that torch raises if a forward needs the values of a tensor without data."""
 _OTHER_DIMS = {"encoder_hidden_states_llama3": 1}
-"""Arguments of models that need values (HiDream's) with the batch in another dimension than the first."""
+"""Arguments of models that need values (HiDream's) whose batch is not the first dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDims:
-    """Which dimension of each tensor of a call is the batch.
+    """The batch dimension of each tensor of a call.
 
     Attributes:
-        dims: path of a tensor -> its batch dimension. What is not named is the same for all rows.
+        dims: path of a tensor -> its batch dimension. A tensor that is not named is the same for all rows.
     """
 
     dims: Mapping[TensorPath, int]
 
     def slice_arguments(self, arguments: Mapping[str, Any], select: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The arguments of a call on some rows; `select` picks them from a tensor `[rows, ...]`."""
+        """Return the arguments of a call on some rows, which `select` picks from a tensor `[rows, ...]`."""
 
         def select_dim(path: TensorPath, x: Any) -> Any:
             dim = self.dims.get(path)
@@ -74,7 +74,7 @@ class BatchDimFinder:
 
     Args:
         model: as the user gave it.
-        table: names of the arguments that have no rows, where the family says so; None asks the model.
+        table: names of the arguments without rows, where the family says so; None asks the model.
     """
 
     def __init__(self, model: nn.Module, table: Collection[str] | None) -> None:
@@ -83,10 +83,10 @@ class BatchDimFinder:
         self._known: dict[object, BatchDims | None] = {}
 
     def find_dims(self, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
-        """The batch dimensions of a call; None where they cannot be known, so that only the whole batch will do.
+        """Return the batch dimensions of a call; None where they are unknown and only the whole batch can be computed.
 
         Args:
-            noisy: which of them is the noisy input.
+            noisy: the name of the noisy input.
 
         Raises:
             ModelError: if an argument has another number of rows.
@@ -114,18 +114,18 @@ class BatchDimFinder:
 
 
 def _find_dims_by_length(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> BatchDims:
-    """Every tensor of that length has rows, by its first dimension, but for the arguments `whole`: a family's table."""
+    """Use dimension 0 of every batch-sized tensor, except in the arguments `whole` (a family's table)."""
     return BatchDims(_exclude_arguments(_list_candidates(arguments, batch_size), whole))
 
 
 def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
-    """The batch dimensions of a call, learnt from the model's own forward, of which nothing is computed.
+    """Derive the batch dimensions of a call from the model's own forward, without computing anything.
 
-    If no copy can be made of the model, or its forward needs values, every tensor as long as the batch has rows, but
-    those that are in a container with tensors of other lengths.
+    If the model cannot be copied, or its forward needs values, every tensor as long as the batch has rows, except in
+    containers with tensors of other lengths.
 
     Returns:
-        None if the model takes no other number of rows, or what it takes does not fit its batch.
+        None if the model takes no other number of rows, or its inputs do not fit its batch.
     """
     candidates = _list_candidates(arguments, batch_size)
     try:
@@ -134,11 +134,11 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
             for tables in _list_subsets(candidates, noisy):
                 rows = set(_exclude_arguments(candidates, tables))
                 if not probe.is_possible(rows, size):
-                    # Where the call is not possible as it is, no other one tells more.
+                    # If the call is not possible as it is, no other call tells more.
                     if not tables and not probe.is_possible((), batch_size):
                         return None
                     continue
-                # A table that is looked up by index may have any length.
+                # A table that the model looks up by index may have any length.
                 for path in sorted(rows - {locate_argument(noisy)}, key=str):
                     if probe.is_possible(rows - {path}, size):
                         rows.remove(path)
@@ -151,7 +151,7 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
 def _guess_batch_dims(
     arguments: Mapping[str, Any], batch_size: int, candidates: Sequence[TensorPath]
 ) -> BatchDims | None:
-    """The batch dimensions by lengths alone, for a model whose forward needs values."""
+    """Guess the batch dimensions from lengths only, for a model whose forward needs values."""
     # Embeddings for another number of images: the model itself refuses them.
     embeds = {}
     for name, x in arguments.items():
@@ -171,14 +171,14 @@ def _guess_batch_dims(
 
 
 def _exclude_arguments(candidates: Sequence[TensorPath], names: Collection[object]) -> dict[TensorPath, int]:
-    """The first dimension of each candidate that is not in one of these arguments."""
+    """Return dimension 0 for each candidate outside these arguments."""
     return {path: 0 for path in candidates if path[0].key not in names}
 
 
 def slice_batch_arguments(
     arguments: Mapping[str, Any], batch_size: int, select: Callable[[Tensor], Tensor], whole: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Arguments of a call on a batch, cut down to some of its rows, where a table says what has none.
+    """Cut the arguments of a call down to some rows, given a table of the arguments without rows.
 
     Args:
         arguments: by name. Tensors with `batch_size` entries in the first dimension are cut, also within dicts, lists
@@ -190,7 +190,7 @@ def slice_batch_arguments(
 
 
 def join_batch_results(results: Sequence[Any]) -> Any:
-    """The result of a call on all rows, from the results of its parts: a tuple or an output object of batched tensors.
+    """Join the results of the parts of a call: tuples or output objects of batched tensors.
 
     A list has an entry for each row.
     """
@@ -206,7 +206,7 @@ def _join_parts(*parts: Any) -> Any:
 
 
 class _ShapeProbe:
-    """A model of the same class and config without data, which is called to see whether a call is possible.
+    """A copy of a model with the same class and config but no data, which is called to see whether a call is possible.
 
     Raises:
         UnsupportedFakeTensorException: if it cannot be made.
@@ -219,11 +219,11 @@ class _ShapeProbe:
             with self._mode:
                 self._copy: nn.Module = type(model).from_config(model.config).eval()  # type: ignore[attr-defined]
         except _MISFITS as error:
-            # It is no class of diffusers, or its config was changed since.
+            # It is not a class of diffusers, or its config was changed since.
             raise fake_tensor.UnsupportedFakeTensorException(str(error)) from error
 
     def list_other_sizes(self, batch_size: int) -> Iterator[int]:
-        """Numbers of rows to try, that no tensor has: first no multiple of the batch, then one."""
+        """Yield numbers of rows to try that no tensor has: first not a multiple of the batch, then a multiple."""
         lengths: set[int] = set()
         for x in [*pytree.tree_leaves(self._arguments), *self._copy.parameters()]:
             lengths.update(getattr(x, "shape", ()))
@@ -232,7 +232,7 @@ class _ShapeProbe:
         yield next(size for size in unused if size % batch_size == 0)
 
     def is_possible(self, rows: Collection[TensorPath], size: int) -> bool:
-        """Whether the model can be called with `size` rows in the tensors `rows`, and returns as many."""
+        """Return whether the model accepts `size` rows in the tensors `rows` and returns `size` rows."""
 
         def resize(path: TensorPath, x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -260,14 +260,14 @@ class _ShapeProbe:
 
 
 def _refuse_misfit_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
-    """Attention without data takes masks with any number of rows; this refuses them."""
+    """Raise `ValueError` for a mask with a wrong number of rows, which attention without data would accept."""
     rows = query.shape[0]
     if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, rows):
         raise ValueError(f"a mask of {mask.shape[0]} rows for {rows}")
 
 
 def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Collection[object]]:
-    """Arguments that may have no rows, the smallest sets first, and those within containers before others."""
+    """Yield sets of arguments that may have no rows: small sets first, and arguments in containers before others."""
     names = {path[0].key for path in candidates} - {noisy}
     names_in_order = sorted(names, key=lambda name: (locate_argument(name) in candidates, name))
     for count in range(_MOST_TABLES + 1):
@@ -275,7 +275,7 @@ def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Co
 
 
 def _find_misfit(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> str | None:
-    """An argument that has neither a row for each of the batch nor one for all, though it is not named in `whole`."""
+    """Return an argument outside `whole` that has neither one row nor `batch_size` rows."""
     for name, value in arguments.items():
         if name in whole or not isinstance(value, Tensor) or not value.ndim:
             continue
@@ -285,16 +285,16 @@ def _find_misfit(arguments: Mapping[str, Any], batch_size: int, whole: Collectio
 
 
 def _list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:
-    """The tensors whose first dimension is as long as the batch."""
+    """Return the tensors with `batch_size` entries in the first dimension."""
     return [path for path, x in _list_tensors(arguments) if x.ndim and x.shape[0] == batch_size]
 
 
 def _list_tensors(arguments: Mapping[str, Any]) -> list[tuple[TensorPath, Tensor]]:
-    """Every tensor of a call, also within dicts, lists and tuples."""
+    """Return every tensor of a call, also those within dicts, lists and tuples."""
     leaves = pytree.tree_leaves_with_path(dict(arguments))
     return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def locate_argument(name: str) -> TensorPath:
-    """Where a tensor is that is an argument itself."""
+    """Return the path of an argument that is itself a tensor."""
     return (pytree.MappingKey(name),)

@@ -3,11 +3,11 @@
 The model's own forward keeps tensors of full size. Between consecutive blocks the hooks hand the patch's tokens on
 directly, and the full-size tensors that came in pass through the forward unchanged. Where the forward makes new tokens
 between two blocks (a concatenation, a slice, a ControlNet's residual), and after the last block, it gets a full-size
-tensor with the patch's tokens in their places. So what it does there must act on each token alone.
+tensor with the patch's tokens in their places. So what it does there must act on each token separately.
 
-A first, cheap pass of each kind of call, in which blocks return what they are given, finds how many tokens there are
-and where the forward makes new ones. A rehearsal of a patch writes NaN to the places of its tokens after the last
-block: the places of NaN in the result are the patch's latents.
+In a first, cheap pass of each kind of call, blocks return their inputs: it finds how many tokens there are and where
+the forward makes new ones. A rehearsal of a patch writes NaN to the places of its tokens after the last block: the
+places of NaN in the result are the patch's latents.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ Forward = Callable[..., Any]
 ReadGrid = Callable[[nn.Module, Mapping[str, Any]], Grid]
 
 FOR_ATTENTION = "attention_kwargs"
-"""How diffusers' names of arguments end that are for the attention alone, which cuts the masks that it is given."""
+"""Ending of the names in diffusers of arguments only for attention, which cuts the masks in them itself."""
 
 
 class BlockPass(Protocol):
-    """What blocks do in one call of the transformer's forward."""
+    """Behaviour of the blocks in one call of the transformer's forward."""
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """What a block that is given `call` returns; `forward` takes the same by name."""
+        """Return a block's output for the arguments `call`; `forward` takes the same by name."""
 
 
 class SurveyWatch(Protocol):
@@ -83,7 +83,8 @@ class BlockCalls:
         anatomy: what its dimensions count.
         now: the generation under way.
         memo: remembers what modules outside of blocks return.
-        read_grid: (transformer, arguments) -> the rows of tokens, which patches do not cut; None where any may be cut.
+        read_grid: (transformer, arguments) -> the rows of tokens, which patches do not cut; None where any row may be
+            cut.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class BlockCalls:
         self._visits = 0  # of blocks, in the current call
 
     def wrap_transformer(self, forward: Forward) -> Forward:
-        """The transformer's forward, in micro-batches, after a survey of each kind of call."""
+        """Wrap the transformer's forward: run it in micro-batches, after a survey of each kind of call."""
 
         def forward_from_start(*args: Any, **kwargs: Any) -> Any:
             # A first try may have ended in the middle.
@@ -155,7 +156,7 @@ class BlockCalls:
                 result = forward(*args, **kwargs)
             else:
                 result = now.recorder.run_call(now, self._transformer, forward_from_start, args, kwargs)
-                # What is played visits no block.
+                # A recorded call that is played visits no block, so its visits are counted here.
                 if now.recorder.has_played:
                     self._visits = form.visits
             self._divided.forget_tokens()
@@ -166,7 +167,7 @@ class BlockCalls:
         return _leave_inference_mode(forward_divided)
 
     def wrap_block(self, hook: BlockHook, forward: Forward) -> Forward:
-        """A block's forward, for this rank's tokens."""
+        """Wrap a block's forward so that it computes this rank's tokens."""
         # Read once here: `inspect` is too slow for every call.
         names = list_parameter_names(hook.block)
         index = hook.index
@@ -180,14 +181,14 @@ class BlockCalls:
                 return pass_on(call)
             if len(args) <= len(names):
                 return self._pass.visit_block(now, hook, call, forward)
-            # What a block takes as `*args` has no names, and is passed on as it is.
+            # Arguments that a block takes as `*args` have no names, and are passed on unchanged.
             rest = functools.partial(_call_with_rest, forward, names, args[len(names) :])
             return self._pass.visit_block(now, hook, call, rest)
 
         return forward_at_hook
 
     def _check_visits(self, expected: int) -> None:
-        """Raises `StateError` if the forward left out blocks, which may be those at which stages meet."""
+        """Raise `StateError` if the forward left out blocks, since stages may meet at them."""
         if self._visits != expected:
             # A plan of tensor counts the blocks of a call too, so it would fail likewise.
             raise StateError(
@@ -215,10 +216,11 @@ class BlockCalls:
         return join_batch_results(results)
 
     def _count_rows(self, inputs: Mapping[str, Any], form: CallForm) -> int:
-        """Rows of the batch of a call, by its arguments, or where none is known to have rows, by its blocks."""
+        """Count the rows of a call's batch from its arguments, or from its blocks if no argument is known to have
+        rows."""
         for name, kinds in self._anatomy.inputs.items():
             value: Any = inputs.get(name)
-            # A list with an item for each row.
+            # The value is a list with an item for each row.
             if kinds == (ROWS,) and isinstance(value, list):
                 return len(value)
             if not isinstance(value, Tensor):
@@ -229,7 +231,7 @@ class BlockCalls:
         return form.rows
 
     def _is_computed_whole(self, now: Generation, mode: str) -> bool:
-        """Whether every rank of the sequence axes computes all tokens of a call of this mode."""
+        """Return whether every rank of the sequence axes computes all tokens of a call in this mode."""
         modes = self._anatomy.modes
         if modes and mode not in modes:
             raise ModelError(
@@ -244,8 +246,8 @@ class BlockCalls:
         return is_whole
 
     def _survey_call(self, forward: Forward, inputs: dict[str, Any], known: CallForm | None, checks: bool) -> CallForm:
-        """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
-        # A family says its rows of tokens; those of any video are found.
+        """Run the forward with blocks that pass their inputs on, to learn the form of a call."""
+        # A family declares its rows of tokens; those of any other video model are found.
         grid = None
         if self._read_grid is not None:
             grid = self._read_grid(self._transformer, inputs)
@@ -266,7 +268,7 @@ class BlockCalls:
         return form._replace(returns_text=survey.poisons_text and has_nan(result))
 
     def _find_padding_tokens(self, forward: Forward, inputs: Mapping[str, Any]) -> frozenset[int]:
-        """The tokens that are not made of the latents; attention must not mix them with others here."""
+        """Return the tokens not made of the latents, which attention must not mix with others here."""
         with AttentionWatch(_keep_own_values):
             flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._latents))
         if flags is None:
@@ -274,15 +276,15 @@ class BlockCalls:
         return frozenset((~flags).nonzero().flatten().tolist())
 
     def _flag_nan_tokens(self, forward: Forward, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Which tokens before the first block are NaN; None if no block was called."""
+        """Return a flag for each token before the first block: whether it is NaN. None if no block was called."""
         look = _FirstBlockPass(self._anatomy)
         self._run_pass(look, forward, inputs)
         return look.flags
 
     def _find_video_grid(self, forward: Forward, inputs: Mapping[str, Any]) -> Grid | None:
-        """The frames and rows of tokens that are made of latents `[B, .., H, W]` or `[B, F, H, W, C]` of a video.
+        """Find the frames and rows of tokens in a video with latents `[B, .., H, W]` or `[B, F, H, W, C]`.
 
-        None where a row of the latents is not one row of tokens in each frame, or rows are too few to be cut.
+        Returns None if a row of the latents is not one row of tokens in each frame, or there are too few rows to cut.
         """
         latents = inputs[self._latents]
         if not isinstance(latents, Tensor) or latents.ndim != 5:
@@ -302,7 +304,7 @@ class BlockCalls:
         return grid
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
-        """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
+        """Run the forward without its blocks, with NaN in place of a patch's tokens."""
         assert now.dry.patch is not None
         rows = self._count_rows(inputs, now.form)
         now.dry.called_models[now.branch] = RehearsedModel(id(self._transformer), now.is_whole, rows)
@@ -329,12 +331,12 @@ class BlockCalls:
 
 
 def _keep_own_values(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """Each token's own value in self-attention, so that NaN of a token does not reach other tokens."""
+    """Return each token's own value in self-attention, so that a token's NaN does not reach other tokens."""
     return value if query.shape == value.shape else None
 
 
 def describe_inputs(values: Iterable[Any]) -> list[Any]:
-    """The shape of each argument of a call, the shapes of those in a list, or a type."""
+    """Return the shape of each argument, the shapes in a list, or the type of anything else."""
     described: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -352,7 +354,7 @@ def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any],
 
 
 def _make_pass_on(anatomy: ListAnatomy) -> Callable[[Mapping[str, Any]], Any]:
-    """A function of a block's arguments: what the block returns if nothing happens at it."""
+    """Make a function of a block's arguments that returns the streams unchanged."""
     streams = {"image": anatomy.image, "text": anatomy.text}
     names = [streams[name] for name in anatomy.returns]
     # `itemgetter` returns no tuple for one name, and finds no argument for None.
@@ -362,13 +364,13 @@ def _make_pass_on(anatomy: ListAnatomy) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def read_streams(anatomy: ListAnatomy, call: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The image and the text among the arguments of a block."""
+    """Return the image and the text among a block's arguments."""
     text = None if anatomy.text is None else call.get(anatomy.text)
     return call[anatomy.image], text
 
 
 def give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> Any:
-    """Full-size streams in the form in which a block returns them."""
+    """Return full-size streams in the form in which a block returns them."""
     if not anatomy.is_tuple:
         return image
     if len(anatomy.returns) == 1:
@@ -379,10 +381,10 @@ def give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> An
 
 
 class _SurveyPass:
-    """Blocks return what they are given, which is looked at.
+    """A pass in which blocks return their inputs, which are examined.
 
     Attributes:
-        poisons_text: whether the text after the last block is a stream of its own, which is NaN then.
+        poisons_text: whether the text after the last block is a separate stream, which is then NaN.
         has_begun: whether the first block was called.
         has_ended: whether the last block has returned.
     """
@@ -405,13 +407,13 @@ class _SurveyPass:
         self._fed: dict[str, Tensor] = {}
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Notes lengths and what is NaN as the latents are, checks arguments, and returns the streams."""
+        """Record token lengths and NaN from the latents, check the arguments, and return the streams."""
         anatomy = hook.anatomy
         image, text = read_streams(anatomy, call)
         self._measure(hook, image, text)
         if self._checks:
             self._check_arguments(hook, call)
-        # What the first block is given is made of the latents in any case.
+        # The inputs of the first block are made of the latents in any case.
         if hook.index:
             flags = []
             for x in list_tensors(call):
@@ -423,7 +425,7 @@ class _SurveyPass:
         if self._before is not None and _are_new_streams(image, text, *self._before):
             self._glued.add(hook.index)
         if not hook.index:
-            # Only what reaches later blocks past the first one is to be NaN.
+            # Only inputs that reach later blocks without passing the first one should be NaN.
             image = torch.nan_to_num(image)
             if text is not None:
                 text = torch.nan_to_num(text)
@@ -435,11 +437,11 @@ class _SurveyPass:
         return give_streams(anatomy, image, text)
 
     def is_fed(self) -> bool:
-        """Whether a block was given something that the forward makes of the latents, in addition to the tokens."""
+        """Return whether a block receives something made of the latents in addition to the tokens."""
         return bool(self._fed) and bool(torch.stack([*self._fed.values()]).any())
 
     def describe_call(self, grid: Grid | None) -> CallForm:
-        """What was seen."""
+        """Return the form of the call that was surveyed."""
         if not self._lengths:
             raise ModelError(f"{self._model} called none of its blocks")
         tokens = self._lengths["N"]
@@ -510,17 +512,17 @@ def _copy_inference_tensor(x: Tensor) -> Tensor:
 def _are_new_streams(
     image: Tensor, text: Tensor | None, last_image: Tensor, last_text: Tensor | None, version: int
 ) -> bool:
-    """Whether the forward replaced or changed the streams since the block before."""
+    """Return whether the forward replaced or changed the streams since the previous block."""
     if image is not last_image or image._version != version:
         return True
     return text is not None and last_text is not None and text is not last_text
 
 
 class _FirstBlockPass:
-    """Blocks return what they are given.
+    """A pass in which blocks return their inputs.
 
     Attributes:
-        flags: which tokens before the first block are NaN.
+        flags: for each token before the first block, whether it is NaN.
     """
 
     flags: Tensor | None = None
@@ -529,7 +531,7 @@ class _FirstBlockPass:
         self._anatomy = anatomy
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Returns the streams."""
+        """Return the streams."""
         image, text = read_streams(hook.anatomy, call)
         if not hook.index:
             self.flags = flag_nan_tokens(image, hook.anatomy.tokens)
@@ -538,13 +540,13 @@ class _FirstBlockPass:
 
 
 class _RehearsalPass:
-    """Blocks return what they are given; after the last one there is NaN in the places of rehearsed tokens."""
+    """A pass in which blocks return their inputs, and the last one puts NaN in the places of rehearsed tokens."""
 
     def __init__(self, last: int) -> None:
         self._last = last
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Returns the streams."""
+        """Return the streams."""
         anatomy = hook.anatomy
         image, text = read_streams(anatomy, call)
         if hook.index != self._last:
@@ -561,7 +563,8 @@ class _RehearsalPass:
 
 
 def _locate_rehearsed_tokens(now: Generation, layout: Layout) -> tuple[range, ...]:
-    """Where NaN is in a rehearsal: in a patch, or in the rows of tokens whose number has a bit."""
+    """Return the places of NaN in a rehearsal: a patch, or the rows of tokens whose number has the bit
+    `now.dry.bit`."""
     assert now.dry.patch is not None
     if now.dry.bit is None:
         return layout.locate_tokens(now.dry.patch)
@@ -574,7 +577,7 @@ def _locate_rehearsed_tokens(now: Generation, layout: Layout) -> tuple[range, ..
 
 
 class _PassedStreams(NamedTuple):
-    """The full-size streams that a block returned while its tokens went on from hook to hook.
+    """The full-size streams that a block returned while its tokens went directly to the next hook.
 
     Attributes:
         version: of the image, as PyTorch counts writes in place.
@@ -588,7 +591,7 @@ class _PassedStreams(NamedTuple):
 
 
 class _DividedPass:
-    """Blocks compute this rank's tokens."""
+    """A pass in which blocks compute this rank's tokens."""
 
     def __init__(self, policy: BlockPolicy, anatomy: Anatomy, last: int) -> None:
         self._policy = policy
@@ -606,13 +609,13 @@ class _DividedPass:
         self._has_all_tokens = False  # in the current call
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Runs a block under the policy on its tokens; returns full-size streams."""
+        """Run a block under the policy on its tokens, and return full-size streams."""
         anatomy = hook.anatomy
         index = hook.index
         image = call[anatomy.image]
         text = call.get(anatomy.text or "")
         passed = self._passed
-        # Written out here, as each function call would be made once more for every block of every micro-step.
+        # Written inline, because a function would be called once more for every block of every micro-step.
         is_passed_on = (
             index > 0
             and passed is not None
@@ -639,13 +642,13 @@ class _DividedPass:
         return give_streams(anatomy, image, text)
 
     def forget_tokens(self) -> None:
-        """Frees what is no longer read after the last block."""
+        """Free the tokens that are not read after the last block."""
         self._state = self._no_tokens
         self._passed = None
         self._joined = None
 
     def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
-        """This rank's tokens before a block, cut out of what the forward made."""
+        """Cut this rank's tokens before a block out of what the forward made."""
         full = self._split_streams(now.form.text, hook.anatomy, image, text)
         # Whether a rank has all tokens changes from step to step, and not within a call.
         if hook.index == 0:
@@ -684,16 +687,16 @@ class _DividedPass:
             streams = dict(zip(anatomy.returns, out, strict=True))
             image = streams["image"]
             text = streams.get("text")
-        # Nothing is to be split or joined.
+        # Nothing has to be split or joined.
         if is_apart:
             return TokenState(image, text)
         text_tokens = 0 if state.text is None else state.text.shape[1]
         return self._split_streams(text_tokens, anatomy, image, text)
 
-    # Between the streams of the model and `[B, tokens, C]`
+    # Conversion between the streams of the model and `[B, tokens, C]`
 
     def _split_streams(self, text_tokens: int, anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> TokenState:
-        """The tokens of streams as the model has them; `text_tokens` of the image's stream are text."""
+        """Split the model's streams into image and text tokens; `text_tokens` of the image's stream are text."""
         image = put_tokens_second(image, anatomy)
         if anatomy.joint == "none":
             if text is not None:
@@ -709,7 +712,7 @@ class _DividedPass:
         return state
 
     def _join_streams(self, anatomy: ListAnatomy, state: TokenState) -> tuple[Tensor, Tensor | None]:
-        """The streams as the model has them."""
+        """Join tokens into streams as the model has them."""
         text = state.text
         if anatomy.joint == "none":
             image = _put_tokens_back(state.image, anatomy)
@@ -727,7 +730,7 @@ class _DividedPass:
     def _leave_blocks(
         self, now: Generation, anatomy: ListAnatomy, state: TokenState, image: Tensor, text: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The full-size streams after the last block; where nobody reads them, the streams that came in."""
+        """Return the full-size streams after the last block, or the streams that came in if nobody reads them."""
         fresh = self._policy.leave_blocks(state)
         if fresh is None:
             return image, text
@@ -745,12 +748,12 @@ class _DividedPass:
         return self._join_streams(anatomy, TokenState(fresh.image, fresh_text))
 
     def _place_tokens(self, now: Generation, hook: BlockHook, state: TokenState) -> tuple[Tensor, Tensor | None]:
-        """Full-size streams with this rank's tokens in their places; nobody reads the other places."""
+        """Return full-size streams with this rank's tokens in their places; nobody reads the other places."""
         part = now.tokens.get_own_part(now.token_patch)
         layout = now.tokens.layout
         key = (hook.index, now.branch, now.micro_batch)
         rows, _, channels = state.image.shape
-        # One buffer for each place where the forward makes new tokens; nobody reads its other tokens.
+        # There is one buffer for each place where the forward makes new tokens.
         image_shape = (rows, layout.image_tokens, channels)
         image = now.memory.get_persistent_buffer((*key, "image"), image_shape, state.image)
         write_runs(image, state.image, part.image, 1)
@@ -768,7 +771,7 @@ def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:
 
 
 def put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:
-    """`[B, tokens, C]` of `[tokens, B, C]` or `[tokens, C]`: a view."""
+    """Return a view `[B, tokens, C]` of `[tokens, B, C]` or `[tokens, C]`."""
     if anatomy.tokens:
         return x
     if x.ndim == 2:

@@ -1,8 +1,8 @@
 """Block hooks: where strategies meet the blocks of a model, on the instance that the user gave, during one call.
 
-A hook overrides `forward` on one block instance while the pipeline runs. Between calls the model is what it was, so
-LoRAs are loaded, switched, fused and unloaded as before. A block of another stage is a placeholder: the module stays in
-its list without weights and children, and its hook passes the tokens through.
+A hook overrides `forward` on one block instance while the pipeline runs. Between calls the model is unchanged, so LoRAs
+are loaded, switched, fused and unloaded as before. A block of another stage is a placeholder: the module stays in its
+list without weights and children, and its hook passes the tokens through.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from ditile.plan.model_spec import ModelSpec
 from ditile.plan.shape import Weights
 
 LOADED_ATTRIBUTE = "_loaded_by_ditile"
-"""The attribute of a transformer that says what was read of it."""
+"""The attribute of a transformer that holds its `LoadedBlocks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlocks:
-    """What was read of a transformer whose other blocks are placeholders from the start.
+    """The part that was read of a transformer whose other blocks are placeholders from the start.
 
     Attributes:
         owned: the blocks that were read.
         weights: the parameters of the whole.
         bytes_read: from the files.
-        guards: refuse calls, and to save a part of the weights, until a runner has it.
-        shard: (index, weights of the ranks) of the part that was read of each tensor.
+        guards: refuse calls and saving with only a part of the weights, until a runner has it.
+        shard: (index, weights of the ranks) of the part read from each tensor.
         tensor_shares: see `TensorCuts`.
     """
 
@@ -80,7 +80,7 @@ class LoadedBlocks:
 
 
 WrapForward = Callable[[Generation, BlockHook, bool, ForwardCall], ForwardCall]
-"""(generation, block, whether others than the next block read what it returns, forward) -> the forward, with more."""
+"""(generation, block, whether anything but the next block reads its result, forward) -> the extended forward."""
 
 FuseBlock = Callable[[ExitStack, BlockHook], None]
 """Makes fewer and larger kernels of what a block computes, until the stack is closed."""
@@ -90,13 +90,13 @@ class TransformerHooks:
     """The hooks of the blocks of one transformer, in order.
 
     Args:
-        transformer, spec, anatomy: the model, and what is known of it.
-        other: the hooks of another model of as many blocks, which the pipeline calls in other steps.
-        label: before the names of the blocks, where the pipeline calls two models.
+        transformer, spec, anatomy: the model and its known structure.
+        other: the hooks of another model with as many blocks, which the pipeline calls in other steps.
+        label: a prefix of the names of the blocks, where the pipeline calls two models.
 
     Attributes:
         batch_dims: finds which dimension of each argument of the transformer is the batch.
-        replacement_blocks: for placeholders that are computed here all the same, with streamed weights.
+        replacement_blocks: for placeholders that are nevertheless computed here, with streamed weights.
         guards: what the transformer refuses until it is whole again; see `guard_calls` and `guard_saving`.
     """
 
@@ -130,13 +130,13 @@ class TransformerHooks:
 
     @property
     def models(self) -> list[TransformerHooks]:
-        """The hooks of every model that the pipeline calls."""
+        """Return the hooks of every model that the pipeline calls."""
         if self.other is None:
             return [self]
         return [self, self.other]
 
     def describe_weights(self) -> Weights:
-        """What the transformer is made of; blocks that are placeholders count as empty."""
+        """Count the transformer's weights; placeholder blocks count 0."""
         blocks: list[int] = []
         layers: list[tuple[bool, ...]] = []
         exchanges: list[tuple[tuple[str, str], ...]] = []
@@ -160,7 +160,8 @@ class TransformerHooks:
         )
 
     def _find_tensor_exchanges(self) -> Iterator[tuple[str, tuple[str, str]]]:
-        """Where tensor parallelism exchanges what, by the family's table of token streams."""
+        """Yield the tensor parallel exchanges as (path, (collective, stream)), by the family's table of token
+        streams."""
         for pattern, streams in self.spec.tensor_tokens.items():
             for path, module in match_modules(self.transformer, pattern):
                 collective = "sum" if hasattr(module, "out_features") else "gather"
@@ -168,12 +169,13 @@ class TransformerHooks:
                     yield path, (collective, stream)
 
     def copy_to_meta(self) -> TransformerHooks:
-        """The same of the whole model by its config, without weights."""
+        """Return the hooks of a copy of the whole model without weights, built from its config."""
         return TransformerHooks(build_meta_model(self.transformer), self.spec, self.anatomy)
 
     @property
     def loaded_blocks(self) -> LoadedBlocks | None:
-        """What was read of the transformer; None if it was read whole, or is a runner's already."""
+        """Return the loaded part of the transformer; None if all of it was loaded, or it already belongs to a
+        runner."""
         return vars(self.transformer).get(LOADED_ATTRIBUTE)
 
     @loaded_blocks.setter
@@ -181,18 +183,18 @@ class TransformerHooks:
         vars(self.transformer)[LOADED_ATTRIBUTE] = loaded
 
     def has_placeholders(self) -> bool:
-        """Whether some block is a placeholder."""
+        """Return whether some block is a placeholder."""
         hooks = itertools.chain.from_iterable(model.chain for model in self.models)
         return any(is_placeholder(hook.block) for hook in hooks)
 
     def claim_blocks(self, owned: range, *, keep: bool, shard: tuple[int, tuple[float, ...]]) -> Weights:
-        """Leaves these blocks to a runner, of a transformer that is whole or of which no others were read.
+        """Hand these blocks over to a runner, from a transformer that is whole or has only these blocks.
 
         Returns:
             The parameters of the whole.
 
         Raises:
-            StateError: if a runner has it, other blocks were read, or others are to be kept and were not read.
+            StateError: if a runner has it, other blocks were read, or blocks to be kept were not read.
         """
         loaded = self.loaded_blocks
         name = type(self.transformer).__name__
@@ -220,7 +222,8 @@ class TransformerHooks:
         return loaded.weights
 
     def explain_refusal(self, blocks: range) -> str | None:
-        """Why the attention of some of these blocks cannot be divided, or None: it has an unknown processor."""
+        """Explain why the attention of some of these blocks cannot be divided (an unknown processor); None if it
+        can."""
         for model in self.models:
             for hook in model.chain[blocks.start : blocks.stop]:
                 if hook.name in self._adapters and hook.list_adapter_kinds() != self._adapters[hook.name]:
@@ -235,7 +238,7 @@ class TransformerHooks:
         return None
 
     def _explain_processor(self, layer: str, attention: Any) -> str | None:
-        """Why a layer's attention processor cannot work in a divided model, or None."""
+        """Explain why a layer's attention processor cannot work in a divided model; None if it can."""
         processor = getattr(attention, "processor", None)
         if isinstance(processor, ADAPTER_PROCESSORS):
             return None
@@ -254,7 +257,7 @@ class TransformerHooks:
         )
 
     def empty_other_blocks(self, owned: range, *, keep: bool) -> None:
-        """Takes the weights out of all blocks but the owned ones; stores them only if `keep`."""
+        """Take the weights out of all blocks except the owned ones, and store them if `keep`."""
         for hook in self.chain:
             # The weights of own blocks stay.
             if hook.index in owned:
@@ -267,7 +270,7 @@ class TransformerHooks:
                 self._stored_contents[hook.index] = parts
 
     def restore_blocks(self) -> None:
-        """Puts the weights back that `empty_other_blocks` kept."""
+        """Put back the weights kept by `empty_other_blocks`."""
         if self.other is not None:
             self.other.restore_blocks()
         for index, parts in self._stored_contents.items():
@@ -276,12 +279,12 @@ class TransformerHooks:
         self.guards.close()
 
     def guard_saving(self) -> None:
-        """Lets every model refuse to be saved or copied, until it is whole."""
+        """Make every model refuse to be saved or copied until it is whole."""
         for model in self.models:
             refuse_saving(model.guards, model.transformer)
 
     def guard_calls(self) -> None:
-        """Lets calls of the transformer, and of its copies, raise `StateError` outside a runner, until it is whole."""
+        """Make calls of the transformer and its copies raise `StateError` outside a runner until it is whole."""
 
         def refuse_partial_call(transformer: nn.Module, *_: Any) -> None:
             if IN_CALL not in vars(transformer):
@@ -290,7 +293,7 @@ class TransformerHooks:
                     "call the runner that ditile.parallelize returned in place of the pipeline"
                 )
 
-        # A hook runs before any forward, also before one that is put on the model later.
+        # A pre-hook runs before any forward, also before one that is put on the model later.
         guard = self.transformer.register_forward_pre_hook(exclude_from_compile(refuse_partial_call))
         self.guards.callback(guard.remove)
 
@@ -308,7 +311,7 @@ class TransformerHooks:
         compile_: CompileFunction | None = None,
         around: WrapForward | None = None,
     ) -> Iterator[None]:
-        """Installs the hooks of a policy for the length of a call.
+        """Install the hooks of a policy for the length of a call.
 
         Args:
             owned: the blocks that run here.
@@ -318,14 +321,14 @@ class TransformerHooks:
             fuse: is called on the blocks that run here uncompiled.
             pipe: the pipeline of the model, which may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
-            around: makes of the forward of a block that runs here another one, if given.
+            around: wraps the forward of a block that runs here, if given.
         """
         memo = self._make_memoizer(policy, owned, now)
         calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
-        # Before the bypass below, which hides what the user compiled the model with.
+        # This must come before the bypass below, which hides the compiler that the user chose.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
-            # Without it the guard of a model in parts refuses the call.
+            # Without it the guard of a partial model refuses the call.
             override_attribute(stack, self.transformer, IN_CALL, True)
             if self.other is not None:
                 others = self.other.install_hooks(
@@ -334,14 +337,15 @@ class TransformerHooks:
                 stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
             own = self.chain[owned.start : owned.stop]
-            # Reversed, so that the first block of a class stands for all.
+            # Reversed, so that the first block of a class stands for all of them.
             own_blocks = {type(hook.block): hook.block for hook in reversed(own)}
             compiled: list[str] = []
             for hook in self.chain:
                 is_own = hook.index in owned
                 if not is_own and type(hook.block) in own_blocks and is_placeholder(hook.block):
                     lend_parts(stack, hook.block, own_blocks[type(hook.block)])
-                # Before the hook of the block, which may compute attention itself, and is not called in every pass.
+                # Attention is replaced before the block's hook, which may compute attention itself and is not called in
+                # every pass.
                 if is_own or hook.index in self.replacement_blocks:
                     self._replace_attention(stack, hook, now, core, dispatch, is_own=is_own)
                 own_around = functools.partial(around, now, hook) if around and is_own else None
@@ -359,7 +363,7 @@ class TransformerHooks:
             yield
 
     def _make_memoizer(self, policy: BlockPolicy, owned: range, now: Generation) -> OutputMemoizer:
-        """What remembers outputs of modules on this rank."""
+        """Make the object that remembers outputs of modules on this rank."""
         first = 0 in owned or bool(self.replacement_blocks)
         # Tensor parallelism may exchange something after the blocks, which all stages count.
         last = owned.stop == len(self.chain) or policy.plan.tensor > 1
@@ -383,7 +387,7 @@ class TransformerHooks:
         *,
         is_own: bool,
     ) -> None:
-        """Replaces the attention of a block, or of what is computed in place of it."""
+        """Replace the attention of a block, or of its replacement block."""
         if not is_own:
             hook = replace(hook, block=self.replacement_blocks[hook.index].block)
         is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
@@ -405,10 +409,10 @@ class TransformerHooks:
 
 
 class CallCountHooks(TransformerHooks):
-    """A model whose blocks need not be known: its calls are counted, and run as they are."""
+    """Hooks for a model with unknown blocks: its calls are counted, and run unchanged."""
 
     def explain_refusal(self, blocks: range) -> str | None:
-        """None: attention is the model's own."""
+        """Return None, since attention is the model's own."""
         return None
 
     @contextmanager
@@ -425,14 +429,14 @@ class CallCountHooks(TransformerHooks):
         compile_: CompileFunction | None = None,
         around: WrapForward | None = None,
     ) -> Iterator[None]:
-        """Installs only the count of calls, and a memory of what the family declares constant."""
+        """Install only the call counter and a memory for outputs that the family declares constant."""
         with ExitStack() as stack:
             for model in self.models:
                 model._install_counter(stack, now, pipe, compile_)  # type: ignore[attr-defined]
             yield
 
     def _install_counter(self, stack: ExitStack, now: Generation, pipe: Any, compile_: CompileFunction | None) -> None:
-        # In a model that is compiled as a whole, what is replaced would break its graph.
+        # In a model that is compiled as a whole, a replaced part would break its graph.
         if find_compiler(pipe, self.transformer) is None:
             compiled: list[str] = []
             for hook in self.chain:
@@ -453,9 +457,9 @@ def _count_parameters(module: nn.Module) -> int:
 
 
 def count_model_calls(now: Generation, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward that may be recorded, and counts a branch of guidance when it returns.
+    """Wrap a model's forward so that it can be recorded and counts a guidance branch when it returns.
 
-    Calls outside of the loop, such as one that makes the keys of a reference, are not counted.
+    Calls outside of the loop, such as one that computes the keys of a reference image, are not counted.
     """
 
     def forward_and_count(*args: Any, **kwargs: Any) -> Any:
@@ -472,7 +476,7 @@ def count_model_calls(now: Generation, model: nn.Module, forward: Callable[..., 
 
 
 def _list_varying_arguments(anatomy: ListAnatomy, now: Generation) -> Sequence[str]:
-    """The arguments of a block that have another number of tokens from patch to patch."""
+    """List the arguments of a block whose number of tokens differs between patches."""
     if now.tokens.layout.num_patches == 1:
         return ()
     cut_arguments = [name for name, kinds in anatomy.arguments.items() if is_cut(kinds)]

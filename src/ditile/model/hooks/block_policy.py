@@ -1,4 +1,4 @@
-"""`BlockPolicy`: what the hooks on a model's blocks ask of a plan's strategy, and the types that they pass to it."""
+"""`BlockPolicy`, the interface of a plan's strategy to the hooks on a model's blocks, and the types that it uses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BlockHook:
     anatomy: ListAnatomy
 
     def list_attentions(self) -> list[tuple[str, Any]]:
-        """The modules of the block that attend to tokens of other ranks, with their paths within the block."""
+        """Return the block's modules that attend to tokens of other ranks, with their paths within the block."""
         # A placeholder, which stands for a block of another stage, has no modules.
         modules = dict(self.block.named_modules())
         attentions = []
@@ -71,7 +71,7 @@ class BlockHook:
         return attentions
 
     def list_calls(self, path: str) -> list[tuple[str, str]]:
-        """The attention calls that a module makes, in order: the name of each, unique in the model, and its kind.
+        """Return the attention calls of a module in order: a name, unique in the model, and the kind.
 
         Calls for IP-adapters come last, since the module skips them if the pipeline has no images for the adapters.
         """
@@ -83,28 +83,28 @@ class BlockHook:
         return [(f"{layer}.{turn}", kind) for turn, kind in enumerate(kinds)]
 
     def list_adapter_kinds(self) -> tuple[str, ...]:
-        """The kinds of the attention calls for IP-adapters in the block."""
+        """Return the kinds of the block's attention calls for IP-adapters."""
         kinds: list[str] = []
         for _, module in self.list_attentions():
             kinds += list_adapter_calls(getattr(module, "processor", None))
         return tuple(kinds)
 
     def is_shared(self, path: str) -> bool:
-        """Whether a module attends to tokens that ranks split."""
+        """Return whether a module attends to tokens that ranks split."""
         return any(kind != LOCAL for kind in self.anatomy.attention[path])
 
     def sees_other_keys(self, path: str) -> bool:
-        """Whether a module's queries come from one stream and its keys from another."""
+        """Return whether a module's queries and keys come from different streams."""
         kinds = [drop_further_keys(kind.removesuffix(REAL_PAIRS)) for kind in self.anatomy.attention[path]]
         return any(len(kind) > 1 for kind in kinds)
 
     def sees_text(self, path: str) -> bool:
-        """Whether a module attends to image and text in one sequence."""
+        """Return whether a module attends to image and text in one sequence."""
         return any(sees_text(kind) for kind in self.anatomy.attention[path])
 
 
 def list_adapter_calls(processor: Any) -> tuple[str, ...]:
-    """The kinds of the attention calls that an attention processor makes for its IP-adapters, in order.
+    """Return the kinds of a processor's attention calls for its IP-adapters, in order.
 
     FLUX.1's processor makes one call per adapter; the keys are the tokens of the adapter's image, which every rank has.
     Stable Diffusion 3's makes one call for all adapters; the keys are the tokens of the generated image, followed by
@@ -129,46 +129,47 @@ class BlockPolicy(Protocol):
 
     @property
     def row_parts(self) -> int:
-        """The number of parts that the rows of image tokens are divided into, as patches or among ranks."""
+        """Return the number of parts into which the rows of image tokens are divided, by patches or ranks."""
 
     def begin_transformer_call(self, batch_size: int) -> Sequence[range]:
-        """Called when the transformer is called; returns the micro-batches, as ranges of the batch's rows, in order."""
+        """Begin a call of the transformer; return its micro-batches, ranges of the batch's rows, in order."""
 
     def restart_transformer_call(self) -> None:
-        """Called before the transformer's forward, and again if it raised before any message and is called again."""
+        """Reset before the transformer's forward, also before a second try after the first raised without any
+        message."""
 
     def begin_micro_batch(self, micro_batch: int) -> None:
-        """Called before each micro-batch, if there are several."""
+        """Begin a micro-batch, if there are several."""
 
     def begin_survey(self) -> None:
-        """Called before the hooks survey a transformer call whose form they have not seen yet."""
+        """Begin the survey of a transformer call with a form not seen yet."""
 
     def begin_branch(self, form: CallForm) -> None:
-        """Called before a transformer call of this form; divides its tokens into patches if that is not done yet."""
+        """Begin a transformer call of this form; divide its tokens into patches if that is not done yet."""
 
     def enter_blocks(self, state: TokenState) -> TokenState:
-        """Called at the first block with all tokens; returns the tokens that this rank computes."""
+        """Return this rank's tokens at the first block, given all tokens."""
 
     def cut_tokens(self, state: TokenState) -> TokenState:
-        """This rank's share of all tokens, for where the forward has built new tokens between two blocks."""
+        """Cut this rank's share out of all tokens, after the forward has built new tokens between two blocks."""
 
     def select_active_blocks(self, blocks: range) -> Collection[int]:
-        """The blocks at which `run_block` has something to do in the current call.
+        """Return the blocks at which `run_block` has something to do in the current call.
 
         They include the first block and the last block that this rank computes.
         """
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """Called in place of block `index`; returns the tokens after it, from `block(state)` or without running it."""
+        """Return the tokens after block `index`, from `block(state)` or without running it."""
 
     def leave_blocks(self, state: TokenState) -> TokenState | None:
-        """All tokens after the last block, fresh where this call has computed them; None if nothing reads them.
+        """Return all tokens after the last block, fresh if this call computed them; None if nothing reads them.
 
         Their text is None if the model makes no prediction from it.
         """
 
     def end_transformer_call(self) -> None:
-        """Called when the transformer returns."""
+        """End a call of the transformer, when it returns."""
 
 
 class SurveyedBlocks(Protocol):
@@ -183,7 +184,7 @@ class SurveyedBlocks(Protocol):
     has_ended: bool
 
     def is_fed(self) -> bool:
-        """Whether any block receives something other than its tokens that is computed from the latents."""
+        """Return whether any block receives something other than its tokens that is computed from the latents."""
 
 
 class CallForm(NamedTuple):
@@ -216,7 +217,7 @@ class CallForm(NamedTuple):
     padding: frozenset[int] = frozenset()
 
     def list_fed_blocks(self) -> list[str]:
-        """The blocks for which `fed` is true. Waits for the device once."""
+        """Return the blocks for which `fed` is true. Waits for the device once."""
         # `torch.stack` refuses an empty list.
         if not self.fed:
             return []
@@ -225,7 +226,7 @@ class CallForm(NamedTuple):
 
 
 def advise_whole_tokens(transformer: Any, anatomy: Anatomy, plan: Plan) -> str:
-    """The advice for a plan that failed: other axes, which divide no tokens.
+    """Return advice for a plan that failed: to use other axes, without a division of tokens.
 
     `tensor` is among them only if it is known how to shard the model, from its anatomy or from its class.
     """

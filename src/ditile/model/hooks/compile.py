@@ -2,7 +2,7 @@
 
 Under a plan a model is not one graph: tokens are cut, sent and kept between its blocks. During a call the pipeline has
 the module itself, and the compiler of the whole compiles the forward of each block. `torch.compile` must not trace or
-guard where the pipeline is and what is sent. There are two ways to hide that:
+guard the position of the pipeline or the messages. There are two ways to hide that:
 
 - `exclude_from_compile(fn)`: dynamo runs the function as it is and breaks the graph around it. This is for code
   between blocks.
@@ -39,13 +39,13 @@ LOG = logging.getLogger("ditile")
 F = TypeVar("F", bound=Callable[..., Any])
 ForwardCall = Callable[..., Any]
 CompileFunction = Callable[[ForwardCall], ForwardCall]
-"""Makes a function a compiled one, as `torch.compile` does."""
+"""Compiles a function, like `torch.compile`."""
 
 COMPILE_AUTO: Literal["auto"] = "auto"
 """Blocks are compiled on CUDA, where each class of them is at most four graphs."""
 
 COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
-"""Where `nn.Module.compile` puts what is called in place of the module's own call."""
+"""The attribute in which `nn.Module.compile` puts the function that is called in place of the module's own call."""
 
 
 def decide_compile(
@@ -56,15 +56,15 @@ def decide_compile(
     device: torch.device,
     rank: int,
 ) -> bool:
-    """Whether the blocks of a model are compiled.
+    """Return whether the blocks of a model are compiled.
 
     Args:
-        setting: yes, no, or "auto": where that is known to make few graphs, for a device that is worth it.
-        model, blocks: what is divided, and its known blocks.
-        plan, device, rank: how, and where it runs. Rank 0 logs why "auto" compiles nothing.
+        setting: yes, no, or "auto": if that is known to make few graphs, on a device where it pays.
+        model, blocks: the model that is divided, and its known blocks.
+        plan, device, rank: how and where the model runs. Rank 0 logs why "auto" compiles nothing.
 
     Raises:
-        ModelError: if it is none of them, or the blocks are not known.
+        ModelError: if `setting` is none of them, or the blocks are not known.
     """
     if setting not in (True, False, COMPILE_AUTO):
         raise ModelError(f"compile={setting!r} is not known; try True, False or 'auto'")
@@ -87,7 +87,7 @@ def decide_compile(
 
 
 def find_compiler(pipe: Any, model: nn.Module) -> CompileFunction | None:
-    """What the user compiled a pipeline's whole model with, or None."""
+    """Return the compiler that the user applied to a pipeline's whole model, or None."""
     wrappers = [wrapper for _, wrapper in _find_compiled_wrappers(pipe, model)]
     # A cache may be on a transformer without a pipeline.
     if isinstance(pipe, nn.Module) and pipe is not model and unwrap_compiled(pipe) is model:
@@ -103,12 +103,12 @@ def find_compiler(pipe: Any, model: nn.Module) -> CompileFunction | None:
 
 
 def get_compiled_call(module: nn.Module) -> ForwardCall | None:
-    """The compiled call of a module that was compiled in place, or None."""
+    """Return the compiled call of a module that was compiled in place, or None."""
     return getattr(module, COMPILED_CALL_ATTRIBUTE, None)
 
 
 def bypass_compiled_model(stack: ExitStack, pipe: Any, model: nn.Module) -> None:
-    """Makes the pipeline call the module itself, not compiled as a whole, until the stack is closed."""
+    """Make the pipeline call the module itself until the stack is closed, not compiled as a whole."""
     for name, _ in _find_compiled_wrappers(pipe, model):
         override_attribute(stack, pipe, name, model)
     # A module that was compiled in place calls this attribute instead.
@@ -117,10 +117,10 @@ def bypass_compiled_model(stack: ExitStack, pipe: Any, model: nn.Module) -> None
 
 
 def wrap_model_call(stack: ExitStack, pipe: Any, model: nn.Module, wrap: Callable[[ForwardCall], ForwardCall]) -> None:
-    """Puts something around a pipeline's calls of its model, compiled or not, until the stack is closed."""
+    """Wrap a pipeline's calls of its model, compiled or not, until the stack is closed."""
     owner = model
     name = "forward" if get_compiled_call(model) is None else COMPILED_CALL_ATTRIBUTE
-    # What the pipeline calls is around the model, where it was compiled by `torch.compile`.
+    # `torch.compile` makes a module around the model, and the pipeline calls that one.
     for _, outer in _find_compiled_wrappers(pipe, model):
         owner = outer
         name = "forward"
@@ -134,21 +134,21 @@ def wrap_block_call(
     wrap: Callable[[ForwardCall], ForwardCall],
     varying: Callable[[], Collection[str]] = tuple,
 ) -> bool:
-    """Puts something around a block's call until the stack is closed.
+    """Wrap a block's call until the stack is closed.
 
     Args:
-        block, wrap: the block, and what makes the new call from its own.
+        block, wrap: the block, and a function that makes the new call from its own.
         compile_: compiles the block's forward, where the block was not compiled by itself.
         varying: the arguments whose number of tokens differs from call to call, so that a graph should serve any.
 
     Returns:
-        Whether what it calls is compiled.
+        Whether the wrapped call is compiled.
     """
     call = get_compiled_call(block)
     if call is not None:
         override_attribute(stack, block, COMPILED_CALL_ATTRIBUTE, wrap(normalize_call_strides(call, varying)))
     elif compile_ is not None:
-        # The hook of a cache around the forward compiles what is inside of it: it must not be traced itself.
+        # A cache's hook around the forward compiles the forward inside it, because the hook itself must not be traced.
         compile_inner = getattr(block.forward, "compiled_with", None)
         compiled_forward = compile_(block.forward) if compile_inner is None else compile_inner(compile_)
         override_attribute(stack, block, "forward", wrap(normalize_call_strides(compiled_forward, varying)))
@@ -158,7 +158,7 @@ def wrap_block_call(
 
 
 def normalize_call_strides(call: ForwardCall, varying: Callable[[], Collection[str]] = tuple) -> ForwardCall:
-    """A compiled call that gets the same strides for equal shapes, so that these hit one graph."""
+    """Wrap a compiled call so that equal shapes get equal strides and hit one graph."""
 
     def call_with_plain_strides(*args: Any, **kwargs: Any) -> Any:
         for name in ("hidden_states", "encoder_hidden_states"):
@@ -173,7 +173,7 @@ def normalize_call_strides(call: ForwardCall, varying: Callable[[], Collection[s
 
 
 def _mark_tokens_dynamic(value: Any) -> None:
-    """Makes the next graph serve any number of tokens; where that is impossible, it serves this number."""
+    """Make the next graph serve any number of tokens, or only this number if that is impossible."""
     if isinstance(value, tuple | list):
         for part in value:
             _mark_tokens_dynamic(part)
@@ -183,11 +183,11 @@ def _mark_tokens_dynamic(value: Any) -> None:
 
 
 def normalize_strides(x: Tensor) -> Tensor:
-    """A tensor with the strides of a new one: a view, if only strides of dimensions of size 1 differ.
+    """Return a tensor with the strides of a new one: a view if only strides of dimensions of size 1 differ.
 
     A block's tokens are a tensor, or a slice of a longer sequence, and other strides need another graph.
     """
-    # A graph is guarded on strides.
+    # A graph is guarded on strides, so others need a copy.
     if not x.is_contiguous():
         return x.contiguous()
     strides = _compute_plain_strides(x.shape)
@@ -202,7 +202,7 @@ def _compute_plain_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _find_compiled_wrappers(pipe: Any, model: nn.Module) -> list[tuple[str, Any]]:
-    """What `torch.compile` made around a model, by the name that the pipeline has for it."""
+    """Return the wrappers that `torch.compile` made around a model, with their names in the pipeline."""
     wrappers: list[tuple[str, Any]] = []
     for name, part in vars(pipe).items():
         if isinstance(part, nn.Module) and part is not model and unwrap_compiled(part) is model:
@@ -213,9 +213,9 @@ def _find_compiled_wrappers(pipe: Any, model: nn.Module) -> list[tuple[str, Any]
 _COUNT = itertools.count()
 _CUSTOM_OPS: WeakValueDictionary[int, CustomOp] = WeakValueDictionary()
 _LIBRARY = torch.library.Library("ditile", "DEF")
-# `turn` is written and is no static input, so inductor's CUDA graphs run a partition with this operator eagerly:
-# messages and keys are other ones at the next call, and may not be replayed. That `number` and `turn` are on the CPU
-# is not enough: a partition ends at operators whose results are on the CPU.
+# `turn` is written and is not a static input, so inductor's CUDA graphs run a partition with this operator eagerly:
+# messages and keys differ at the next call, and may not be replayed. It is not enough that `number` and `turn` are on
+# the CPU: a partition ends at operators whose results are on the CPU.
 _LIBRARY.define(
     "hidden(Tensor?[] tensors, Tensor number, Tensor(a!) turn, float? scale) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
@@ -223,13 +223,13 @@ _LIBRARY.define(
 
 
 def exclude_from_compile(fn: F) -> F:
-    """A function that is never compiled. What it calls runs uncompiled too, unless that is compiled by itself."""
+    """Exclude a function from compilation. The functions it calls run uncompiled too, unless compiled by themselves."""
     excluded_fn: F = torch.compiler.disable(fn)
     return excluded_fn
 
 
 class CustomOp:
-    """A function of tensors, whose result is a new tensor of the shape, type and device of the first.
+    """A function of tensors whose result is a new tensor with the shape, type and device of the first.
 
     Args:
         fn: `(*tensors, scale) -> tensor`, the last of which is a mask.
@@ -245,7 +245,7 @@ class CustomOp:
         _CUSTOM_OPS[number] = self
 
     def __call__(self, *tensors: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-        """Calls the function, as an operator in compiled code."""
+        """Call the function, in compiled code as an operator."""
         if not torch.compiler.is_compiling():
             return self.fn(*tensors, mask, scale=scale)
         out: Tensor = torch.ops.ditile.hidden([*tensors, mask], self.number, self.turn, scale)
@@ -253,7 +253,7 @@ class CustomOp:
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:
-    """The module itself, where `torch.compile` made another around it."""
+    """Return the module inside the wrappers made by `torch.compile`."""
     inner = vars(module)["_modules"].get("_orig_mod")
     if inner is None:
         return module
@@ -261,7 +261,7 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
 
 
 def _run_custom_op(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
-    # These are on the CPU, and say nothing of what is computed.
+    # These tensors are on the CPU and have no influence on the computed values.
     with hide_from_recording():
         place = int(number)
         turn.add_(1)
@@ -293,7 +293,7 @@ def set_compile_configs(
     force_disable_compile_caches: bool = False,
     **torch_flags: bool | None,
 ) -> dict[str, Any]:
-    """Sets dynamo's limits and inductor's flags for this process; call it before the first compiled call.
+    """Set dynamo's limits and inductor's flags for this process; call it before the first compiled call.
 
     Args:
         recompile_limit: graphs of one function after which dynamo gives up on it; a higher limit that is set stays.
@@ -303,7 +303,7 @@ def set_compile_configs(
             inductor runs such graphs eagerly.
         force_disable_compile_caches: compiles again what an earlier process compiled.
         torch_flags: more flags of inductor or dynamo that are on or off, by their names in torch: use_fast_math,
-            fx_graph_cache, capture_scalar_outputs and others. None, and what is not given, leaves a flag as it is.
+            fx_graph_cache, capture_scalar_outputs and others. None, like a missing flag, leaves the flag as it is.
 
     Returns:
         The settings by name; they are logged too.

@@ -1,12 +1,12 @@
 """Fewer and larger kernels for the small products of a patch: one for q, k and v, one for a linear layer and its GELU.
 
-q, k and v: their weights are adjacent in memory and stay three parameters with their names and values. What is done to
-one in place, as when a LoRA is fused, is done to its part of the whole, and no weight is in memory twice, as it is with
+q, k and v: their weights are adjacent in memory and stay three parameters with their names and values. A change to one
+in place, as when a LoRA is fused, changes its part of the whole, and no weight is in memory twice, unlike with
 diffusers' `fuse_qkv_projections`.
 
-Linear and GELU, on CPUs: as a kernel of its own, the GELU takes half as long as the product. oneDNN's kernel rounds
-otherwise than torch's two, by units of the last place. So it runs only where the image is not the plain pipeline's to
-the bit in any case: in steps with stale keys, and where ranks split the tokens, whose products have other shapes.
+Linear and GELU, on CPUs: as a kernel of its own, the GELU takes half as long as the product. oneDNN's kernel differs
+from torch's two kernels by units of the last place. So it runs only where the image differs from the plain pipeline's
+in the last bits anyway: in steps with stale keys, and where ranks split the tokens, whose products have other shapes.
 
 A layer with LoRAs that add nothing now counts as the plain layer below them, so that an image without LoRAs is the
 same whether some are loaded or not.
@@ -29,16 +29,16 @@ from ditile.model.hooks.overrides import has_forward_hooks, override_attribute
 from ditile.model.hooks.placeholders import is_plain_parameter
 
 STREAMS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
-"""What diffusers calls the projections of one stream."""
+"""diffusers' names for the projections of one stream."""
 
 
 def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], device: torch.device) -> None:
-    """Makes one product of the projections of each stream, where they are plain layers on the device.
+    """Fuse the projections of each stream into one product, where they are plain layers on the device.
 
     Args:
         stack: undoes it when it is closed; the weights stay adjacent.
         attentions: layers with their names, in which all projections of a stream see the same tokens.
-        device: where they run. Weights that are brought there for a time are left alone.
+        device: where they run. Weights that are there only temporarily are left as they are.
     """
     for _, attention in attentions:
         for names in STREAMS:
@@ -51,9 +51,10 @@ def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], de
 
 
 class FusedProjections:
-    """Linear layers that see the same tokens: the first computes the outputs of all.
+    """Linear layers with the same input tokens: the first computes the outputs of all.
 
-    A layer that is called with other tokens computes its own, and so do all if some weight was moved in memory.
+    A layer that is called with other tokens computes its own output, and so do all layers if a weight was moved in
+    memory.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -76,7 +77,7 @@ class FusedProjections:
         self._outputs: dict[int, Tensor] = {}
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
-        """What the layer of this index makes of `[..., C]`."""
+        """Return the output `[..., n]` of the layer with this index for `[..., C]`."""
         # A layer calls its projections one after the other, with the same tensor.
         if x is self._tokens and index in self._outputs:
             output = self._outputs.pop(index)
@@ -96,7 +97,7 @@ class FusedProjections:
 
 
 def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """Parameters as one tensor, in whose memory each has its part; they are moved there if they are not yet."""
+    """Return one tensor whose memory holds all parameters; move them there if they are not yet adjacent."""
     first = parameters[0]
     lengths = [len(parameter) for parameter in parameters]
     # After the first call they are adjacent already.
@@ -121,9 +122,9 @@ def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
 
 
 def is_plain_linear(linear: Any, device: torch.device) -> bool:
-    """Whether a module is a linear layer as torch makes it, with nothing around its forward, on a device.
+    """Return whether a module is an ordinary linear layer on a device, with nothing around its forward.
 
-    LoRAs of peft may be around it, which may add something.
+    It may be inside LoRAs of peft, which may add something.
     """
     base = _unwrap_loras(linear)
     if base is not linear:
@@ -133,7 +134,7 @@ def is_plain_linear(linear: Any, device: torch.device) -> bool:
     for parameter in (linear.weight, linear.bias):
         if parameter is None:
             continue
-        # A tensor of inference mode may not be written, so it cannot be moved into a larger one.
+        # A tensor of inference mode must not be written, so it cannot be moved into a larger one.
         if not is_plain_parameter(parameter) or parameter.is_inference():
             return False
         if (parameter.device, parameter.dtype) != (device, linear.weight.dtype):
@@ -142,7 +143,7 @@ def is_plain_linear(linear: Any, device: torch.device) -> bool:
 
 
 def _unwrap_loras(layer: Any) -> Any:
-    """The layer below the LoRAs that peft puts around a linear layer, or the layer itself."""
+    """Return the linear layer inside peft's LoRAs, or the layer itself."""
     is_wrapped = type(layer).__module__ == "peft.tuners.lora.layer" and type(layer).__name__ == "Linear"
     if is_wrapped:
         return layer.base_layer
@@ -150,13 +151,13 @@ def _unwrap_loras(layer: Any) -> Any:
 
 
 def _adds_loras(layer: Any) -> bool:
-    """Whether LoRAs around a layer add something now, or are fused into its weight."""
+    """Return whether LoRAs around a layer add something now, or are fused into its weight."""
     is_idle = layer.disable_adapters or layer.lora_A.keys().isdisjoint(layer.active_adapters)
     return not is_idle or layer.merged
 
 
 def _are_linears_alike(layers: Sequence[Any], device: torch.device) -> bool:
-    """Whether all are plain linear layers, of one width and type."""
+    """Return whether all are plain linear layers of one width and type."""
     forms: set[tuple[Any, ...]] = set()
     for layer in layers:
         if not is_plain_linear(layer, device):
@@ -167,7 +168,7 @@ def _are_linears_alike(layers: Sequence[Any], device: torch.device) -> bool:
 
 
 def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN has the kernel; `torch.backends.mkldnn.flags(enabled=False)` switches it off."""
+    """Return whether oneDNN has the kernel; `torch.backends.mkldnn.flags(enabled=False)` switches it off."""
     # `enabled` is also true where torch was built without oneDNN.
     onednn = torch.backends.mkldnn
     if device.type != "cpu" or dtype != torch.float32:
@@ -176,13 +177,13 @@ def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, now: Generation) -> None:
-    """Makes one kernel of each linear layer of a block and the GELU after it; on CPUs alone.
+    """Fuse each linear layer of a block with the GELU after it; only on CPUs.
 
     Args:
         stack: undoes it when it is closed.
-        block: its modules are looked through.
+        block: its modules are searched.
         device: where it runs.
-        now: the generation under way, which says where it may round otherwise.
+        now: the generation under way, which says where rounding may differ.
     """
     for owner, name, linear, activation, place in _find_gelu_pairs(block):
         if is_plain_linear(linear, device) and can_fuse_gelu(device, _unwrap_loras(linear).weight.dtype):
@@ -192,14 +193,14 @@ def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, n
 
 
 class FusedGELU:
-    """A linear layer that also applies the GELU that is called next, which then does nothing.
+    """A linear layer that also applies the GELU called after it, which then does nothing.
 
     Args:
-        owner, name: the layer's module and attribute; a LoRA may put another layer there in mid-run.
+        owner, name: the layer's module and attribute; a LoRA may put another layer there during a run.
         linear: the layer, perhaps with LoRAs.
         activation: the GELU after it.
         approximate: "none" or "tanh", as in `torch.nn.GELU`.
-        now: the generation under way, which says where it may round otherwise.
+        now: the generation under way, which says where rounding may differ.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class FusedGELU:
         self._activated: Tensor | None = None
 
     def run_linear(self, x: Tensor) -> Any:
-        """`[..., k]` to `[..., n]`; with GELU applied, where that may round otherwise."""
+        """Compute `[..., n]` from `[..., k]`; with GELU applied, where rounding may differ."""
         if (
             not self._now.may_round
             or getattr(self._owner, self._name) is not self._linear
@@ -240,7 +241,7 @@ class FusedGELU:
         return self._activated
 
     def run_activation(self, x: Tensor) -> Tensor:
-        """GELU of `[..., n]`, unless the product has applied it."""
+        """Apply GELU to `[..., n]`, unless the product has applied it."""
         if self._activated is None or x is not self._activated:
             return self._activation(x)
         self._activated = None
@@ -248,11 +249,11 @@ class FusedGELU:
 
 
 def _find_gelu_pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:
-    """Each linear layer with the GELU after it: (owner, name, layer, activation, the method that applies it)."""
+    """Yield each linear layer with the GELU after it: (owner, name, layer, activation, the method that applies it)."""
     for module in block.modules():
         if type(module) is GELU:
             yield module, "proj", module.proj, module, "gelu"
-        # Single blocks, as of FLUX and HunyuanVideo, have the pair themselves.
+        # Single blocks, such as those of FLUX and HunyuanVideo, have the pair themselves.
         activation = getattr(module, "act_mlp", None)
         if type(activation) is nn.GELU:
             yield module, "proj_mlp", getattr(module, "proj_mlp", None), activation, "forward"

@@ -1,9 +1,8 @@
 """Generation: the state of one batch of images while they are computed, from `set_timesteps` to the last `step`.
 
-It has the micro-step and the guidance branch that the pipeline is at, and the memory that survives a step.
-Hooks, attention and scheduler are given it before the call, and read it. Its parts are divided by who writes them: the
-loop, the model's calls (`LayoutTokens` among them), and the rehearsal (`DryIteration`, `Findings`). All of it is
-dropped when the call ends.
+It has the pipeline's current micro-step and guidance branch, and the memory that survives a step. Hooks, attention and
+scheduler receive it before the call, and read it. Its parts are divided by who writes them: the loop, the model's calls
+(`LayoutTokens` among them), and the rehearsal (`DryIteration`, `Findings`). All of it is dropped when the call ends.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class LayerTokens:
     """The tokens of an attention layer at a micro-step.
 
     Attributes:
-        runs: for each rank that holds some of them, where its tokens are in the whole sequence, in its own order.
+        runs: for each rank that holds some of them, the places of its tokens in the whole sequence, in its own order.
         index: this rank among them.
         length: of the whole sequence.
-        image: where the image is in it; empty in a layer of text alone.
+        image: where the image is in it; empty in a layer of text only.
         dummies: tokens here that stand for absent text, before or after the others; no other rank sees them.
         dummies_first: whether they come before the others.
         are_none: whether no rank has any: the text is not computed at this micro-step.
@@ -63,7 +62,7 @@ class LayerTokens:
         object.__setattr__(self, "real_tokens", real_tokens)
 
     def locate_further_keys(self, kind: str, own: int | None) -> int:
-        """How many keys of tokens precede the extra ones, see `FURTHER` of `plan/anatomy.py`.
+        """Return the number of token keys before the extra keys, see `FURTHER` of `plan/anatomy.py`.
 
         Args:
             kind: of the attention call.
@@ -85,12 +84,12 @@ class LayerTokens:
 
 @dataclass(slots=True)
 class TokenShares:
-    """How ranks split the tokens of a call, and this rank's place among them.
+    """The split of a call's tokens over ranks, and this rank's place in it.
 
     Attributes:
         split, index: of a patch, or of the image.
-        warmup_split, warmup_index: of the whole image, where a warmup group computes it together; None where there is
-            no group, or it rests.
+        warmup_split, warmup_index: of the whole image, where a warmup group computes it together; None if there is no
+            group, or it is inactive.
     """
 
     split: Split = Split()
@@ -99,7 +98,7 @@ class TokenShares:
     warmup_index: int = 0
 
     def select_split(self, patch: int | None, *, is_whole: bool) -> tuple[Split, int]:
-        """The split of a patch (None: of the image), and this rank's place; `is_whole` calls are not split."""
+        """Return the split of a patch (None: of the image) and this rank's place; `is_whole` calls are not split."""
         if is_whole:
             return Split(), 0
         if patch is None and self.warmup_split is not None:
@@ -108,13 +107,13 @@ class TokenShares:
 
 
 class LayoutTokens:
-    """The tokens of calls that have one layout: which of them each rank has.
+    """The tokens of each rank in calls with one layout.
 
-    Everything is computed once, as blocks ask for it in every micro-step.
+    Everything is computed once, because blocks ask for it in every micro-step.
 
     Args:
         layout: how the tokens are cut into patches.
-        shares: how ranks split them.
+        shares: how ranks split the tokens.
     """
 
     def __init__(self, layout: Layout, shares: TokenShares, *, is_whole: bool) -> None:
@@ -127,21 +126,21 @@ class LayoutTokens:
         self._runs: dict[int | None, Runs] = {}
 
     def list_rank_parts(self, patch: int | None) -> tuple[TokenShard, ...]:
-        """What each rank of the sequence axes has of a patch (None: of the image)."""
+        """Return each sequence rank's tokens of a patch (None: of the image)."""
         if patch not in self._rank_parts:
             split, _ = self._shares.select_split(patch, is_whole=self._is_whole)
             self._rank_parts[patch] = split.shard_tokens(self.layout, patch)
         return self._rank_parts[patch]
 
     def get_own_part(self, patch: int | None) -> TokenShard:
-        """What this rank has of a patch (None: of the image)."""
+        """Return this rank's tokens of a patch (None: of the image)."""
         if patch not in self._own_parts:
             _, index = self._shares.select_split(patch, is_whole=self._is_whole)
             self._own_parts[patch] = self.list_rank_parts(patch)[index]
         return self._own_parts[patch]
 
     def get_layer_tokens(self, patch: int | None, kind: str) -> LayerTokens:
-        """The tokens of an attention layer: `N` of the image, `T` of the text, `J` of both."""
+        """Return the tokens of an attention layer: `N` of the image, `T` of the text, `J` of both."""
         key = (patch, kind)
         if key not in self._layers:
             self._layers[key] = self._locate_layer_tokens(patch, kind)
@@ -171,7 +170,10 @@ class LayoutTokens:
         return LayerTokens(runs, index, length, image, dummies, text_first, patches=layout.num_patches)
 
     def get_argument_runs(self, patch: int | None) -> Runs:
-        """Where this rank's tokens of a patch (None: of the image) are among the tokens of each kind."""
+        """Return the positions of this rank's tokens in a patch, for each kind of tokens.
+
+        Without a patch they are positions in the image.
+        """
         if patch not in self._runs:
             self._runs[patch] = self._locate_argument_runs(patch)
         return self._runs[patch]
@@ -179,7 +181,7 @@ class LayoutTokens:
     def _locate_argument_runs(self, patch: int | None) -> Runs:
         layout = self.layout
         part = self.get_own_part(patch)
-        # A dummy gets the arguments of the text's first token, as the text may have only one.
+        # A dummy gets the arguments of the text's first token, because the text may have only one.
         dummies = (range(min(1, layout.text)),) * DUMMY_TEXT
         text = (part.text,) if part.text else dummies
         image = layout.locate_in_sequence(TokenShard(range(0), part.image), joint=True)
@@ -191,7 +193,7 @@ class LayoutTokens:
 
 
 LayoutKey = tuple[int, bool]
-"""A branch, and whether a call of it is computed whole."""
+"""A branch, and whether its call is computed whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ class RehearsedModel:
     """A call of a model in a rehearsal.
 
     Attributes:
-        is_whole: whether it was called to compute a whole.
+        is_whole: whether the call computed the whole image.
     """
 
     model: object
@@ -209,17 +211,17 @@ class RehearsedModel:
 
 @dataclass(slots=True)
 class DryIteration:
-    """An iteration of the pipeline's loop in which no block is computed; the rehearsal and the calls in it write this.
+    """An iteration of the pipeline's loop that computes no block; the rehearsal and the calls in it write this.
 
     Attributes:
-        patch: whose places a rehearsal finds; None in an iteration that computes, and in one that blends.
+        patch: the patch whose places a rehearsal finds; None in an iteration that computes, and in one that blends.
         bit: in a rehearsal that finds which rows of tokens reach the result: rows whose number has this bit are NaN.
         blended_step: the step for which the pipeline blends its latents again; None in any other iteration.
         called_models: by branch.
         results: what the transformer's calls returned, by branch.
         recognises_call: (its branch, model, names and shapes, as in `Findings.forms`; its arguments; the name of the
             first) -> whether `results` has its result, so that it is not made; None where every call is made.
-        surveys_again: whether calls are surveyed that were surveyed before.
+        surveys_again: whether calls that were surveyed before are surveyed again.
         latent_rows: of the first call, tokens that are made of latents, and tokens between them that pad a sequence.
         padding_rows: of the first call, the tokens that pad it, where reference images are looked for.
     """
@@ -237,17 +239,18 @@ class DryIteration:
 
 @dataclass(slots=True)
 class Findings:
-    """What surveys and a rehearsal found of a pipeline's call; later calls of the same shapes take it over.
+    """The results of surveys and a rehearsal of a pipeline's call; later calls with the same shapes reuse them.
 
     Attributes:
         forms: of each surveyed call, by its branch, model, and the shapes and names of its arguments.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
-        whole_steps: with calls that are computed whole.
-        changed_steps: that must be synchronous: they call another model than the step before, or in another mode, or
-            compute a whole.
+        whole_steps: steps with calls that are computed whole.
+        changed_steps: steps that must be synchronous: they call another model than the step before, or in another mode,
+            or compute the whole image.
         reference_rows: of the first call, the tokens of reference images.
         num_references: patches of reference images.
-        live_arguments: of the model, apart from its first one, that the pipeline makes of latents in each step.
+        live_arguments: arguments of the model, apart from its first one, that the pipeline makes of latents in each
+            step.
         reads_latents_everywhere: whether more than the first block reads the latents, so that every stage needs them.
     """
 
@@ -261,7 +264,7 @@ class Findings:
     reads_latents_everywhere: bool = False
 
     def have_unlike_rows(self) -> bool:
-        """Whether the places of a patch differ from row to row of a prediction."""
+        """Return whether the places of a patch differ from row to row of a prediction."""
         for pieces_of_patches in self.prediction_pieces.values():
             for pieces in pieces_of_patches.values():
                 if any(not piece.has_rows for piece in pieces):
@@ -273,16 +276,16 @@ class CallRecorder(Protocol):
     """Records calls of a model, see `ditile.model.recording`.
 
     Attributes:
-        has_played: whether the last call was played, so that none of its code ran.
+        has_played: whether the last call was played from its recording, so that none of its code ran.
     """
 
     has_played: bool
 
     def run_call(self, now: Generation, model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Makes a call of a model, one way or the other; `forward` may be called a second time after it raised."""
+        """Make a call of a model, from a recording or not; `forward` may be called a second time after it raised."""
 
     def note_code(self, reason: str) -> None:
-        """Notes a call that is not made through the recorder."""
+        """Note a call that bypasses the recorder, with the reason."""
 
 
 def _make_empty_tokens() -> LayoutTokens:
@@ -291,11 +294,11 @@ def _make_empty_tokens() -> LayoutTokens:
 
 @dataclass(slots=True)
 class Generation:
-    """Where the pipeline is, and what must survive.
+    """The pipeline's position, and the state that survives a step.
 
     The loop writes, at the beginning:
         schedule: of the steps, as far as it is known.
-        rounds_otherwise: whether products may round otherwise than on one process, in any step.
+        rounds_otherwise: whether products may round differently than on one process, in any step.
         is_under_way: whether the pipeline's loop is running.
         shares: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
@@ -305,14 +308,14 @@ class Generation:
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
 
     The loop writes, in each micro-step:
-        micro_step: that is computed; it counts the steps that compute.
+        micro_step: the one being computed; it counts the steps that compute.
         loop_step: of the pipeline's loop, which also counts steps whose predictions are forecast.
-        computes: whether the model's calls are made; None if that is decided in the first of them.
-        token_patch: whose tokens are computed in it, None for all: with DistriFusion also for all of the image without
-            references.
+        computes: whether the model's calls are made; None if the first of them decides.
+        token_patch: the patch whose tokens are computed in it, None for all: with DistriFusion also for all of the
+            image without references.
         is_stale: whether it reads keys of the step before.
         keeps_keys: whether its keys are, or may be, read in the next step.
-        may_round: whether products may round otherwise in it.
+        may_round: whether products may round differently in it.
 
     Calls of the model write:
         branch: counts the transformer calls since the last `scheduler.step`.
@@ -364,13 +367,13 @@ class Generation:
     findings: Findings = field(default_factory=Findings)
 
     def become(self, other: Generation) -> None:
-        """Takes over the state of another generation, so that hooks need not be given another object."""
-        # Hooks hold this object as long as the model is divided.
+        """Take over the state of another generation, so that hooks keep their reference to this object."""
+        # Hooks hold this object for as long as the model is divided.
         for state in fields(self):
             setattr(self, state.name, getattr(other, state.name))
 
     def check_under_way(self) -> Generation:
-        """Returns itself; raises `StateError` if the pipeline's loop is not running."""
+        """Return itself; raise `StateError` if the pipeline's loop is not running."""
         if not self.is_under_way:
             raise StateError(
                 "the transformer was called outside the pipeline's loop over scheduler.timesteps; call the runner of a "
@@ -379,7 +382,7 @@ class Generation:
         return self
 
     def enter_micro_step(self, micro: MicroStep) -> None:
-        """A micro-step begins."""
+        """Begin a micro-step."""
         schedule = self.schedule
         self.micro_step = micro
         self.token_patch = micro.patch
@@ -388,17 +391,17 @@ class Generation:
             self.token_patch = schedule.num_references
         self.is_stale = schedule.reads_stale_keys(micro.step)
         self.keeps_keys = schedule.keeps_keys(micro.step)
-        # With stale keys the image is not the plain pipeline's anyway, so the last bits may differ.
+        # With stale keys the image differs from the plain pipeline's anyway, so the last bits may differ.
         self.may_round = self.rounds_otherwise or self.is_stale
 
     @property
     def is_dry(self) -> bool:
-        """Whether nothing is computed in this iteration: it is a rehearsal, or the pipeline blends latents."""
+        """Return whether this iteration computes nothing: it is a rehearsal, or the pipeline blends latents."""
         return self.dry.patch is not None or self.dry.blended_step is not None
 
     @property
     def own_calls(self) -> Sequence[int]:
-        """The calls of a step that this rank computes; in the first micro-step, of those made so far."""
+        """Return this rank's calls in a step; in the first micro-step, among the calls made so far."""
         # The number of calls is known only after the first step.
         calls = self.calls
         if calls is None:
@@ -407,7 +410,8 @@ class Generation:
 
     @property
     def num_references(self) -> int:
-        """Patches of reference images; one if calls were not cut again since references were found."""
+        """Return the number of patches of reference images; 1 if calls were not cut again since references were
+        found."""
         counts = [tokens.layout.num_references for tokens in self.layouts.values()]
         if counts:
             return max(counts)
@@ -415,36 +419,36 @@ class Generation:
 
     @property
     def has_all_image_tokens(self) -> bool:
-        """Whether this rank computes all tokens of the image at this micro-step."""
+        """Return whether this rank computes all image tokens at this micro-step."""
         if self.token_patch is not None:
             return False
         split, _ = self.shares.select_split(None, is_whole=self.is_whole)
         return split.num_ranks == 1
 
     def forget_layouts(self) -> None:
-        """Forgets how tokens are cut."""
+        """Forget how tokens are cut."""
         self.layouts.clear()
         self.findings.prediction_pieces.clear()
 
     def take_rehearsed_result(self) -> Any:
-        """The result of a call in an iteration in which nothing is computed; the call is counted."""
+        """Return the result of a call in an iteration that computes nothing, and count the call."""
         result = self.dry.results[self.branch]
         self.advance_branch()
         return result
 
     def advance_branch(self) -> None:
-        """Counts a transformer call that is over."""
+        """Count a transformer call that is over."""
         self.branch += 1
         # The next call begins with its whole batch again.
         self.micro_batch = 0
         self.batch_range = None
 
     def end_micro_step(self) -> None:
-        """Checks the number of calls of a micro-step, once the scheduler has stepped.
+        """Check the number of calls in a micro-step, after the scheduler has stepped.
 
         Raises:
-            StateError: if the pipeline called a divided transformer more or less often than before, and keys or
-                messages that are still to come belong to its calls.
+            StateError: if the pipeline called a divided transformer more or less often than before, while keys or
+                messages still to come belong to its calls.
         """
         if self.calls != self.branch:
             # Whole latents and fresh keys belong to no call, so guidance may begin or end.
@@ -454,7 +458,7 @@ class Generation:
         self.branch = 0
 
     def make_calls_error(self, calls: int) -> StateError:
-        """What to raise where the number of calls in a step must not change."""
+        """Make the error for a step with another number of calls."""
         return StateError(
             f"the pipeline called the transformer {calls} times in step {self.micro_step.step} and {self.calls} times "
             "before, and stale keys and the messages of stages belong to calls; guide all steps, or use "

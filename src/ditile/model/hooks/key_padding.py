@@ -1,4 +1,4 @@
-"""Key padding masks: which keys the queries attend to. They are cut and joined like the keys."""
+"""Key padding masks, which select the keys that queries attend to. They are cut and joined like the keys."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from ditile.plan.errors import ModelError
 
 
 class KeyPaddingMask(NamedTuple):
-    """Which keys of all ranks that split the tokens are attended to, boolean or additive.
+    """A boolean or additive mask over the keys of all ranks that split the tokens.
 
     Attributes:
         ring_masks: for each rank along ring, of the keys of its whole ulysses line:
             `[B or 1, own heads or 1, queries or 1, keys]`.
-        covers_sequence: whether there are keys of the whole sequence, and not of the current patch alone.
+        covers_sequence: whether the keys are those of the whole sequence, and not only of the current patch.
     """
 
     ring_masks: tuple[Tensor, ...]
     covers_sequence: bool = False
 
     def join_ring_masks(self) -> Tensor:
-        """The mask of all keys, in the order of the ranks."""
+        """Return the mask of all keys, in the order of the ranks."""
         if len(self.ring_masks) == 1:
             return self.ring_masks[0]
         return torch.cat(self.ring_masks, dim=-1)
 
 
 class FurtherKeys(NamedTuple):
-    """Keys and values that are made of no token in the blocks, such as those of a prompt: every rank has them whole.
+    """Keys and values that are not made of tokens in the blocks, such as those of a prompt: every rank has all of them.
 
     Attributes:
         keys, values: `[B, n, own heads, H]`.
-        mask: which of them are attended to, `[B or 1, own heads or 1, 1, n]`; None is all.
+        mask: `[B or 1, own heads or 1, 1, n]`; None attends to all.
         at: how many keys of this rank's tokens precede them.
     """
 
@@ -44,7 +44,8 @@ class FurtherKeys(NamedTuple):
     at: int
 
     def join_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """These among others `[B, S, N, H]`; `mask` is of the others, and is given where these have one."""
+        """Insert these among other keys and values `[B, S, N, H]`; `mask` is of the others, and is needed if these have
+        one."""
         at = self.at
         joined_k = torch.cat([k[:, :at], self.keys, k[:, at:]], dim=1)
         joined_v = torch.cat([v[:, :at], self.values, v[:, at:]], dim=1)
@@ -57,10 +58,10 @@ class FurtherKeys(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """What goes with q, k and v.
+    """The options of an attention call besides q, k and v.
 
     Attributes:
-        mask: which keys are attended to; None is all.
+        mask: of the keys; None attends to all.
         scale: of the scores; None is 1 / sqrt(head size).
         further: keys that are attended to in addition to those of tokens.
     """
@@ -71,7 +72,7 @@ class AttentionOptions(NamedTuple):
 
 
 def expand_mask(mask: Tensor, batch: int) -> Tensor:
-    """A mask as `[B or 1, N or 1, queries or 1, keys]`; one that is the same for every query has one row of them.
+    """Return a mask with shape `[B or 1, N or 1, queries or 1, keys]`, with one row if all queries have the same.
 
     Args:
         mask: `[B, keys]`, `[queries, keys]`, `[B, queries, keys]` or of four dimensions.
@@ -90,7 +91,7 @@ def expand_mask(mask: Tensor, batch: int) -> Tensor:
 
 
 def make_pairs_error(mask: Tensor) -> ModelError:
-    """The error for a mask that differs from query to query and is not of the whole sequence."""
+    """Make the error for a mask that differs between queries and does not cover the whole sequence."""
     return ModelError(
         f"an attention mask of shape {tuple(mask.shape)} tells queries apart, and only one of keys, [B, keys] or "
         "[B, 1, 1, keys], or of all queries and keys can be cut with the tokens; use a plan of data or cfg"

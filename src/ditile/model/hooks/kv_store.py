@@ -25,24 +25,24 @@ from ditile.plan.errors import StateError
 from ditile.plan.plan import suggest_whole_images
 
 NEVER = -1
-"""The step of a segment that was not written yet."""
+"""The step of a segment that has not been written yet."""
 
 READ_SHAPE = operator.attrgetter("shape")
 READ_VERSION = operator.attrgetter("_version")
-"""Of a tensor: PyTorch counts what is written into its memory."""
+"""PyTorch's count of the writes into a tensor's memory."""
 
 
 BUFFER_OWNER = "buffer"
 MESSAGE_OWNER = "message"
-"""These stand where keys and values have their branch."""
+"""These stand in place of the branch of keys and values."""
 
 SegmentMark = tuple[tuple[int, str], int, int]
-"""(branch and layer, segment, age): that a segment was written so many steps ago."""
+"""(branch and layer, segment, age): a segment that was written so many steps ago."""
 MakeZeros = Callable[[str, tuple[int, ...], Tensor], Tensor]
 
 
 class _KeyPlace(NamedTuple):
-    """Where some fresh keys and values belong.
+    """The place of some fresh keys and values.
 
     Attributes:
         part: the tokens of the fresh keys that belong there; None is all.
@@ -86,14 +86,16 @@ class KeyStore:
         self.incoming_runs: Sequence[tuple[range, ...]] = ()
         # The step that wrote each segment.
         self.written = [NEVER] * segments
-        # Segments that are marked while a call is recorded, also those that are marked with what they had.
+        # Segments that are marked while a call is recorded, also those marked with their old step.
         self.marks: dict[int, int] | None = None
         self._places: dict[tuple[tuple[range, ...], range | None], list[_KeyPlace]] = {}
 
     def write_keys(
         self, k: Tensor, v: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Writes k and v `[B, n, N, H]` over stale ones; returns the whole. Raises `StateError` for another batch size.
+        """Write k and v `[B, n, N, H]` over stale ones and return the whole.
+
+        Raises `StateError` for another batch size.
 
         Args:
             k, v: fresh.
@@ -118,7 +120,7 @@ class KeyStore:
         return buffers
 
     def drop_keys(self) -> None:
-        """Drops all keys, before keys of a batch of another size are written."""
+        """Drop all keys, before keys of a batch of another size are written."""
         self.buffers = None
         self.mask = None
         self._places.clear()
@@ -127,7 +129,7 @@ class KeyStore:
     def _find_places(
         buffers: tuple[Tensor, Tensor], runs: tuple[range, ...], batch_range: range | None
     ) -> list[_KeyPlace]:
-        """Where tokens of these runs belong: views of the buffers, found once."""
+        """Find the places of tokens in these runs: views of the buffers, made once."""
         k, v = buffers
         if batch_range is not None:
             k = k[batch_range.start : batch_range.stop]
@@ -152,10 +154,10 @@ class KeyStore:
     def write_mask(
         self, mask: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
     ) -> Tensor:
-        """Writes which of these keys are attended to, `[B or 1, N or 1, 1, n]`; returns the mask of all keys.
+        """Write a mask `[B or 1, N or 1, 1, n]` of the keys that are attended to; return the mask of all keys.
 
         Args:
-            mask: of the keys that were just written.
+            mask: for the keys that were just written.
             runs, batch_range, batch_size: as of `write_keys`. A mask of one row counts for all rows; in a
                 micro-batch it is written to all of its rows.
         """
@@ -163,7 +165,7 @@ class KeyStore:
         if self.mask is None:
             self.mask = self._make_zeros("mask", (rows, *mask.shape[1:3], self._length), mask)
         elif self.mask.shape[0] < rows:
-            # So far one row counted for all rows.
+            # Until now one row counted for all rows.
             self.mask = self.mask.repeat(rows, 1, 1, 1)
         own_rows = self.mask
         if batch_range is not None:
@@ -172,14 +174,14 @@ class KeyStore:
         return own_rows
 
     def list_tensors(self) -> list[Tensor]:
-        """Keys, values, and their mask if there is one."""
+        """Return keys, values, and their mask if there is one."""
         tensors = list(self.buffers or ())
         if self.mask is not None:
             tensors.append(self.mask)
         return tensors
 
     def mark_written(self, step: int, segment: int | None = None) -> None:
-        """Notes the step that wrote a segment, or all of them."""
+        """Note the step that wrote a segment, or all of them."""
         if segment is None:
             self.written = [step] * len(self.written)
         else:
@@ -189,7 +191,7 @@ class KeyStore:
             self.marks.update(dict.fromkeys(segments, step))
 
     def segment_ages(self, step: int) -> tuple[int | None, ...]:
-        """How many steps old each segment is; None if it was never written."""
+        """Return the age of each segment in steps; None if it was never written."""
         ages: list[int | None] = []
         for written_step in self.written:
             age = None if written_step == NEVER else step - written_step
@@ -197,7 +199,7 @@ class KeyStore:
         return tuple(ages)
 
     def _make_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
-        """The buffers, zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
+        """Make the buffers, zeros at first: with warmup 0 the first step attends to zeros, like in the paper."""
         if self.buffers is not None:
             raise StateError(
                 f"the batch changed from {self.buffers[0].shape[0]} to {batch_size} rows in mid-run, and stale "
@@ -222,7 +224,7 @@ class StoreState(NamedTuple):
 
 
 class AgeChecks:
-    """Asserts that keys have the ages that the schedule says, and counts how often it did.
+    """Asserts that keys have the ages in the schedule, and counts how often it did.
 
     Attributes:
         passed: reads of keys that were as scheduled.
@@ -232,7 +234,7 @@ class AgeChecks:
         self.passed = 0
 
     def expect_ages(self, store: KeyStore, step: int, ages: Iterable[int], where: str) -> None:
-        """Raises `StateError` unless the segments of a store have these ages; before the first step they are None."""
+        """Raise `StateError` unless the segments of a store have these ages; before the first step they are None."""
         scheduled: list[int | None] = []
         for age in ages:
             # A key that is older than the generation was never written.
@@ -247,7 +249,7 @@ class AgeChecks:
 
 
 class SliceEntry(NamedTuple):
-    """A part of a value, the value that it was cut from, and the values in that, if it is a dictionary."""
+    """A part of a value, the value from which it was cut, and the values in that, if it is a dictionary."""
 
     value: Any
     source: Any
@@ -255,7 +257,7 @@ class SliceEntry(NamedTuple):
 
 
 class GivenTensors:
-    """What a module was given, if only tensors and numbers: the same tensors, unchanged, give the same output."""
+    """The inputs of a module, if only tensors and numbers: the same tensors, unchanged, give the same output."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         # While they are referenced, no other tensor is one of them.
@@ -264,7 +266,7 @@ class GivenTensors:
         self._versions = _read_versions(self._values)
 
     def are_same(self, args: Any, kwargs: Any) -> bool:
-        """Whether a module is given these tensors now, in which nothing was changed."""
+        """Return whether a module is called with these same tensors, unchanged."""
         values = (*args, *kwargs.values())
         if len(values) != len(self._values) or (*kwargs,) != self._names:
             return False
@@ -273,13 +275,13 @@ class GivenTensors:
         return self._versions is not None and _read_versions(values) == self._versions
 
     def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
-        """Other tensors of the same numbers take the place of these, by id."""
+        """Replace tensors, by id, with others that hold the same numbers."""
         self._values = tuple(replacements.get(id(value), value) for value in self._values)
         self._versions = _read_versions(self._values)
 
 
 def _read_versions(values: Sequence[Any]) -> list[int] | None:
-    """How often each tensor was written in place; None where that is not known, or something is no tensor or number."""
+    """Count the writes in place into each tensor; None if unknown, or some value is neither tensor nor number."""
     versions: list[int] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -293,7 +295,7 @@ def _read_versions(values: Sequence[Any]) -> list[int] | None:
 
 
 class GivenMemory:
-    """What a module was given, by memory: other tensors of the same memory, unchanged, count as the same."""
+    """The inputs of a module, by memory: other tensors in the same memory, unchanged, count as the same."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         # While the inputs are referenced, no other tensor can get their memory.
@@ -301,20 +303,20 @@ class GivenMemory:
         self._memory = _describe_memory(self._inputs)
 
     def are_same(self, args: Any, kwargs: Any) -> bool:
-        """Whether a module is given the same memory now, in which nothing was changed."""
+        """Return whether a module is called with the same memory, unchanged."""
         return _describe_memory((args, kwargs)) == self._memory
 
     def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
-        """Other tensors of the same numbers take the place of these, by id."""
+        """Replace tensors, by id, with others that hold the same numbers."""
         self._inputs = pytree.tree_map_only(Tensor, lambda x: replacements.get(id(x), x), self._inputs)
         self._memory = _describe_memory(self._inputs)
 
 
 class RememberedOutput:
-    """What a module returned.
+    """The output of a module.
 
     Args:
-        given: what it was given, if that is to be compared.
+        given: its inputs, if they are to be compared.
 
     Attributes:
         step: in which it was last used.
@@ -333,29 +335,30 @@ class RememberedOutput:
         self.versions = tuple(map(READ_VERSION, self.tensors))
 
     def is_given_same(self, args: Any, kwargs: Any) -> bool:
-        """Whether a module is given the same now."""
+        """Return whether a module now has the same inputs."""
         return self._given is not None and self._given.are_same(args, kwargs)
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nothing was written into the output since."""
+        """Return whether nothing was written into the output since."""
         return self.versions == tuple(map(READ_VERSION, self.tensors))
 
     def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
-        """Other tensors of the same numbers take the place of those of the output and of what was given, by id."""
+        """Replace tensors of the output and the inputs, by id, with others that hold the same numbers."""
         self.output = pytree.tree_map_only(Tensor, lambda x: replacements.get(id(x), x), self.output)
         self._list_tensors()
         if self._given is not None:
             self._given.replace_tensors(replacements)
 
     def renew(self, step: int) -> None:
-        """A tape has computed it again, in the same memory."""
+        """Note that a tape has computed it again, in the same memory."""
         self.step = step
         self.versions = tuple(map(READ_VERSION, self.tensors))
 
 
 def _describe_memory(values: Any) -> list[Any]:
-    """Equal for the same values in the same memory, as long as one of them is referenced."""
+    """Describe values so that equal results mean the same values in the same memory, while one of them is
+    referenced."""
     described: list[Any] = []
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, int | float | str | None):
@@ -397,16 +400,16 @@ class GenerationMemory:
         self._read_constant: Callable[[Hashable, Any], Any] | None = None
 
     def get_key_store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:
-        """The keys and values of a layer."""
+        """Return the keys and values of a layer."""
         key = (branch, layer)
         if key not in self._stores:
-            # Not a method, which would keep this memory alive in a cycle: stores must be freed with it at once.
+            # A method would keep this memory alive in a cycle, and stores must be freed with it at once.
             make_zeros = functools.partial(_make_zeros, self._kept_buffers, key)
             self._stores[key] = KeyStore(length, segments, make_zeros)
         return self._stores[key]
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
-        """Counts old keys of these patches (None: all) as written in a step that skipped layers with these prefixes."""
+        """Count old keys as written in a step that skipped layers with these prefixes, for patches (None: all)."""
         prefixes = tuple(layers)
         for (store_branch, layer), store in self._stores.items():
             if store_branch == branch and layer.startswith(prefixes):
@@ -415,12 +418,12 @@ class GenerationMemory:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Return the bytes of all keys and values."""
         # A list, as a generator is resumed for each layer, at the end of each step.
         return sum([store.buffer_bytes for store in self._stores.values()])
 
     def forget_branch_keys(self, branch: int) -> None:
-        """Drops the keys and values of a guidance branch that this rank will not compute again."""
+        """Drop the keys and values of a guidance branch that this rank will not compute again."""
         for key in list(self._stores):
             if key[0] != branch:
                 continue
@@ -430,11 +433,11 @@ class GenerationMemory:
                 incoming.wait_for_tensors()
 
     def get_persistent_buffer(self, key: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A buffer that keeps its content from call to call; zeros at first."""
+        """Return a buffer that keeps its content from call to call; zeros at first."""
         if self._asked_buffers is not None:
             self._asked_buffers.add(key)
         persistent = self._buffers.get(key)
-        # Guidance that ends changes the batch.
+        # The batch changes when guidance ends.
         if persistent is None or persistent.shape != torch.Size(shape) or persistent.dtype != like.dtype:
             persistent = _make_zeros(self._kept_buffers, key, "buffer", shape, like)
             self._buffers[key] = persistent
@@ -442,7 +445,7 @@ class GenerationMemory:
 
     @contextmanager
     def note_asked_buffers(self) -> Iterator[set[Hashable]]:
-        """Within it, the buffers that are asked for are in the set that it gives."""
+        """Collect, within the context, the keys of the buffers that are requested."""
         asked: set[Hashable] = set()
         self._asked_buffers = asked
         try:
@@ -451,7 +454,7 @@ class GenerationMemory:
             self._asked_buffers = None
 
     def adopt_buffers(self, addresses: Mapping[Any, tuple[int, ...]]) -> None:
-        """Takes over the buffers of an earlier generation that are still at addresses of `list_addresses`."""
+        """Take over an earlier generation's buffers that are still at addresses of `list_addresses`."""
         if self._kept_buffers is None:
             return
         for (owner, key), buffer_addresses in addresses.items():
@@ -459,22 +462,22 @@ class GenerationMemory:
                 continue
             buffer = self._kept_buffers.find_memory((key, "buffer"), buffer_addresses[0])
             if buffer is not None:
-                # As a call would find it that asks for it first.
+                # It is zeroed, as a call that asks for a new one would find it.
                 self._buffers[key] = buffer.zero_()
 
     @property
     def keeps_buffers(self) -> bool:
-        """Whether memory stays from one generation to the next, as recorded calls read it."""
+        """Return whether memory stays from one generation to the next, because recorded calls read it."""
         return self._kept_buffers is not None
 
     def keep_message(self, key: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory for a message that outlives a recorded call; its content is whatever was sent last."""
+        """Return memory for a message that outlives a recorded call; it contains the last message sent."""
         assert self._kept_buffers is not None
         self._messages[key] = self._kept_buffers.get_memory(key, shape, like)
         return self._messages[key]
 
     def get_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """A value that does not change during the generation, made once."""
+        """Return a value that does not change during the generation, made once."""
         if self._read_constant is not None:
             return self._read_constant(key, functools.partial(self._make_constant, key, make))
         return self._make_constant(key, make)
@@ -494,16 +497,16 @@ class GenerationMemory:
         finally:
             self._read_constant = None
 
-    # What a recorded call has to know of keys
+    # Below is the information about keys that a recorded call needs.
 
     def list_incoming_layers(self, branch: int) -> tuple[str, ...]:
-        """The layers to which keys of other ranks are under way, as in the stale steps of DistriFusion."""
+        """Return the layers to which keys of other ranks are under way, as in the stale steps of DistriFusion."""
         # A list: a generator would be resumed for each layer in every call.
         stores = self._stores.items()
         return tuple([layer for (own, layer), store in stores if store.incoming is not None and own == branch])
 
     def list_addresses(self, branch: int, buffers: Collection[Hashable]) -> dict[Any, tuple[int, ...]]:
-        """Where the keys, values and masks of a branch are, some buffers, and messages that stay."""
+        """Return the addresses of a branch's keys, values and masks, of some buffers, and of messages that stay."""
         addresses: dict[Any, tuple[int, ...]] = {}
         for key, store in self._stores.items():
             if key[0] == branch:
@@ -516,7 +519,7 @@ class GenerationMemory:
         return addresses
 
     def list_storage_addresses(self, branch: int) -> list[int]:
-        """Where the memory of `list_addresses` begins, which lives as long as its owners."""
+        """Return the start addresses of the memory in `list_addresses`, which lives until its owners are freed."""
         tensors = [*self._buffers.values(), *self._messages.values()]
         for key, store in self._stores.items():
             if key[0] == branch:
@@ -541,7 +544,7 @@ class GenerationMemory:
 
     @contextmanager
     def list_marks(self, step: int) -> Iterator[list[SegmentMark]]:
-        """Lists the segments that are marked within, with the age that they have in a step; complete afterwards."""
+        """List the segments that are marked within the context, with their age in a step; complete afterwards."""
         stores = dict(self._stores)
         marks: list[SegmentMark] = []
         for store in stores.values():
@@ -555,12 +558,12 @@ class GenerationMemory:
                 store.marks = None
 
     def mark_segments(self, marks: Iterable[SegmentMark], step: int) -> None:
-        """Marks the segments of `list_marks` as written in a step, or before it by their age."""
+        """Mark the segments of `list_marks` as written in a step, or before it by their age."""
         for key, segment, age in marks:
             self._stores[key].written[segment] = step - age
 
     def get_cached_slice(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
-        """The part of `source` that a patch needs, cut again only when `source` is another object."""
+        """Return a patch's part of `source`, cut again only when `source` is another object."""
         entry = self._slices.get(key)
         # A model may fill one dictionary again for each of its blocks.
         source_values = tuple(source.values()) if isinstance(source, dict) else ()
@@ -570,7 +573,10 @@ class GenerationMemory:
 
     @contextmanager
     def hide_remembered(self, shared: dict[Hashable, RememberedOutput]) -> Iterator[None]:
-        """Meanwhile keys, values and constants alone are remembered, and the outputs in `shared`, with new ones."""
+        """Hide remembered outputs and slices for a time, except the outputs in `shared`, which also collects new ones.
+
+        Keys, values and constants are still remembered.
+        """
         outputs = self.outputs
         slices = self._slices
         self.outputs = shared
@@ -582,7 +588,7 @@ class GenerationMemory:
             self._slices = slices
 
     def forget_constants(self) -> None:
-        """Forgets what was constant in the generation: a callback may have changed what it was made of."""
+        """Forget the constants of the generation, because a callback may have changed their inputs."""
         self.constants.clear()
         self.outputs.clear()
         self._slices.clear()
@@ -591,17 +597,17 @@ class GenerationMemory:
 
 
 class _KeptMemory(NamedTuple):
-    """Memory, and the last generation that asked for it."""
+    """Memory, and the last generation that requested it."""
 
     memory: Tensor
     generation: int
 
 
 class KeptBuffers:
-    """Memory that stays where it is from one generation to the next, as recorded calls read it there.
+    """Memory that stays in place from one generation to the next, because recorded calls read it there.
 
     Args:
-        make_room: called before so many bytes are allocated: drops what older generations have used.
+        make_room: called before so many bytes are allocated: drops memory used by older generations.
 
     Attributes:
         generation: the number of the current one.
@@ -614,14 +620,14 @@ class KeptBuffers:
         self._memory: dict[Hashable, dict[Hashable, _KeptMemory]] = {}
 
     def get_memory(self, key: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory of a shape and `like`'s type, for one purpose; new memory is zero."""
+        """Return memory of a shape and `like`'s type, for one purpose; new memory is zero."""
         shapes = self._memory.setdefault(key, {})
         form = (tuple(shape), like.dtype, like.device)
         if form in shapes:
             memory = shapes[form].memory
         else:
             self._make_room(math.prod(shape) * like.element_size())
-            # Written in calls of inference mode and of others.
+            # The memory is written both in inference mode and outside it.
             with torch.inference_mode(False):
                 memory = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
             self.num_bytes += memory.nbytes
@@ -629,7 +635,7 @@ class KeptBuffers:
         return memory
 
     def find_memory(self, key: Hashable, address: int) -> Tensor | None:
-        """The memory of a purpose at an address; None if there is none any more."""
+        """Return the memory of a purpose at an address; None if it is gone."""
         shapes = self._memory.get(key, {})
         for form, kept in shapes.items():
             if kept.memory.data_ptr() == address:
@@ -638,7 +644,7 @@ class KeptBuffers:
         return None
 
     def list_generations(self) -> set[int]:
-        """The generations that were the last ones to use some of the memory."""
+        """Return the generations that were the last users of some memory."""
         generations: set[int] = set()
         for shapes in self._memory.values():
             for kept in shapes.values():
@@ -646,7 +652,7 @@ class KeptBuffers:
         return generations
 
     def drop_memory_of(self, generation: int) -> None:
-        """Drops what a generation was the last one to use."""
+        """Drop the memory last used by a generation."""
         for shapes in self._memory.values():
             for form, kept in list(shapes.items()):
                 if kept.generation == generation:
@@ -654,7 +660,7 @@ class KeptBuffers:
                     del shapes[form]
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self._memory.clear()
         self.num_bytes = 0
 
@@ -662,7 +668,7 @@ class KeptBuffers:
 def _make_zeros(
     kept_buffers: KeptBuffers | None, store: Hashable, name: str, shape: tuple[int, ...], like: Tensor
 ) -> Tensor:
-    """Zeros for a key store; where buffers are kept, at the addresses of the last generation's."""
+    """Return zeros for a key store; where buffers are kept, at the addresses of the last generation's."""
     if kept_buffers is None:
         return like.new_zeros(shape)
     return kept_buffers.get_memory((store, name), shape, like).zero_()

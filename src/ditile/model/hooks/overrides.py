@@ -1,4 +1,4 @@
-"""Overrides of attributes of the user's instances, for a time, and where to put them."""
+"""Temporary overrides of attributes of the user's instances, and where to put them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from torch import nn
 _ABSENT = object()
 
 ACCELERATE_FORWARD = "_old_forward"
-"""Where accelerate's hooks keep the forward that they wrap. An offloaded pipeline removes them after each call and adds
-new ones: what is outside of them is gone then."""
+"""The attribute in which accelerate's hooks keep the forward that they wrap.
+
+An offloaded pipeline removes them after each call and adds new ones: an override outside of them is then gone.
+"""
 
 
 IN_CALL = "_called_by_ditile"
-"""The attribute of a model that says that a runner is in the middle of a call."""
+"""The attribute that marks a model while a runner is in the middle of a call."""
 
 
 class WatchedMethod:
-    """Replaces a method of an instance. A copy of the instance has the plain method again, bound to the copy.
+    """A replacement for a method of an instance. A copy of the instance gets the plain method again, bound to the copy.
 
     Args:
         watch: is called in place of the method, with the method as its first argument.
@@ -51,10 +53,10 @@ class WatchedMethod:
 
 
 def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any, *, yields_to_newer: bool = False) -> None:
-    """Sets an attribute on an instance until the stack is closed.
+    """Set an attribute on an instance until the stack is closed.
 
     Args:
-        yields_to_newer: whether what the user sets there in between stays then.
+        yields_to_newer: whether a value that the user sets in the meantime stays after that.
     """
     before = vars(owner).get(name, _ABSENT)
     vars(owner)[name] = value
@@ -63,7 +65,7 @@ def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any, *, y
         if yields_to_newer and vars(owner).get(name, _ABSENT) is not value:
             return
         if before is _ABSENT:
-            # The attribute of the class shows again.
+            # This uncovers the attribute of the class.
             vars(owner).pop(name, None)
         else:
             vars(owner)[name] = before
@@ -72,14 +74,14 @@ def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any, *, y
 
 
 def hide_attribute(stack: ExitStack, owner: Any, name: str) -> None:
-    """Takes an attribute off an instance until the stack is closed."""
+    """Remove an attribute from an instance until the stack is closed."""
     value = vars(owner).pop(name, _ABSENT)
     if value is not _ABSENT:
         stack.callback(vars(owner).__setitem__, name, value)
 
 
 def give_own_class(stack: ExitStack, owner: Any, attributes: Mapping[str, Any]) -> None:
-    """Gives an instance a subclass of its own with other attributes, such as `__call__`, until the stack is closed."""
+    """Give an instance its own subclass with other attributes, such as `__call__`, until the stack is closed."""
     cls = type(owner)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     owner.__class__ = type(cls.__name__, (cls,), names | dict(attributes))
@@ -87,11 +89,11 @@ def give_own_class(stack: ExitStack, owner: Any, attributes: Mapping[str, Any]) 
 
 
 def list_replaced_methods(owner: Any) -> list[str]:
-    """The methods that the user replaced on an instance, such as `scheduler.step`; ditile's own do not count."""
+    """Return the methods that the user replaced on an instance (`scheduler.step`); ditile's own do not count."""
     replaced = []
     for name, value in vars(owner).items():
         method = getattr(type(owner), name, None)
-        # Below ditile's own override may be one of the user's.
+        # A user's override may lie below ditile's own.
         while isinstance(value, WatchedMethod):
             value = value.stock
         is_own = getattr(value, "__func__", None) is method and getattr(value, "__self__", None) is owner
@@ -101,9 +103,9 @@ def list_replaced_methods(owner: Any) -> list[str]:
 
 
 def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
-    """A copy of a function that finds other values under some global names; its module stays as it is.
+    """Copy a function with other values for some global names; its module stays unchanged.
 
-    The copy of a decorated function decorates a copy. What is no Python function is returned as it is.
+    The copy of a decorated function decorates a copy. Anything but a Python function is returned unchanged.
     """
     if not isinstance(function, types.FunctionType):
         return function
@@ -126,21 +128,22 @@ def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> 
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether something is around the forward of a module, which may count its calls."""
+    """Return whether something wraps the forward of a module, which may count its calls."""
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def find_forward_attribute(module: nn.Module) -> str:
-    """The attribute of a module that holds its forward, inside of accelerate's hooks."""
+    """Return the attribute of a module that holds its forward, inside accelerate's hooks."""
     if ACCELERATE_FORWARD in vars(module):
         return ACCELERATE_FORWARD
     return "forward"
 
 
 def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
-    """The owner and the attribute that hold a module's own forward, inside of the hooks of accelerate and diffusers.
+    """Return the owner and the attribute that hold a module's own forward, inside the hooks of accelerate and
+    diffusers.
 
-    What is put there stays when such hooks are removed, and is wrapped by those that are added.
+    An override there stays when such hooks are removed, and new hooks wrap it.
     """
     references = _list_hook_references(module)
     if ACCELERATE_FORWARD in vars(module) or not references:
@@ -152,23 +155,23 @@ def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
 
 
 def list_parameter_names(module: nn.Module) -> list[str]:
-    """The parameters of a module's own forward, whatever hooks wrap it."""
+    """Return the parameters of a module's own forward, whatever hooks wrap it."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 _TIME_OR_TEXT = re.compile(
     r"(t|time|time_?steps?|sigmas?|temb|text|text_embeds?|txt|context|cond|prompt_embeds|encoder_hidden_states|y|labels?)"
 )
-"""Parameters that a model or block of one's own may have before its latents."""
+"""Parameters that a user's own model or block may have before its latents."""
 
 
 def find_latents_parameter(transformer: nn.Module) -> str:
-    """The parameter of a transformer that takes its latents."""
+    """Return the parameter of a transformer that takes its latents."""
     return find_first_input(list_parameter_names(transformer))
 
 
 def find_first_input(names: Sequence[str]) -> str:
-    """The first of some parameters that is no time and no text by its name; the first if all are."""
+    """Return the first parameter with a name for neither time nor text; the first if all are."""
     for name in names:
         if not _TIME_OR_TEXT.fullmatch(name):
             return name
@@ -176,8 +179,8 @@ def find_first_input(names: Sequence[str]) -> str:
 
 
 def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:
-    """The owner and the attribute of our override of the forward, which hooks may have moved; None if it is gone."""
-    # accelerate's and diffusers' hooks move what was there to an attribute of their own.
+    """Return the owner and attribute of our override of the forward, which hooks may have moved; None if it is gone."""
+    # The hooks of accelerate and diffusers move the old forward to an attribute of their own.
     places: list[tuple[Any, str]] = [(module, "forward"), (module, ACCELERATE_FORWARD)]
     for reference in _list_hook_references(module):
         places += [(reference, "forward"), (reference, "original_forward")]
@@ -188,9 +191,9 @@ def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:
 
 
 def is_override_lost(module: nn.Module, mine: object) -> bool:
-    """Whether no hook that may wrap the module calls our override any more: its own forward is innermost.
+    """Return whether our override is lost: the module's own forward is innermost, whatever hooks wrap it.
 
-    diffusers' hooks keep the forward that was there when they came, and put it back when they go.
+    diffusers' hooks keep the forward that they replace, and put it back when they are removed.
     """
     if locate_override(module, mine) is not None:
         return False
@@ -200,12 +203,12 @@ def is_override_lost(module: nn.Module, mine: object) -> bool:
 
 
 def _list_hook_references(module: nn.Module) -> list[Any]:
-    """What each of diffusers' hooks of a module calls, the innermost first."""
+    """Return the function references of diffusers' hooks on a module, the innermost first."""
     return list(getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ()))
 
 
 def match_modules(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Sub-modules whose path matches a pattern in which `*` stands for one name."""
+    """Yield sub-modules with a path that matches a pattern; in it `*` stands for one name."""
     # The modules of each level are in the order of the model.
     first, _, rest = pattern.partition(".")
     for name, child in root.named_children():

@@ -1,4 +1,4 @@
-"""Pieces: which elements of the latents, or of a prediction, belong to a patch, whatever their layout."""
+"""Pieces: the elements of latents or a prediction that belong to a patch, whatever their layout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ditile.plan.layout import Grid, merge_ranges
 
 
 def list_predictions(result: Any) -> list[Tensor]:
-    """The tensors that a model returns, bare, in a tuple or in one of diffusers' output objects.
+    """Return the tensors of a model's result, which may be bare, in a tuple or in one of diffusers' output objects.
 
-    A list has a prediction for each row of the batch, which are stacked. An object of a class of the user's has them in
-    its attributes, or its items.
+    A list has a prediction for each row of the batch, which are stacked. An object of a user's class has them in its
+    attributes or items.
     """
     open_result_class(result)
     predictions: list[Tensor] = []
@@ -34,7 +34,7 @@ def list_predictions(result: Any) -> list[Tensor]:
 
 
 def open_result_class(result: Any) -> None:
-    """Registers the class of what a model returns with pytree, as diffusers registers its own outputs."""
+    """Register the class of a model's result with pytree, like diffusers does for its own outputs."""
     cls = type(result)
     if result is None or cls in pytree.SUPPORTED_NODES or isinstance(result, Tensor | tuple | list):
         return
@@ -69,33 +69,33 @@ def _rebuild_result(cls: type, values: Iterable[Any], names: Iterable[str]) -> A
 
 
 def has_nan(values: Any) -> bool:
-    """Whether some tensor in values has a NaN. Waits for the device."""
+    """Return whether some tensor in `values` has a NaN. Waits for the device."""
     open_result_class(values)
     flags = [torch.isnan(x).any() for x in list_tensors(values)]
     if not flags:
         return False
-    # One wait for all, on the device of the first.
+    # All flags are read in one wait, on the device of the first.
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
 
 def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The same call with NaN for some arguments, such as the latents."""
+    """Return the arguments of a call with NaN in some of them, such as the latents."""
     named = {name: inputs[name] for name in names if name in inputs}
     return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), named)}
 
 
 def flag_nan_tokens(x: Tensor, dim: int) -> Tensor:
-    """Which tokens along a dimension have a NaN, `[tokens]`."""
+    """Return flags `[tokens]` of the tokens along a dimension that have a NaN."""
     return torch.isnan(x).movedim(dim, 0).flatten(1).any(1)
 
 
 def find_nan_tokens(x: Tensor, dim: int) -> range | None:
-    """The run of tokens along a dimension that are NaN; None if they are not one run. Waits for the device."""
+    """Return the run of NaN tokens along a dimension; None if they are not one run. Waits for the device."""
     return find_run(flag_nan_tokens(x, dim))
 
 
 def find_run(flags: Tensor) -> range | None:
-    """The run of places where flags are set; None if they are not one run. Waits for the device."""
+    """Return the run of places with set flags; None if they are not one run. Waits for the device."""
     places = flags.nonzero().flatten().tolist()
     if not places:
         return range(0)
@@ -106,7 +106,8 @@ def find_run(flags: Tensor) -> range | None:
 
 
 def find_grid(flags: Tensor) -> Grid | None:
-    """The grid whose first row of each frame are these tokens; None if there is none. Waits for the device."""
+    """Return the grid in which these tokens are the first row of each frame; None if there is none. Waits for the
+    device."""
     places = flags.nonzero().flatten().tolist()
     runs = merge_ranges(range(place, place + 1) for place in places)
     if not runs or len(flags) % len(runs):
@@ -122,14 +123,14 @@ def find_grid(flags: Tensor) -> Grid | None:
 class RehearsedPrediction(Tensor):
     """A prediction that is NaN in the places of a patch, on its way through the pipeline to the scheduler.
 
-    What the pipeline sums over many places, as rescaled guidance does, is a statistic of the whole: NaN in some of
-    these places says nothing about the sum. So a reduction is NaN only where everything that it reduces is NaN.
+    A sum over many places, as in rescaled guidance, is a statistic of the whole: NaN in some of these places says
+    nothing about the sum. So a reduction is NaN only where everything that it reduces is NaN.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        # `normalize` is no reduction, but torch computes the norm inside of it, where no override is called.
+        # `normalize` is not a reduction, but torch computes the norm inside it, where no override is called.
         if name != "normalize" and (
             name not in _DIM_OF_REDUCTIONS or not isinstance(args[0], Tensor) or not args[0].is_floating_point()
         ):
@@ -153,7 +154,7 @@ class RehearsedPrediction(Tensor):
 
 
 _DIM_OF_REDUCTIONS = {"mean": 1, "sum": 1, "std": 1, "var": 1, "norm": 2, "vector_norm": 2, "linalg_vector_norm": 2}
-"""Reductions -> where their argument `dim` is."""
+"""Reduction -> the position of its argument `dim`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Piece:
     """The elements of a tensor that belong to a patch: a run along one dimension, or any elements by their index.
 
     Attributes:
-        dim, run: a run along a dimension; the run is None where the elements are no run.
+        dim, run: a run along a dimension; the run is None if the elements are not a run.
         index: places in a row `[B, ...]` flattened; where rows differ, places in the whole tensor flattened.
         has_rows: whether the first dimension is the batch, and the same elements of each row belong to the patch.
     """
@@ -173,7 +174,10 @@ class Piece:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Piece:
-        """The elements where a boolean mask is set. Waits for the device of the mask, where an index stays."""
+        """Make the piece of the elements for which a boolean mask is set.
+
+        Waits for the device of the mask, where an index stays.
+        """
         device = mask.device
         mask = mask.cpu()
         has_rows = mask.ndim > 1 and bool((mask[:1] == mask).all())
@@ -195,20 +199,20 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing belongs to the patch: its tokens reach no result, such as tokens of a reference image."""
+        """Return whether the patch has no elements: its tokens, such as those of a reference image, reach no result."""
         return self.run is None and len(self._get_index()) == 0
 
     def take(self, x: Tensor) -> Tensor:
-        """The elements: a view of their run, or a copy `[B, n]`, or `[n]` where rows differ."""
+        """Return the elements: a view of their run, or a copy `[B, n]`, or `[n]` where rows differ."""
         if self.run is not None:
             return x.narrow(self.dim, self.run.start, len(self.run))
         return x.flatten(int(self.has_rows))[..., self._get_index().to(x.device)]
 
     def take_prefix(self, x: Tensor) -> Tensor:
-        """The same of a tensor that lacks the last dimensions, as it is equal along these.
+        """Return the elements of a tensor that may lack the last dimensions, in which they are equal.
 
         Raises:
-            ModelError: if the piece is no run along a dimension that the tensor has.
+            ModelError: if the piece is not a run along a dimension.
         """
         if self.run is None:
             raise ModelError(
@@ -219,7 +223,7 @@ class Piece:
         return x
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Writes what `take` returned."""
+        """Write values in the form that `take` returns."""
         if self.run is not None:
             self.take(x).copy_(values)
             return
@@ -230,7 +234,7 @@ class Piece:
             x.copy_(flat.view(x.shape))
 
     def shape(self, like: Tensor) -> tuple[int, ...]:
-        """The shape of what `take` gives of a tensor."""
+        """Return the shape of the result of `take`."""
         if self.run is not None:
             return (*like.shape[: self.dim], len(self.run), *like.shape[self.dim + 1 :])
         length = len(self._get_index())

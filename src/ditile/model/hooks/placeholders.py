@@ -1,4 +1,4 @@
-"""What a module holds: how to take it out and put it back, how many bytes it takes, and what of it is quantized.
+"""The contents of a module: how to remove and restore them, their size in bytes, and which of them are quantized.
 
 A placeholder is a module without weights and children that stays in its place: nothing of it is saved, moved or
 counted. It keeps the parts that the model's forward computes with outside of the module. Quantized weights are treated
@@ -23,7 +23,7 @@ from ditile.plan.errors import ModelError, StateError
 _MARK = "_is_placeholder_of_ditile"
 
 ModuleContents = tuple[dict[str, Any], ...]
-"""What is in a module: children, parameters, buffers."""
+"""The contents of a module: children, parameters, buffers."""
 
 
 class ReplacementBlock(Protocol):
@@ -32,11 +32,11 @@ class ReplacementBlock(Protocol):
     block: nn.Module
 
     def __call__(self, **call: Any) -> Any:
-        """The block's forward."""
+        """Run the block's forward."""
 
 
 def turn_into_placeholder(module: nn.Module, kept: Iterable[str] = ()) -> ModuleContents:
-    """Takes everything out of a module but the parts at the paths `kept`, and returns all of it."""
+    """Remove everything from a module except the parts at the paths `kept`, and return all of its contents."""
     parts = {path: module.get_submodule(path) for path in kept}
     containers = _list_contents(module)
     contents = tuple(dict(container) for container in containers)
@@ -47,7 +47,7 @@ def turn_into_placeholder(module: nn.Module, kept: Iterable[str] = ()) -> Module
         children = contents[0]
         *parents, name = path.split(".")
         for parent in parents:
-            # A part that is kept needs a path to it.
+            # A part that is kept needs a path of modules to it.
             if parent not in owner._modules:
                 owner._modules[parent] = _copy_without_contents(children[parent])
             owner = owner.get_submodule(parent)
@@ -60,14 +60,14 @@ def turn_into_placeholder(module: nn.Module, kept: Iterable[str] = ()) -> Module
 def _copy_without_contents(module: nn.Module) -> nn.Module:
     copied = copy.copy(module)
     for name in ("_modules", "_parameters", "_buffers"):
-        # The copy shares the containers of its original otherwise.
+        # Otherwise the copy would share the containers of its original.
         vars(copied)[name] = {}
     vars(copied)[_MARK] = True
     return copied
 
 
 def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
-    """Puts back what `turn_into_placeholder` took out."""
+    """Put back the contents that `turn_into_placeholder` returned."""
     vars(module).pop(_MARK, None)
     for container, content in zip(_list_contents(module), contents, strict=True):
         container.clear()
@@ -75,11 +75,11 @@ def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
 
 
 class PartView:
-    """What of a part of a block may be read without its weights, such as its attention processor.
+    """The view of a block's part that can be read without its weights, such as its attention processor.
 
     Args:
-        part: of another block of the same class.
-        kept: what the block itself kept of it, if anything.
+        part: the part of another block of the same class.
+        kept: the part that the block itself kept, if any.
     """
 
     def __init__(self, part: nn.Module, kept: nn.Module | None) -> None:
@@ -99,11 +99,11 @@ class PartView:
 
 
 def lend_parts(stack: contextlib.ExitStack, placeholder: nn.Module, block: nn.Module) -> None:
-    """Lets a model's forward read from a placeholder, until the stack is closed, what all its blocks have in common.
+    """Let a model's forward read the common attributes of all its blocks from a placeholder, until the stack is closed.
 
     Args:
-        placeholder: has no parts.
-        block: of the same class, which has.
+        placeholder: the block without parts.
+        block: a block of the same class that has its parts.
     """
     for name, part in block.named_children():
         override_attribute(stack, placeholder, name, PartView(part, placeholder._modules.get(name)))
@@ -112,30 +112,30 @@ def lend_parts(stack: contextlib.ExitStack, placeholder: nn.Module, block: nn.Mo
 SAVING_METHODS = {
     "save_pretrained": "save_pretrained",
     "push_to_hub": "push_to_hub",
-    # What `pickle`, `torch.save` and `copy.deepcopy` ask an object for.
+    # `pickle`, `torch.save` and `copy.deepcopy` ask an object for this.
     "__reduce_ex__": "a pickle or copy",
 }
-"""The methods that write all that an object holds, and what to call each of them."""
+"""The methods that write all contents of an object, with a name for each."""
 
 
 LORA_LOADERS = ("load_lora_weights", "load_lora_adapter")
-"""The methods of a pipeline and of a model that read the names in a model's state dict, and save nothing."""
+"""The methods of a pipeline and a model that only read the names in a model's state dict, and do not save."""
 
 _LOADS_LORA = "_loads_lora_for_ditile"
-"""The attribute of a model that says that a LoRA is being loaded."""
+"""The attribute of a model that marks it while a LoRA is being loaded."""
 
 
 def refuse_saving(stack: contextlib.ExitStack, owner: Any, models: Iterable[nn.Module] = ()) -> None:
-    """Makes a model or a pipeline refuse to be saved or copied, until the stack is closed.
+    """Make a model or a pipeline refuse to be saved or copied, until the stack is closed.
 
     Args:
-        owner: a model of which this rank has a part, or a pipeline.
-        models: of a pipeline, of which this rank has a part.
+        owner: a model that is partly on this rank, or a pipeline.
+        models: the models of a pipeline that are partly on this rank.
     """
     name = type(owner).__name__
     if isinstance(owner, nn.Module):
         models = (owner,)
-        # Other libraries save what this returns.
+        # Other libraries save the result of `state_dict`.
         stack.callback(owner.register_state_dict_pre_hook(_refuse_state_dict).remove)
     for method, what in SAVING_METHODS.items():
         if hasattr(owner, method):
@@ -147,7 +147,7 @@ def refuse_saving(stack: contextlib.ExitStack, owner: Any, models: Iterable[nn.M
 
 
 def allow_state_dict(stack: contextlib.ExitStack, models: Iterable[nn.Module]) -> None:
-    """Lets models of which this rank has a part say what they have, for a LoRA, until the stack is closed."""
+    """Let partial models return their state dict, for a LoRA, until the stack is closed."""
     for model in models:
         override_attribute(stack, model, _LOADS_LORA, True)
 
@@ -159,7 +159,7 @@ def _load_lora(models: Iterable[nn.Module], load: Callable[..., Any], *args: Any
 
 
 def _refuse_state_dict(model: nn.Module, prefix: str, _keep_vars: bool) -> None:
-    # peft asks the module that it puts around a model, to load a LoRA.
+    # To load a LoRA, peft asks the module that it puts around a model, so the prefix is not empty.
     if prefix == "" and _LOADS_LORA not in vars(model):
         _refuse_saving(type(model).__name__, "state_dict")
 
@@ -172,19 +172,19 @@ def _refuse_saving(name: str, what: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def is_placeholder(module: nn.Module) -> bool:
-    """Whether a module was turned into a placeholder."""
+    """Return whether a module was turned into a placeholder."""
     return _MARK in vars(module)
 
 
 @contextlib.contextmanager
 def init_on_meta_device() -> Iterator[None]:
-    """Builds models on the meta device: they have only structure and shapes, and no values are initialized."""
+    """Build models on the meta device: they have only structure and shapes, and no values are initialized."""
     with no_init_weights(), torch.device("meta"):
         yield
 
 
 def build_meta_model(transformer: nn.Module) -> nn.Module:
-    """The structure of a transformer by its config, whole and without weights."""
+    """Build the whole structure of a transformer from its config, without weights."""
     model: Any = transformer
     with init_on_meta_device():
         return type(model).from_config(model.config)  # type: ignore[no-any-return]
@@ -195,29 +195,29 @@ def _list_contents(module: nn.Module) -> ModuleContents:
 
 
 def list_quantized_parameters(module: nn.Module) -> list[str]:
-    """The names of the parameters that are quantized, which have a tensor class other than torch's own."""
+    """Return the names of the quantized parameters: those with a tensor class other than torch's own."""
     return [name for name, parameter in module.named_parameters() if not is_plain_parameter(parameter)]
 
 
 def is_plain_parameter(parameter: Tensor) -> bool:
-    """Whether a parameter is an ordinary tensor of floating point numbers."""
+    """Return whether a parameter is an ordinary tensor of floating point numbers."""
     is_plain = type(parameter) in (nn.Parameter, Tensor) or getattr(parameter, "holds_plain_numbers", False)
     return is_plain and parameter.is_floating_point()
 
 
 def count_parameter_bytes(module: nn.Module) -> int:
-    """What the parameters of a module take, scales and zero points included."""
+    """Count the bytes of a module's parameters, with scales and zero points."""
     return sum(count_tensor_bytes(parameter) for parameter in module.parameters())
 
 
 def count_tensor_bytes(tensor: Any) -> int:
-    """The bytes of a tensor and of its parts: torchao has them in a subclass, bitsandbytes in a state."""
+    """Count the bytes of a tensor and its parts: torchao has them in a subclass, bitsandbytes in a state."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(count_tensor_bytes(getattr(tensor, name)) for name in names)
     num_bytes = int(tensor.numel() * tensor.element_size())
     state = getattr(tensor, "quant_state", None)
-    # bitsandbytes may quantize the scales once more.
+    # bitsandbytes may quantize the scales again.
     while state is not None:
         num_bytes += count_tensor_bytes(state.absmax)
         state = state.state2

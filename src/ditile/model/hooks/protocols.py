@@ -1,9 +1,9 @@
 """The protocols by which strategies of different axes meet. `runner.compose` puts the strategies together.
 
-Those with a body are the null case as well, which a strategy overrides.
+A class with method bodies is also the null case, which a strategy overrides.
 
-In attention: a kernel, an exchange of tokens for heads, and whose keys are attended to. Between blocks: which of its
-tokens a rank has, and how ranks agree on the blocks that are left out. Around the model: which rows of the batch a rank
+In attention: a kernel, an exchange of tokens for heads, and the source of keys. Between blocks: which of its tokens a
+rank has, and how ranks agree on the blocks that are left out. Around the model: which rows of the batch a rank
 computes.
 """
 
@@ -23,11 +23,11 @@ DeferredTensor = Callable[[], Tensor]
 
 
 class HeadExchange:
-    """Exchanges a split over tokens for a split over heads, and back. Here every rank has all heads of its tokens.
+    """An exchange of a split over tokens for a split over heads, and back. Here every rank has all heads of its tokens.
 
     Attributes:
         overlaps: whether q, k and v travel one by one, each while the next is computed.
-        takes_dummies: whether there may be queries of dummies among the queries of tokens.
+        takes_dummies: whether the queries of tokens may include queries of dummies.
     """
 
     overlaps = False
@@ -36,39 +36,39 @@ class HeadExchange:
     def exchange_tokens_for_heads(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
     ) -> tuple[Tensor, ...]:
-        """q, k and v `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`.
+        """Exchange q, k and v `[B, own tokens, N, H]` for `[B, tokens of the ulysses ranks, own heads, H]`.
 
         Args:
-            q, k, v: as a layer makes them.
+            q, k, v: as the layer computes them.
         """
         return q, k, v
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """The same of q, k and v that are yet to be made, in this order; here all are made before any is sent."""
+        """Exchange q, k and v that are yet to be made, in this order; here all are made before any is sent."""
         q, k, v = (make() for make in makers)
         return self.exchange_tokens_for_heads(q, k, v, tokens, tokens)
 
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
-        """The way back, `[B, tokens of the ulysses ranks, own heads, H]` to `[B, own tokens, heads, H]`."""
+        """Exchange `[B, tokens of the ulysses ranks, own heads, H]` back for `[B, own tokens, heads, H]`."""
         return out
 
     def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
-        """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
+        """Return this rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
         return x
 
 
 class KeySource(Protocol):
-    """Which keys and values the queries attend to."""
+    """The source of the keys and values that queries attend to."""
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of fresh queries `[B, S, N, H]`."""
+        """Return the attention output for fresh queries `[B, S, N, H]`."""
 
 
 class KeyMaskSource(Protocol):
     """Gathers a layer's mask of keys from all ranks that split the tokens."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """The mask of all keys, from a mask of this rank's keys or of the whole sequence, for `batch` rows.
+        """Return the mask of all keys for `batch` rows, from a mask of this rank's keys or the whole sequence.
 
         Only this rank's heads are kept; all heads if `heads` is None.
         """
@@ -93,68 +93,69 @@ class AttentionKernel(Protocol):
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same, and the log-sum-exp of the scores `[B, S, N]` in fp32 (in fp64 for fp64)."""
+        """Attend like `__call__`, and also return the log-sum-exp of the scores `[B, S, N]` in fp32 (in fp64 for
+        fp64)."""
 
 
 class TokenStreams:
-    """Which of its tokens a rank has between the Linears of a block: here all; in `SharedStreams` a part."""
+    """The part of its tokens that a rank has between the Linears of a block: here all; in `SharedStreams` a part."""
 
     def set_stream_lengths(self, image: int, text: int) -> None:
-        """A call is about to enter the blocks with these tokens."""
+        """Set the number of tokens with which a call is about to enter the blocks."""
 
     def locate_own_share(self, length: int) -> slice:
-        """Where a rank's share of a stream is."""
+        """Return the place of this rank's share in a stream."""
         return slice(0, length)
 
     def gather_stream(self, x: Tensor, length: int) -> Tensor:
-        """The whole of a stream `[B, length, C]` from every rank's share."""
+        """Gather the whole stream `[B, length, C]` from every rank's share."""
         return x
 
 
 class BatchShare(Protocol):
-    """Which images and calls are this rank's."""
+    """This rank's share of the images and calls."""
 
     @property
     def has_idle_replica(self) -> bool:
-        """Whether some rank has no images."""
+        """Return whether some rank has no images."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has no images: it calls no model, and takes part in all messages."""
+        """Return whether this rank has no images: it calls no model, but takes part in all messages."""
 
     def begin_generation(self) -> None:
-        """A generation begins."""
+        """Begin a generation."""
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
-        """Which of the calls of a step this rank computes."""
+        """Return the calls of a step that this rank computes."""
 
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
-        """Checks the prediction and the latents that the scheduler is about to be stepped with."""
+        """Check the prediction and the latents before the scheduler's step."""
 
     def check_streams(self, number: int) -> None:
-        """Checks how many schedulers an iteration stepped."""
+        """Check the number of schedulers that an iteration stepped."""
 
     def view_own_images(self, batch: Tensor) -> Tensor:
-        """A view of this rank's rows of `[images, ...]`."""
+        """Return a view of this rank's rows of `[images, ...]`."""
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """All latents, each replica's from its own ranks; collective over the last stages of all replicas."""
+        """Gather all latents, each replica's from its own ranks; collective over the last stages of all replicas."""
 
     def end_generation(self) -> None:
-        """The last step is over."""
+        """End the generation, after the last step."""
 
 
 class CallPosition(NamedTuple):
-    """Where the pipeline is when it calls a model whose blocks may be left out.
+    """The pipeline's position when it calls a model whose blocks may be skipped.
 
     Attributes:
-        branch: calls of the model since the scheduler was last stepped.
-        patches: the patches that are computed, in order; 0 alone where the image is one patch.
+        branch: the number of model calls since the scheduler's last step.
+        patches: the patches that are computed, in order; only 0 if the image is one patch.
         sizes: their image tokens; only known after the first block was reached.
-        has_text: whether the text is real and no dummy; only known after the first block was reached.
-        images: in the batch, if that is known; a row is one branch of guidance of one image.
-        must_compute: whether nothing may be left out, because the next step reads what this one computes.
-        row_spans: where each patch is among the rows of the image, as (start, stop, all); known when `sizes` is.
+        has_text: whether the text is real and not a dummy; only known after the first block was reached.
+        images: their number in the batch, if known; a row is one branch of guidance of one image.
+        must_compute: whether nothing may be skipped, because the next step reads the outputs of this one.
+        row_spans: the place of each patch among the rows of the image, as (start, stop, all); known when `sizes` is.
     """
 
     step: int
@@ -168,41 +169,41 @@ class CallPosition(NamedTuple):
 
 
 class StepForecasts(Protocol):
-    """Puts forecasts in the place of the model's predictions in some steps of a runner's loop."""
+    """Forecasts that replace the model's predictions in some steps of a runner's loop."""
 
     def begin_generation(self, steps: int) -> Collection[int] | None:
-        """A generation of so many steps begins; the steps that compute, or None if each is decided in its first call.
+        """Begin a generation; return the steps that compute, or None if each is decided in its first call.
 
         Raises:
             ModelError: if nothing can be forecast in such a generation.
         """
 
     def end_generation(self) -> None:
-        """The loop is over."""
+        """End the generation, after the loop."""
 
 
 class LabelledModel(Protocol):
     """A model whose pipeline names its calls.
 
     Attributes:
-        label: of the call that is made, as "cond" and "uncond" of diffusers' `cache_context`; None if it has no name.
+        label: of the current call, such as "cond" and "uncond" of diffusers' `cache_context`; None if it has no name.
     """
 
     label: str | None
 
 
 class PipelineClock(Protocol):
-    """Tells the hooks around a model's blocks where the pipeline is."""
+    """Tells the hooks around a model's blocks the position of the pipeline."""
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
-        """A model is called; None if all of it must be computed, and nothing remembered."""
+        """Begin a call of a model; return None if all of it must be computed and nothing remembered."""
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """It returns."""
+        """End a call of a model."""
 
 
 class SkipAgreement:
-    """How the ranks of an image agree on the blocks that are left out. Here one rank decides by itself.
+    """The agreement of an image's ranks on the blocks to skip. Here one rank decides by itself.
 
     Attributes:
         owned: the blocks that this rank runs; None is all.
@@ -211,26 +212,27 @@ class SkipAgreement:
     owned: Collection[nn.Module] | None = None
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """The sums over the ranks that split the tokens and branches of these blocks, on the CPU."""
+        """Sum over the ranks that split the tokens and branches of these blocks; the result is on the CPU."""
         return sums.cpu()
 
     def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """What the first of those ranks measured, where each measured the same but for the rounding."""
+        """Return the numbers of the first of those ranks; the others measured the same except for rounding."""
         return list(numbers)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
-        """Sends the decision to the next stage."""
+        """Send the decision to the next stage."""
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
-        """The decision of the previous stage, for so many units. Raises `StateError` if there is none."""
+        """Return the previous stage's decision for `count` units. Raises `StateError` if there is none."""
         raise StateError("a cache waits for a decision that no rank makes")
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
-        """Sends the input of a probe to the stage that has its last block, `to`."""
+        """Send the input of a probe to the stage that has its last block, `to`."""
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """Receives the input of a probe there; `of` is its first block. Raises `StateError` if this rank has it."""
+        """Receive the input of a probe at that stage; `of` is its first block. Raises `StateError` if this rank has
+        it."""
         raise StateError("a cache waits for tokens that no rank sends")
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """Notes that these blocks ran for no row: their stored keys count as written in this step."""
+        """Note that these blocks ran for no row, so their stored keys count as written in this step."""

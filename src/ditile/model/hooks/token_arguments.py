@@ -1,4 +1,4 @@
-"""Cuts arguments by the kinds of their dimensions: a block's arguments to a rank's tokens, a call's to rows."""
+"""Cuts of arguments by the kinds of their dimensions: a block's arguments to a rank's tokens, a call's to rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils import _pytree as pytree
 from ditile.plan.anatomy import ROWS, TOKENS, Kinds, select_word
 
 Runs = Mapping[str, Sequence[range]]
-"""Letter of a kind -> where the tokens to keep are, among all of that kind."""
+"""Letter of a kind -> the places of the tokens to keep among all of that kind."""
 
 
 def is_cut(kinds: Kinds) -> bool:
-    """Whether something of an argument is cut with the tokens."""
+    """Return whether some part of an argument is cut with the tokens."""
     return not set(TOKENS).isdisjoint("".join(kinds))
 
 
 def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
-    """The leaves of an argument, cut. A dimension of length 1 is left alone: it serves every token.
+    """Cut the leaves of an argument. A dimension of length 1 stays unchanged: it serves every token.
 
     Args:
         value: a tensor, a number, or tuples, lists and dicts of them.
@@ -35,7 +35,7 @@ def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
     parts: list[Any] = []
     for leaf, kind in zip(leaves, kinds, strict=True):
         if kind.startswith("#"):
-            # A number of tokens, which is another one for a patch.
+            # The leaf is a number of tokens, which differs for a patch.
             leaf = sum(map(len, runs[kind[1]]))
         elif isinstance(leaf, Tensor):
             leaf = cut_tensor(leaf, kind, runs)
@@ -44,7 +44,7 @@ def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
 
 
 def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
-    """A tensor, cut along each dimension that counts tokens; two dummies may stand for a text of a single one."""
+    """Cut a tensor along each dimension that counts tokens; two dummies may stand for a text of a single one."""
     for dim, kind in enumerate(select_word(kinds, x.ndim) or ""):
         if kind not in TOKENS:
             continue
@@ -54,7 +54,7 @@ def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
 
 
 def take_runs(x: Tensor, runs: Sequence[range], dim: int) -> Tensor:
-    """Runs along a dimension: a view where there is one."""
+    """Return runs along a dimension: a view if there is only one."""
     parts: list[Tensor] = []
     for frames in group_runs(tuple(runs)):
         if frames.number == 1:
@@ -67,7 +67,8 @@ def take_runs(x: Tensor, runs: Sequence[range], dim: int) -> Tensor:
 
 
 def write_runs(whole: Tensor, values: Tensor, runs: Sequence[range], dim: int) -> None:
-    """Writes values, which are runs along a dimension of the whole, one after the other, to their places."""
+    """Write values to their runs along a dimension of the whole; the values follow each other in the order of the
+    runs."""
     start = 0
     for frames in group_runs(tuple(runs)):
         length = len(frames.first)
@@ -77,11 +78,11 @@ def write_runs(whole: Tensor, values: Tensor, runs: Sequence[range], dim: int) -
 
 
 class Frames(NamedTuple):
-    """The same run in each of some frames.
+    """The same run in each of several frames.
 
     Attributes:
         first: the run of the first frame.
-        step: from a frame to the next.
+        step: the distance from one frame to the next.
     """
 
     first: range
@@ -91,13 +92,13 @@ class Frames(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def group_runs(runs: tuple[range, ...]) -> tuple[Frames, ...]:
-    """Groups runs of one length at equal distances, so that they are one copy."""
+    """Group runs of one length at equal distances, so that each group is one copy."""
     groups: list[Frames] = []
     for run in runs:
         if run and groups and len(groups[-1].first) == len(run):
             first, number, step = groups[-1]
             distance = run.start - first.start - (number - 1) * step
-            # The second run of a group says how far its runs are apart.
+            # The second run of a group sets the distance between its runs.
             if distance == step or (number == 1 and distance >= len(first)):
                 groups[-1] = Frames(first, number + 1, distance)
                 continue
@@ -106,7 +107,7 @@ def group_runs(runs: tuple[range, ...]) -> tuple[Frames, ...]:
 
 
 def view_frames(x: Tensor, frames: Frames, dim: int) -> Tensor:
-    """The runs `[.., count, length, ..]`: a view."""
+    """Return a view `[.., count, length, ..]` of the runs."""
     length = len(frames.first)
     span = x.narrow(dim, frames.first.start, (frames.number - 1) * frames.step + length)
     if frames.number == 1:
@@ -115,10 +116,10 @@ def view_frames(x: Tensor, frames: Frames, dim: int) -> Tensor:
 
 
 def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | None:
-    """What of an argument is not as its kinds say, in words; None if it fits.
+    """Explain what part of an argument does not match its kinds; None if all match.
 
     Args:
-        kinds: of its leaves; empty where it was never seen.
+        kinds: of its leaves; empty if it was never seen.
         lengths: of `N`, `T` and `J`.
     """
     leaves = pytree.tree_leaves(value)
@@ -143,7 +144,7 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
 
 
 def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], noisy: str, rows: int) -> str | None:
-    """The first argument of a call with something as long as its batch of which kinds do not say whether it has rows.
+    """Return the first batch-sized argument for which the kinds do not say whether it has rows.
 
     Args:
         noisy: the argument with the latents.
@@ -154,7 +155,7 @@ def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], 
         if known == (ROWS,) and (value is None or is_list_of_rows):
             continue
         leaves = pytree.tree_leaves(value)
-        # The call has other values in it than those whose kinds are known.
+        # The call has other values in it than those with known kinds.
         if known and len(known) != len(leaves) and value is not None:
             return name
         for place, leaf in enumerate(leaves):
@@ -172,7 +173,7 @@ def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], 
 def slice_rows(
     arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], select: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """The arguments of a call, cut down to some rows of its batch; `select` indexes along the rows."""
+    """Cut the arguments of a call down to some rows of its batch; `select` indexes along the rows."""
     return {name: _slice_argument(value, kinds.get(name, ()), select) for name, value in arguments.items()}
 
 
