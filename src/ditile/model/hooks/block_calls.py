@@ -491,7 +491,7 @@ class _SurveyPass:
 
 
 def _leave_inference_mode(forward: Forward) -> Forward:
-    """Return a forward whose tensors count what is written into them, which those of inference mode do not."""
+    """Wrap a forward to run outside inference mode, in which tensors do not count the writes into them."""
 
     @functools.wraps(forward)
     def forward_outside(*args: Any, **kwargs: Any) -> Any:

@@ -409,7 +409,7 @@ class GenerationMemory:
         return self._stores[key]
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
-        """Count old keys as written in a step that skipped layers with these prefixes, for patches (None: all)."""
+        """Count old keys of patches (None: all) as written now, in a step that skipped layers with these prefixes."""
         prefixes = tuple(layers)
         for (store_branch, layer), store in self._stores.items():
             if store_branch == branch and layer.startswith(prefixes):
@@ -490,7 +490,7 @@ class GenerationMemory:
 
     @contextmanager
     def read_constants_with(self, read: Callable[[Hashable, Callable[[], Any]], Any]) -> Iterator[None]:
-        """Within it, `get_constant` returns `read(key, make)`, such as a copy that a recorded call reads."""
+        """Make `get_constant` return `read(key, make)` within the context, such as a copy for a recorded call."""
         self._read_constant = read
         try:
             yield
@@ -500,7 +500,7 @@ class GenerationMemory:
     # Below is the information about keys that a recorded call needs.
 
     def list_incoming_layers(self, branch: int) -> tuple[str, ...]:
-        """Return the layers to which keys of other ranks are under way, as in the stale steps of DistriFusion."""
+        """Return the layers with keys of other ranks under way, like in the stale steps of DistriFusion."""
         # A list: a generator would be resumed for each layer in every call.
         stores = self._stores.items()
         return tuple([layer for (own, layer), store in stores if store.incoming is not None and own == branch])
