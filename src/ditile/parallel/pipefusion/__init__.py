@@ -1,1 +1,1 @@
-"""The axis of blocks: PipeFusion, its stages, and the loop in micro-steps."""
+"""The split of the blocks: PipeFusion, its stages, and the loop in micro-steps."""

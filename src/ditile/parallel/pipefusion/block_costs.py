@@ -1,4 +1,4 @@
-"""What each block costs a stage, counted from its linear layers and the tokens that each of them sees.
+"""The cost of each block for a stage, counted from its linear layers and the tokens that each of them gets.
 
 A linear layer multiplies every weight with every token. Fewer tokens than the `RIDGE` do not make it faster, because a
 device then needs longer to read the weights than to use them (roofline model, Williams et al. 2009). That is why FLUX's
@@ -27,15 +27,16 @@ from ditile.plan.stages import cut_stages
 RIDGE = {1: 256, 2: 256, 4: 32}
 """Tokens below which reading the weights takes longer than using them, by the bytes of a number.
 
-For 16 bits and less it is of data-centre GPUs (600 TFLOP/s, 3 TB/s); for 32 bits it lies between GPUs and CPUs.
+The number for 16 bits and less is that of data-centre GPUs (600 TFLOP/s, 3 TB/s); for 32 bits it is between GPUs and
+CPUs.
 """
 
 LATENT_SIDE = 128
-"""Of the image that a model was made for, where its config does not say."""
+"""The side of the latents that a model was made for, if its config does not give it."""
 
 
 class BlockCosts(NamedTuple):
-    """Cost of each block in a step, and of the other work of the first and the last stage; in one unit."""
+    """The cost of each block in a step, and of the other work of the first and the last stage, in one unit."""
 
     blocks: tuple[float, ...]
     first: float = 0.0
@@ -43,7 +44,7 @@ class BlockCosts(NamedTuple):
 
 
 class BlockMatrices(NamedTuple):
-    """A block: entries of its matrices by the tokens that they meet; whether each attention layer sees the text."""
+    """A block's matrix entries by the tokens that they meet, and whether each attention layer sees the text."""
 
     matrices: Mapping[str, int]
     attentions: Sequence[bool]
@@ -51,14 +52,14 @@ class BlockMatrices(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """What the costs of a model are counted from, whatever the plan.
+    """The sizes from which a model's costs are counted under any plan.
 
     Attributes:
         blocks: the matrices of each block; those of placeholders follow from the model's config.
-        first, last: entries of the matrices that embed the latents, and of the head's.
+        first, last: matrix entries of the embedding of the latents, and of the head.
         side: token rows, and tokens in each, of the image that the model was made for.
         text: tokens of its text in joint attention.
-        joint: where these are.
+        joint: where these are in the sequence.
         width: channels of a token.
         itemsize: bytes of a number.
     """
@@ -74,7 +75,7 @@ class CostModel:
 
     @classmethod
     def from_model_hooks(cls, hooks: TransformerHooks) -> CostModel:
-        """The cost model of a model, whose blocks may be placeholders."""
+        """Build the cost model of a model, whose blocks may be placeholders."""
         head: Any = hooks.transformer.get_submodule(hooks.spec.out)
         itemsize = min(find_compute_dtype(head).itemsize, 4)
         if hooks.has_placeholders():
@@ -96,10 +97,12 @@ class CostModel:
         )
 
     def count_costs(self, patches: int, ridge: int) -> BlockCosts:
-        """Multiplications of a step with one row of the batch, at the size and text that the model was made for.
+        """Count the multiplications of a step with one row of the batch.
+
+        The size and text are those that the model was made for.
 
         Args:
-            patches: M.
+            patches: the number of patches M.
             ridge: tokens below which a linear layer gets no faster.
         """
         grid = Grid(self.side, self.side)
@@ -128,7 +131,10 @@ class CostModel:
 
 
 def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | None = None) -> list[range]:
-    """The blocks of each stage under a plan; the same on every rank, whichever blocks are placeholders there."""
+    """Return the blocks of each stage under a plan.
+
+    They are the same on every rank, whichever blocks are placeholders there.
+    """
     if plan.pipefusion == 1 or plan.stage_blocks is not None:
         return cut_stages([1.0] * len(hooks.chain), plan.pipefusion, plan.stage_blocks)
     if cost_model is None and hooks.spec.example is None:
@@ -145,17 +151,17 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
 
 
 def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatrices:
-    """The linear layers that run in every micro-step, and the attention."""
+    """Count the linear layers that run in every micro-step, and the attention."""
     spec = hooks.spec
     text_modules = []
     for path, _ in hook.block.named_modules():
         if _is_inside_any(path, spec.text_modules):
             text_modules.append(path)
-    # Where no module sees the text alone, a block that has the text computes it together with the image.
+    # If no module sees only the text, a block that has the text computes it together with the image.
     has_text = hook.anatomy.text is not None or hook.anatomy.joint != "none"
     stream = "both" if has_text and not text_modules else "image"
     matrices = Counter[str]()
-    # Constants, and what depends on the step alone, are computed once for all patches.
+    # Constants, and modules that depend only on the step, are computed once for all patches.
     computed_once = (*spec.constant, *spec.per_step)
     for path, module in hook.block.named_modules():
         if module._modules or _is_inside_any(f"{hook.name}.{path}", computed_once):
@@ -170,7 +176,7 @@ def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatr
 
 
 def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:
-    """Entries of the matrices in a module."""
+    """Yield the number of entries of each matrix in a module."""
     for part in module.modules():
         weight: Any = part._parameters.get("weight")
         if isinstance(part, nn.Linear | nn.Conv2d) and weight is not None:
@@ -183,7 +189,7 @@ def _is_inside_any(path: str, patterns: Sequence[str]) -> bool:
 
 @functools.cache
 def _is_inside_pattern(path: str, pattern: str) -> bool:
-    """Whether a module is the one of a pattern, or inside it."""
+    """Return whether a module matches a pattern or is inside a match."""
     names = path.split(".")
     pattern_names = pattern.split(".")
     if len(names) < len(pattern_names):

@@ -1,4 +1,4 @@
-"""Blocks whose weights stay in the host's memory, and come to the device one ahead of their use (weight offloading).
+"""Blocks whose weights stay in the host's memory, and come to the device one block ahead (weight offloading).
 
 The device has two buffers, each as large as the largest block. While a block computes in one of them, the weights of
 the block that followed it the last time are copied to the other, on a separate stream. The host waits for nothing: a
@@ -30,11 +30,11 @@ from ditile.parallel.pipefusion.weight_streaming import has_weight_hooks
 from ditile.plan.cost import ALIGNMENT, count_flat_bytes
 
 NUM_BUFFERS = 2
-"""Blocks on the device: the one that computes, and the next."""
+"""The number of blocks on the device: the one that computes, and the next."""
 
 
 class HostCopies:
-    """Copies of weights from the host to a device: on a separate stream on a GPU, and at once on a CPU.
+    """Copies of weights from the host to a device: on a separate stream on a GPU, immediate on a CPU.
 
     Args:
         device: where the blocks run.
@@ -45,17 +45,17 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def allocate_host_memory(self, size: int) -> Tensor:
-        """Bytes that a copy can be started from; torch rounds pinned memory up to a power of two."""
+        """Allocate bytes from which a copy can be started; torch rounds pinned memory up to a power of two."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def count_allocated_bytes(self, size: int) -> int:
-        """What such an allocation takes of the host's memory."""
+        """Return how much of the host's memory such an allocation takes."""
         if self._stream is None:
             return size
         return 1 << max(size - 1, 0).bit_length()
 
     def start_copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        """Starts a copy after an event of the device, or None; returns what `wait_for_copy` takes."""
+        """Start a copy after an event of the device, or None; return the argument of `wait_for_copy`."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -67,12 +67,12 @@ class HostCopies:
         return self._stream.record_event()
 
     def wait_for_copy(self, copied: Any) -> None:
-        """Kernels that are launched from now on run after a copy."""
+        """Make kernels that are launched from now on run after a copy."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
     def mark_computed(self) -> Any:
-        """An event after all kernels that were launched so far."""
+        """Return an event after all kernels launched so far."""
         return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
 
 
@@ -89,7 +89,7 @@ class _HostBlock:
     """The weights of a block, contiguous in the host's memory.
 
     Attributes:
-        tensors: what the block has between its forwards.
+        tensors: the block's tensors between its forwards.
         flat: their bytes.
     """
 
@@ -101,7 +101,7 @@ class _HostBlock:
         self._on_device: dict[int, list[Tensor]] = {}  # by the number of the buffer
 
     def pack_weights(self) -> None:
-        """Moves the weights into one piece of memory, unless they are there."""
+        """Move the weights into one piece of memory, unless they are there."""
         tensors = self._list_tensors()
         # Tensors are compared by identity, and by address because `.data` may have been replaced.
         places = [(id(entry.tensor), entry.address) for entry in tensors]
@@ -120,14 +120,14 @@ class _HostBlock:
             self.tensors.append(entry._replace(tensor=x, address=_find_address(x)))
 
     def count_bytes(self) -> int:
-        """Bytes of the weights in one piece of memory."""
+        """Count the bytes of the weights in one piece of memory."""
         parts: list[Tensor] = []
         for entry in self._list_tensors():
             parts += _list_plain_tensors(entry.tensor)
         return count_flat_bytes(part.nbytes for part in parts)
 
     def _list_tensors(self) -> list[_HostTensor]:
-        """Parameters and buffers of the block, where they are now."""
+        """List the block's parameters and buffers in their present places."""
         tensors = []
         for module in self._block.modules():
             for container in (module._parameters, module._buffers):
@@ -138,7 +138,7 @@ class _HostBlock:
 
     @contextmanager
     def use_buffer(self, index: int, buffer: Tensor) -> Iterator[None]:
-        """The block computes with the weights in a buffer, within the context."""
+        """Let the block compute with the weights in a buffer, within the context."""
         if index not in self._on_device:
             views = self._place_tensors(self.tensors, buffer, copied=False)
             on_device = [_make_like(entry.tensor, x) for entry, x in zip(self.tensors, views, strict=True)]
@@ -152,12 +152,12 @@ class _HostBlock:
                 entry.container[entry.name] = entry.tensor
 
     def forget_buffers(self) -> None:
-        """The buffers are about to be freed."""
+        """Forget the views of buffers, which are about to be freed."""
         self._on_device.clear()
 
     @staticmethod
     def _place_tensors(tensors: Sequence[_HostTensor], flat: Tensor, *, copied: bool) -> list[Tensor]:
-        """The same tensors in other memory, with or without their values."""
+        """Place the same tensors in other memory, with or without their values."""
         start = 0
 
         def place_part(_: str, part: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class _DeviceBuffer:
     """Memory of the device for one block.
 
     Attributes:
-        block: whose weights are there or on their way; None at first.
+        block: the block whose weights are there or on their way; None at first.
         copied, computed: the events after the copy of its weights, and after its last forward.
     """
 
@@ -190,22 +190,22 @@ class _DeviceBuffer:
 
 
 class BlockOffload:
-    """Streams the weights of a rank's blocks from the host's memory.
+    """The streaming of a rank's block weights from the host's memory.
 
     Args:
         models: the hooks of every model that the pipeline calls.
-        owned: the blocks of each that this rank has.
-        copies: what copies to the device.
+        owned: this rank's blocks of each model.
+        copies: copies to the device.
 
     Attributes:
-        num_copies: blocks that were copied to the device so far.
+        num_copies: how many blocks were copied to the device so far.
     """
 
     def __init__(self, models: Sequence[TransformerHooks], owned: range, copies: HostCopies) -> None:
         self._copies = copies
         self.num_copies = 0
         self._blocks: dict[nn.Module, _HostBlock] = {}
-        # The block that follows each: at first by their order in the model, and then as they ran last.
+        # The block that follows each: at first in the order of the model, later in the order of the last run.
         self._next: dict[_HostBlock, _HostBlock] = {}
         for model in models:
             run = []
@@ -221,7 +221,7 @@ class BlockOffload:
 
     @contextmanager
     def hold_blocks_back(self) -> Iterator[None]:
-        """Within the context the models have no weights in these blocks, so that `.to(device)` does not move them."""
+        """Keep the blocks' weights out of the models within the context, so that `.to(device)` does not move them."""
         contents = {module: turn_into_placeholder(module) for module in self._blocks}
         try:
             yield
@@ -230,17 +230,17 @@ class BlockOffload:
                 restore_contents(module, parts)
 
     def count_host_bytes(self) -> int:
-        """Bytes that the weights take of the host's memory."""
+        """Count the bytes of host memory that the weights take."""
         return sum(self._copies.count_allocated_bytes(block.count_bytes()) for block in self._blocks.values())
 
     def pack_weights(self) -> None:
-        """Moves weights that changed since the last time to memory from which copies can be started."""
+        """Move weights that changed since the last time to memory from which copies can be started."""
         for block in self._blocks.values():
             block.pack_weights()
 
     @contextmanager
     def install_for_call(self) -> Iterator[None]:
-        """The device has buffers within the context."""
+        """Give the device its buffers within the context."""
         self.pack_weights()
         size = max(block.flat.numel() for block in self._blocks.values())
         number = min(NUM_BUFFERS, len(self._blocks))
@@ -260,7 +260,7 @@ class BlockOffload:
                 block.forget_buffers()
 
     def wrap_forward(self, now: Generation, hook: BlockHook, is_last: bool, forward: ForwardCall) -> ForwardCall:
-        """A block's forward with its weights on the device; see `BlockGraphs.wrap_forward`."""
+        """Wrap a block's forward so that its weights are on the device; see `BlockGraphs.wrap_forward`."""
         block = self._blocks[hook.block]
 
         def forward_streamed(*args: Any, **call: Any) -> Any:
@@ -276,12 +276,12 @@ class BlockOffload:
         return forward_streamed
 
     def _bring_block(self, block: _HostBlock) -> int:
-        """The buffer of a block that runs now; the copy of the next one is started."""
+        """Return the buffer of the block that runs now, and start the copy of the next one."""
         if self._previous is not None:
             self._next[self._previous] = block
         self._previous = block
         index = self._find_buffer(block)
-        # Another block was expected.
+        # Another block was expected, so this one's copy starts only now.
         if index is None:
             index = len(self._buffers) - 1 - self._current
             self._start_copy(index, block)
@@ -305,7 +305,7 @@ class BlockOffload:
 
 
 def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:
-    """Why the weights of the blocks of some models cannot be streamed as they are now, or None."""
+    """Return why the weights of the models' blocks cannot be streamed at present, or None."""
     for model in models:
         name = type(model.transformer).__name__
         outside = model.anatomy.outside
@@ -330,14 +330,14 @@ def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:
 
 
 def _make_like(original: Tensor, x: Tensor) -> Tensor:
-    """A parameter if the original is one, and a tensor if it is a buffer."""
+    """Make a parameter if the original is one, and a tensor if it is a buffer."""
     if isinstance(original, nn.Parameter):
         return make_parameter_like(original, x)
     return x
 
 
 def _list_plain_tensors(x: Any) -> list[Tensor]:
-    """The tensors that a tensor is made of: a quantized one has numbers and scales."""
+    """List the tensors inside a tensor: a quantized one has numbers and scales."""
     if not is_traceable_wrapper_subclass(x):
         return [x]
     names, _ = x.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Dry iterations: the pipeline runs its loop, and no block is computed; see `model/hooks/block_calls.py`.
+"""Dry iterations: the pipeline runs its loop, but no block is computed; see `model/hooks/block_calls.py`.
 
 Before the first step they show which latents belong to a patch, and how the pipeline passes latents on
 (`rehearsal.py`). A pipeline for in-painting needs some between micro-steps too: it blends the latents that a step
@@ -28,7 +28,7 @@ class DryIterations:
     """The dry iterations of one generation.
 
     Attributes:
-        streams: what schedulers step; before the first step the loop adds each when it is first stepped.
+        streams: the latents that schedulers step; before the first step the loop adds each when it is first stepped.
         pipeline: the name of the pipeline's class, for messages.
     """
 
@@ -38,9 +38,9 @@ class DryIterations:
         self.pipeline = pipeline
 
     def begin(self, step: int, patch: int, timestep: Tensor) -> Tensor:
-        """Begins an iteration of a step that rehearses a patch; returns the timestep, which the pipeline gets."""
+        """Begin an iteration of a step that rehearses a patch, and return the timestep for the pipeline."""
         self.now.enter_micro_step(MicroStep(step, None))
-        # The pipeline counts this one: it may choose models, and end guidance, by it.
+        # The pipeline counts this iteration: it may choose models, and end guidance, by it.
         self.now.loop_step = step
         self.now.dry.patch = patch
         self.now.dry.called_models.clear()
@@ -51,12 +51,12 @@ class DryIterations:
         return timestep
 
     def check_stepped(self) -> None:
-        """Checks that the pipeline stepped all its schedulers in the iteration."""
+        """Check that the pipeline stepped all its schedulers in the iteration."""
         if not self.streams or not all(stream.is_stepped for stream in self.streams):
             raise StateError(f"{self.pipeline} went on without stepping its scheduler")
 
     def is_plain_loop(self) -> bool:
-        """Whether the first iteration neither stepped a scheduler nor called a model, and so was no rehearsal."""
+        """Return whether the first iteration was no rehearsal: no scheduler stepped, no model called."""
         if self.streams:
             return False
         # A model was called, and its blocks were not computed: the pipeline cannot go on with that.
@@ -66,7 +66,7 @@ class DryIterations:
         return True
 
     def end(self) -> None:
-        """The first step is next."""
+        """End the dry iterations; the first step is next."""
         for stream in self.streams:
             stream.set_step_index(0)
         self.now.loop_step = 0
@@ -83,22 +83,23 @@ class BlendIterations:
 
     @property
     def are_needed(self) -> bool:
-        """Whether the pipeline blends latents."""
+        """Return whether the pipeline blends latents."""
         return any(stream.is_blended for stream in self._dry.streams)
 
     def iterate_timesteps(self, step: int) -> Iterator[Tensor]:
-        """The timestep of an iteration after which the pipeline has the latents that a step begins with."""
+        """Yield the timestep of an iteration that leaves the pipeline with a step's first latents."""
         self._dry.now.dry.blended_step = step
         for stream in self._dry.streams:
             stream.is_stepped = False
-        # Before step 0 there is none: the pipeline gets its timestep, and takes the iteration for number -1.
+        # There is no step before step 0: the pipeline gets the timestep of step 0, and takes the iteration for number
+        # -1.
         yield self._timesteps[max(step - 1, 0)]
         self._dry.check_stepped()
         self._dry.now.dry.blended_step = None
 
     def restore_first_latents(self) -> Iterator[Tensor]:
-        """After a rehearsal: makes the pipeline blend its first latents again, and checks that they are as before."""
-        # What an iteration passes on is seen in the next one.
+        """Make the pipeline blend its first latents again after a rehearsal, and check that they are as before."""
+        # The latents that an iteration passes on are seen in the next one.
         yield from self.iterate_timesteps(0)
         yield from self.iterate_timesteps(0)
         for stream in self._dry.streams:
@@ -106,23 +107,23 @@ class BlendIterations:
 
 
 class SavedState:
-    """What dry iterations must leave as it was: random states, and what guiders remember.
+    """The state that dry iterations must leave unchanged: random states, and the memory of guiders.
 
     Args:
-        generators: the sources of random numbers that it may use.
+        generators: the generators that the pipeline may use.
     """
 
     def __init__(self, pipe: Any, generators: Sequence[torch.Generator]) -> None:
         self._generators = generators
         self._random_states = rng_state.read_generator_states(generators)
-        # A guider may average predictions over steps, as adaptive projected guidance does; dry ones are NaN or zero.
+        # A guider may average predictions over steps, like adaptive projected guidance; dry ones are NaN or zero.
         self._guiders: list[tuple[BaseGuidance, dict[str, Any]]] = []
         for part in vars(pipe).values():
             if isinstance(part, BaseGuidance):
                 self._guiders.append((part, copy.deepcopy(vars(part))))
 
     def restore(self) -> None:
-        """Restores it."""
+        """Restore the saved state."""
         rng_state.restore_generators(self._generators, self._random_states)
         for guider, state in self._guiders:
             vars(guider).clear()

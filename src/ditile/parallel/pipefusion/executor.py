@@ -1,9 +1,9 @@
 """PipeFusion: each rank owns a run of blocks, through which patches follow each other (arXiv 2405.14430, section 3.4).
 
 A stage receives at its first own block and sends at the entry of the first block after its run, never at the exit of
-its last: what the model's forward does between two blocks belongs to the stage before. Attention reads keys and values
-one step old where fresh ones are still to come (attention/core.py). Activations go from stage to stage, denoised
-patches from the last stage to the first in a group of their own, and nothing blocks but the wait for a message.
+its last: the stage before computes whatever the model's forward does between two blocks. Attention reads keys and
+values one step old where fresh ones are still to come (attention/core.py). Activations go from stage to stage, denoised
+patches from the last stage to the first in a separate group, and nothing blocks but the wait for a message.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class PipeFusion:
     """One stage. The loop calls the methods `begin_generation` to `send_stepped_patch`, the block hooks the others.
 
     Args:
-        mesh: the stage's place and groups, and what records each op.
-        plan: the patches and their check.
+        mesh: the stage's place and groups, and the trace that records each op.
+        plan: the patches, and the check of their number.
         joint: where the text is in the sequence.
         streams: this rank's share of its tokens between the Linears.
-        warmup_group: computes the synchronous steps, where they are not computed stage after stage.
+        warmup_group: computes the synchronous steps, if they are not computed stage after stage.
 
     Attributes:
         is_last_stage: whether this stage makes the prediction and steps the scheduler.
         broken: whether a generation failed when messages may have been under way.
-        row_parts: in how many parts rows of tokens are cut, by patches or by ranks.
+        row_parts: into how many parts rows of tokens are cut, by patches or by ranks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PipeFusion:
         self.open_channels()
 
     def open_channels(self) -> None:
-        """Makes the channels to other stages, in the groups that the mesh has now."""
+        """Open the channels to other stages, in the mesh's present groups."""
         mesh = self._mesh
         self._activations_in = None
         self._activations_out = None
@@ -125,7 +125,7 @@ class PipeFusion:
         )
 
     def share_latents(self, device: torch.device) -> None:
-        """From now on every stage may get the denoised patches."""
+        """Let every stage get the denoised patches from now on."""
         group = self._mesh.latents
         if group is None or self.stages < 3:
             return
@@ -141,8 +141,8 @@ class PipeFusion:
             self._latents_in.channel.open_connection(device, sends=False)
 
     def connect_channels(self, device: torch.device) -> None:
-        """Uses every channel once, so that no connection is opened during a step."""
-        # One order for all stages, or two of them would wait for each other: down the pipeline, then from the last
+        """Use every channel once, so that no connection is opened during a step."""
+        # All stages use one order, or two of them would wait for each other: down the pipeline, then from the last
         # stage to the first.
         if self._activations_in is not None:
             self._activations_in.channel.open_connection(device, sends=False)
@@ -157,12 +157,12 @@ class PipeFusion:
 
     @property
     def reads_latents(self) -> bool:
-        """Whether this stage embeds the latents, in some steps at least."""
+        """Return whether this stage embeds the latents, at least in some steps."""
         is_member = self.warmup_group is not None and self.warmup_group.is_member
         return self.stage == 0 or is_member or self.generation.findings.reads_latents_everywhere
 
     def begin_generation(self, schedule: PatchSchedule, generation: Generation) -> None:
-        """A generation begins."""
+        """Reset the state for a new generation."""
         self.schedule = schedule
         self.generation = generation
         self._has_begun = False  # whether a message may have been sent
@@ -184,9 +184,10 @@ class PipeFusion:
         return [self._activations_out, *self._latents_out]
 
     def end_generation(self, *, clean: bool) -> None:
-        """Ends a generation: waits for what was sent, unless it ended with an error, after which channels are useless.
+        """End a generation, and wait for sent messages unless it failed.
 
-        Before the first step nothing was sent, and what is refused there is refused on every rank.
+        After an error the channels are useless. Before the first step nothing was sent, and a refusal there happens on
+        every rank.
         """
         clean = clean or not self._has_begun
         self.broken = not clean and self._mesh.world > 1
@@ -204,11 +205,11 @@ class PipeFusion:
         self._taken.clear()
         del self.generation
 
-    # The loop
+    # The loop calls the methods below.
 
     def prepare_step(self, step: int, schedule: PatchSchedule) -> None:
-        """A step begins, and `schedule` now says for certain whether one more follows it."""
-        # What was sent two steps ago has arrived, because the last step began with what came of it.
+        """Prepare for a step; `schedule` now says for certain whether another one follows."""
+        # Messages sent two steps ago have arrived, because the last step began with what they led to.
         for channel in self._list_send_channels():
             channel.release_old_sends()
         if self.warmup_group is not None:
@@ -231,11 +232,11 @@ class PipeFusion:
                 self._last_returned_step = next_step
 
     def bring_latents(self, latents: Sequence[Tensor], micro: MicroStep, *, is_news: bool) -> None:
-        """Brings a stage's latents up to date for a micro-step, with the denoised patches that it computes.
+        """Update a stage's latents for a micro-step with the denoised patches.
 
         Args:
-            latents: of each scheduler that the pipeline steps.
-            is_news: whether patches are written into them, or only received.
+            latents: the latents of each scheduler that the pipeline steps.
+            is_news: whether patches are written into the latents, or only received.
         """
         self._latents = latents
         self._own_calls = self.generation.own_calls
@@ -248,7 +249,7 @@ class PipeFusion:
                     self.generation.pieces[stream][patch].put(latents[stream], piece)
 
     def _take_denoised_patches(self, micro: MicroStep, turn: int) -> None:
-        """Receives the denoised patches that may be back before a call; they are written when it is their turn."""
+        """Receive the denoised patches that may be back before a call; they are written in their turn."""
         assert self._latents_in is not None
         due = self.schedule.count_taken_patches(self.stage, micro, turn, len(self._own_calls))
         # The first patches are of references, which are not denoised.
@@ -265,7 +266,10 @@ class PipeFusion:
         self._num_taken = max(due, self._num_taken)
 
     def _list_latent_keys(self, step: int, patch: int) -> list[MessageKey]:
-        """The messages of a denoised patch: one for each scheduler that steps some of it, numbered like branches."""
+        """List the messages of a denoised patch.
+
+        There is one for each scheduler that steps some of it, numbered like branches.
+        """
         keys = []
         for stream, pieces in enumerate(self.generation.pieces):
             if not pieces[patch].is_empty:
@@ -273,13 +277,13 @@ class PipeFusion:
         return keys
 
     def send_stepped_patch(self, patch: Tensor, reader: int) -> None:
-        """Sends a denoised patch to a stage that reads latents."""
+        """Send a denoised patch to a stage that reads latents."""
         self._latents_out[reader].send_tensor(patch)
 
-    # The block hooks
+    # The block hooks call the methods below.
 
     def begin_branch(self, form: CallForm) -> None:
-        """A call of this form is about to be made: cuts its tokens into patches, where that was not done yet."""
+        """Cut the tokens of a call's form into patches, unless that is done."""
         now = self.generation
         if form.returns_text:
             self._check_second_stream(form)
@@ -298,8 +302,8 @@ class PipeFusion:
             now.layouts.pop(key)
             now.memory.forget_branch_keys(now.branch)
         self.plan.check(Facts(rows=form.grid.rows))
-        # With two stages both have the latents: the first one embeds them, and the last one steps them.
-        # The answer waits for the device, so it is not asked for without need.
+        # With two stages both have the latents: the first one embeds them, and the last one steps them. The answer
+        # waits for the device, so it is only asked for if needed.
         fed_blocks = form.list_fed_blocks() if self.stages > 2 else []
         if fed_blocks:
             if now.dry.patch is None and not now.findings.reads_latents_everywhere:
@@ -312,8 +316,8 @@ class PipeFusion:
         if now.is_whole:
             layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         elif now.branch and (0, False) in now.layouts:
-            # Every branch of guidance is cut where the first one is, whatever the length of its text, because a patch
-            # of the prediction is made of the same patch of each branch.
+            # Every branch of guidance is cut like the first one, whatever the length of its text, because a patch of
+            # the prediction is made from the same patch of each branch.
             first = now.layouts[0, False].layout
             layout = first.cut_alike(form.grid, form.text, form.start - self._start_of_image)
         else:
@@ -322,7 +326,7 @@ class PipeFusion:
         now.layouts[key] = now.tokens
 
     def _check_second_stream(self, form: CallForm) -> None:
-        """Checks that the plan can compute a result of two streams, as of a video and its sound."""
+        """Check that the plan can compute a result of two streams, like a video and its sound."""
         shares = self.generation.shares
         if shares.warmup_split is not None:
             if self.warmup_group is None or not self.warmup_group.may_rest:
@@ -339,7 +343,7 @@ class PipeFusion:
             )
 
     def _cut_first_branch(self, form: CallForm) -> Layout:
-        """Cuts the tokens of the first call: around the tokens of references, once these are known."""
+        """Cut the tokens of the first call, around the tokens of references once these are known."""
         now = self.generation
         self._start_of_image = form.start
         now.dry.padding_rows = form.padding
@@ -359,14 +363,17 @@ class PipeFusion:
         )
 
     def begin_survey(self) -> None:
-        """A call of a new form is surveyed. With one stage no message comes before the blocks of the first call."""
+        """Begin the survey of a call with a new form.
+
+        With one stage no message comes before the blocks of the first call.
+        """
         now = self.generation
         is_first_call = now.branch == 0 and now.calls is None
         if self.stages == 1 and is_first_call and now.micro_step.step == 0:
             self._has_begun = False
 
     def begin_transformer_call(self, batch_size: int) -> list[range]:
-        """The transformer is called on a batch: the ops of this call are due.
+        """Start the ops of a call of the transformer on a batch.
 
         Returns:
             The rows of each micro-batch, which are computed one after the other.
@@ -390,26 +397,29 @@ class PipeFusion:
         return self.schedule.split_micro_batches(now.micro_step)
 
     def restart_transformer_call(self) -> None:
-        """The ops of this call are due, from the first one on."""
+        """Start the ops of this call again from the first one."""
         now = self.generation
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
 
     def begin_micro_batch(self, micro_batch: int) -> None:
-        """The next micro-batch of a call: its ops are due."""
+        """Start the ops of a call's next micro-batch."""
         now = self.generation
         now.micro_batch = micro_batch
         now.batch_range = self.schedule.split_micro_batches(now.micro_step)[micro_batch]
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
 
     def select_active_blocks(self, blocks: range) -> Collection[int]:
-        """The blocks whose hooks do something here: the first one, own blocks, and the first one after these."""
-        # Asked for each call, so the group is not looked for where there is none.
+        """Return the blocks whose hooks do something here.
+
+        These are the first block, the own blocks, and the first one after them.
+        """
+        # Every call asks this, so the group is only looked up if there is one.
         if self.warmup_group is None or self._active_warmup_group is None:
             return self._active_blocks
         return blocks
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """Receives at the first own block, and sends after the last own block."""
+        """Run a block if it is this stage's; receive at the first own block, and send after the last."""
         self._has_begun = True
         group = self.warmup_group
         if group is not None and self._active_warmup_group is not None:
@@ -423,7 +433,10 @@ class PipeFusion:
         return state
 
     def leave_blocks(self, state: TokenState) -> TokenState | None:
-        """All tokens: fresh ones of this patch, and the others as they were last. None where nobody reads them."""
+        """Return all tokens: fresh ones of this patch, and the last state of the others.
+
+        None if nobody reads them.
+        """
         now = self.generation
         group = self.warmup_group and self._active_warmup_group
         if group is not None:
@@ -448,13 +461,13 @@ class PipeFusion:
         if text is not None:
             own_text = text[:, : len(part.text)]
             all_text = self._gather_tokens("text", own_text, layout.text, [(part.text,) for part in parts])
-        # Also in a whole step they are kept for the next one: the pipeline may read all of a prediction.
+        # They are kept in a whole step too: the pipeline may read all of the next step's prediction.
         if now.has_all_image_tokens:
             return TokenState(image, text)
         return TokenState(all_image, all_text)
 
     def _gather_tokens(self, stream: str, own: Tensor, length: int, runs: Sequence[Sequence[range]]) -> Tensor:
-        """All tokens of a stream, in which the ranks' tokens are written where `runs` says."""
+        """Gather all tokens of a stream; the ranks' tokens are written to their `runs`."""
         now = self.generation
         rows, _, width = own.shape
         batch_range = now.batch_range
@@ -472,11 +485,11 @@ class PipeFusion:
         return whole
 
     def end_transformer_call(self) -> None:
-        """The transformer returns."""
+        """Count a call when the transformer returns."""
         self.generation.advance_branch()
 
     def enter_blocks(self, state: TokenState) -> TokenState:
-        """The tokens of the patch; two dummy tokens stand for a text that does not belong to it."""
+        """Return the tokens of the patch; two dummy tokens stand for a text that does not belong to it."""
         now = self.generation
         text_width = 0
         if state.text is not None:
@@ -496,13 +509,13 @@ class PipeFusion:
             self._activations_in.expect_messages(
                 [MessageKey(0, patch, now.branch, now.micro_batch) for patch in patches]
             )
-        # The forward's own tokens are never read here: they only have the length of those that will be received.
+        # The forward's own tokens are never read here: only their number must be that of the received ones.
         part = now.tokens.get_own_part(now.token_patch)
         own = self._streams.locate_own_share(part.image_tokens)
         return TokenState(state.image[:, : own.stop - own.start], self._cut_text(state, part))
 
     def cut_tokens(self, state: TokenState) -> TokenState:
-        """Of all tokens those of the patch that this rank computes."""
+        """Cut the tokens of this rank's part of the patch from all tokens."""
         part = self.generation.tokens.get_own_part(self.generation.token_patch)
         text = self._cut_text(state, part)
         own = self._streams.locate_own_share(part.image_tokens)
@@ -526,7 +539,7 @@ class PipeFusion:
 
     @property
     def _active_warmup_group(self) -> WarmupGroup | None:
-        """The warmup group, if it computes this micro-step."""
+        """Return the warmup group if it computes this micro-step."""
         now = self.generation
         if now.micro_step.patch is not None or now.shares.warmup_split is None:
             return None
@@ -576,7 +589,7 @@ class PipeFusion:
         if part.text:
             own_text = self._streams.locate_own_share(len(part.text))
             numbers = (own_text.stop - own_text.start) * text_width
-            # The text travels before the first patch of the image.
+            # The text is sent with the first patch of the image, ahead of it.
             with_text = 0
             if len(parts) > 1:
                 with_text = tokens.layout.num_references
@@ -590,7 +603,7 @@ class PipeFusion:
         return TokenState(_arrange_like(image, state.image), text)
 
     def _join_patches(self, images: Sequence[Tensor]) -> Tensor:
-        """The tokens of a whole step, from the messages of its patches."""
+        """Join the patches' messages into the tokens of a whole step."""
         tokens = self.generation.tokens
         whole = []
         runs: list[range] = []
@@ -608,7 +621,7 @@ class PipeFusion:
         return joined
 
     def _send_activations(self, state: TokenState) -> None:
-        # Every micro-step comes here, so the usual case is one call less.
+        # Every micro-step comes here, so the usual case saves a Python call.
         if CURRENT.recording is None:
             self._record_compute()
         else:
@@ -641,7 +654,7 @@ class PipeFusion:
                     f"blocks made {message.dtype} of {self._dtype}, which the next stage waits for, as under "
                     "torch.autocast they may; give the pipeline one dtype instead, or use pipefusion=1"
                 )
-            # See `_compute_activation_shape`.
+            # The shape is explained in `_compute_activation_shape`.
             self._activations_out.send_tensor(message.unflatten(1, (-1, math.gcd(*widths))))
 
     def _record_compute(self) -> None:
@@ -657,7 +670,7 @@ class PipeFusion:
             self._dummies[key] = state.text.new_zeros((rows, DUMMY_TEXT, width))
         return self._dummies[key]
 
-    # Messages to come
+    # The methods below describe messages that are to come.
 
     def _list_message_keys(self, step: int) -> Iterator[MessageKey]:
         calls = self.generation.calls
@@ -668,7 +681,7 @@ class PipeFusion:
                 yield MessageKey(op.step, op.patch, op.branch, op.micro_batch)
 
     def _can_post_activation(self, key: MessageKey) -> bool:
-        """Whether this stage has launched all work that an activation depends on, by way of the first stage."""
+        """Return whether this stage has launched all work that an activation depends on, through the first stage."""
         schedule = self.schedule
         patch = key.patch
         # A synchronous step begins with all patches of the one before.
@@ -677,11 +690,11 @@ class PipeFusion:
         return self._has_launched_patch(key.step - 1, patch)
 
     def _can_post_latents(self, key: MessageKey) -> bool:
-        """Whether this stage, the first one, has launched its work on the patch whose new latents are to come."""
+        """Return whether this stage, the first one, has launched its work on a patch with new latents to come."""
         return self._has_launched_patch(key.step, key.patch)
 
     def _has_launched_patch(self, step: int, patch: int) -> bool:
-        """Whether this stage has launched its work on a patch of a step; micro-steps come in this order."""
+        """Return whether this stage has launched its work on a patch of a step; micro-steps come in this order."""
         now = self.generation.micro_step
         return (step, patch) < (now.step, now.patch or 0)
 
@@ -711,7 +724,7 @@ class PipeFusion:
 
 
 def _arrange_like(x: Tensor, like: Tensor) -> Tensor:
-    """Tokens `[B, n, C]` with the memory layout of the model's: token after token or channel after channel."""
+    """Arrange tokens `[B, n, C]` like the model: token after token or channel after channel."""
     # A sum over channels rounds differently in the other layout.
     if like.stride(1) >= like.stride(2):
         return x.contiguous()

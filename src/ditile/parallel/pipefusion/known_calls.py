@@ -1,10 +1,10 @@
-"""Known calls: what the rehearsal of a call found is kept, so that a call of the same shapes needs no rehearsal.
+"""Known calls: the findings of a rehearsal are kept, so that a call with the same shapes needs no rehearsal.
 
-A rehearsal depends on shapes: where the tokens of a patch come out is the same for any prompt, seed, or number of
-steps. What it may depend on before the loop is compared first, see `describe_call_shapes`. Then the pipeline's loop
-runs two iterations in which no model is called at all: calls of models are looked up by their shapes, and by the
-arguments that say how long the prompts are (`describe_lengths`), and get a result of zeros. These iterations show again
-what depends on numbers, such as a mask that blends nothing: how the pipeline passes latents on.
+A rehearsal depends on shapes: the places of a patch's tokens are the same for any prompt, seed, or number of steps.
+Whatever it may depend on before the loop is compared first, see `describe_call_shapes`. Then the pipeline's loop runs
+two iterations in which no model is called: calls of models are looked up by their shapes, and by the arguments that
+give the lengths of the prompts (`describe_lengths`), and get a result of zeros. These iterations show again how the
+pipeline passes latents on, which depends on numbers, such as a mask that blends nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.pipefusion.other_models import OtherModels
 
 IRRELEVANT_ARGUMENTS = ("callback", "generator", "num_inference_steps", "timesteps", "sigmas", "output")
-"""How the names of pipeline arguments begin on which a rehearsal does not depend."""
+"""The beginnings of names of pipeline arguments that do not affect a rehearsal."""
 MAX_KNOWN_CALLS = 8
-"""How many calls are kept; the one that was not made for the longest time is forgotten."""
+"""How many calls are kept; the least recently made one is forgotten."""
 
 
 def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
-    """What a rehearsal may depend on before the loop begins; equal for calls that may be alike.
+    """Describe everything before the loop that may affect a rehearsal; calls that may be alike are equal.
 
     That is the pipeline's class and config, its schedulers and guiders with their settings, and of the arguments the
     shapes of tensors and images, the number of prompts, and all other values except `IRRELEVANT_ARGUMENTS`. An object
@@ -85,7 +85,7 @@ def _describe_value(name: str, value: Any) -> Hashable:
         return tuple(items)
     if isinstance(value, list | tuple):
         return type(value).__name__, *(_describe_value(name, item) for item in value)
-    # The words of a prompt change no shape.
+    # The words of a prompt do not change a shape.
     if isinstance(value, str) and "prompt" in name:
         return "str"
     if isinstance(value, str | int | float | None):
@@ -94,8 +94,11 @@ def _describe_value(name: str, value: Any) -> Hashable:
 
 
 def describe_lengths(inputs: Mapping[str, Any]) -> Hashable:
-    """The arguments of a model that say how long texts are in a padded batch: numbers of masks, integers in lists."""
-    # They decide where tokens of a patch lie, whatever the shapes: Lumina 2 leaves padding out.
+    """Describe the arguments of a model that give the lengths of texts in a padded batch.
+
+    These are numbers of masks, and integers in lists.
+    """
+    # They decide where the tokens of a patch are, whatever the shapes: Lumina 2 leaves padding out.
     lengths: list[Hashable] = []
     for name, value in inputs.items():
         for leaf in pytree.tree_leaves(value):
@@ -120,7 +123,10 @@ class _Zeros:
 
 
 def _forget_numbers(results: Any) -> Any:
-    """Results of models with `_Zeros` as tensors; None if they have more than tensors, which may be large."""
+    """Return results of models with `_Zeros` as tensors.
+
+    None if they have more than tensors, which may be large.
+    """
     described = pytree.tree_map_only(Tensor, lambda x: _Zeros(x.shape, x.dtype, x.device), results)
     for leaf in pytree.tree_leaves(described):
         if not isinstance(leaf, _Zeros | str | int | float | None):
@@ -130,15 +136,17 @@ def _forget_numbers(results: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class KnownCall:
-    """What the rehearsal of a call found, without any of its numbers.
+    """The findings of a call's rehearsal, without any of its numbers.
 
     Attributes:
-        calls: of models in its first iteration, as `Findings.forms` names them, with what `describe_lengths` says.
-        results: of these calls by branch, and of other models' calls as in `OtherModels.results`, without numbers.
-        other_inputs: of other models' calls, as in `OtherModels.inputs`.
-        shapes: of the predictions that schedulers are stepped with.
-        pieces: of the latents, by scheduler and patch.
-        findings: of its generation; its forms are shared, so that those of later steps are kept too.
+        calls: the calls of models in its first iteration, named as in `Findings.forms`, with the text of
+            `describe_lengths`.
+        results: the results of these calls by branch, and of other models' calls as in `OtherModels.results`, without
+            numbers.
+        other_inputs: the inputs of other models' calls, as in `OtherModels.inputs`.
+        shapes: the shapes of the predictions that schedulers are stepped with.
+        pieces: the pieces of the latents, by scheduler and patch.
+        findings: the findings of its generation; its forms are shared, so that those of later steps are kept too.
         lets_group_rest: whether the warmup group rests.
     """
 
@@ -154,10 +162,13 @@ class KnownCall:
     def from_rehearsal(
         cls, dry: DryIterations, calls: frozenset[Hashable], results: Any, other_models: OtherModels
     ) -> KnownCall | None:
-        """What a rehearsal has found; None where results cannot be made from shapes, or some steps are whole."""
+        """Return the findings of a rehearsal.
+
+        None if results cannot be made from shapes, or some steps are whole.
+        """
         described = _forget_numbers((results, other_models.results))
-        # A recognition sees the first steps alone, and cuts no tokens of steps that compute something else. A stage
-        # asks for their messages ahead, and must know their sizes then.
+        # A recognition sees only the first steps, and does not cut the tokens of steps that compute something else. A
+        # stage asks for their messages ahead, and must know their sizes then.
         is_asked_ahead = bool(dry.now.findings.whole_steps) and dry.now.schedule.stages > 1
         if described is None or is_asked_ahead:
             return None
@@ -172,11 +183,11 @@ class KnownCall:
         )
 
     def make_results(self) -> Any:
-        """The results, of zeros."""
+        """Make the results from zeros."""
         return pytree.tree_map_only(_Zeros, _Zeros.make_tensor, self.results)
 
     def restore_findings(self, dry: DryIterations) -> None:
-        """Gives a generation and its streams what the rehearsal found."""
+        """Give a generation and its streams the findings of the rehearsal."""
         dry.now.findings = dataclasses.replace(self.findings)
         if self.lets_group_rest:
             dry.now.shares.warmup_split = None
@@ -185,17 +196,17 @@ class KnownCall:
 
 
 class KnownCalls:
-    """The calls of a pipeline that were rehearsed; ranks keep the same, as they make the same calls."""
+    """The calls of a pipeline that were rehearsed; all ranks keep the same, because they make the same calls."""
 
     def __init__(self) -> None:
         self._calls: OrderedDict[tuple[Hashable, Hashable], KnownCall] = OrderedDict()
 
     def list_candidates(self, shapes: Hashable) -> list[KnownCall]:
-        """The calls that one with these shapes may be like."""
+        """List the known calls with these shapes."""
         return [call for (call_shapes, _), call in self._calls.items() if call_shapes == shapes]
 
     def keep_call(self, shapes: Hashable, call: KnownCall) -> None:
-        """Keeps a call whose steps were made, as the newest."""
+        """Keep a call whose steps were made, as the newest."""
         key = (shapes, call.calls)
         self._calls[key] = call
         self._calls.move_to_end(key)
@@ -207,11 +218,11 @@ class CallRecognition:
     """Two iterations in which no model is called, to find out whether a call was rehearsed before.
 
     Args:
-        other_models: what else the pipeline calls in its loop.
-        candidates: calls that this one may be like.
+        other_models: the other models that the pipeline calls in its loop.
+        candidates: known calls that this one may equal.
 
     Attributes:
-        call: the candidate that it is like; None if there is none.
+        call: the candidate that it equals; None if there is none.
     """
 
     def __init__(self, dry: DryIterations, other_models: OtherModels, candidates: Sequence[KnownCall]) -> None:
@@ -222,9 +233,12 @@ class CallRecognition:
         self.call: KnownCall | None = None
 
     def iterate_timesteps(self, timestep: Tensor) -> Iterator[Tensor]:
-        """The timestep of each iteration; if the call is recognised, its generation then has all findings."""
+        """Yield the timestep of each iteration.
+
+        If the call is recognised, its generation then has all findings.
+        """
         dry = self._dry
-        # How the pipeline passes latents on is seen in the second one.
+        # The second iteration shows how the pipeline passes latents on.
         for _ in range(2):
             self._calls = set()
             _, other_results = self._candidates[-1].make_results()
@@ -252,7 +266,7 @@ class CallRecognition:
         dry.end()
 
     def _recognise_model_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
-        """Whether some candidates made this call of a model, which then gets its result of zeros."""
+        """Return whether any candidate made this call of a model; it then gets its result of zeros."""
         described = (call, describe_lengths(inputs))
         self._calls.add(described)
         self._candidates = [candidate for candidate in self._candidates if described in candidate.calls]

@@ -2,7 +2,7 @@
 
 In an asynchronous step they are computed in the micro-step of the first patch, from the latents that every stage has
 then: the first patch's are new, and the other patches' one step older. The later patches get the same results. A dry
-iteration gets what was computed before.
+iteration gets the results of an earlier computation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class OtherModels:
         now: the generation under way.
 
     Attributes:
-        results: of calls that may come again, by the name of the model, the branch, and the number of the call.
-        inputs: what the calls of dry iterations were given, as `describe_inputs` says it.
+        results: results of calls that may come again, by the name of the model, the branch, and the number of the call.
+        inputs: the inputs of calls in dry iterations, as described by `describe_inputs`.
     """
 
     def __init__(self, now: Generation) -> None:
@@ -38,27 +38,27 @@ class OtherModels:
         self.inputs: dict[tuple[str, int, int], Hashable] = {}
 
     def install_hooks(self, stack: ExitStack, pipe: Any, divided: Collection[nn.Module]) -> None:
-        """Wraps all models of a pipeline except the divided ones, until the stack is closed."""
+        """Wrap all models of a pipeline except the divided ones, until the stack is closed."""
         for name, model in pipe.components.items():
             if isinstance(model, nn.Module) and model not in divided:
                 wrap_model_call(stack, pipe, model, functools.partial(self._wrap_forward, name))
         stack.callback(self.forget_results)
 
     def begin_iteration(self) -> None:
-        """An iteration of the pipeline's loop begins."""
+        """Begin an iteration of the pipeline's loop."""
         self._calls.clear()
         now = self._now
-        # The transformer is not called, so nobody reads what they would make of this step.
+        # The transformer is not called, so nobody would read the other models' results of this step.
         if now.computes is False:
             return
         first_micro_step = now.schedule.list_micro_steps(now.micro_step.step)[0]
         if now.micro_step == first_micro_step and not now.is_dry:
-            # Not `forget_results`: a call of Python in each step.
+            # This does not call `forget_results`, to save a Python call in each step.
             self.results.clear()
             self.inputs.clear()
 
     def forget_results(self) -> None:
-        """The loop is over."""
+        """Forget the results after the loop."""
         self.results.clear()
         self.inputs.clear()
 
@@ -68,24 +68,24 @@ class OtherModels:
             now = self._now
             if not now.is_under_way:
                 return forward(*args, **kwargs)
-            # It may be given the latents, so every stage needs them.
+            # The model may be given the latents, so every stage needs them.
             now.findings.reads_latents_everywhere = True
             self._calls[name, now.branch] += 1
             key = (name, now.branch, self._calls[name, now.branch])
             inputs: Hashable = None
             if now.is_dry:
                 inputs = (*kwargs, *describe_inputs((*args, *kwargs.values())))
-            # A known call had a prompt of perhaps another length, and so results of other shapes.
+            # A known call may have had a prompt of another length, and so results of other shapes.
             if key in self.results and inputs == self.inputs.get(key):
                 return self.results[key]
-            # Its modules may be the transformer's own, as Z-Image's are: what these return must not be remembered.
+            # Its modules may be the transformer's own, like those of Z-Image: their results must not be remembered.
             surveyed = now.is_surveyed
             now.is_surveyed = True
             try:
                 result = forward(*args, **kwargs)
             finally:
                 now.is_surveyed = surveyed
-            # A synchronous step calls it once, so nobody asks for the result again.
+            # A synchronous step calls it only once, so nobody asks for the result again.
             if now.is_dry or now.micro_step.patch is not None:
                 self.results[key] = result
             if now.is_dry:

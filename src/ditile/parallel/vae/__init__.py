@@ -1,1 +1,1 @@
-"""The autoencoder, divided by rows over the ranks of one image."""
+"""The autoencoder, with its rows divided over the ranks of one image."""

@@ -1,8 +1,8 @@
-"""Which rows of an image each rank has at each resolution, which rows of others it needs, and how they travel.
+"""Rows of an image: those of each rank at each resolution, those that it needs from others, and their messages.
 
-Every rank computes the same tables from the height alone, so no size is ever sent. An image of H rows is cut at
+Every rank computes the same tables from the height, so no size is ever sent. An image of H rows is cut at
 `ImageRows.cuts`; some ranks may have no row. An operation with a `RowWindow` makes each of its output rows from a run
-of input rows; the rank that has the input row at the same place owns the output row. A `Strip` is what this rank has.
+of input rows; the rank with the input row at the same place owns the output row. A `Strip` is one rank's part.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ class ImageRows:
 
     @classmethod
     def split_by_weights(cls, height: int, weights: tuple[float, ...]) -> ImageRows:
-        """A share for each rank in proportion to its weight; equal weights make shares that differ by a row at most."""
+        """Give each rank a share in proportion to its weight; equal weights make shares that differ by at most one
+        row."""
         return cls((0, *itertools.accumulate(count_weighted_shares(height, weights))))
 
     @property
     def image_height(self) -> int:
-        """All rows."""
+        """Return the number of rows in the image."""
         return self.cuts[-1]
 
     @property
     def rows_per_rank(self) -> tuple[int, ...]:
-        """How many rows each rank has."""
+        """Return the number of rows of each rank."""
         return tuple(len(self.select_rank_rows(rank)) for rank in range(len(self.cuts) - 1))
 
     def select_rank_rows(self, rank: int) -> range:
-        """The rows of a rank."""
+        """Return the rows of a rank."""
         return range(self.cuts[rank], self.cuts[rank + 1])
 
 
 @dataclass(frozen=True, slots=True)
 class RowWindow:
-    """Which input rows an operation needs for an output row.
+    """The input rows that an operation needs for an output row.
 
     Attributes:
-        kernel: rows that an output row is made of.
+        kernel: how many rows an output row is made of.
         stride: rows from one output row to the next.
         before: rows of zeros above the image.
         after: rows of zeros below it.
-        scale: how often each input row is repeated first (nearest up-sampling).
+        scale: how many times each input row is repeated first (nearest up-sampling).
     """
 
     kernel: int
@@ -67,10 +68,10 @@ class RowWindow:
     scale: int = 1
 
     def divide_output_rows(self, rows: ImageRows) -> ImageRows:
-        """Who has which rows of the output.
+        """Return the output rows of each rank.
 
         Raises:
-            ModelError: if the image is too low to make a row of.
+            ModelError: if the image has too few rows for one output row.
         """
         padded_height = rows.image_height * self.scale + self.before + self.after
         height = (padded_height - self.kernel) // self.stride + 1
@@ -80,28 +81,28 @@ class RowWindow:
             )
         cuts = [0]
         for cut in rows.cuts[1:-1]:
-            # The first output row whose place in the input is not above the cut.
+            # It becomes the first output row whose place in the input is not above the cut.
             cuts.append(min(-(-cut * self.scale // self.stride), height))
         return ImageRows((*cuts, height))
 
     def compute_input_reach(self, out: range) -> range:
-        """The repeated input rows that some output rows are made of; they may lie outside of the image."""
+        """Return the repeated input rows for some output rows; they may lie outside of the image."""
         if not out:
             return range(0)
         first = out.start * self.stride - self.before
         return range(first, first + (len(out) - 1) * self.stride + self.kernel)
 
     def find_input_rows(self, out: range, height: int) -> range:
-        """The input rows that some output rows are made of, in an image of `height` rows."""
+        """Return the input rows for some output rows, in an image of `height` rows."""
         reach = self.compute_input_reach(out)
         first = reach.start // self.scale
-        # Rounded up: half of a doubled row needs the row.
+        # It is rounded up: half of a doubled row needs the whole row.
         end = -(-reach.stop // self.scale)
         return intersect_ranges(range(first, end), range(height))
 
 
 class PeerRows(NamedTuple):
-    """Rows that travel to or from a peer."""
+    """Rows that are sent to a peer or received from one."""
 
     peer: int
     rows: range
@@ -112,12 +113,12 @@ class Halo:
     """One rank's part in an operation.
 
     Attributes:
-        own: the input rows that it has.
-        out: the output rows that it makes.
-        inner: the output rows that need no rows of others.
+        own: its input rows.
+        out: its output rows.
+        inner: the output rows for which it needs no rows of others.
         above: rows that it receives from lower ranks, from top to bottom.
         below: rows that it receives from higher ranks, from top to bottom.
-        sends: rows of its own that it gives away.
+        sends: rows of its own that it sends to others.
     """
 
     own: range
@@ -130,7 +131,7 @@ class Halo:
 
 @functools.lru_cache(maxsize=1024)
 def plan_halo_exchange(rows: ImageRows, window: RowWindow, rank: int) -> Halo:
-    """What a rank does in an operation on an image with these cuts."""
+    """Return a rank's part in an operation on an image with these cuts."""
     output_rows = window.divide_output_rows(rows)
     height = rows.image_height
     own = rows.select_rank_rows(rank)
@@ -155,35 +156,35 @@ def plan_halo_exchange(rows: ImageRows, window: RowWindow, rank: int) -> Halo:
         if intersect_ranges(input_rows, own) == input_rows:
             inner_rows.append(row)
     inner = range(out.start, out.start)
-    # Its neighbours' rows are needed at the edges only, so these rows follow each other.
+    # Its neighbours' rows are needed only at the edges, so these rows are consecutive.
     if inner_rows:
         inner = range(inner_rows[0], inner_rows[-1] + 1)
     return Halo(own, out, inner, tuple(above), tuple(below), tuple(sends))
 
 
 def intersect_ranges(a: range, b: range) -> range:
-    """The rows that two runs have in common."""
+    """Return the rows that two runs have in common."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
 
 
 def replace_height(x: Tensor, height: int) -> tuple[int, ...]:
-    """The shape of a tensor with another number of rows."""
+    """Return a tensor's shape with another number of rows."""
     return (*x.shape[:-2], height, x.shape[-1])
 
 
 KIND = "vae"
-"""The kind under which its bytes are counted."""
+"""The kind under which the bytes of these messages are counted."""
 
 
 class PendingRows(Protocol):
-    """Rows under way."""
+    """Messages of rows under way."""
 
     def wait_for_tensors(self) -> list[Tensor]: ...
 
 
 class RowLinks(Protocol):
-    """How rows travel between the ranks of an image.
+    """The links over which the ranks of an image exchange rows.
 
     Attributes:
         index: this rank.
@@ -199,10 +200,13 @@ class RowLinks(Protocol):
         receives: IncomingShapes,
         like: Tensor,
     ) -> PendingRows:
-        """Starts messages to and from several peers; `receives` are (peer, shape) of tensors like one."""
+        """Start messages to and from several peers.
+
+        `receives` has (peer, shape) of each expected tensor; `like` gives dtype and device.
+        """
 
     def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingRows:
-        """Starts to exchange a tensor with every rank; theirs have these shapes. All arrive, in rank order."""
+        """Start to gather tensors of these shapes from all ranks, in rank order."""
 
 
 class GroupLinks:
@@ -216,7 +220,7 @@ class GroupLinks:
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         self.index = axis.index
         self.num_ranks = axis.num_ranks
-        # Its group is another one after the groups were made anew.
+        # The axis is kept because its group is replaced when the groups are made anew.
         self._axis = axis
         self._traffic = traffic
 
@@ -226,11 +230,11 @@ class GroupLinks:
         receives: IncomingShapes,
         like: Tensor,
     ) -> PendingRows:
-        """As `RowLinks` says."""
+        """Start an exchange, see `RowLinks`."""
         return start_exchange(sends, receives, like, self._axis.group, self._traffic, KIND)
 
     def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingRows:
-        """As `RowLinks` says."""
+        """Start a gather, see `RowLinks`."""
         return start_gather(x, shapes, self._axis.group, self._traffic, KIND)
 
 
@@ -238,8 +242,8 @@ class Strip:
     """This rank's rows of an image or a video. Tensors are `[B, C, rows, W]` or `[B, C, T, rows, W]`.
 
     Attributes:
-        rows: how the image is cut at the resolution of the tensor that was looked at last.
-        block_size: output rows that a convolution makes at a time; None for all.
+        rows: the cuts of the image at the resolution of the last tensor.
+        block_size: how many output rows a convolution makes at a time; None for all.
 
     Args:
         weights: the share of each rank, in any unit.
@@ -255,26 +259,26 @@ class Strip:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks that split the rows."""
+        """Return the number of ranks that split the rows."""
         return self._links.num_ranks
 
     @property
     def own_height(self) -> int:
-        """The rows that this rank has."""
+        """Return this rank's number of rows."""
         return len(self.rows.select_rank_rows(self._rank))
 
     @property
     def image_share(self) -> float:
-        """The part of the image that this rank has."""
+        """Return this rank's share of the image."""
         return self.own_height / self.rows.image_height
 
     def select_own_rows(self, image: Tensor, unit: int = 1) -> Tensor:
-        """Cuts an image that all ranks have; returns this rank's rows of it.
+        """Cut an image that all ranks have, and return this rank's rows.
 
         Args:
             image: all rows.
-            unit: a power of two: strips have a multiple of so many rows, or if that is impossible of half as many, and
-                so on, so that each has whole rows at the lowest resolution of a coder.
+            unit: a power of two. Strips have a multiple of this number of rows, or if that is impossible of half of it,
+                and so on, so that each has whole rows at the lowest resolution of a coder.
         """
         # Fewer units than ranks would leave ranks without rows.
         height = image.shape[-2]
@@ -288,10 +292,10 @@ class Strip:
         return image.narrow(-2, own.start, len(own))
 
     def find_rows(self, height: int) -> None:
-        """Finds out at which resolution a tensor of so many own rows is, and sets `rows` to it.
+        """Find the resolution of a tensor with `height` own rows, and set `rows` to it.
 
         Raises:
-            ModelError: if the tensor has no such number of rows.
+            ModelError: if no resolution has this number of own rows.
         """
         if self.own_height == height:
             return
@@ -299,7 +303,8 @@ class Strip:
             if len(rows.select_rank_rows(self._rank)) == height:
                 self.rows = rows
                 return
-        # Resolutions that operations made are known. A view makes several rows of each known row, or one of several.
+        # Resolutions that operations made are known. A view makes several rows of each known row, or one row of
+        # several.
         for rows in self._known:
             own = len(rows.select_rank_rows(self._rank))
             if own and height % own == 0:
@@ -322,13 +327,13 @@ class Strip:
             self._known.append(rows)
 
     def begin_operation(self, window: RowWindow) -> Halo:
-        """Returns this rank's part in an operation, and sets `rows` to the cuts of its output."""
+        """Return this rank's part in an operation, and set `rows` to the cuts of its output."""
         part = plan_halo_exchange(self.rows, window, self._rank)
         self._remember_rows(window.divide_output_rows(self.rows))
         return part
 
     def start_halo_exchange(self, x: Tensor, part: Halo) -> Callable[[], list[tuple[range, Tensor]]]:
-        """Starts to send and to receive halo rows; returns what waits for all rows that this rank can see."""
+        """Start to send and receive halo rows; return a function that waits for all visible rows."""
         sends = []
         for peer, rows in part.sends:
             sends.append((peer, x.narrow(-2, rows.start - part.own.start, len(rows))))
@@ -345,29 +350,29 @@ class Strip:
         return wait_for_rows
 
     def start_strip_gather(self, x: Tensor, units: int = 1) -> PendingRows:
-        """Starts to gather the strips of all ranks, rows first: `[units * rows, ...]`, `units` to a row."""
+        """Start to gather the strips of all ranks, rows first: `[units * rows, ...]`, `units` to a row."""
         shapes = [(units * size, *x.shape[1:]) for size in self.rows.rows_per_rank]
         return self._links.start_gather(x, shapes)
 
     def gather_image(self, x: Tensor) -> Tensor:
-        """The whole image, on every rank."""
+        """Gather the whole image on every rank."""
         self.find_rows(x.shape[-2])
-        # Rows first, so that strips of different heights follow each other in memory.
+        # Rows come first, so that strips of different heights follow each other in memory.
         strips = self.start_strip_gather(x.movedim(-2, 0)).wait_for_tensors()
         return torch.cat(strips).movedim(0, -2).contiguous()
 
     def gather_image_on_first(self, x: Tensor) -> Tensor:
-        """The whole image on the first rank; elsewhere zeros around this rank's own rows."""
+        """Gather the whole image on the first rank; return zeros around the own rows elsewhere."""
         self.find_rows(x.shape[-2])
         if self._rank == 0:
             receives = []
             for rank, size in enumerate(self.rows.rows_per_rank):
-                # A rank that has no rows sends nothing.
+                # A rank without rows sends nothing.
                 if rank and size:
                     receives.append((rank, replace_height(x, size)))
             strips = self._links.start_exchange([], receives, x).wait_for_tensors()
             return torch.cat([x, *strips], dim=-2)
-        # The first rank expects nothing from a rank that has no rows.
+        # The first rank expects nothing from a rank without rows.
         sends = [(0, x)] if x.numel() else []
         self._links.start_exchange(sends, [], x).wait_for_tensors()
         own = self.rows.select_rank_rows(self._rank)
@@ -376,6 +381,6 @@ class Strip:
         return whole
 
     def gather_equal_shapes(self, x: Tensor) -> Tensor:
-        """Tensors of one shape from all ranks, `[ranks, ...]`."""
+        """Gather tensors of one shape from all ranks, `[ranks, ...]`."""
         shapes = [tuple(x.shape)] * self._links.num_ranks
         return torch.stack(self._links.start_gather(x, shapes).wait_for_tensors())

@@ -1,4 +1,4 @@
-"""What a coder computes on a strip: convolutions, group norms, attention, and residual blocks by blocks of rows."""
+"""The operations of a coder on a strip: convolutions, group norms, attention, and residual blocks by blocks of rows."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ditile.parallel.vae.halo import Halo, RowWindow, Strip, intersect_ranges, r
 from ditile.plan.errors import ModelError
 
 VisibleRows = list[tuple[range, Tensor]]
-"""Rows of the input, from top to bottom, and where in the image they are."""
+"""Rows of the input, from top to bottom, with their places in the image."""
 PrepareRows = Callable[[Tensor], Tensor]
-"""What is done to rows of the input before the convolution, such as norm and activation: to each pixel alone."""
+"""The work on input rows before the convolution, such as norm and activation, which looks at single pixels only."""
 
 
 @dataclass(frozen=True, slots=True)
 class StripConvolution:
-    """A convolution of a strip: its own rows while the halo travels, then the rows at the edges.
+    """A convolution of a strip: its own rows while the halo is under way, then the rows at the edges.
 
-    With a block size it makes that many rows at a time, so that what the kernel copies or unfolds is never larger.
-    Nearest up-sampling is done to the rows that a block needs: halo rows travel before they are doubled.
+    With a block size it makes that many rows at a time, so that the kernel's copies and unfolded inputs are never
+    larger. Nearest up-sampling is applied to the rows that a block needs: halo rows are sent before they are doubled.
 
     Attributes:
         convolve: (rows, n) -> the convolution of these rows with n rows of zeros above and below.
         strip: this rank's rows.
-        window: along the rows; the kernel and its stride are the convolution's own.
-        mode: what is beyond the image, as `torch.nn.functional.pad` names it.
+        window: the window along the rows; the kernel and its stride are the convolution's own.
+        mode: how rows beyond the image are filled, as in `torch.nn.functional.pad`.
     """
 
     convolve: Callable[[Tensor, int], Tensor]
@@ -41,11 +41,11 @@ class StripConvolution:
     mode: str = "constant"
 
     def __call__(self, x: Tensor, prepare: PrepareRows | None = None) -> Tensor:
-        """This rank's rows of the output `[..., rows, W]`, from its rows of the input.
+        """Return this rank's rows of the output `[..., rows, W]`, from its rows of the input.
 
         Args:
             x: the input.
-            prepare: makes new rows of the input's, a block at a time; rows travel before it.
+            prepare: makes new rows from the input's, a block at a time; rows are sent before that.
         """
         self.strip.find_rows(x.shape[-2])
         part = self.strip.begin_operation(self.window)
@@ -54,7 +54,8 @@ class StripConvolution:
         size = self.strip.block_size or max(len(part.out), 1)
         out: Tensor | None = None
         if size >= len(part.out) and part.inner:
-            # All rows at once, as if there were nothing beyond the strip; the rows at the edges are made again below.
+            # All rows are made at once, as if there were nothing beyond the strip; those at the edges are made again
+            # below.
             out = self._convolve_rows(own, part.out, prepare)
         else:
             out = self._fill_output_rows(out, own, part.inner, part, size, prepare)
@@ -65,7 +66,7 @@ class StripConvolution:
             out = self._fill_output_rows(out, visible, edge, part, size, prepare)
         if out is not None:
             return out
-        # An output of no rows: its other dimensions follow from a convolution of as few rows as will do.
+        # The output has no rows; its other dimensions follow from a convolution of as few rows as possible.
         width = x.shape[-1] * self.window.scale
         rows = x.new_zeros(*x.shape[:-2], self.window.kernel, width)
         return self.convolve(rows, 0).narrow(-2, 0, 0)
@@ -84,14 +85,14 @@ class StripConvolution:
             output_rows = self._convolve_rows(visible, block, prepare)
             if out is None:
                 if len(block) == len(part.out):
-                    # One block is the whole output: there is nothing to copy.
+                    # One block is the whole output, so nothing has to be copied.
                     return output_rows
                 out = output_rows.new_empty(replace_height(output_rows, len(part.out)))
             out.narrow(-2, block.start - part.out.start, len(block)).copy_(output_rows)
         return out
 
     def _convolve_rows(self, visible: VisibleRows, out: range, prepare: PrepareRows | None) -> Tensor:
-        """Some rows of the output, from the visible rows, and from padding where there are none."""
+        """Return some rows of the output, made from the visible rows and from padding beyond them."""
         reach = self.window.compute_input_reach(out)
         source = self.window.find_input_rows(out, visible[-1][0].stop)
         parts = []
@@ -106,7 +107,7 @@ class StripConvolution:
         if self.window.scale > 1:
             x = functional.interpolate(x, scale_factor=float(self.window.scale), mode="nearest")
             first = first * self.window.scale
-        # A doubled row may be needed in half.
+        # Only half of a doubled row may be needed.
         last = first + x.shape[-2]
         start = max(reach.start - first, 0)
         stop = x.shape[-2] - max(last - reach.stop, 0)
@@ -123,7 +124,7 @@ class StripConvolution:
 
 
 class GroupNormParameters(NamedTuple):
-    """What `torch.nn.functional.group_norm` is called with, as `nn.GroupNorm` has it."""
+    """The arguments of `torch.nn.functional.group_norm`, named as in `nn.GroupNorm`."""
 
     num_groups: int
     weight: Tensor | None
@@ -132,17 +133,17 @@ class GroupNormParameters(NamedTuple):
 
 
 NUMBERS_AT_ONCE = 1 << 22
-"""Numbers that are centred at a time, so that no second copy of the image is made."""
+"""How many numbers are centred at a time, so that no second copy of the image is made."""
 
 
 def normalize_strip(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip: Strip) -> Tensor:
-    """This rank's rows of the output, for rows `[B, C, ..., rows, W]` or tokens `[B, C, rows * W]`."""
+    """Return this rank's rows of the output, for rows `[B, C, ..., rows, W]` or tokens `[B, C, rows * W]`."""
     normalize = build_normalizer(norm, x, strip)
     return normalize(x) if x.numel() else x
 
 
 def build_normalizer(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip: Strip) -> Callable[[Tensor], Tensor]:
-    """What normalizes rows of the image, of `x` or of other strips, any number at a time.
+    """Build a function that normalizes rows of the image, of `x` or of other strips, any number at a time.
 
     Mean and variance of the image follow from the strips' means and variances: the variances average, and so do the
     squared distances of the strips' means from the common one. Without the latter the variance would be wrong if the
@@ -163,8 +164,8 @@ def build_normalizer(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip:
     bias = None if norm.bias is None else norm.bias.to(mean.dtype).repeat(batch)
 
     def normalize_rows(rows: Tensor) -> Tensor:
-        # A batch norm with given statistics scales and shifts each channel, in one pass and without a copy. The
-        # channels of all images lie side by side for it.
+        # A batch norm with given statistics scales and shifts each channel, in one pass and without a copy. For that
+        # the channels of all images lie side by side.
         flat = rows.contiguous().view(1, batch * channels, -1)
         return functional.batch_norm(flat, mean, variance, weight, bias, False, 0.0, norm.eps).view(rows.shape)
 
@@ -172,7 +173,10 @@ def build_normalizer(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip:
 
 
 def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
-    """Mean and variance of each group of a strip, and its share of the image, `[3, B, groups]`, in fp32 or better."""
+    """Compute the mean and variance of each group of a strip, and its share of the image.
+
+    The result is `[3, B, groups]`, in fp32 or better.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     if not x.numel():
         return x.new_zeros(3, x.shape[0], groups, dtype=wide)
@@ -185,15 +189,15 @@ def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
         means.append(mean)
         variances.append((part - mean[..., None]).square_().mean(2))
     all_means = torch.cat(means, 1)
-    # The share travels with them: a list of all shares would have to be copied to the device, which waits for it.
+    # The share is sent along: a list of all shares would have to be copied to the device, which waits for it.
     return torch.stack([all_means, torch.cat(variances, 1), torch.full_like(all_means, share)])
 
 
 def run_residual_block(block: Any, x: Tensor, strip: Strip) -> Tensor:
-    """This rank's rows of what a `ResnetBlock2D` makes without a time embedding; its convolutions are divided.
+    """Run a `ResnetBlock2D` without a time embedding on this rank's rows; its convolutions are divided.
 
     diffusers' own forward keeps a normalized copy of the whole strip in addition to its input. Here a block of rows is
-    normalized when it is convolved, the second branch is added in place, and rows travel before the norm.
+    normalized when it is convolved, the second branch is added in place, and rows are sent before the norm.
     """
 
     def normalize_and_convolve(norm: nn.GroupNorm, conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -211,14 +215,14 @@ def run_residual_block(block: Any, x: Tensor, strip: Strip) -> Tensor:
 
 
 def is_plain_residual(block: Any) -> bool:
-    """Whether `run_residual_block` computes the same as a `ResnetBlock2D` does."""
+    """Return whether `run_residual_block` computes the same as a `ResnetBlock2D`."""
     if block.time_embedding_norm == "scale_shift" or block.dropout.p:
         return False
     return block.upsample is None and block.downsample is None and block.time_emb_proj is None
 
 
 def build_strip_convolution(conv: nn.Conv2d, strip: Strip, scale: int = 1) -> StripConvolution:
-    """The convolution of a strip that is repeated `scale` times first, padded with zeros."""
+    """Build the convolution of a strip that is repeated `scale` times first, padded with zeros."""
     rows = int(conv.padding[0])
     columns = int(conv.padding[1])
 
@@ -230,7 +234,7 @@ def build_strip_convolution(conv: nn.Conv2d, strip: Strip, scale: int = 1) -> St
 
 
 class RowPadding(NamedTuple):
-    """Rows beyond the image that a tensor was asked to have; `shape` is the shape that it has."""
+    """Rows beyond the image with which a tensor should be padded; `shape` is the tensor's actual shape."""
 
     shape: torch.Size
     above: int
@@ -239,18 +243,18 @@ class RowPadding(NamedTuple):
 
 
 class RowFunctions(TorchFunctionMode):
-    """Within it the functions that look beyond a row compute for a strip what they would compute for the image.
+    """A mode in which the functions that look beyond a row compute the same for a strip as for the image.
 
     A coder's own forward runs on a strip. Convolutions exchange halo rows, also where a separate call has padded the
-    rows; group norms share their statistics; attention gathers keys and values. Everything else must work on each row
-    alone, or on a whole number of rows, as views do that fold rows into channels: `prove_rows` shows whether it does.
+    rows; group norms share their statistics; attention gathers keys and values. Everything else must work on single
+    rows, or on a whole number of rows, like views that fold rows into channels: `prove_rows` shows whether it does.
     """
 
     def __init__(self, strip: Strip) -> None:
         super().__init__()
         self._strip = strip
         self._padding: RowPadding | None = None
-        # Of the tensor that a convolution or a norm saw last: attention has only a number of tokens.
+        # These belong to the last tensor of a convolution or norm: attention only has a number of tokens.
         self._frames = 1
         self._width = 1
         self._is_paused = False
@@ -273,7 +277,7 @@ class RowFunctions(TorchFunctionMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Within it functions work as usual: the code that calls them divides its input itself."""
+        """Let functions work as usual within the context, for code that divides its input itself."""
         self._is_paused = True
         try:
             yield
@@ -287,7 +291,7 @@ class RowFunctions(TorchFunctionMode):
         return x
 
     def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-        """Pads all but the rows; these are remembered for the convolution that follows."""
+        """Pad all dimensions except the rows, whose padding is kept for the next convolution."""
         above = 0
         below = 0
         if x.ndim > 3 and len(pad) >= 4:
@@ -295,7 +299,7 @@ class RowFunctions(TorchFunctionMode):
         before = self._take_padding(x)
         if not above and not below and before is None:
             return functional.pad(x, tuple(pad), mode, value)
-        # Zeros, or a mode that looks at the rows of one edge alone; negative numbers cut rows off.
+        # Zeros are known, and modes that look only at the rows of one edge; negative numbers cut rows off.
         is_known = mode != "circular" and min(above, below) >= 0 and not value
         pads_twice = before is not None and (above or below)
         if not is_known or pads_twice:
@@ -312,10 +316,10 @@ class RowFunctions(TorchFunctionMode):
         return x
 
     def _take_padding(self, x: Tensor) -> RowPadding | None:
-        """The rows that a tensor was padded by; raises if another tensor was."""
+        """Return a tensor's pending row padding; refuse one that belongs to another tensor."""
         padding = self._padding
         self._padding = None
-        # Views may have folded the other dimensions since.
+        # Views may have folded the other dimensions since the padding.
         if padding is not None and padding.shape[-2:] != x.shape[-2:]:
             self._refuse_padding()
         return padding
@@ -338,7 +342,7 @@ class RowFunctions(TorchFunctionMode):
         dilations = _repeat_number(dilation, dims)
         before = self._take_padding(input)
         kernel = (weight.shape[-2] - 1) * dilations[-2] + 1
-        # It looks at no other row, so no rows travel.
+        # It looks at no other row, so no rows are sent.
         is_pointwise = (kernel, strides[-2], paddings[-2]) == (1, 1, 0) and before is None
         if is_pointwise and input.shape[-2]:
             return self._note_shape(func(input, weight, bias, stride, padding, dilation, groups))
@@ -370,12 +374,12 @@ class RowFunctions(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Queries of the strip, keys and values of all rows; attention along time is left alone."""
+        """Attend from the strip's queries to keys and values of all rows; leave attention along time as it is."""
         own = self._strip.own_height
         length = key.shape[-2]
         tokens_per_row = self._width
         if own and length != own * self._width:
-            # All frames at once.
+            # The tokens are those of all frames at once.
             tokens_per_row = self._width * self._frames
         is_of_rows = length == own * tokens_per_row
         is_of_frames = length == self._frames > 1
@@ -384,7 +388,7 @@ class RowFunctions(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         has_a_key_for_each_query = query.shape[-2] == length
-        # As many tokens as frames may be either.
+        # If there are as many tokens as frames, they may be either.
         is_known = is_of_rows and not is_of_frames and has_a_key_for_each_query
         if is_causal or not is_known:
             causally = ", causally" if is_causal else ""
@@ -392,9 +396,9 @@ class RowFunctions(TorchFunctionMode):
                 f"a coder attends to {length} tokens in {own} rows of {self._width} and {self._frames} frames"
                 f"{causally}, so that it cannot be divided by rows; use vae=whole"
             )
-        # One message for both.
+        # One message carries keys and values.
         pairs = torch.cat([key, value], dim=-1).movedim(-2, 0)
-        # Every rank must take part in the gather, also one without rows of its own.
+        # Every rank must take part in the gather, even one without rows of its own.
         gathered = self._strip.start_strip_gather(pairs, units=tokens_per_row).wait_for_tensors()
         if not own:
             return query
@@ -410,15 +414,17 @@ class RowFunctions(TorchFunctionMode):
 
 
 def _repeat_number(value: Any, dims: int) -> tuple[int, ...]:
-    """A convolution's option for each dimension, where a number stands for all."""
+    """Return a convolution's option for each dimension; a single number stands for all."""
     return (value,) * dims if isinstance(value, int) else tuple(value)
 
 
 def _extend_frame_mask(mask: Tensor, own: int, lengths: Sequence[int]) -> Tensor:
-    """The columns of a mask of frames for the tokens of all strips; `own` and `lengths` are tokens of a frame.
+    """Extend the columns of a mask of frames to the tokens of all strips.
+
+    `own` and `lengths` count tokens of a frame.
 
     Raises:
-        ModelError: if the mask tells tokens of a frame apart.
+        ModelError: if the mask differs between tokens of a frame.
     """
     # One token of each frame stands for all of its tokens.
     frames = mask[..., ::own, ::own]

@@ -2,8 +2,8 @@
 
 diffusers' own encoder and decoder run on every rank, on a strip. Operations that look beyond a pixel use the other
 strips: convolutions exchange halo rows with their neighbours, group norms share their statistics, attention gathers
-keys and values. A cache of frames has rows of the strip. Weights are whole on every rank; activations are a share.
-The idea is DistVAE's.
+keys and values. A cache of frames has the strip's rows. Weights are whole on every rank; activations are a share. The
+idea is from DistVAE.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PROVEN = frozenset({
     "AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video", "AutoencoderKLLTXVideo",
     "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan",
 })  # fmt: skip
-"""Classes whose division is under test; others are tried when they are divided first."""
+"""Classes whose division is under test; others are tried when they are first divided."""
 LEAST_UNIT = 32
-"""Rows of an image that make a row at the lowest resolution of an autoencoder whose config does not say how many do."""
+"""How many image rows make a row at an autoencoder's lowest resolution, if its config does not say it."""
 STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
 """The processors with the same result as `AttnProcessor2_0`."""
 
@@ -53,13 +53,13 @@ class ParallelVAE:
     """An autoencoder whose `encode` and `decode` are divided by rows over the ranks of an axis.
 
     Args:
-        vae: as it is on every rank; slicing and tiling work as before, and each slice or tile is divided.
-        axis: the ranks; each must make the same calls with the same images. One rank is fine.
+        vae: the same autoencoder on every rank; slicing and tiling work as before, and each slice or tile is divided.
+        axis: the ranks, which must all make the same calls with the same images. It may have one rank.
         traffic: counts what is sent, as "vae".
-        block_size: rows that a convolution makes at a time, to lower the peak further: what its kernel takes, and the
-            normalized rows that it is given; None for all.
-        gather: who gets the decoded image: "all", or "first": the others get zeros around their own rows, so that
-            what follows in a pipeline runs as before. Latents always go to all.
+        block_size: how many rows a convolution makes at a time, to lower the peak of its kernel and of its normalized
+            input rows further; None for all.
+        gather: who gets the decoded image: "all", or "first". With "first" the others get zeros around their own rows,
+            so that the rest of a pipeline runs as before. Latents always go to all.
         weights: the share of each rank of the rows or tiles, in any unit; equal by default.
 
     Raises:
@@ -90,14 +90,14 @@ class ParallelVAE:
 
     @contextmanager
     def install_forwards(self) -> Iterator[None]:
-        """Within it `vae.encode` and `vae.decode` are divided. They make no gradients.
+        """Divide `vae.encode` and `vae.decode` within the context. They make no gradients.
 
         Raises:
-            ModelError: if the autoencoder was changed since into one that cannot be divided.
+            ModelError: if the autoencoder has been changed and cannot be divided any more.
         """
         check_vae_divisible(self.vae)
         with ExitStack() as stack:
-            # Only one that tiles is left here: the check above refused all others.
+            # Only an autoencoder that tiles is left here: the check above refused all others.
             if explain_rows_refusal(self.vae) is not None:
                 install_tile_forwards(stack, self.vae, GroupLinks(self.axis, self.traffic), self.weights)
             elif self.axis.num_ranks > 1 or self.block_size is not None:
@@ -107,17 +107,17 @@ class ParallelVAE:
 
 
 def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: bool = False) -> None:
-    """Overrides the forwards of an autoencoder's coders, on the instances, until the stack is closed.
+    """Override the forwards of an autoencoder's coders, on the instances, until the stack is closed.
 
     Args:
-        first: whether the first rank alone gets what is decoded.
+        first: whether only the first rank gets decoded images.
     """
     functions = RowFunctions(strip)
     for name, coder in _iterate_coders(vae):
         gather = strip.gather_image
         unit = 1
         if name == "encoder":
-            # Latents of every strip are whole rows.
+            # The latents of every strip are whole rows.
             unit = find_row_unit(vae)
         elif first:
             gather = strip.gather_image_on_first
@@ -129,13 +129,13 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: boo
                     _divide_module(stack, module, functions, partial(run_residual_block, module, strip=strip))
         for module in coder.modules():
             if isinstance(module, Attention) and type(module.processor) in STOCK:
-                # RowFunctions divides scaled_dot_product_attention alone, which AttnProcessor does not call.
+                # RowFunctions divides only scaled_dot_product_attention, which AttnProcessor does not call.
                 override_attribute(stack, module, "processor", AttnProcessor2_0())
             elif isinstance(module, nn.SiLU) and isinstance(coder, Encoder | Decoder):
-                # It is only called on what a norm has just made, which no other module reads.
+                # It is only called on a norm's output, which no other module reads.
                 override_attribute(stack, module, "inplace", True)
             elif isinstance(module, Upsample2D) and isinstance(coder, Encoder | Decoder) and _doubles_rows(module):
-                # Halo rows travel before they are doubled.
+                # Halo rows are sent before they are doubled.
                 conv: Any = module.conv
                 _divide_module(stack, module, functions, build_strip_convolution(conv, strip, scale=2))
 
@@ -156,13 +156,13 @@ def _install_coder_forward(
             raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
         with torch.no_grad():
             if not may_be_empty and sample.shape[-2] < strip.num_ranks:
-                # Every rank codes all of it: a strip of no rows is not known to work.
+                # Every rank codes the whole sample: a strip without rows is not known to work.
                 return whole(sample, *args, **kwargs)
             own = strip.select_own_rows(sample, unit)
             with functions:
                 result = whole(own, *args, **kwargs)
             if isinstance(result, tuple):
-                # What comes with the image, as a cache of frames, stays this rank's.
+                # Results beside the image, such as a cache of frames, stay on this rank.
                 return (gather(result[0]), *result[1:])
             return gather(result)
 
@@ -175,7 +175,7 @@ def _divide_module(
     functions: RowFunctions,
     forward: Callable[[Tensor], Tensor],
 ) -> None:
-    """Overrides a module by a forward that divides its strip itself."""
+    """Override a module with a forward that divides its strip itself."""
 
     def forward_strip(x: Tensor, *_: Any, **__: Any) -> Tensor:
         with functions.pause():
@@ -191,7 +191,10 @@ def _doubles_rows(module: Upsample2D) -> bool:
 
 
 def find_row_unit(vae: Any) -> int:
-    """Rows of an image of which every strip of an encoder has a whole number, if it can: at least a row of latents."""
+    """Return the unit of image rows for an encoder's strips: at least a row of latents.
+
+    Every strip has a whole number of them if possible.
+    """
     unit = LEAST_UNIT
     for name in ("spatial_compression_ratio", "scale_factor_spatial"):
         ratio = vars(vae).get(name) or vae.config.get(name)
@@ -201,10 +204,10 @@ def find_row_unit(vae: Any) -> int:
 
 
 def check_vae_divisible(vae: Any) -> None:
-    """Refuses an autoencoder that can neither be divided by rows exactly, nor calls its coders on tiles.
+    """Refuse an autoencoder that can neither be divided by rows exactly, nor calls its coders on tiles.
 
     Raises:
-        ModelError: the message names the module that is in the way, and what would work.
+        ModelError: with a message that names the obstructing module, and what would work.
     """
     reason = explain_rows_refusal(vae)
     if reason is None or getattr(vae, "use_tiling", False):
@@ -218,7 +221,10 @@ def check_vae_divisible(vae: Any) -> None:
 
 
 def explain_rows_refusal(vae: Any) -> str | None:
-    """Why an autoencoder cannot be divided by rows exactly, or None; one that was changed is tried again."""
+    """Return why an autoencoder cannot be divided by rows exactly, or None.
+
+    One that was changed is tried again.
+    """
     structure = _describe_structure(vae)
     # A proof decodes and encodes, so it is made once for each structure.
     if vae in _checked and _checked[vae][0] == structure:
@@ -247,11 +253,11 @@ def _check_rows(vae: Any, structure: Structure) -> None:
 
 Structure = list[tuple[Any, ...]]
 _checked: weakref.WeakKeyDictionary[Any, tuple[Structure, str | None]] = weakref.WeakKeyDictionary()
-"""The structure of each autoencoder that was checked, and why it is not divisible by rows."""
+"""The structure of each checked autoencoder, and why it is not divisible by rows."""
 
 
 def _describe_structure(vae: nn.Module) -> Structure:
-    """The modules of the coders, with what may be replaced on them."""
+    """Return the modules of the coders, with their replaceable parts."""
     structure: Structure = []
     for part, coder in _iterate_coders(vae):
         for name, module in coder.named_modules(prefix=part):
@@ -264,7 +270,7 @@ def _describe_structure(vae: nn.Module) -> Structure:
 
 
 def _iterate_coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The encoder and the decoder, as far as they are there: some users drop the encoder."""
+    """Yield the encoder and the decoder if they are there: some users drop the encoder."""
     for name in ("encoder", "decoder"):
         coder = getattr(vae, name, None)
         if coder is not None:
@@ -272,7 +278,7 @@ def _iterate_coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _find_module_refusal(module: nn.Module) -> str | None:
-    """Why a module cannot be divided, and what would help; None if nothing is known against it."""
+    """Return why a module cannot be divided, and what would help; None if nothing speaks against it."""
     if "forward" in vars(module):
         return "its forward is replaced; remove the hook that offloads or casts it"
     if isinstance(module, Attention) and type(module.processor) not in STOCK:

@@ -1,4 +1,4 @@
-"""Shows that an autoencoder is divided exactly: small latents are decoded, and encoded again, by ranks in threads."""
+"""The proof that an autoencoder is divided exactly: ranks in threads decode small latents and encode them again."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from ditile.plan.errors import ModelError, describe_class_and_text
 
 WEIGHTS = (1.0, 1.0)
 ROWS = 5
-"""Rows of the latents that are decoded; the ranks do not divide them."""
+"""Rows of the decoded latents; the number of ranks does not divide them."""
 COLUMNS = 4
 FRAMES = 2
 TOLERANCE = 1e-4
-"""Of the largest value, in float32; an autoencoder that looks beyond its rows differs by 1e-2 or more."""
+"""The allowed share of the largest value, in float32; an autoencoder that looks beyond its rows differs by 1e-2 or
+more."""
 
 Install = Callable[[ExitStack, Any, Strip], None]
 
 
 def prove_rows(vae: Any, install: Install) -> None:
-    """Compares an autoencoder with its division by rows.
+    """Compare an autoencoder with its division by rows.
 
     Args:
-        vae: with its weights.
-        install: (stack, autoencoder, strip) -> divides it until the stack is closed.
+        vae: the autoencoder with its weights.
+        install: called with (stack, autoencoder, strip), divides it until the stack is closed.
 
     Raises:
-        ModelError: if it cannot be called on small latents, or differs.
+        ModelError: if it cannot be called on small latents, or the results differ.
     """
     class_name = type(vae).__name__
     twin = copy.deepcopy(vae).float().cpu()
@@ -55,10 +56,10 @@ def prove_rows(vae: Any, install: Install) -> None:
 
 
 def _compare(vae: Any, install: Install, name: str, call: Callable[[Any], Tensor], expected: Tensor) -> None:
-    """Raises `ModelError` if a rank that has a part of the rows makes something else of a call than the whole does."""
+    """Raise `ModelError` if a rank with a part of the rows gets another result than the whole."""
     for result in simulate_ranks(vae, install, WEIGHTS, call):
         difference = float((result - expected).abs().max() / expected.abs().max())
-        # Written so that NaN is refused too.
+        # The condition is written so that NaN is refused too.
         if not difference <= TOLERANCE:
             raise ModelError(
                 f"{type(vae).__name__}.{name} by rows differs from the whole by {difference:.1e} of the largest "
@@ -72,14 +73,14 @@ def simulate_ranks(
     weights: tuple[float, ...],
     call: Callable[[Any], Tensor],
 ) -> list[Tensor]:
-    """What each of several ranks makes in a call of its copy of an autoencoder, which shares the weights.
+    """Return the result of a call on each of several ranks, whose copies of an autoencoder share the weights.
 
     Args:
         vae, install, call: see `prove_rows`.
         weights: the share of each rank, in any unit.
 
     Raises:
-        ModelError: what a rank runs into.
+        ModelError: if a rank fails.
     """
 
     def run(rank: ThreadRank) -> Tensor:
@@ -109,7 +110,7 @@ def _make_latents(vae: Any) -> Tensor:
     if any(isinstance(module, nn.Conv3d) for module in vae.modules()):
         shape.insert(2, FRAMES)
     generator = torch.Generator().manual_seed(0)
-    # Brighter below than above, so that statistics of a part are not the statistics of the whole.
+    # They are brighter below than above, so that statistics of a part are not the statistics of the whole.
     return torch.randn(shape, generator=generator) + torch.linspace(0, 2, ROWS)[:, None]
 
 

@@ -1,10 +1,10 @@
 """Tiles of an autoencoder that cannot be divided by rows: each rank codes some of them, and all get the rest.
 
-diffusers calls a coder on one tile after the other, and blends them at the end. Here the coder of another rank's tile
-returns at once, with a tensor that is yet to arrive, and the first operation that reads it waits. So all ranks code
-their own tiles at the same time, and the result equals the tiled call on one rank. A tile goes to the rank that would
-finish it first, by the weights of the ranks. An autoencoder that blends each tile before it codes the next would wait
-for one rank after the other: correct, but no faster.
+diffusers calls a coder on one tile after the other, and blends them at the end. Here the coder returns another rank's
+tile at once, with a tensor that is yet to arrive, and the first operation that reads it waits. So all ranks code their
+own tiles at the same time, and the result equals the tiled call on one rank. A tile goes to the rank that would finish
+it first, by the weights of the ranks. If an autoencoder blends each tile before it codes the next, ranks wait for each
+other in turn: the result is correct, but no faster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Arriving(NamedTuple):
 
 
 class ArrivingTiles(TorchFunctionMode):
-    """Operations wait for the tiles that they read."""
+    """A mode in which operations wait for the tiles that they read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,15 +44,15 @@ class ArrivingTiles(TorchFunctionMode):
         self._sent: list[PendingRows] = []
 
     def expect_tile(self, tile: Tensor, message: PendingRows) -> None:
-        """A tile that has memory and no content yet."""
+        """Register a tile whose memory has no content yet."""
         self._arriving[id(tile)] = _Arriving(tile, message)
 
     def keep_sent(self, message: PendingRows) -> None:
-        """A message that is under way."""
+        """Keep a message that is under way."""
         self._sent.append(message)
 
     def wait_for_all(self) -> None:
-        """Waits for tiles that nothing has read, and for what was sent."""
+        """Wait for tiles that nothing has read, and for the sent messages."""
         for key in list(self._arriving):
             self._receive(key)
         for message in self._sent:
@@ -65,7 +65,7 @@ class ArrivingTiles(TorchFunctionMode):
         tile.copy_(content)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Receives what the operation is given."""
+        """Receive the tiles among the operation's arguments, then run it."""
         if self._arriving:
             for tensor in list_tensors((args, kwargs)):
                 if id(tensor) in self._arriving:
@@ -74,14 +74,14 @@ class ArrivingTiles(TorchFunctionMode):
 
 
 class SharedCoder:
-    """An encoder or a decoder that is called on tiles in the same order by every rank.
+    """An encoder or a decoder that every rank calls on the same tiles in the same order.
 
     Args:
-        coder: as it is on every rank.
-        meta: the same without weights.
-        links: to the other ranks.
+        coder: the coder, the same on every rank.
+        meta: the same coder without weights.
+        links: the links to the other ranks.
         weights: the share of each rank, in any unit.
-        tiles: those under way.
+        tiles: the tiles under way.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class SharedCoder:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Forgets the tiles of the call before."""
+        """Forget the tiles of the previous call."""
         self._assigned_numbers = [0] * self._links.num_ranks
 
     def code_tile(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The result of a tile, or a tensor that is yet to arrive."""
+        """Return the result of a tile, or a tensor that is yet to arrive."""
         if torch.is_grad_enabled() and sample.requires_grad:
             raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
         links = self._links
@@ -110,21 +110,21 @@ class SharedCoder:
             if owner != links.index:
                 shape = self._find_shape(sample, args, kwargs)
                 message = links.start_exchange([], [(owner, shape)], sample)
-                # The message has a buffer of its own: it is copied into the tile when an operation first reads it.
+                # The message has its own buffer, which is copied into the tile when an operation first reads it.
                 tile = sample.new_empty(shape)
                 self._tiles.expect_tile(tile, message)
                 return tile
             result = self._forward(sample, *args, **kwargs)
             if not isinstance(result, Tensor) or result.dtype != sample.dtype:
                 raise ModelError(f"{self._name} does not make one tensor of the type of a tile; use vae=whole")
-            # A copy, because tiles are blended in place while the message is under way.
+            # A copy is sent, because tiles are blended in place while the message is under way.
             sent = result.clone(memory_format=torch.contiguous_format)
             others = [(peer, sent) for peer in range(links.num_ranks) if peer != owner]
             self._tiles.keep_sent(links.start_exchange(others, [], sent))
             return result
 
     def _choose_owner(self, numbers: int) -> int:
-        """The rank that would finish a tile of so many numbers first, after the tiles that it already has."""
+        """Return the rank that would finish a tile of `numbers` first, after its earlier tiles."""
         ends = []
         for assigned, weight in zip(self._assigned_numbers, self._weights, strict=True):
             ends.append((assigned + numbers) / weight)
@@ -142,12 +142,12 @@ class SharedCoder:
         return self._shapes[key]
 
     def _move_to_meta(self, x: Tensor) -> Tensor:
-        # The twin may have another dtype than the coder, which was cast since.
+        # The twin may have another dtype than the coder, which may have been cast since.
         return x.to("meta", next(self._meta.parameters()).dtype)
 
 
 def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks, weights: tuple[float, ...]) -> None:
-    """Distributes the tiles of an autoencoder's calls, on the instance, until the stack is closed.
+    """Distribute the tiles of an autoencoder's calls, on the instance, until the stack is closed.
 
     Args:
         weights: the share of each rank, in any unit; one that is too slow for any tile has none.
@@ -169,7 +169,7 @@ def _wrap_call(call: Callable[..., Any], shared: SharedCoder, tiles: ArrivingTil
         shared.begin_call()
         with tiles:
             result = call(*args, **kwargs)
-        # The caller may read tiles that no operation has read.
+        # The caller may read tiles that no operation has read, so all must have arrived.
         tiles.wait_for_all()
         return result
 
