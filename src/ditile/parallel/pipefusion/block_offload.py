@@ -234,7 +234,7 @@ class BlockOffload:
         return sum(self._copies.count_allocated_bytes(block.count_bytes()) for block in self._blocks.values())
 
     def pack_weights(self) -> None:
-        """Move weights that changed since the last time to memory from which copies can be started."""
+        """Move weights that have changed to memory from which copies can start."""
         for block in self._blocks.values():
             block.pack_weights()
 

@@ -98,7 +98,7 @@ class BlendIterations:
         self._dry.now.dry.blended_step = None
 
     def restore_first_latents(self) -> Iterator[Tensor]:
-        """Make the pipeline blend its first latents again after a rehearsal, and check that they are as before."""
+        """Make the pipeline blend its first latents again after a rehearsal, and check that nothing changed."""
         # The latents that an iteration passes on are seen in the next one.
         yield from self.iterate_timesteps(0)
         yield from self.iterate_timesteps(0)

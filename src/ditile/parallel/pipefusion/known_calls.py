@@ -206,7 +206,7 @@ class KnownCalls:
         return [call for (call_shapes, _), call in self._calls.items() if call_shapes == shapes]
 
     def keep_call(self, shapes: Hashable, call: KnownCall) -> None:
-        """Keep a call whose steps were made, as the newest."""
+        """Keep a completed call as the newest."""
         key = (shapes, call.calls)
         self._calls[key] = call
         self._calls.move_to_end(key)

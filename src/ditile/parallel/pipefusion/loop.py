@@ -4,8 +4,8 @@
 asynchronous one M times. `scheduler.step` steps only the current patch. Whatever the pipeline does in between
 (guidance, casts, concatenation) happens in its own code on full-size tensors.
 
-A pipeline may step other latents with other schedulers in the same iteration, as the latents of a sound with a copy of
-its scheduler. Their pieces are found, stepped and sent in the same way: a patch without any of them steps none.
+A pipeline may step other latents with other schedulers in the same iteration, such as the latents of a sound with a
+copy of its scheduler. Their pieces are found, stepped and sent in the same way: a patch without any of them steps none.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from ditile.plan.schedule import MicroStep, OpKind, PatchSchedule
 
 
 class Loop:
-    """Drives the scheduler of a pipeline in micro-steps.
+    """The loop that drives a pipeline's scheduler in micro-steps.
 
     Args:
         pipefusion: this rank's stage.
-        mesh: for agreements and the final broadcast.
-        plan: patches and warmup.
+        mesh: the groups for agreements and the final broadcast.
+        plan: the patches and the warmup.
         split: how ranks split the tokens.
-        kept_buffers: memory in which keys and values stay from call to call, as recorded calls read them there.
+        kept_buffers: memory in which keys and values stay from call to call, where recorded calls read them.
         may_change: whether the pipeline calls another model, or one in another mode, in some steps.
-        serial_plan: of calls in which the warmup group rests; None where it never does.
+        serial_plan: the plan for calls in which the warmup group rests; None if it never does.
 
     Attributes:
         when_over: called after the last step.
         lets_group_rest: whether the warmup group rests in the next call.
-        call_shapes: of the next call, see `describe_call_shapes`.
+        call_shapes: the shapes of the next call, see `describe_call_shapes`.
         has_timed_guidance: whether the next call may call the model more often in some steps.
         recorder: records the model's calls of the next call, or says why it does not.
-        forecasts: makes the predictions of steps of the next call in which the model is not called, if there are any.
+        forecasts: predicts for the next call in the steps in which the model is not called, if there are any.
         generation: the current one; not under way outside of the pipeline's loop.
-        num_steps: of the current generation; fewer once ranks have agreed to end early.
+        num_steps: the steps of the current generation; fewer once ranks have agreed to end early.
         is_stepping_rank: whether this rank steps the scheduler with the model's predictions.
     """
 
@@ -122,7 +122,7 @@ class Loop:
     def install_scheduler_hooks(
         self, stack: ExitStack, pipe: Any, divided: Collection[nn.Module], batch: BatchShare, callbacks: StepCallbacks
     ) -> None:
-        """Overrides the schedulers that a pipeline has now, and their copies, until the stack is closed.
+        """Override the pipeline's present schedulers, and their copies, until the stack is closed.
 
         Args:
             divided: the models whose calls are divided.
@@ -143,14 +143,14 @@ class Loop:
         stack.callback(self._leave_pipeline)
 
     def _watch_method(self, scheduler: Any, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """The override of a scheduler's method; a copy that is made before the loop has it too."""
+        """Return the override of a scheduler's method; copies made before the loop have it too."""
         if name == "set_timesteps":
             return WatchedMethod(self._set_timesteps, stock)
         override = self._step_scheduler if name == "step" else self._scale_model_input
 
         def watch_copy(copied: Callable[..., Any]) -> Callable[..., Any]:
             owner = getattr(copied, "__self__", None)
-            # A copy that is made during the loop, as by a callback, is not the pipeline's.
+            # A copy that is made during the loop, for example by a callback, is not the pipeline's.
             if owner is None or self.generation.is_under_way:
                 return copied
             return self._watch_method(owner, name, copied)
@@ -159,17 +159,17 @@ class Loop:
 
     @property
     def _changes_calls(self) -> bool:
-        """Whether the pipeline may call its models differently in some steps."""
+        """Return whether the pipeline may call its models differently in some steps."""
         return self._may_change or self.has_timed_guidance
 
     @property
     def _rehearses_changes(self) -> bool:
-        """Whether there is something to rehearse although latents are whole: keys are stale under DistriFusion."""
+        """Return whether whole latents need a rehearsal too, because keys are stale under DistriFusion."""
         return self._plan.distrifusion > 1 and (self._changes_calls or self._plan.references is not None)
 
     @property
     def closing_step(self) -> int | None:
-        """The step whose last micro-step was just done; None within a step, or where nothing was computed."""
+        """Return the step that just ended; None within a step, or if nothing was computed."""
         now = self.generation
         if now.is_dry or not self._schedule.is_last_of_step(now.micro_step):
             return None
@@ -177,14 +177,14 @@ class Loop:
 
     @property
     def num_images(self) -> int | None:
-        """Images of this replica; None before the first step ended."""
+        """Return the number of this replica's images; None before the first step ended."""
         if self._main is None or self._main.latents is None:
             return None
         return int(self._batch.view_own_images(self._main.latents).shape[0])
 
     @property
     def taken_warmup(self) -> tuple[list[int], str]:
-        """The steps of the last generation that were synchronous, and how they ran."""
+        """Return the synchronous steps of the last generation, and how they ran."""
         schedule = getattr(self, "_schedule", None)
         if schedule is None:
             raise StateError("the loop of this pipeline was not found; call it as it is, without parallelize")
@@ -192,11 +192,11 @@ class Loop:
         return [self._computed_steps[step] for step in synchronous], schedule.mode
 
     def forget_constants(self) -> None:
-        """Forgets what was constant: a callback may have changed it."""
+        """Forget what was constant, because a callback may have changed it."""
         self.generation.memory.forget_constants()
 
     def drop_generation(self) -> None:
-        """Forgets the generation, and the messages that one leaves if it ends with an error."""
+        """Forget the generation, and its unsent messages if it ended with an error."""
         if self.generation.is_under_way:
             self._pipefusion.end_generation(clean=False)
         self.generation.become(Generation())
@@ -211,32 +211,32 @@ class Loop:
                 del self._scheduler.timesteps
 
     def _leave_pipeline(self) -> None:
-        """Drops what belongs to the call, which this object outlives."""
+        """Drop everything that belongs to the call, because this object outlives it."""
         self.drop_generation()
         del self._pipe, self._scheduler, self._batch, self._callbacks
 
     def _set_timesteps(self, stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self.drop_generation()
         stock(*args, **kwargs)
-        # A user's object around a scheduler forwards the scheduler's timesteps, and has none itself.
+        # A user's object around a scheduler forwards the scheduler's timesteps, but has none itself.
         self._owns_timesteps = "timesteps" in vars(self._scheduler)
         self._plain_timesteps = self._scheduler.timesteps
         self._scheduler.timesteps = StepTimesteps.wrap_timesteps(self._plain_timesteps, self.iterate_micro_steps)
 
-    # One iteration of the pipeline's loop
+    # The methods below run one iteration of the pipeline's loop.
 
     def make_count_steps(self, stack: ExitStack, pipeline_call: Callable[..., Any]) -> Callable[..., Any]:
-        """A pipeline's `__call__` in which `enumerate` counts steps, not micro-steps.
+        """Return a pipeline's `__call__` in which `enumerate` counts steps, not micro-steps.
 
         Pipelines index sigmas and timesteps by that number, and compare it with the number of steps. The blocks of a
-        modular pipeline count so until the stack is closed.
+        modular pipeline count in the same way until the stack is closed.
         """
         if not self._divides_latents and not self._rehearses_changes:
             return pipeline_call
         return replace_call_globals(stack, self._pipe, pipeline_call, {"enumerate": self._enumerate_steps})
 
     def _enumerate_steps(self, iterable: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
-        """`enumerate`, which numbers the timestep of a micro-step by its step."""
+        """Enumerate like `enumerate`, but number the timestep of a micro-step by its step."""
         for count, item in enumerate(iterable, start):
             number = count
             # Timesteps are known by identity: they may come through a progress bar.
@@ -246,14 +246,17 @@ class Loop:
 
     @property
     def _shown_step(self) -> int:
-        """The step that the pipeline takes this iteration for: latents are blended in the step before theirs."""
+        """Return the step in which the pipeline believes to be.
+
+        Latents are blended in the step before theirs.
+        """
         blended_step = self.generation.dry.blended_step
         if blended_step is None:
             return self.generation.loop_step
         return blended_step - 1
 
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
-        """Yields the timestep of each micro-step, and does between them what the schedule says.
+        """Yield the timestep of each micro-step, and do the schedule's work between them.
 
         If the pipeline asks for the second one before it has called the model, it gets the other timesteps as they are.
         """
@@ -262,14 +265,14 @@ class Loop:
         saved = SavedState(self._pipe, self._callbacks.generators)
         main = SteppedLatents(self._scheduler, type(self._pipe).__name__)
         self._main = main
-        # A rehearsal finds the streams, each when it is first stepped.
+        # A rehearsal finds the streams, each when it is first stepped, so the list begins empty.
         needs_rehearsal = self._has_partial_latents or self._rehearses_changes
         self._streams = [] if needs_rehearsal else [main]
         dry = DryIterations(generation, self._streams, type(self._pipe).__name__)
         if needs_rehearsal:
             yield from self._rehearse(dry, timesteps)
             if not self._streams:
-                # Nothing is restored: this was no rehearsal, but the pipeline's first iteration.
+                # Nothing is restored, because this was not a rehearsal but the pipeline's first iteration.
                 self._finish_generation(stopped=False)
                 yield from timesteps[1:]
                 return
@@ -347,7 +350,10 @@ class Loop:
         self._callbacks.on_loop_begin(len(timesteps))
 
     def _rehearse(self, dry: DryIterations, timesteps: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The rehearsal before the first step; no stream is found if the pipeline calls no model in its loop."""
+        """Run the rehearsal before the first step.
+
+        It finds no stream if the pipeline calls no model in its loop.
+        """
         now = self.generation
         # Which model is called in a step may depend on its timestep.
         times = tuple(map(float, timesteps)) if self._changes_calls else None
@@ -363,7 +369,7 @@ class Loop:
             self._apply_findings()
 
     def _apply_findings(self) -> None:
-        """The schedule, the streams and the channels follow from what the rehearsal found."""
+        """Set up the schedule, the streams and the channels from the findings of the rehearsal."""
         now = self.generation
         findings = now.findings
         if self._serial_plan is not None and self._schedule.warmup_group_size and now.shares.warmup_split is None:
@@ -388,17 +394,17 @@ class Loop:
             self._schedule = replace(self._schedule, uneven_latents=uneven)
         if findings.reads_latents_everywhere:
             self._schedule = replace(self._schedule, shares_latents=True)
-            # No message is under way here, and all stages have found the same, so they can open channels.
+            # No message is under way here, and all stages have the same findings, so they can open channels.
             self._pipefusion.share_latents(self._batch.view_own_images(self._streams[0].sample).device)
 
     def _plan_computed_steps(self) -> None:
-        """Which steps of the loop compute: from here on micro-steps count these alone."""
+        """Decide which steps of the loop compute; from here on micro-steps count only these."""
         if self.forecasts is None:
             return
         planned = self.forecasts.begin_generation(self.num_steps)
         findings = self.generation.findings
         if planned is not None:
-            # Where the model changes there is no output of it that could be continued.
+            # If the model changes, it has no earlier output that could be continued.
             self._computed_steps = sorted({0} | set(planned) | findings.changed_steps)
             self._schedule = replace(self._schedule, steps=len(self._computed_steps))
         elif self._has_partial_latents or self._schedule.has_stale_steps:
@@ -414,14 +420,14 @@ class Loop:
         self._schedule = replace(self._schedule, again=findings.changed_steps)
 
     def _find_run(self, step: int) -> range:
-        """The steps of the loop from one that computes to the last before the next one that does."""
+        """Return the steps of the loop from a computed one up to the next computed one."""
         following = self.num_steps
         if step + 1 < len(self._computed_steps):
             following = self._computed_steps[step + 1]
         return range(self._computed_steps[step], following)
 
     def _list_iterations(self, step: int) -> list[tuple[MicroStep, int]]:
-        """The micro-steps of a step that computes, and of the steps after it, with the step of the loop."""
+        """List the micro-steps of a computed step and the steps after it, with the step of the loop."""
         micro_steps = self._schedule.list_micro_steps(step)
         iterations: list[tuple[MicroStep, int]] = []
         if step in self._schedule.late:
@@ -435,7 +441,7 @@ class Loop:
 
     @property
     def _precedes_call(self) -> bool:
-        """Whether the model is called in the iteration after this one."""
+        """Return whether the model is called in the next iteration."""
         now = self.generation
         # In a late step all patches end one step of the loop before any begins the next one.
         if now.micro_step.step in self._schedule.late and not self._schedule.is_last_of_step(now.micro_step):
@@ -443,13 +449,13 @@ class Loop:
         return now.loop_step == self._run[-1]
 
     def _needs_whole_steps(self, run: range) -> bool:
-        """Whether all patches must end each of these steps before one begins the next."""
+        """Return whether all patches must end each of these steps before one begins the next."""
         if any(stream.is_blended or stream.is_custom for stream in self._streams):
             return True
         return any(map(self._callbacks.wants_latents, run[:-1]))
 
     def _drive_dry_iterations(self, timesteps: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yields a timestep again if the pipeline was interrupted before it had stepped its schedulers."""
+        """Yield a timestep again if the pipeline was interrupted before it had stepped its schedulers."""
         for timestep in timesteps:
             self._begin_iteration(timestep)
             yield timestep
@@ -462,7 +468,7 @@ class Loop:
         self._other_models.begin_iteration()
 
     def _begin_step(self, step: int) -> None:
-        """Starts to agree on stopping; the agreement of the step before says whether this step is the last."""
+        """Start the vote on stopping; the vote of the step before decides whether this is the last."""
         self._run = self._find_run(step)
         if self._agreement.begin_step() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
@@ -473,7 +479,7 @@ class Loop:
         self._pipefusion.prepare_step(step, self._schedule)
 
     def _run_micro_step(self, micro: MicroStep, loop_step: int) -> Iterator[Tensor]:
-        """One micro-step: yields until the pipeline has stepped its schedulers."""
+        """Yield a micro-step's timestep until the pipeline has stepped its schedulers."""
         now = self.generation
         if micro != now.micro_step or now.loop_step == 0:
             now.enter_micro_step(micro)
@@ -491,23 +497,23 @@ class Loop:
             yield timestep
             was_interrupted = self._note_interrupt()
             if not self._is_stepped and not was_interrupted:
-                # The first iteration without a call of the model: this loop denoises nothing.
+                # This first iteration did not call the model: this loop does not denoise anything.
                 if micro == self._schedule.list_micro_steps(0)[0] and not self.generation.branch:
                     return
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
 
     @property
     def _is_stepped(self) -> bool:
-        """Whether all schedulers were stepped in this micro-step."""
-        # A list, as a generator is resumed for each stream, several times in each micro-step.
+        """Return whether all schedulers were stepped in this micro-step."""
+        # A list is faster: a generator is resumed for each stream, several times in each micro-step.
         return all([stream.is_stepped for stream in self._streams])
 
     def _exchange_latents(self, micro: MicroStep) -> None:
-        """Sends and receives the latents of the step before, before the model is called in a micro-step."""
+        """Exchange the latents of the step before, ahead of a micro-step's call of the model."""
         for stream in self._streams:
             stream.release_patches(self._schedule.list_patches(micro))
         fusion = self._pipefusion
-        # Where a callback wanted the whole latents, every rank has them already, and messages are only received.
+        # If a callback wanted the whole latents, every rank already has them, and messages are only received.
         writes = self._synced != self._computed_steps[micro.step] - 1
         if fusion.takes_latents:
             fusion.bring_latents(self._list_own_latents(), micro, is_news=writes)
@@ -533,7 +539,7 @@ class Loop:
         return own
 
     def _note_interrupt(self) -> bool:
-        """Holds back `pipe._interrupt` until all ranks agree on the last step; returns whether it was set."""
+        """Hold back `pipe._interrupt` until all ranks agree on the last step; return whether it was set."""
         if not getattr(self._pipe, "_interrupt", False):
             return False
         self._pipe._interrupt = False
@@ -541,9 +547,9 @@ class Loop:
         return True
 
     def _finish_generation(self, *, stopped: bool) -> None:
-        # All agreements are collective: those under way are waited for before anything may raise.
+        # All agreements are collective: those under way must end before anything may raise.
         is_cancelled = self._agreement.wait_for_votes()
-        # Pipelines without `interrupt` would never set it back, and end the next call too.
+        # Pipelines without `interrupt` would never reset it, and the next call would end too.
         if stopped and not is_cancelled and hasattr(type(self._pipe), "interrupt"):
             self._pipe._interrupt = True
         self._pipefusion.end_generation(clean=True)
@@ -558,10 +564,12 @@ class Loop:
         self._batch.end_generation()
         self._agreement.check_outcome(self.num_steps)
 
-    # The scheduler
+    # The methods below stand for those of the scheduler.
 
     def _find_stream(self, scheduler: Any) -> SteppedLatents | None:
-        """What a scheduler steps; None where its own method will do: outside of the loop, or where latents are whole.
+        """Return the latents that a scheduler steps, or None if its own method is enough.
+
+        That is so outside of the loop, and for whole latents.
 
         Raises:
             StateError: if the pipeline's own scheduler is stepped outside of the loop, or another one for the first
@@ -597,7 +605,7 @@ class Loop:
             if known_stream is not None and known_stream.scheduler is scheduler:
                 stream = known_stream
                 break
-        # Where latents are whole, the scheduler itself is stepped.
+        # If latents are whole, the scheduler itself is stepped.
         if stream is None or not (self._has_partial_latents or self.generation.is_dry):
             return stock(sample, *args, **kwargs)
         patches: Sequence[int] = range(1)
@@ -628,22 +636,23 @@ class Loop:
         return result
 
     def _step_partial_latents(self, stream: SteppedLatents, call: StepCall, *, is_again: bool) -> Any:
-        """Steps the patches of this micro-step on the last stage, and exchanges latents for the next one."""
+        """Step the patches of this micro-step on the last stage, and exchange latents for the next one."""
         micro = self.generation.micro_step
         stream.copy_new_latents(call.sample, self.generation, synced=self._synced)
         make_step = self._step_patches if self.is_stepping_rank else self._step_on_corner
         result = make_step(stream, call)
         stream.is_stepped = True
-        # Messages have one order whatever a micro-step brings: sends wait until all streams are stepped.
+        # Messages have one order whatever a micro-step brings, so sends wait until all streams are stepped.
         is_stepped = self._is_stepped
-        # What stands between a step that computes and the next one is of no use to other stages.
+        # Latents between a computed step and the next one are of no use to other stages.
         if is_stepped and self.generation.loop_step == self._run[-1] and self.is_stepping_rank:
             self._send_denoised_patches(micro)
         if self._schedule.is_last_of_step(micro):
             self._get_copies(stream).sync_step_index(stream.scheduler)
             self._end_step(stream, self.generation.loop_step, call.timestep, is_again=is_again)
-        # Latents for the next micro-step are received now, so that what the pipeline computes from the latents it gets
-        # has them. All streams are received at once: on the last stage with its sends, elsewhere with the first stream.
+        # Latents for the next micro-step are received now, so that whatever the pipeline computes from its latents
+        # includes them. All streams are received at once: on the last stage with its sends, elsewhere with the first
+        # stream.
         following = self._schedule.find_following(micro)
         if following is not None and self._precedes_call:
             stream.release_patches(self._schedule.list_patches(following))
@@ -657,7 +666,7 @@ class Loop:
     def _step_whole_latents(
         self, stream: SteppedLatents, stock: Callable[..., Any], call: StepCall, *, is_again: bool
     ) -> Any:
-        """Steps all of the latents with the scheduler itself, or with what the user has in place of its method."""
+        """Step all latents with the scheduler's own method, or with the user's replacement for it."""
         step = self.generation.loop_step
         drives_loop = stream is self._main
         driving_timesteps = self._scheduler.timesteps
@@ -679,19 +688,19 @@ class Loop:
         return replace_latents(result, stream.latents, complete)
 
     def _note_dry_step(self, stream: SteppedLatents, call: StepCall) -> Any:
-        """Notes where the prediction of a dry iteration is NaN; the latents stay as they are."""
+        """Note where the prediction of a dry iteration is NaN, without changing the latents."""
         now = self.generation
         blended_step = now.dry.blended_step
         if blended_step is None:
             stream.note_rehearsal(call.prediction, call.sample, is_cut=self._has_partial_latents)
-        # Each rehearsal is a first step, before which nothing but latents was made.
+        # Each rehearsal is a first step, before which only latents were made.
         extra = dict(call.extra)
         for place, value in call.extra.items():
             if isinstance(value, PatchExtra):
                 extra[place] = None
         zeros = replace(call, prediction=torch.zeros_like(call.prediction), extra=extra)
         result = self._get_copies(stream).step_on_corner(zeros, call.sample, closes=False)
-        # The pipeline may set the index back, or ask for the noise of the next step.
+        # The pipeline may set the index back, or ask for the noise of the next step, so the index is set here.
         if blended_step is None:
             stream.set_step_index(now.micro_step.step + 1)
         else:
@@ -702,7 +711,8 @@ class Loop:
         return replace_latents(result, stream.hand_on(is_dry=True), complete)
 
     def _complete_step_extras(self, extras: Sequence[Any], *, is_last: bool) -> list[Any]:
-        """What a step made besides latents: of all images after the last step, of this replica's images before."""
+        """Return a step's results besides latents: after the last step of all images, before that only of this
+        replica's."""
         if not is_last:
             return list(extras)
         complete = []
@@ -720,7 +730,7 @@ class Loop:
         stream.stepped_patches.clear()
         for patch in self._schedule.list_patches(micro):
             piece = stream.pieces[patch]
-            # A patch may have none of these latents, as of a sound, which belongs to the first one.
+            # A patch may have none of these latents, for example of a sound, which belongs to the first patch.
             if piece.is_empty:
                 copies.skip_patch(patch, call, stream.latents.device)
                 continue
@@ -738,7 +748,7 @@ class Loop:
         return result
 
     def _send_denoised_patches(self, micro: MicroStep) -> None:
-        """Sends the patches of a micro-step to the stages that read latents, patch after patch."""
+        """Send a micro-step's patches to the stages that read latents, patch after patch."""
         for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
             if op.kind is not OpKind.SEND_STEPPED_PATCH:
                 continue
@@ -751,12 +761,12 @@ class Loop:
             stream.stepped_patches.clear()
 
     def _step_on_corner(self, stream: SteppedLatents, call: StepCall) -> Any:
-        """Counts a step on a rank that denoises nothing."""
+        """Count a step on a rank that does not denoise."""
         assert stream.latents is not None
         closes = self._schedule.is_last_of_step(self.generation.micro_step)
         result = self._get_copies(stream).step_on_corner(call, stream.latents, closes=closes)
         stepped = extract_sample(result)
-        # A user's own scheduler got all of the latents.
+        # A user's own scheduler got all of the latents, so it may change their size.
         if stream.is_custom:
             check_size(stream.scheduler, stream.latents, stepped)
         # The scheduler may return another dtype, which messages will have too.
@@ -764,7 +774,7 @@ class Loop:
         return result
 
     def _end_step(self, stream: SteppedLatents, step: int, timestep: Any, *, is_again: bool) -> None:
-        """Ends a step: the whole latents go to every rank after the last step, and where a callback wants them."""
+        """End a step; after the last step, or if a callback wants them, gather the whole latents."""
         assert stream.latents is not None
         is_last = step == self.num_steps - 1
         if self.is_stepping_rank:
@@ -781,10 +791,10 @@ class Loop:
             self._callbacks.on_step_end(step, timestep, stream.latents)
 
     def _gather_latents(self, stream: SteppedLatents, kind: str) -> None:
-        """Brings the whole latents to every rank."""
+        """Bring the whole latents to every rank."""
         assert stream.latents is not None
         stream.release_patches(range(self._schedule.patches))
-        # Over the replicas first, so that the broadcast along the stages carries all images.
+        # The replicas come first, so that the broadcast along the stages carries all images.
         if self._pipefusion.is_last_stage:
             stream.latents = self._batch.gather_latents(stream.latents)
         stages = self._mesh["pipefusion"]
@@ -800,5 +810,5 @@ class Loop:
 
 
 def _stand_for_extras(extras: Sequence[Any]) -> list[Any]:
-    """What stands for the values that a step made of a patch besides latents."""
+    """Return placeholders for a step's results besides latents."""
     return [PatchExtra(index) for index in range(len(extras))]

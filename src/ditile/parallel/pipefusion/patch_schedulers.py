@@ -1,8 +1,8 @@
 """One deep copy of the stock scheduler per patch: no scheduler is rewritten, and multistep history stays correct.
 
 A stochastic scheduler is detected, not listed: if the first step of a generation moves a random generator, every patch
-is stepped on the full tensors from the same saved state and only its slice is kept, which is what the plain pipeline
-draws. A user's own scheduler is treated the same way, as it may compute statistics of a whole prediction.
+is stepped on the full tensors from the same saved state and only its slice is kept, so that it has the plain pipeline's
+noise. A user's own scheduler is treated the same way, because it may compute statistics of a whole prediction.
 `StepTimesteps` are the timesteps that a pipeline iterates, or slices, and that yield micro-steps.
 """
 
@@ -29,7 +29,7 @@ OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 
 
 Place = int | str
-"""Where a call has an argument: the number of a positional one, or the name of a keyword."""
+"""The place of an argument in a call: the number of a positional one, or the name of a keyword."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class StepCall:
     """A call of a scheduler's `step`, with its arguments where the pipeline put them.
 
     Attributes:
-        prediction, timestep, sample: what is stepped.
-        places: where the call has these three.
+        prediction, timestep, sample: the three arguments of every step.
+        places: the places of these three in the call.
         extra: its other arguments, by their places.
-        generator: the source of random numbers, if the call has one.
+        generator: the random generator, if the call has one.
     """
 
     prediction: Tensor
@@ -51,7 +51,7 @@ class StepCall:
     generator: Any = None
 
     def make(self, step: Callable[..., Any], prediction: Tensor, sample: Tensor, extra: Mapping[Place, Any]) -> Any:
-        """Calls `step` with these tensors and extra arguments."""
+        """Call `step` with these tensors and extra arguments."""
         values = dict(zip(self.places, (prediction, self.timestep, sample), strict=True))
         values.update(extra)
         named = {}
@@ -63,7 +63,7 @@ class StepCall:
 
 
 class StepSignature:
-    """Knows which arguments of a scheduler's `step` are the prediction, the timestep and the latents.
+    """The places of the prediction, the timestep and the latents among the arguments of a scheduler's `step`.
 
     Raises:
         ModelError: if no class of the scheduler names its parameters.
@@ -74,11 +74,11 @@ class StepSignature:
         order = list(parameters.parameters)
         self._roles = [(order.index(name), name) for name in find_argument_names(parameters)]
         self._generator_index = order.index("generator") if "generator" in order else len(order)
-        # The places of the three, by the number of positional arguments of the call.
+        # The places of the three are kept by the call's number of positional arguments.
         self._places: dict[int, list[Place]] = {}
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepCall:
-        """Separates the three arguments of a call from the others; raises `TypeError` if one is missing."""
+        """Separate the three arguments of a call from the others; raise `TypeError` if one is missing."""
         count = len(args)
         extra: dict[Place, Any] = dict(enumerate(args))
         extra.update(kwargs)
@@ -93,7 +93,7 @@ class StepSignature:
             prediction, timestep, sample = map(extra.pop, places)
         except KeyError as error:
             raise TypeError(f"scheduler.step() is called without {error}") from error
-        # A subclass, such as a deferred prediction, would record what the scheduler does with it.
+        # A subclass, such as a deferred prediction, would record the scheduler's operations on it.
         if type(prediction) is not Tensor:
             prediction = prediction.as_subclass(Tensor)
         generator = extra.get(self._generator_index, extra.get("generator"))
@@ -104,27 +104,27 @@ class PatchSchedulers:
     """Copies of one scheduler, made right after its `set_timesteps`.
 
     Args:
-        patches: M, or 1 where no patch is stepped.
+        patches: M, or 1 if no patch is stepped.
     """
 
     def __init__(self, scheduler: Any, timesteps: Tensor, patches: int, steps: int) -> None:
-        # The overrides lead back to the pipeline, and are no part of a copy.
+        # The overrides lead back to the pipeline, so they do not belong in a copy.
         attributes = {name: value for name, value in vars(scheduler).items() if name not in OVERRIDES}
         attributes["timesteps"] = timesteps
         self._copies = [_clone_scheduler(scheduler, attributes) for _ in range(patches)]
         has_lookup = hasattr(scheduler, "_init_step_index")
         self._lacks_index = has_lookup and getattr(self._copies[0], "_step_index", 0) is None
-        # Schedulers of order 2 draw random numbers only in their second stage.
+        # Schedulers of order 2 generate random numbers only in their second stage.
         self._probe_steps = min(getattr(scheduler, "order", 1), steps)
-        # A user's own scheduler may draw numbers in a later step only, so no probe of the first step is conclusive.
+        # A user's own scheduler may generate numbers only in a later step, so probing the first step is not conclusive.
         self._is_custom = is_custom_scheduler(scheduler)
-        # Whether each patch is stepped on the full tensors; None if the first step is to tell.
+        # This says whether each patch is stepped on the full tensors; None if the first step has to show it.
         self._steps_whole: bool | None = None
         if self._is_custom:
             self._steps_whole = True
-        # The patch that was stepped last; a patch may have nothing to step.
+        # This is the patch that was stepped last; a patch may have nothing to step.
         self._latest_patch = patches
-        # Of the random generators, by the number of the step: patches may be some steps apart.
+        # States of the random generators, by the number of the step: patches may be some steps apart.
         self._states_before: dict[int, list[Tensor]] = {}
         self._states_after: dict[int, list[Tensor]] = {}
         self._num_made = [0] * patches
@@ -132,18 +132,21 @@ class PatchSchedulers:
         self._extra_results: dict[int, Sequence[Any]] = {}
 
     def sync_step_index(self, scheduler: Any) -> None:
-        """Sets the index of the stock scheduler, which is never stepped: in-painting pipelines read it there."""
+        """Set the index of the stock scheduler, because in-painting pipelines read it there.
+
+        The stock scheduler is never stepped.
+        """
         if "_step_index" in vars(scheduler):
             # Before a patch was stepped the first copy stands for all.
             latest_copy = self._copies[self._latest_patch % len(self._copies)]
             scheduler._step_index = latest_copy._step_index
 
     def scale_sample(self, x: Tensor, timestep: Any, patches: Sequence[int], *, read: bool) -> Tensor:
-        """`scale_model_input` by the copies of `patches`; where nobody reads the result, on a single number."""
+        """Call `scale_model_input` of the copies of `patches`; on a single number if nobody reads the result."""
         if self._lacks_index:
             self._find_first_index(timestep)
         unread = x if self._is_custom else x.new_zeros(1)
-        # Also where no result is read the copies are called, because some count steps here.
+        # Even if no result is read the copies are called, because some count steps here.
         first, *others = patches
         for patch in others:
             self._copies[patch].scale_model_input(unread, timestep)
@@ -152,10 +155,12 @@ class PatchSchedulers:
         return scaled if read else x
 
     def step_on_corner(self, call: StepCall, sample: Tensor, *, closes: bool) -> Any:
-        """Steps the first copy on a corner of the tensors, to keep its counter right where no result is needed.
+        """Step the first copy on a corner of the tensors, to keep its counter right.
+
+        The result itself is not needed.
 
         Args:
-            call: of `scheduler.step`.
+            call: the call of `scheduler.step`.
             closes: whether a step ends here; otherwise only the form of the result is needed.
 
         Returns:
@@ -163,12 +168,12 @@ class PatchSchedulers:
         """
         if self._lacks_index:
             self._find_first_index(call.timestep)
-        # Within a step the form stays the same, so an earlier result will do.
+        # Within a step the form stays the same, so an earlier result can be returned.
         if not closes and self._corner_result is not None:
             return self._corner_result
         generators = rng_state.list_generators(call.generator, sample.device)
         state = rng_state.read_generator_states(generators)
-        # A user's own scheduler gets all of them: it may ask for their shape, and change it.
+        # A user's own scheduler gets all of the tensors: it may ask for their shape, and change it.
         length = None if self._is_custom else 1
         corner = (slice(None), *[slice(length)] * (sample.ndim - 1))
         extra = dict(call.extra)
@@ -186,14 +191,14 @@ class PatchSchedulers:
         return self._corner_result
 
     def step_patch(self, patch: int, call: StepCall, sample: Tensor, piece: Piece) -> tuple[Tensor, Any]:
-        """Steps one patch. Returns its new latents and the scheduler's own result.
+        """Step one patch; return its new latents and the scheduler's own result.
 
         Args:
-            call: of `scheduler.step`, with the full prediction, fresh at the patch.
+            call: the call of `scheduler.step`, with the full prediction, fresh at the patch.
             sample: the latents, also full.
 
         Raises:
-            StateError: if the scheduler draws random numbers now and drew none in the first step, or makes latents of
+            StateError: if the scheduler generates random numbers now but did not in the first step, or makes latents of
                 another size.
         """
         if self._lacks_index:
@@ -203,7 +208,8 @@ class PatchSchedulers:
         self._latest_patch = patch
         step = self._count_step(patch)
         if not self._steps_whole:
-            # Clones, as the scheduler may keep them in its history, and the next step overwrites the full tensors.
+            # These are clones, because the scheduler may keep them in its history, and the next step overwrites the
+            # full tensors.
             prediction_part = piece.take(call.prediction).clone()
             sample_part = piece.take(sample).clone()
             extra = dict(call.extra)
@@ -222,7 +228,7 @@ class PatchSchedulers:
                     "use patches=1, or another scheduler"
                 )
             return stepped, result
-        # All patches of a step draw the same numbers for the whole latents, and each keeps those of its slice.
+        # All patches of a step generate the same numbers for the whole latents, and each keeps those of its slice.
         rng_state.restore_generators(generators, self._states_before.setdefault(step, state))
         prediction = call.prediction.clone()
         result = self._step_copy(self._copies[patch], call, prediction, sample.clone(), call.extra, patch)
@@ -240,7 +246,7 @@ class PatchSchedulers:
         extra: Mapping[Place, Any],
         generators: Sequence[torch.Generator],
     ) -> bool:
-        """Whether the first steps of a copy move a random generator; leaves everything as it was."""
+        """Return whether the first steps of a copy move a random generator, and leave everything as it was."""
         state = rng_state.read_generator_states(generators)
         probe = copy.deepcopy(self._copies[patch])
         for _ in range(self._probe_steps):
@@ -251,13 +257,13 @@ class PatchSchedulers:
         return has_drawn
 
     def skip_patch(self, patch: int, call: StepCall, device: torch.device) -> None:
-        """For a patch that has none of these latents: leaves random generators as the step of a patch leaves them."""
+        """Leave random generators in their state after a patch's step, for a patch without latents here."""
         state = self._states_after.get(self._count_step(patch))
         if self._steps_whole and state is not None:
             rng_state.restore_generators(rng_state.list_generators(call.generator, device), state)
 
     def _count_step(self, patch: int) -> int:
-        """The number of the step that a patch is about to make; states of steps that all have made are dropped."""
+        """Return the number of a patch's next step, and drop states of steps that all patches have made."""
         step = self._num_made[patch]
         self._num_made[patch] += 1
         oldest = min(self._num_made) - 1
@@ -268,7 +274,7 @@ class PatchSchedulers:
         return step
 
     def _find_first_index(self, timestep: Any) -> None:
-        """Looks the first timestep up once for all copies, because the host waits for the device to know it."""
+        """Look the first timestep up once for all copies, because the host waits for the device in the lookup."""
         self._lacks_index = False
         self._copies[0]._init_step_index(timestep)
         for scheduler in self._copies[1:]:
@@ -283,7 +289,7 @@ class PatchSchedulers:
         extra: Mapping[Place, Any],
         patch: int,
     ) -> Any:
-        """Steps a copy, and passes it what its last step of this patch returned besides latents."""
+        """Step a copy, and pass it the results besides latents from its last step of this patch."""
         own_extra = dict(extra)
         for place, value in extra.items():
             if isinstance(value, PatchExtra):
@@ -294,7 +300,7 @@ class PatchSchedulers:
 
 
 def check_size(scheduler: Any, before: Tensor, after: Tensor) -> None:
-    """Raises `StateError` if a scheduler changes the size of latents that are cut into patches."""
+    """Raise `StateError` if a scheduler changes the size of latents that are cut into patches."""
     if after.shape != before.shape:
         raise StateError(
             f"{type(scheduler).__name__} makes latents of shape {tuple(after.shape)} of those of "
@@ -303,7 +309,10 @@ def check_size(scheduler: Any, before: Tensor, after: Tensor) -> None:
 
 
 def is_custom_scheduler(scheduler: Any) -> bool:
-    """Whether a scheduler may have code of the user's own: steps of diffusers treat each place by itself."""
+    """Return whether a scheduler may have code of the user's own.
+
+    Steps of diffusers treat each place by itself.
+    """
     modules = set[str]()
     for cls in type(scheduler).__mro__:
         step = vars(cls).get("step")
@@ -313,13 +322,13 @@ def is_custom_scheduler(scheduler: Any) -> bool:
 
 
 class PatchExtra:
-    """Stands for what steps of the patches returned besides latents; the pipeline may only pass it to the next step."""
+    """A placeholder for a patch step's results besides latents; the pipeline may only pass it to the next step."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
     def select(self, extra_results: Sequence[Any]) -> Any:
-        """The value of one patch; None if it was not stepped yet."""
+        """Return the value of one patch; None if it was not stepped yet."""
         if self._index < len(extra_results):
             return extra_results[self._index]
         return None
@@ -332,14 +341,17 @@ class PatchExtra:
 
 
 def _is_like(value: Any, sample: Tensor) -> bool:
-    """Whether an argument of `step` has the first dimensions of the latents, such as a timestep for each token."""
+    """Return whether an argument of `step` has the first dimensions of the latents, like a timestep for each token."""
     if not isinstance(value, Tensor) or not 1 < value.ndim <= sample.ndim:
         return False
     return value.shape == sample.shape[: value.ndim]
 
 
 def find_step_signature(scheduler: Any) -> inspect.Signature:
-    """The parameters of `step` in a scheduler's nearest class that names them; raises `ModelError` if none does."""
+    """Return the signature of `step` from a scheduler's nearest class that names its parameters.
+
+    Raises `ModelError` if no class does.
+    """
     steps = []
     for cls in type(scheduler).__mro__:
         if "step" in vars(cls):
@@ -357,7 +369,10 @@ def find_step_signature(scheduler: Any) -> inspect.Signature:
 
 
 def find_argument_names(step: inspect.Signature) -> Sequence[str]:
-    """The names of the prediction, the timestep and the latents: CogVideoX has other parameters between these."""
+    """Return the names of the prediction, the timestep and the latents.
+
+    CogVideoX has other parameters between these.
+    """
     names = list(step.parameters)
     if set(STEP_ARGUMENTS) <= set(names):
         return STEP_ARGUMENTS
@@ -365,7 +380,7 @@ def find_argument_names(step: inspect.Signature) -> Sequence[str]:
 
 
 def extract_sample(result: Any) -> Tensor:
-    """The new sample of a scheduler's result: a tuple, an output object, or the sample itself."""
+    """Return the new sample from a scheduler's result: a tuple, an output object, or the sample itself."""
     if isinstance(result, Tensor):
         return result
     sample: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
@@ -373,9 +388,10 @@ def extract_sample(result: Any) -> Tensor:
 
 
 class StepResult(tuple[Any, ...]):
-    """The results of a scheduler's step: the new latents first, as nearly all pipelines index it.
+    """The results of a scheduler's step, with the new latents first, where nearly all pipelines read them.
 
-    The other results come from what this rank stepped. A pipeline that unpacks them gets what `complete` makes of them.
+    The other results come from the part that this rank stepped. A pipeline that unpacks them gets the result of
+    `complete`.
     """
 
     complete: Callable[[Sequence[Any]], Sequence[Any]]
@@ -385,7 +401,10 @@ class StepResult(tuple[Any, ...]):
 
 
 def replace_latents(result: Any, latents: Tensor, complete: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
-    """A scheduler's result, a tuple or output object, with other latents; `complete` is of `StepResult`."""
+    """Put other latents into a scheduler's result, a tuple or output object.
+
+    `complete` is that of `StepResult`.
+    """
     if isinstance(result, Tensor):
         return latents
     if not isinstance(result, tuple):
@@ -396,7 +415,7 @@ def replace_latents(result: Any, latents: Tensor, complete: Callable[[Sequence[A
 
 
 def _clone_scheduler(scheduler: Any, attributes: Mapping[str, Any]) -> Any:
-    # Not a deep copy of the scheduler itself, which has the overrides that lead back to the pipeline.
+    # The scheduler itself is not deep-copied, because its overrides lead back to the pipeline.
     clone = copy.copy(scheduler)
     vars(clone).clear()
     vars(clone).update(copy.deepcopy(dict(attributes)))
@@ -419,13 +438,13 @@ class StepTimesteps(Tensor):
 
     @classmethod
     def wrap_timesteps(cls, plain: Tensor, drive: Drive) -> StepTimesteps:
-        """Wraps plain timesteps, which `drive` iterates."""
+        """Wrap plain timesteps, which `drive` iterates."""
         timesteps = plain.as_subclass(cls)
         timesteps.drive = drive
         return timesteps
 
     def to_plain_tensor(self) -> Tensor:
-        """The timesteps as an ordinary tensor."""
+        """Return the timesteps as an ordinary tensor."""
         return self.as_subclass(Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -1,10 +1,10 @@
-"""Receives that are posted ahead, so that a message travels while its predecessor is computed on.
+"""Receives that are posted ahead, so that a message is under way while the device still computes on the one before.
 
 A receive of gloo waits only for its message. A receive of NCCL is a kernel that spins on the device, and launching a
 kernel for the first time, or freeing memory, may wait for everything that runs there. So a receive is posted only if
 its message does not depend, directly or through other ranks, on work that this rank has not launched yet. With M
-patches travelling round N stages, each stage but the first may post one more activation if M >= N, and the first stage
-one more patch of latents if M > N (`PatchSchedule.takes_ahead`).
+patches in a round of N stages, each stage but the first may post one more activation if M >= N, and the first stage one
+more patch of latents if M > N (`PatchSchedule.takes_ahead`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from ditile.distributed.transport import PeerChannel
 
 RECEIVES_AHEAD = 2
-"""Receives that are posted before they are needed. Where they occupy the device it is one at most."""
+"""How many receives are posted before they are needed; at most one if they occupy the device."""
 
 
 class MessageKey(NamedTuple):
-    """Names a message. The name does not travel: both ends count messages in the same order."""
+    """The name of a message. It is not sent: both ends count messages in the same order."""
 
     step: int
     patch: int
@@ -35,11 +35,11 @@ class ReceivePrefetcher:
 
     Args:
         channel: carries the messages.
-        shape: of a message; None if it is not known yet.
-        can_post: whether this rank has launched all its work that a message depends on.
+        shape: returns the shape of a message; None if it is not known yet.
+        can_post: returns whether this rank has launched all its work that a message depends on.
 
     Attributes:
-        looks_ahead: whether one may be posted ahead where receives occupy the device.
+        looks_ahead: whether one may be posted ahead even if receives occupy the device.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class ReceivePrefetcher:
         self._expected: deque[MessageKey] = deque()
 
     def expect_messages(self, keys: Iterable[MessageKey]) -> None:
-        """Adds messages that are certain to come, in their order."""
+        """Add messages that are certain to come, in their order."""
         self._expected.extend(keys)
 
     def receive_message(self, key: MessageKey, like: Tensor) -> Tensor:
-        """The next message, which must be `key`'s; later receives are posted meanwhile."""
+        """Receive the next message, which must be `key`'s, and post later receives meanwhile."""
         # A receive of NCCL occupies the device until its message comes.
         ahead = int(self.looks_ahead) if self.channel.occupies_device(like.device) else RECEIVES_AHEAD
-        # This one is needed now, whatever it depends on.
+        # This one is needed now, so it is posted whatever it depends on.
         if not self.channel.num_open_receives:
             self._post_receive(like)
         self._prefetch_messages(like, 1 + ahead)
@@ -71,7 +71,7 @@ class ReceivePrefetcher:
         return message
 
     def clear_expectations(self) -> None:
-        """Forgets all expectations."""
+        """Forget all expected messages."""
         self._expected.clear()
 
     def _prefetch_messages(self, like: Tensor, number: int) -> None:
@@ -81,7 +81,7 @@ class ReceivePrefetcher:
                 return
 
     def _post_receive(self, like: Tensor) -> bool:
-        """Posts the next one if its shape is known; returns whether it was posted."""
+        """Post the next receive if its shape is known; return whether it was posted."""
         shape = self._shape(self._expected[0])
         if shape is None:
             return False

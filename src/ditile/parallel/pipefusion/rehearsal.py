@@ -1,14 +1,14 @@
 """The rehearsal of a generation: dry iterations before its first step show which latents belong to which patch.
 
-The pipeline's own code between the transformer and the scheduler decides that, and whether the latents that a step
-returned are stepped next, or a copy of them. Tokens of a patch are made NaN after the blocks, and where NaN comes out
-at the scheduler are its latents. A pipeline that calls another model in some steps, or its model in another mode, shows
-it in an iteration for each step.
+That depends on the pipeline's own code between the transformer and the scheduler, which also decides whether the
+latents that a step returned are stepped next, or a copy of them. Tokens of a patch are made NaN after the blocks, and
+its latents are those that come to the scheduler as NaN. A pipeline that calls another model in some steps, or its model
+in another mode, shows it in an iteration for each step.
 
-Where tokens of reference images are patches of their own, an earlier question is which tokens they are: those that do
-not reach the scheduler. Rows are told apart by the bits of their numbers, in an iteration for each bit.
+If tokens of reference images are separate patches, these tokens have to be found first: they are those that do not
+reach the scheduler. Rows are told apart by the bits of their numbers, in an iteration for each bit.
 
-`known_calls.py` keeps what was found: for a call of the same shapes two iterations without a model are enough.
+`known_calls.py` keeps the findings: for a call with the same shapes two iterations without a model are enough.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Rehearsal:
     """The rehearsal of one generation.
 
     Args:
-        other_models: what else the pipeline calls in its loop.
+        other_models: the other models that the pipeline calls in its loop.
         known_calls: calls that were rehearsed before.
-        shapes: of this call, what a rehearsal depends on.
+        shapes: everything in this call that a rehearsal depends on.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class Rehearsal:
         self._found: KnownCall | None = None
 
     def keep_findings(self) -> None:
-        """The call's steps were made: a call like it need not be rehearsed."""
+        """Keep the findings for calls like this one, whose steps were all made."""
         if self._found is not None:
             self._known_calls.keep_call(self._shapes, self._found)
 
     def iterate_timesteps(
         self, timesteps: Sequence[Tensor], *, steps: int, patches: int, references: bool
     ) -> Iterator[Tensor]:
-        """The timestep of each iteration; it ends after the first one if that did not step a scheduler.
+        """Yield the timestep of each iteration; stop after the first one if it did not step a scheduler.
 
         Args:
-            steps: how many of its steps are rehearsed.
-            patches: how many pieces of the latents are to be found.
-            references: whether tokens of reference images are to be found.
+            steps: how many steps of the call are rehearsed.
+            patches: how many pieces of the latents must be found.
+            references: whether tokens of reference images must be found.
 
         Raises:
             PlanError: if there are no such tokens.
             StateError: if a later iteration steps no scheduler, or one that calls a model, or if latents are cut and
-                steps have calls of other rows.
+                the steps' calls have different rows.
         """
         dry = self._dry
         now = dry.now
@@ -99,12 +99,12 @@ class Rehearsal:
         if references:
             yield from self._find_reference_rows(divided, timestep)
         for patch in range(patches):
-            # The first iteration has rehearsed patch 0 of step 0 already.
+            # The first iteration has already rehearsed patch 0 of step 0.
             if patch or divided or references:
                 yield dry.begin(divided, patch, timestep)
             self._keep_pieces()
         if steps == patches == 1:
-            # How the pipeline passes latents on is seen in the second iteration.
+            # The second iteration shows how the pipeline passes latents on.
             yield dry.begin(0, 0, timestep)
             dry.check_stepped()
         if patches:
@@ -115,14 +115,14 @@ class Rehearsal:
         self._found = KnownCall.from_rehearsal(dry, calls, results, self._other_models)
 
     def _keep_pieces(self) -> None:
-        """Keeps the pieces of the latents that an iteration has shown."""
+        """Keep the pieces of the latents that an iteration has shown."""
         self._dry.check_stepped()
         for stream in self._dry.streams:
             assert stream.rehearsed_piece is not None
             stream.pieces.append(stream.rehearsed_piece)
 
     def _check_rows_stay(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
-        """Checks that each step has as many calls, of as many rows, as the first one."""
+        """Check that all steps have the same number of calls and of rows."""
         first_rows = [model.rows for model in called_models[0].values()]
         for step, models in enumerate(called_models):
             rows = [model.rows for model in models.values()]
@@ -134,7 +134,7 @@ class Rehearsal:
                 )
 
     def _find_changed_steps(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
-        """Finds the steps that compute a whole, and those that call other models than the step before."""
+        """Find the steps computed whole, and the steps with other model calls than the step before."""
         findings = self._dry.now.findings
         whole_steps = set()
         changed_steps = set()
@@ -147,15 +147,15 @@ class Rehearsal:
         findings.changed_steps = frozenset(whole_steps | changed_steps)
 
     def _find_live_arguments(self, probe: ArgumentProbe, step: int, timestep: Tensor) -> Iterator[Tensor]:
-        """Iterations without a model that show which arguments of the model are made of latents in each step."""
+        """Run iterations without a model to find its arguments that depend on latents in each step."""
         dry = self._dry
         now = dry.now
         marked_patches = set[int]()
         for stream in dry.streams:
             stream.is_probed = True
-            # Two patches show whether an argument is made of more than its own; the last ones are not references.
+            # Two patches show whether an argument depends on more than its own; the last ones are not references.
             marked_patches.update(stream.list_owning_patches()[-2:])
-        # What an iteration is given as latents is seen in the next one. So the first one still has the NaN of the last
+        # The latents given in one iteration are seen in the next one. So the first one still has the NaN of the last
         # prediction, and a last one marks nothing.
         for patch in (*sorted(marked_patches), None):
             for stream in dry.streams:
@@ -169,7 +169,7 @@ class Rehearsal:
             probe.end_iteration()
         now.findings.live_arguments = probe.find_live_arguments()
         if now.findings.live_arguments:
-            # The surveys knew nothing of these arguments, and blocks may be given what is made of them.
+            # The surveys did not know these arguments, and blocks may be given values that depend on them.
             now.dry.surveys_again = True
             yield dry.begin(step, 0, timestep)
             now.dry.surveys_again = False
@@ -181,12 +181,12 @@ class Rehearsal:
             stream.is_probed = False
 
     def _find_reference_rows(self, step: int, timestep: Tensor) -> Iterator[Tensor]:
-        """Iterations that find the rows of tokens that are made of latents and do not reach the scheduler."""
+        """Run iterations to find the rows of tokens made of latents that do not reach the scheduler."""
         dry = self._dry
         now = dry.now
-        # The number of the row that each element of a prediction comes from.
+        # Each element of a prediction gets the number of its row.
         row_numbers: list[Tensor] = []
-        # In a model with one sequence other rows are text, which does not reach the scheduler either.
+        # In a model with one sequence the other rows are text, which does not reach the scheduler either.
         rows = now.dry.latent_rows
         for bit in range((len(rows) - 1).bit_length()):
             now.dry.bit = bit
@@ -199,7 +199,7 @@ class Rehearsal:
                 assert piece is not None
                 piece.put(numbers, piece.take(numbers) + (1 << bit))
         now.dry.bit = None
-        # A single row needs no bit: it is an image.
+        # A single row needs no bit, because it must be an image.
         reached = {0}
         if row_numbers:
             reached = set(torch.cat([numbers.flatten() for numbers in row_numbers]).tolist())
@@ -211,26 +211,26 @@ class Rehearsal:
                 "in each step and come out nowhere (some pipelines step them like latents, and put them back); leave "
                 "references out, or give the call an image to refer to"
             )
-        # Patches are cut again, around the references.
+        # Patches must be cut again, around the references.
         now.forget_layouts()
 
 
 Masks = dict[tuple[int, str], list[Tensor]]
-"""Where the tensors of an argument are NaN, by branch and name."""
+"""The places of NaN in the tensors of an argument, by branch and name."""
 
 
 class ArgumentProbe:
-    """Finds which arguments of a model a pipeline makes of its latents, or of its last prediction.
+    """The search for arguments of a model that a pipeline makes from its latents, or from its last prediction.
 
     Stages have different latents at a time: the first one those of the current patch, the last one those that it
     denoised, and the others no new ones unless they are sent. And a patch's latents are one step newer than those of
-    later patches. So what is made for a patch must be made of its own latents only, unless all steps are synchronous.
+    later patches. So an argument for a patch must be made only from its own latents, unless all steps are synchronous.
 
     Args:
         pipeline: the name of the pipeline's class, for messages.
 
     Attributes:
-        first_calls: the calls of the first iteration, as `KnownCall.calls`.
+        first_calls: the calls of the first iteration, as in `KnownCall.calls`.
     """
 
     def __init__(self, now: Generation, pipeline: str) -> None:
@@ -243,7 +243,7 @@ class ArgumentProbe:
         self.first_calls: set[Hashable] = set()
 
     def note_first_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
-        """Notes which arguments of a call are NaN before anything was marked; the call is to be made."""
+        """Note which arguments of a call are NaN before anything was marked; the call has to be made."""
         self.first_calls.add((call, describe_lengths(inputs)))
         self.look_at_call(call, inputs, latents)
         self._always_nan |= self._masks.keys()
@@ -251,7 +251,7 @@ class ArgumentProbe:
         return False
 
     def look_at_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
-        """Notes where arguments of a call are NaN; the call need not be made."""
+        """Note where arguments of a call are NaN; the call need not be made."""
         self._latents_names.add(latents)
         for name, value in inputs.items():
             key = (self._now.branch, name)
@@ -261,15 +261,15 @@ class ArgumentProbe:
         return True
 
     def end_iteration(self) -> None:
-        """All calls of an iteration were seen."""
+        """End an iteration after all its calls were seen."""
         self._masks_by_iteration.append(self._masks)
         self._masks = {}
 
     def find_live_arguments(self) -> frozenset[str]:
-        """The arguments apart from the latents that are made of latents in each step.
+        """Return the arguments, apart from the latents, that depend on latents in each step.
 
         Raises:
-            StateError: if one is made of the last prediction, or of other latents than those of its patch, and that is
+            StateError: if one depends on the last prediction, or on other latents than those of its patch, and that is
                 not exact under the schedule.
         """
         schedule = self._now.schedule
@@ -288,10 +288,10 @@ class ArgumentProbe:
                 _, name = key
                 live_arguments.add(name)
                 earlier = union.setdefault(key, masks)
-                # Without stale steps all latents are of one step, and any of them may be used.
+                # Without stale steps all latents belong to one step, and any of them may be used.
                 if earlier is masks or not schedule.has_stale_steps:
                     continue
-                # What is made of two patches belongs to neither.
+                # A value that depends on two patches belongs to neither.
                 if _overlap(earlier, masks):
                     raise StateError(
                         f"{self._pipeline} makes {name} of a patch for its model from latents of other patches too, "
@@ -302,7 +302,7 @@ class ArgumentProbe:
 
 
 def _overlap(earlier: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
-    """Whether masks of an argument in two iterations overlap, or are not of the same tensors."""
+    """Return whether an argument's masks in two iterations overlap, or belong to different tensors."""
     if [x.shape for x in earlier] != [x.shape for x in masks]:
         return True
     return any(bool((x & y).any()) for x, y in zip(earlier, masks, strict=True))

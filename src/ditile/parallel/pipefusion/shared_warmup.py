@@ -36,7 +36,7 @@ MASKS = "masks"
 
 
 ChannelName = tuple[int, int, str]
-"""The sending stage, the receiving one, and what travels."""
+"""The sending stage, the receiving one, and the kind of messages."""
 
 
 class WarmupGroup:
@@ -44,7 +44,7 @@ class WarmupGroup:
 
     Args:
         size: stages 0 to `size` - 1 are the members.
-        weight_stream: brings the weights of other stages; None where each member holds all.
+        weight_stream: brings the weights of other stages; None if each member holds all.
         may_rest: whether calls for which it cannot work run stage after stage, as with warmup_mode=auto.
     """
 
@@ -88,7 +88,7 @@ class WarmupGroup:
         self._channels: dict[ChannelName, PeerChannel] = {}
 
     def open_channels(self) -> None:
-        """Makes the channels, in the groups that the mesh has now."""
+        """Open the channels, in the mesh's present groups."""
         mesh = self._mesh
         assert mesh.latents is not None
         self._channels = {}
@@ -96,18 +96,18 @@ class WarmupGroup:
             sender, receiver, kind = name
             if self.stage not in (sender, receiver):
                 continue
-            # What comes back from the last stage has a group of its own, see `Mesh.latents`.
+            # Messages from the last stage have a separate group, see `Mesh.latents`.
             group = mesh.latents if kind == LATENTS else mesh.select_downstream_group(sender)
             peer = receiver if sender == self.stage else sender
             self._channels[name] = PeerChannel(group, peer, kind, mesh.traffic)
 
     def connect_channels(self, device: torch.device) -> None:
-        """Uses every channel once, in one order for all stages: otherwise two of them would wait for each other."""
+        """Use every channel once, in one order for all stages: otherwise two of them would wait for each other."""
         for name, channel in self._channels.items():
             channel.open_connection(device, sends=name[0] == self.stage)
 
     def end_generation(self, *, clean: bool) -> None:
-        """Ends a generation: waits for what was sent, unless it ended by an error."""
+        """End a generation, and wait for sent messages unless it ended with an error."""
         if clean:
             for channel in self._channels.values():
                 channel.flush_sends()
@@ -115,26 +115,26 @@ class WarmupGroup:
             self.weight_stream.free_buffers()
 
     def settle_channels(self) -> None:
-        """Releases tensors that have arrived: those that were sent before the last step began."""
+        """Release arrived tensors, which were sent before the last step began."""
         for channel in self._channels.values():
             channel.release_old_sends()
 
-    # Latents
+    # The last stage sends latents to the members before a step.
 
     def send_whole_latents(self, latents: Tensor, op: Op) -> None:
-        """The last stage sends the whole latents to a member."""
+        """Send the whole latents from the last stage to a member."""
         assert op.peer is not None
-        # A copy, because the next denoised patch is written into them, whether or not they have left.
+        # A copy is sent, because the next denoised patch is written into the latents, whether or not they have left.
         self._channels[self.stage, op.peer, LATENTS].send_tensor(latents.clone())
 
     def receive_whole_latents(self, latents: Tensor) -> Tensor:
-        """A member receives them; `latents` are this stage's, of the same shape."""
+        """Receive the whole latents on a member; `latents` are this stage's, of the same shape."""
         return self._receive_tensor((self.last, self.stage, LATENTS), latents.shape, latents)
 
-    # A call of the transformer
+    # The methods below make one call of the transformer.
 
     def enter_blocks(self, state: TokenState, now: Generation, dummies: Tensor | None) -> TokenState:
-        """A member's share of the tokens, at the first block."""
+        """Return a member's share of the tokens, at the first block."""
         if not self.is_member:
             return state
         if self.weight_stream is not None:
@@ -152,7 +152,7 @@ class WarmupGroup:
     def run_block(
         self, index: int, block: Callable[[TokenState], TokenState], state: TokenState, now: Generation
     ) -> TokenState:
-        """A member computes every block; the others receive the keys of their own."""
+        """Compute a block on a member; elsewhere receive the keys of own blocks."""
         if self.is_member:
             if self.weight_stream is not None:
                 self.weight_stream.receive_block(index)
@@ -162,7 +162,10 @@ class WarmupGroup:
         return state
 
     def gather_image_tokens(self, own: Tensor, now: Generation, ops: Iterator[Op]) -> Tensor:
-        """The image tokens after the last block `[B, N, C]`, whole on the last stage; elsewhere not to be read."""
+        """Gather the image tokens `[B, N, C]` after the last block on the last stage.
+
+        The result of other stages must not be read.
+        """
         if self.weight_stream is not None:
             self.weight_stream.release_weights()
         is_last = self.stage == self.last
@@ -188,10 +191,10 @@ class WarmupGroup:
                 write_runs(whole, received, part.image, 1)
         return whole
 
-    # Keys and values
+    # Members gather keys and values in each layer, and send them to the owners.
 
     def gather_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-        """Keys and values of all members, in their order, from `[B, own tokens, N, H]`."""
+        """Gather keys and values of all members, in their order, from `[B, own tokens, N, H]`."""
         if self.size == 1:
             return k, v
         own = torch.stack([k, v])
@@ -209,7 +212,7 @@ class WarmupGroup:
         return k, v
 
     def gather_mask(self, mask: KeyPaddingMask, layer: str, tokens: LayerTokens) -> Tensor:
-        """The mask of the keys of all members `[B or 1, N or 1, 1, keys]`, in their order."""
+        """Gather the mask of all members' keys `[B or 1, N or 1, 1, keys]`, in their order."""
         own = mask.join_ring_masks()
         if self.size == 1:
             return own
@@ -220,7 +223,7 @@ class WarmupGroup:
                 f"{layer} masks keys, which warmup_mode=separate does not gather along a group of {self.size}; use "
                 "warmup_ranks=1 or another warmup_mode"
             )
-        # Not every backend sends booleans.
+        # Some backends cannot send booleans.
         flat = own.to(torch.uint8) if own.dtype == torch.bool else own
         shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
         parts = start_gather(flat, shapes, self._axis.group, self._traffic, MASKS).wait_for_tensors()
@@ -229,23 +232,23 @@ class WarmupGroup:
     def store_or_send_keys(
         self, layer: str, k: Tensor, v: Tensor, mask: Tensor | None, tokens: LayerTokens, now: Generation
     ) -> None:
-        """Writes keys of the whole image into this stage's store, or sends them to the stage that owns the layer."""
+        """Write keys of the whole image into this stage's store, or send them to the layer's owner."""
         block = self._find_block(layer)
         owner = self._owners[block.name]
         if owner == self.stage:
             _write_keys(layer, k, v, tokens, now, mask)
             return
-        # One member sends them to the stages that compute nothing in this step; a member has its own.
+        # One member sends them to the stages that compute nothing in this step; members have their own.
         if owner < self.size or self.stage != 0:
             return
-        # A mask of pairs comes again with every call, and is not kept.
+        # A mask of pairs comes again with every call, so it is not kept.
         if mask is not None and mask.shape[2] > 1:
             mask = None
         mask_numbers = (0, 0, 0)
         if mask is not None:
             mask_numbers = (*mask.shape[:2], int(mask.dtype == torch.bool))
-        # The owner has the modules, but only a call shows what they make of their inputs. Its host must know that
-        # before it can receive, so these numbers go from host to host, without either device.
+        # The owner has the modules, but only a call shows the shapes of their outputs. Its host must know these before
+        # it can receive, so these numbers go from host to host, without either device.
         place = list(_find_kinds(block)).index(layer)
         numbers = torch.tensor((place, *k.shape[2:], *mask_numbers))
         self._channels[0, owner, SHAPES].send_tensor(numbers)
@@ -254,13 +257,13 @@ class WarmupGroup:
             self._channels[0, owner, SHAPES].send_tensor(mask.to(k.dtype))
 
     def _find_block(self, layer: str) -> BlockHook:
-        """The block of a layer, by its name: a block that was never loaded here has no modules to search."""
+        """Find the block of a layer by its name: a block that was never loaded here has no modules to search."""
         while layer not in self._blocks:
             layer, _, _ = layer.rpartition(".")
         return self._blocks[layer]
 
     def _receive_keys(self, index: int, state: TokenState, now: Generation) -> None:
-        """Receives the keys of a block of this stage from the first stage, layer after layer."""
+        """Receive the keys of this stage's block from the first stage, layer after layer."""
         kinds = _find_kinds(self._chain[index])
         layers = list(kinds)
         shapes = (0, self.stage, SHAPES)
@@ -294,7 +297,7 @@ class WarmupGroupKeys:
     Attributes:
         now: the generation under way.
         layer: the layer's name in the model.
-        warmup_group: gathers and keeps.
+        warmup_group: gathers the keys and keeps them.
         others: the source of keys in all other steps.
     """
 
@@ -305,7 +308,7 @@ class WarmupGroupKeys:
     others: KeySource
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`."""
+        """Return the output of the queries, `[B, S, N, H]`."""
         now = self.now
         if now.micro_step.patch is not None or now.shares.warmup_split is None:
             return self.others.attend_to_keys(q, k, v, tokens, extra)
@@ -314,7 +317,7 @@ class WarmupGroupKeys:
         kept_mask = None
         if extra.mask is not None:
             mask = self.warmup_group.gather_mask(extra.mask, self.layer, tokens)
-            # A mask of pairs comes whole with every call.
+            # A mask of pairs comes whole with every call, so it is not stored.
             if not extra.mask.covers_sequence:
                 kept_mask = mask
         if now.keeps_keys:
@@ -325,7 +328,7 @@ class WarmupGroupKeys:
 
 
 def _find_kinds(hook: BlockHook) -> dict[str, str]:
-    """The kind of each attention call of a block whose keys are kept, by its name."""
+    """Return the kind of each attention call with kept keys in a block, by its name."""
     kinds = {}
     for path, _ in hook.list_attentions():
         for name, kind in hook.list_calls(path):

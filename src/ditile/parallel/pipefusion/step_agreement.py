@@ -1,4 +1,4 @@
-"""What happens between steps: the runner is told, and ranks agree on when to stop.
+"""The work between steps: the runner is informed, and ranks agree on when to stop.
 
 Each rank votes at the beginning of a step (one asynchronous all-reduce of 8 bytes on a CPU group), and reads the result
 one step later, so that no step waits for it. The highest vote counts.
@@ -25,16 +25,16 @@ CANCEL = 2
 
 @dataclass(slots=True)
 class StepCallbacks:
-    """What the loop calls of the runner.
+    """The functions of the runner that the loop calls.
 
     Attributes:
         on_loop_begin: called with the number of steps when the loop begins.
         on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only in steps for
             which `wants_latents` is true.
-        wants_latents: whether a step needs the whole latents on every rank.
+        wants_latents: returns whether a step needs the whole latents on every rank.
         progress: called at each micro-step, to show that this rank is alive.
         is_stopped: whether the call was cancelled on this rank.
-        generators: the sources of random numbers that the pipeline may use.
+        generators: the generators that the pipeline may use.
     """
 
     on_loop_begin: Callable[[int], None]
@@ -66,9 +66,9 @@ class StepAgreement:
         self._finite: dict[int, Tensor] = {}  # of each step, on the device until the end
 
     def begin_step(self) -> bool:
-        """Votes; returns whether some rank voted in the step before, so that this step is the last.
+        """Vote on stopping; return whether any rank voted to stop in the step before.
 
-        All ranks call it once per step, in order.
+        Then this step is the last. All ranks call it once per step, in order.
         """
         vote = 0
         if self._is_stopped():
@@ -79,27 +79,29 @@ class StepAgreement:
         return len(self._votes) > 1 and self._votes[-2].wait_for_numbers()[0] > 0
 
     def note_latents(self, step: int, latents: Iterable[Tensor]) -> None:
-        """Notes whether latents of a step are finite, without waiting for the device."""
+        """Note whether latents of a step are finite, without waiting for the device."""
         finite = torch.stack([torch.isfinite(x).all() for x in latents]).all()
         if step in self._finite:
             finite = self._finite[step] & finite.to(self._finite[step].device)
         self._finite[step] = finite
 
     def wait_for_votes(self) -> bool:
-        """Waits for all messages under way; returns whether some rank cancelled the call."""
+        """Wait for all messages under way; return whether any rank cancelled the call."""
         votes = [vote.wait_for_numbers() for vote in self._votes]
         return [CANCEL] in votes
 
     def check_outcome(self, num_steps: int) -> None:
-        """Compares how the steps ended, after `wait_for_votes`; all ranks raise the same, or none does.
+        """Compare how the steps ended; all ranks raise the same error, or none does.
+
+        It is called after `wait_for_votes`.
 
         Raises:
             StoppedError: if the call was cancelled on a rank.
-            ModelError: if latents became NaN or infinite on one, from which a black image would be decoded.
+            ModelError: if latents became NaN or infinite on a rank, which would be decoded to a black image.
         """
         remaining = 0
         if self._finite:
-            # Read once for all steps, because reading waits for a GPU.
+            # The numbers are read once for all steps, because reading waits for a GPU.
             finite = torch.stack(list(self._finite.values())).tolist()
             if False in finite:
                 remaining = num_steps - finite.index(False)

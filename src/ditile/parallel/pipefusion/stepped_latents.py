@@ -24,20 +24,20 @@ from ditile.plan.plan import suggest_whole_images
 
 
 class SteppedLatents:
-    """One scheduler and what it steps.
+    """One scheduler and the latents that it steps.
 
     Args:
         pipe_name: the class of the pipeline, for messages.
 
     Attributes:
         is_custom: whether the scheduler may have code of the user's own.
-        latents: of all images, as steps make them; None before the first step.
-        pieces: which of them belong to each patch; empty where they are not cut.
-        predicted_shape: of the prediction in the last dry iteration.
-        rehearsed_piece: of the patch that is rehearsed, once the scheduler was stepped.
+        latents: the latents of all images, as steps return them; None before the first step.
+        pieces: the piece of them that belongs to each patch; empty if they are not cut.
+        predicted_shape: the shape of the prediction in the last dry iteration.
+        rehearsed_piece: the piece of the rehearsed patch, once the scheduler was stepped.
         is_stepped: whether the scheduler was stepped in the current iteration.
         marked_piece: the piece that the pipeline gets as NaN in the next dry iteration, if any.
-        is_probed: whether dry iterations follow this NaN, and so say nothing of pieces.
+        is_probed: whether dry iterations follow this NaN, and so do not show pieces.
         stepped_patches: the patches that the current micro-step denoised, by number.
         held_patches: denoised patches that are not in the latents yet.
         passes_copies: whether the pipeline steps a copy of the latents, not the tensor that it got.
@@ -48,7 +48,7 @@ class SteppedLatents:
     def __init__(self, scheduler: Any, pipe_name: str) -> None:
         self.scheduler = scheduler
         self._name = pipe_name
-        # Of its own step, not of an override on the instance.
+        # This is the signature of its own step, not of an override on the instance.
         self.signature = StepSignature(scheduler)
         self.is_custom = is_custom_scheduler(scheduler)
         self._first_index = getattr(scheduler, "_step_index", None)
@@ -69,13 +69,13 @@ class SteppedLatents:
         self._copies: PatchSchedulers | None = None
 
     def get_copies(self, patches: int, timesteps: Tensor, steps: int) -> PatchSchedulers:
-        """The scheduler's copies, one for each patch, made at the first call."""
+        """Return the scheduler's copies, one for each patch, made at the first call."""
         if self._copies is None:
             self._copies = PatchSchedulers(self.scheduler, timesteps, patches, steps)
         return self._copies
 
     def note_rehearsal(self, prediction: Tensor, sample: Tensor, *, is_cut: bool) -> None:
-        """Notes where the prediction is NaN, which is where the latents of the rehearsed patch are."""
+        """Note where the prediction is NaN, because there are the latents of the rehearsed patch."""
         if self.is_probed:
             self.is_stepped = True
             return
@@ -101,13 +101,13 @@ class SteppedLatents:
 
     @property
     def sample(self) -> Tensor:
-        """The latents of all images that the next step is computed from, as far as this rank has them."""
+        """Return the latents of all images for the next step, as far as this rank has them."""
         sample = self.latents if self._blended is None else self._blended
         assert sample is not None
         return sample
 
     def hand_on(self, *, is_dry: bool) -> Tensor:
-        """The latents that the pipeline gets as the result of a step: a copy where it may write into them."""
+        """Return a step's result for the pipeline: the latents, or a copy if it may write into them."""
         assert self.latents is not None
         self._handed_on = self.latents
         if is_dry or self.is_blended:
@@ -118,33 +118,36 @@ class SteppedLatents:
         return self._handed_on
 
     def set_step_index(self, steps: int) -> None:
-        """Makes the scheduler look as if it had made so many steps: pipelines read its index between steps."""
+        """Set the scheduler's index as if it had made `steps` steps: pipelines read it between steps."""
         if "_step_index" in vars(self.scheduler):
             self.scheduler._step_index = (getattr(self.scheduler, "begin_index", None) or 0) + steps
 
     def restore_step_index(self) -> None:
-        """Puts the scheduler back to before the rehearsal, as the scheduler itself is stepped from now on."""
+        """Put the scheduler back to before the rehearsal, because from now on the scheduler itself is stepped."""
         if "_step_index" in vars(self.scheduler):
             self.scheduler._step_index = self._first_index
 
     def make_element_numbers(self) -> Tensor:
-        """A zero for each element of the last dry iteration's prediction, on the CPU."""
+        """Make a zero for each element of the last dry iteration's prediction, on the CPU."""
         return torch.zeros(self.predicted_shape, dtype=torch.int32)
 
     def list_owning_patches(self) -> list[int]:
-        """The patches that have some of these latents."""
+        """List the patches that have some of these latents."""
         return [patch for patch, piece in enumerate(self.pieces) if not piece.is_empty]
 
     def select_stepped_patches(self, patches: Sequence[int]) -> Sequence[int]:
-        """Which of these patches have latents, or any one that has if none does: only their schedulers count steps."""
+        """Return those of the patches that have latents, or one other with latents if none has.
+
+        Only the schedulers of patches with latents count steps.
+        """
         owning = self.list_owning_patches()
         return [patch for patch in patches if patch in owning] or owning[:1] or patches
 
     def end_rehearsal(self, patches: int, references: int, *, rows_differ: bool) -> None:
-        """Checks that the rehearsed patches divide the latents, and how the pipeline changes latents between steps.
+        """Check that the rehearsed patches divide the latents, and note how the pipeline changes them between steps.
 
         Args:
-            references: how many of them, the first ones, are of reference images.
+            references: how many of the first patches are of reference images.
             rows_differ: whether the places of a patch differ from row to row of a prediction.
 
         Raises:
@@ -154,7 +157,7 @@ class SteppedLatents:
         num_owners = self.make_element_numbers()
         for piece in self.pieces:
             piece.put(num_owners, piece.take(num_owners) + 1)
-        # References are not denoised.
+        # References are not denoised, so they must not have latents.
         is_mixed = any(not piece.is_empty for piece in self.pieces[:references])
         has_one_owner = bool((num_owners == 1).all())
         if is_mixed or not has_one_owner or len(self.pieces) != patches:
@@ -167,7 +170,7 @@ class SteppedLatents:
                 f"the patches of {self._name} overlap in its latents, or leave some out, as {cause}; {remedy} "
                 f"{suggest_whole_images()}"
             )
-        # The first sample is what the pipeline began with; the others are what it makes of the same latents.
+        # The first sample has the initial latents; the others are what the pipeline makes from the same latents.
         first, second, *later = self._samples
         self.is_blended = not torch.equal(first, second)
         if any(not torch.equal(second, sample) for sample in later):
@@ -180,13 +183,13 @@ class SteppedLatents:
         self._samples = []
 
     def note_blend(self, sample: Tensor, steps: int) -> None:
-        """Notes the latents that the pipeline has blended, in a dry iteration after so many steps."""
+        """Note the latents that the pipeline has blended, in a dry iteration after `steps` steps."""
         self._blended = sample
         self.is_stepped = True
         self.set_step_index(steps)
 
     def check_first_latents(self) -> None:
-        """Checks that a pipeline that blends made its first latents again when it was given them."""
+        """Check that a blending pipeline made its first latents again when it was given them."""
         assert self.latents is not None
         if not torch.equal(self.sample, self.latents):
             raise StateError(
@@ -195,16 +198,16 @@ class SteppedLatents:
             )
 
     def release_patches(self, patches: Iterable[int]) -> None:
-        """Writes denoised patches that were held back into the latents."""
-        # The first of several stages gets a denoised patch when its turn comes. The last one, and a single stage, hold
-        # it back as long, so that what is computed from all latents is the same for any number of stages.
+        """Write denoised patches that were held back into the latents."""
+        # The first of several stages gets a denoised patch in its turn. The last one, and a single stage, hold it back
+        # as long, so that results computed from all latents are the same for any number of stages.
         for patch in patches:
             denoised = self.held_patches.pop(patch, None)
             if denoised is not None and self.latents is not None:
                 self.pieces[patch].put(self.latents, denoised)
 
     def copy_new_latents(self, sample: Tensor, now: Generation, *, synced: int) -> None:
-        """Takes over the latents that the pipeline begins with, or that a callback replaced; never the user's tensor.
+        """Copy the latents with which the pipeline begins, or a callback's replacement; never take the user's tensor.
 
         Args:
             sample: the latents that the scheduler is stepped with.

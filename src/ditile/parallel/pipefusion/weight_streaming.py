@@ -1,4 +1,4 @@
-"""Weight streaming: the weights of a block go from the stage that owns it to all others, just before they compute it.
+"""Weight streaming: the weights of a block go from its stage to all others, just before they compute it.
 
 With warmup_mode=sequence every rank computes all blocks on its share of the tokens. The owner broadcasts each block,
 `BLOCKS_AHEAD` blocks before it is computed, into buffers that are reused in turn: no rank ever holds more than its own
@@ -24,7 +24,7 @@ from ditile.plan.cost import ALIGNMENT
 from ditile.plan.errors import ModelError
 
 BLOCKS_AHEAD = 2
-"""Blocks whose weights may travel while one is computed."""
+"""How many blocks' weights may be under way while one is computed."""
 
 
 class FlatTensorSpec(NamedTuple):
@@ -37,7 +37,7 @@ class FlatTensorSpec(NamedTuple):
     stop: int
 
     def view_tensor(self, flat: Tensor) -> Tensor:
-        """The tensor in a buffer."""
+        """Return the tensor as a view of a buffer."""
         return flat[self.start : self.stop].view(getattr(torch, self.dtype)).view(self.shape)
 
 
@@ -49,20 +49,20 @@ class StreamedBlock:
         self.weights: dict[str, Tensor] = {}
 
     def __call__(self, **call: Any) -> Any:
-        """The block's forward."""
+        """Run the block's forward."""
         return functional_call(self.block, self.weights, (), call)
 
 
 class WeightStream:
-    """Sends and receives the weights of blocks along the stages of a pipeline.
+    """The exchange of block weights along the stages of a pipeline.
 
     Args:
         hooks: the blocks of the model; at least those of this stage have their weights.
-        stages: which stage owns which.
-        mesh: this stage's place and groups; all ranks must make it together.
+        stages: the blocks that each stage owns.
+        mesh: this stage's place and groups. All ranks must make this object together.
 
     Attributes:
-        streamed_blocks: index of a block that this stage does not own -> what runs in its place.
+        streamed_blocks: index of a block that this stage does not own -> the block that runs in its place.
 
     Raises:
         ModelError: if the model is quantized, or a block differs from the model's config and was not loaded here.
@@ -77,7 +77,7 @@ class WeightStream:
         self._owners: list[int] = []
         for owner, blocks in enumerate(stages):
             self._owners += [owner] * len(blocks)
-        # Ranks agree before the next gather, which all of them take part in or none.
+        # Ranks agree before the next gather, because either all of them take part in it or none.
         if any(gather_json(bool(list_quantized_parameters(hooks.transformer)), mesh.everyone)):
             raise ModelError(
                 "warmup_mode=sequence sends plain weights, and this model is quantized; use another warmup_mode"
@@ -93,7 +93,7 @@ class WeightStream:
             if hook.index in self._owned:
                 continue
             block = _copy_to_meta(hook.block)
-            # Names and shapes must be equal; types may differ in what was not loaded.
+            # Names and shapes must be equal; types may differ for weights that were not loaded.
             expected = [spec[:2] for spec in self._specs[hook.index]]
             if expected != [spec[:2] for spec in _lay_out_tensors(block)]:
                 raise ModelError(
@@ -103,7 +103,10 @@ class WeightStream:
             self.streamed_blocks[hook.index] = StreamedBlock(block)
 
     def explain_refusal(self) -> str | None:
-        """Why a block of this stage cannot be sent, or None: LoRA layers, hooks, or other weights than at first."""
+        """Return why a block of this stage cannot be sent, or None.
+
+        Reasons are LoRA layers, hooks, or other weights than at first.
+        """
         for index in self._owned:
             block = self._blocks[index]
             name = self._names[index]
@@ -126,7 +129,7 @@ class WeightStream:
         return None
 
     def start_streaming(self, device: torch.device) -> None:
-        """A call of the transformer begins: the first blocks start to travel."""
+        """Start to send the first blocks, at the beginning of a call of the transformer."""
         if not self._buffers or self._buffers[0].device != device:
             size = max(specs[-1].stop for specs in self._specs)
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BLOCKS_AHEAD + 1)]
@@ -134,9 +137,9 @@ class WeightStream:
             self._start_block_broadcast(index)
 
     def receive_block(self, index: int) -> None:
-        """Waits for the weights of the block that is next, and starts to send another block."""
+        """Wait for the weights of the next block, and start to send another block."""
         self.release_weights()
-        # Into the buffer of the block before this one, which has been computed.
+        # It goes into the buffer of the block before this one, which has been computed.
         if index + BLOCKS_AHEAD < len(self._blocks):
             self._start_block_broadcast(index + BLOCKS_AHEAD)
         (flat,) = self._pending_broadcasts.pop(index).wait_for_tensors()
@@ -145,12 +148,12 @@ class WeightStream:
             streamed.weights = {spec.name: spec.view_tensor(flat) for spec in self._specs[index]}
 
     def release_weights(self) -> None:
-        """The call is over, or the next block's turn has come."""
+        """Release the weights when the call is over, or when it is the next block's turn."""
         for streamed in self.streamed_blocks.values():
             streamed.weights = {}
 
     def free_buffers(self) -> None:
-        """Gives the buffers back."""
+        """Free the buffers."""
         self._buffers = []
         self._pending_broadcasts = {}
         self.release_weights()
@@ -170,7 +173,7 @@ class WeightStream:
 
 
 def has_weight_hooks(module: nn.Module) -> bool:
-    """Whether diffusers or accelerate changes weights around a forward, as they do to cast and to offload them."""
+    """Return whether diffusers or accelerate changes weights around a forward, to cast or to offload them."""
     registry = vars(module).get("_diffusers_hook")
     return ACCELERATE_FORWARD in vars(module) or (registry is not None and bool(registry.hooks))
 
@@ -178,7 +181,7 @@ def has_weight_hooks(module: nn.Module) -> bool:
 def _gather_block_specs(
     own: Sequence[list[FlatTensorSpec]], stages: Sequence[range], mesh: Mesh
 ) -> list[list[FlatTensorSpec]]:
-    """The specs of every block, from the stages that own them."""
+    """Gather the specs of every block from the stages that own them."""
     blocks_by_stage = dict(gather_json([mesh.stage_index, own], mesh.everyone))
     gathered = []
     for stage in range(len(stages)):
@@ -202,8 +205,8 @@ def _lay_out_tensors(block: nn.Module) -> list[FlatTensorSpec]:
 
 
 def _copy_to_meta(block: nn.Module) -> nn.Module:
-    """A copy of a block on the meta device; the weights are never copied."""
-    # What is in the memo counts as copied already.
+    """Copy a block to the meta device; the weights are never copied."""
+    # Whatever is in the memo counts as copied already.
     memo: dict[int, Any] = {}
     for parameter in block.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

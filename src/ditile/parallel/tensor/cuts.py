@@ -562,7 +562,7 @@ def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> Non
 
 
 def _find_owner(transformer: nn.Module, path: str) -> str:
-    """Return the path of the module that has another as an attribute, or in a list."""
+    """Return the path of a module's owner, which has it as an attribute or in a list."""
     owner = path.rpartition(".")[0]
     if isinstance(transformer.get_submodule(owner), nn.ModuleList):
         return owner.rpartition(".")[0]

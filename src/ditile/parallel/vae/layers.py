@@ -277,7 +277,10 @@ class RowFunctions(TorchFunctionMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Let functions work as usual within the context, for code that divides its input itself."""
+        """Let functions work as usual within the context.
+
+        The code inside divides its input itself.
+        """
         self._is_paused = True
         try:
             yield
