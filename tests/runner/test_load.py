@@ -17,6 +17,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -100,7 +101,17 @@ def test_defaults_are_those_beside_the_model(folder: Path) -> None:
     assert defaults("shapes-flux")["true_cfg_scale"] > 1
     (folder / "generation.json").unlink()
     assert defaults(str(folder)) == {}
-    for wrong, says in (("[1]", "no JSON object"), ('{"height": "64"}', "height='64' is no whole number above 0")):
+    for wrong, says in (
+        ("[1]", "no JSON object"),
+        ('{"height": "64"}', "height='64' should be a valid integer"),
+        ('{"num_frames": true}', "num_frames=True should be a valid integer"),
+        ('{"guidance_scale": ["b"]}', r"guidance_scale=\['b'\] should be a valid number"),
+        ('{"true_cfg_scale": NaN}', "true_cfg_scale=nan should be a finite number"),
+        ('{"max_sequence_length": []}', r"max_sequence_length=\[\] should be a valid integer"),
+        ('{"negative_prompt": 3}', "negative_prompt=3 should be a valid string"),
+        ('{"fps": 0}', "fps=0 should be greater than 0"),
+        ('{"clean_caption": {"deep": 1}}', "clean_caption={'deep': 1} should be a valid"),
+    ):
         (folder / "generation.json").write_text(wrong)
         with pytest.raises(LoadError, match=says):
             defaults(str(folder))
@@ -306,7 +317,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an index of numbers": (
         lambda folder: (folder / SHARD_INDEX).write_text(json.dumps({"weight_map": {"a": 3}})),
-        "is no index of safetensors files",
+        "weight_map={'a': 3} should be a valid string",
+    ),
+    "a class that is a number": (change_config("model_index.json", _class_name=3), "_class_name=3 should be a valid"),
+    "a list of quantization": (
+        change_config("vae/config.json", quantization_config=[8]),
+        "vae/config.json: quantization_config=[8] should be a valid dictionary",
     ),
     "deep JSON": (lambda folder: (folder / "model_index.json").write_text("[" * 100_000), "nested too deep"),
     "layers": (change_config("transformer/config.json", num_layers=10**9), "says num_layers=1000000000, and no model"),
@@ -335,6 +351,7 @@ def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
         ("transformer/config.json", {"num_attention_heads": "x"}),  # TypeError
         ("transformer/config.json", {"num_attention_heads": -1}),  # RuntimeError
         ("transformer/config.json", {"norm_type": "x"}),
+        ("transformer/config.json", {"activation_fn": "x"}),  # UnboundLocalError
         ("vae/config.json", {"block_out_channels": []}),  # IndexError
         ("vae/config.json", {"norm_num_groups": 0}),  # ZeroDivisionError
         ("text_encoder/config.json", {"d_model": "x"}),
@@ -362,6 +379,39 @@ def test_a_shard_lacks_a_weight_of_its_index(tmp_path: Path) -> None:
     tensors.pop(LOST_TEXT)
     save_file(tensors, part / shard, {"format": "pt"})
     assert f"lacks 1 weight(s), such as {LOST_TEXT}" in message(tmp_path / "model")
+
+
+def test_an_index_that_lacks_a_weight_of_its_shard(folder: Path) -> None:
+    """diffusers reads whole shards, and so has the weight. A failure means that a rank refuses what diffusers loads."""
+    model = load(str(folder)).transformer
+    sharded(folder / "transformer", model)
+    index = folder / SHARD_INDEX
+    content = json.loads(index.read_text())
+    content["weight_map"].pop("proj_out.weight")
+    index.write_text(json.dumps(content))
+    part = load_partial_components(folder, Plan(pipefusion=2), 1, torch.float32)["transformer"]
+    assert torch.equal(part.proj_out.weight, model.proj_out.weight)
+
+
+def test_files_that_a_mac_leaves_beside_the_weights(folder: Path) -> None:
+    """A failure means that a folder is listed where the names of its files are known."""
+    model = load(str(folder)).transformer
+    for path in [*folder.rglob("*.safetensors")]:
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\26\7")
+    assert torch.equal(load(str(folder)).transformer.proj_out.weight, model.proj_out.weight)
+    part = load_partial_components(folder, Plan(pipefusion=2), 1, torch.float32)["transformer"]
+    assert torch.equal(part.proj_out.weight, model.proj_out.weight)
+
+
+def test_too_little_memory_says_nothing_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a user is told to copy weights again that are whole."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("Error while mapping: Cannot allocate memory (os error 12)")
+
+    monkeypatch.setattr(safetensors, "safe_open", fail)
+    with pytest.raises(MemoryError, match="Cannot allocate memory"):
+        load(str(folder))
 
 
 def test_a_class_that_diffusers_does_not_have(folder: Path) -> None:

@@ -24,6 +24,7 @@ from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.load import load_component_file, split_model_file
 from ditile.runner.model_files import find_model_source
+from ditile.runner.weights import single_file
 from ditile.runner.weights.checkpoint import Checkpoint
 from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
 from tests import tiny
@@ -349,11 +350,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_file_in_place_of_a_model(saved: Path) -> None:
-    """A failure means that a file is taken for a name, or that nobody says where a file belongs."""
+def test_a_file_in_place_of_a_model(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a file is taken for a name, that nobody says where a file belongs, or that every published
+    model is built to find that the file is of none."""
     file = str(saved / "foreign.safetensors")
+    read = single_file._read_model_tensors
+    whole = []
+
+    def count(model_class: Any, config: Path, changes: Any = None) -> Any:
+        if changes is None:
+            whole.append(config)
+        return read(model_class, config, changes or {})
+
+    monkeypatch.setattr(single_file, "_read_model_tensors", count)
     with pytest.raises(LoadError, match="has the transformer of no published model; give --model FOLDER --transformer"):
         ditile.load(file)
+    assert not whole
     with pytest.raises(ModelError, match="give one of them"):
         ditile.load(file, transformer=file)
     for call in (ditile.defaults, functools.partial(ditile.plan_for, hardware="l40-pcie")):

@@ -138,6 +138,7 @@ for _method in CACHE_METHODS:
 """A word by which a line names a method -> its config."""
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
+MAX_BITS = 1024
 """The values and levels of a file of settings, with what its aliases stand for: far more than settings need."""
 NO_CACHE = "none"
 """The line that stands for no cache."""
@@ -258,6 +259,9 @@ def _check_amount(content: Any) -> None:
     for _ in range(MAX_DEPTH):
         inner = []
         for value in level:
+            # No message could show it: Python refuses to write out a number of thousands of digits.
+            if isinstance(value, int) and value.bit_length() > MAX_BITS:
+                raise ValueError(f"it has a number of more than {MAX_BITS} bits")
             if isinstance(value, Mapping):
                 inner += [*value, *value.values()]
             elif isinstance(value, list | tuple | set):

@@ -26,7 +26,6 @@ from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from torch import Tensor, nn
 from transformers.modeling_utils import local_torch_dtype
 
-from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.mesh import find_process_rank
 from ditile.distributed.start_watcher import begin_watch
 from ditile.model import registry
@@ -49,7 +48,10 @@ from ditile.runner.model_files import (
     MODEL_INDEX,
     MODULAR_INDEX,
     MODULAR_MARK,
+    STEMS,
     TRANSFORMER,
+    ConfigValues,
+    IndexValues,
     check_config_counts,
     check_hub_access,
     check_stored_types,
@@ -58,9 +60,11 @@ from ditile.runner.model_files import (
     find_model_source,
     is_hub_id,
     list_own_components,
+    name_weight_files,
     read_json_object,
     read_weight_map,
     refuse_missing_weights,
+    refuse_out_of_memory,
     refuse_unknown_components,
     report_download_progress,
 )
@@ -72,14 +76,13 @@ from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_ba
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModularPipeline
 
-# The name that diffusers gives its files of weights.
-STEM = "diffusion_pytorch_model"
+STEM = STEMS[0]
 LOG = logging.getLogger(__name__)
 CHOOSE = "for another one give --model NAME --transformer FILE"
 LOADED_WHOLE = "%s is loaded whole on every rank and then divided: %s"
 _BUILD_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
-    *(RuntimeError, ImportError, StrictDataclassError),
+    *(RuntimeError, ImportError, NameError, StrictDataclassError),
 )
 """What diffusers and transformers raise for a config that they cannot build."""
 
@@ -202,13 +205,11 @@ def convert_build_errors(name: str, refusal: str = "is not one that diffusers ca
         yield
     except DitileError:
         raise
-    except safetensors.SafetensorError as error:
-        raise LoadError(f"model {name!r} has a corrupt safetensors file: {join_error_lines(error)}") from error
-    except (OSError, *_BUILD_ERRORS) as error:
-        # That there is no more memory says nothing of the model.
-        if is_out_of_memory(error):
-            raise
+    except (OSError, safetensors.SafetensorError, *_BUILD_ERRORS) as error:
+        refuse_out_of_memory(error)
         reason = join_error_lines(error)
+        if isinstance(error, safetensors.SafetensorError):
+            raise LoadError(f"model {name!r} has a corrupt safetensors file: {reason}") from error
         if isinstance(error, OSError):
             raise LoadError(f"model {name!r} cannot be loaded: {reason}") from error
         if not isinstance(error, ValueError):
@@ -336,6 +337,7 @@ def load_modular_pipeline(
             # Not load_components, which logs what a component raises and goes on without it.
             part = spec.load(dtype=dtype, **options)
         except ValueError as error:
+            refuse_out_of_memory(error)
             raise LoadError(f"{name} of {place} cannot be loaded: {join_error_lines(error)}") from error
         pipe.register_components(**{name: part})
     return pipe
@@ -512,8 +514,7 @@ def _read_share(
     # diffusers keeps these in float32, whatever the dtype.
     keep_fp32 = model._keep_in_fp32_modules or ()
     if not plan.divides_blocks:
-        checkpoint = build_checkpoint(model)
-        refuse_missing_weights(set(model.state_dict()) - set(checkpoint.files), place)
+        checkpoint = build_checkpoint(model).find_weights(model.state_dict().keys(), place)
         checkpoint.read_into_module(model, dtype, keep_fp32=keep_fp32)
         return _finish_model(model, place)
     block_hooks = build_block_hooks(model, registry.choose_model_spec(model))
@@ -533,9 +534,8 @@ def _read_share(
         tensor_shares = cuts.shares
         select_shard = cuts.select_shard
     # After the cuts, which are those of plain Linears: a checkpoint of quantized weights replaces them.
-    checkpoint = build_checkpoint(model)
     # Before blocks are emptied, so that a missing weight raises on every rank and not only on its owner.
-    refuse_missing_weights(set(model.state_dict()) - set(checkpoint.files), place)
+    checkpoint = build_checkpoint(model).find_weights(model.state_dict().keys(), place)
     # Before the weights are read, so that blocks of other ranks are never in memory.
     block_hooks.empty_other_blocks(owned, keep=False)
     bytes_read = checkpoint.read_into_module(model, dtype, keep_fp32=keep_fp32, part=select_shard)
@@ -616,7 +616,7 @@ def read_model_index(source: Path | str) -> dict[str, Any]:
     path = locate(MODEL_INDEX) or locate(MODULAR_INDEX)
     if path is None:
         raise LoadError(f"{source} has no model_index.json, or the hub cannot be reached")
-    return read_json_object(path)
+    return read_json_object(path, IndexValues)
 
 
 def check_component_packages(source: Path | str) -> None:
@@ -662,12 +662,12 @@ def _find_config(locate: LocateFile, name: str) -> Path:
 
 
 def _is_quantized(config: Path) -> bool:
-    return bool(read_json_object(config).get("quantization_config"))
+    return bool(read_json_object(config, ConfigValues).get("quantization_config"))
 
 
 def _is_read_by_share(config: Path) -> bool:
     """Whether a model is quantized in a way of which a rank can read its share: torchao's, or bitsandbytes' 4 bits."""
-    quantization = read_json_object(config).get("quantization_config") or {}
+    quantization = read_json_object(config, ConfigValues).get("quantization_config") or {}
     method = quantization.get("quant_method")
     if method == "bitsandbytes":
         return bool(quantization.get("load_in_4bit"))
@@ -713,9 +713,10 @@ def count_quantized_components(source: Path | str, apart: Collection[str] = ()) 
 
 def _has_all_files(locate: LocateFile) -> bool:
     """Whether the files of a component's weights are there."""
-    index = locate(f"{STEM}.safetensors.index.json")
+    single, index_name = name_weight_files(STEM, None)
+    index = locate(index_name)
     if index is None:
-        return locate(f"{STEM}.safetensors") is not None
+        return locate(single) is not None
     return all(locate(file) is not None for file in read_weight_map(index).values())
 
 
@@ -731,7 +732,5 @@ def _collect_source_options(
 
 def _has_variant_files(locate: LocateFile, variant: str) -> bool:
     """Whether a component has files of a variant; if it has none, diffusers takes the plain ones."""
-    for stem in (STEM, "model"):
-        if locate(f"{stem}.{variant}.safetensors") or locate(f"{stem}.safetensors.index.{variant}.json"):
-            return True
-    return False
+    names = [name for stem in STEMS for name in name_weight_files(stem, variant)]
+    return any(locate(name) is not None for name in names)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import shlex
 import ssl
 import struct
 import threading
@@ -19,9 +20,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ditile.distributed import env, files
+from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.model.known import (
     ASSETS,
     CONFIGS,
@@ -33,14 +37,16 @@ from ditile.model.known import (
 )
 from ditile.plan.errors import LoadError, ModelError, join_error_lines, suggest_nearest
 from ditile.plan.extras import require_extra
-from ditile.plan.numbers import is_number, is_whole_number
-from ditile.plan.shape import FRAME_COUNTS
+from ditile.plan.numbers import is_number
+from ditile.plan.option_classes import Count, Frames, Pixels, Scale, Steps, describe_wrong_value
 
 PERIOD = 1.0
 """Seconds between two looks at a folder that grows."""
 HUB_TIMEOUT = 5.0
 """Seconds in which the hub must answer."""
-MOST_IN_CONFIGS = {r"(\w+_)?(layers?|blocks?|depth)(_per_\w+)?": 1000, "num_train_timesteps": 10**6}
+LAYER_COUNTS = r"(\w+_)?(layers?|blocks?|depth)(_per_\w+)?"
+"""A pattern of names of counts of blocks in a config."""
+MOST_IN_CONFIGS = {LAYER_COUNTS: 1000, "num_train_timesteps": 10**6}
 """Patterns of names in a config, and the largest number that each may have."""
 MODEL_INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
@@ -53,6 +59,8 @@ MODULAR_MARK = "_blocks_class_name"
 """The key that only the index of a modular pipeline has."""
 FRAME_RATE = "fps"
 """The key of `generation.json` for the frames per second of a video file."""
+STEMS = ("diffusion_pytorch_model", "model")
+"""The names of files of weights, without their endings: diffusers' and transformers'."""
 SAFETENSORS = "safetensors"
 GGUF = "gguf"
 FORMATS = {".safetensors": SAFETENSORS, ".sft": SAFETENSORS, ".gguf": GGUF}
@@ -71,11 +79,58 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
 """The last part of the name of what a `weight` in fp8 beside it is multiplied with: that of ComfyUI's first files, that
 of its later ones and of authors, and that of DeepSeek's convention, which is no inverse either."""
+MOST_SHOWN = 80
+"""Letters of a wrong value that an error quotes."""
 MOST_TENSORS = 30_000
 """Tensors that a file may have: transformers have hundreds, with experts thousands, and renaming looks at all often."""
 # Endings that torch.load reads, which runs what a file says.
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
+PlainValue = str | bool | int | Scale | None
+
+
+class FileValues(BaseModel):
+    """Values of a file of JSON, of which some have known types; the others are taken as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class GenerationValues(FileValues):
+    """The values of `generation.json`: arguments of a pipeline's call, none of which is an object."""
+
+    __pydantic_extra__: dict[str, PlainValue | list[PlainValue]] = Field(init=False)
+    num_inference_steps: Steps | None = None
+    height: Pixels | None = None
+    width: Pixels | None = None
+    num_frames: Frames | None = None
+    frames: Frames | None = None
+    video_length: Frames | None = None
+    max_sequence_length: Count | None = None
+    guidance_scale: Scale | None = None
+    guidance_scale_2: Scale | None = None
+    true_cfg_scale: Scale | None = None
+    strength: Scale | None = None
+    negative_prompt: str | None = None
+    fps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class IndexValues(FileValues):
+    """The values of `model_index.json` or `modular_model_index.json`."""
+
+    pipeline: str | None = Field(None, alias="_class_name")
+    blocks: str | None = Field(None, alias="_blocks_class_name")
+
+
+class ConfigValues(FileValues):
+    """The values of a component's `config.json`."""
+
+    quantization_config: dict[str, Any] | None = None
+
+
+class WeightMap(FileValues):
+    """The values of the index of a checkpoint in several files."""
+
+    weight_map: dict[str, str]
 
 
 def defaults(model: str) -> dict[str, Any]:
@@ -91,7 +146,7 @@ def defaults(model: str) -> dict[str, Any]:
 
     Raises:
         ModelError: if the model is not known.
-        LoadError: if the file is no JSON object, or its steps or sizes are no whole numbers.
+        LoadError: if the file is no JSON object, or a value is of another type than that of its argument.
     """
     call = read_generation_defaults(model)
     call.pop(FRAME_RATE, None)
@@ -106,12 +161,7 @@ def read_generation_defaults(model: str) -> dict[str, Any]:
     path = source / "generation.json"
     if not path.exists():
         return {}
-    call = read_json_object(path)
-    for name in ("num_inference_steps", "height", "width", *FRAME_COUNTS):
-        value = call.get(name)
-        if value is not None and not (is_whole_number(value) and value > 0):
-            raise LoadError(f"{path}: {name}={value!r} is no whole number above 0; leave it out, or write such as 32")
-    return call
+    return read_json_object(path, GenerationValues)
 
 
 def find_model_source(
@@ -143,7 +193,7 @@ def find_model_source(
                 raise
             flags = ""
             for component, file in files.items():
-                flags += f" --component {component}={file}"
+                flags += f" --component {component}={shlex.quote(file)}"
             raise LoadError(
                 f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
                 f"and the VAE, are those of {source}: {error} that has them (--model FOLDER{flags})"
@@ -178,7 +228,8 @@ def collect_component_files(
                 own_name = name.strip()
                 if not own_name.isidentifier():
                     own_name, file = TRANSFORMER, file or own_name
-                raise ModelError(f"component={text!r} is not NAME=FILE; try {own_name}={file or 'FILE'}")
+                proposed = shlex.quote(file) if file else "FILE"
+                raise ModelError(f"component={text!r} is not NAME=FILE; try {own_name}={proposed}")
             pairs.append((name, file))
     files: dict[str, str] = {}
     for name, file in pairs:
@@ -354,7 +405,7 @@ def refuse_unknown_components(source: Path | str, index: Mapping[str, Any], name
 
 def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[str], *, weights: bool) -> None:
     """Raises `LoadError` for weights that are not whole by their headers or, if `weights` are read, missing."""
-    index = read_json_object(find_index_file(folder) or folder)
+    index = read_json_object(find_index_file(folder) or folder, IndexValues)
     refuse_unknown_components(folder, index, apart)
     for name, (library, _) in list_own_components(folder, index):
         if name in apart:
@@ -385,29 +436,35 @@ def _check_component(folder: Path, variant: str | None, or_give: str = "") -> No
         raise LoadError(f"{folder} is missing, and the index in its folder names it; copy the whole model{or_give}")
     for path in (folder / "config.json", folder / "scheduler_config.json"):
         if path.exists():
-            check_config_counts(read_json_object(path), path)
+            check_config_counts(read_json_object(path, ConfigValues), path)
     if not (folder / "config.json").exists():
         return
     weight_files = _list_weight_files(folder, variant)
     if not weight_files:
-        pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")])
-        if pickles:
-            raise LoadError(
-                f"{folder} has only {pickles[0].name}, a pickle, which can run code when it is read; "
-                "convert it with save_pretrained(..., safe_serialization=True)"
-            )
-        raise LoadError(f"{folder} has no weights; a *.safetensors file belongs there{or_give}")
-    # Plain names have one dot: diffusion_pytorch_model.safetensors, and model-00001-of-00002.safetensors.
-    if variant is None and all("." in path.stem for path in weight_files):
-        variant = weight_files[0].stem.partition(".")[2].partition("-")[0]
-        raise LoadError(
-            f"{folder} has weights of the variant {variant} alone, and plain names are read here; give "
-            f"ditile.load(.., variant={variant!r}), or leave .{variant} out of the names of its files"
-        )
+        raise LoadError(_explain_missing_weights(folder, or_give))
     for path in weight_files:
         if not path.exists():
             raise LoadError(f"{path} is missing, and the index in its folder names it; copy the whole model")
     check_stored_types(folder, variant)
+
+
+def _explain_missing_weights(folder: Path, or_give: str) -> str:
+    """Return why a component has no files of weights under the names that are read."""
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    for name in names:
+        variant = re.fullmatch(rf"(?:{'|'.join(STEMS)})\.(?!safetensors)(\w+)(?:-\d+-of-\d+)?\.safetensors", name)
+        if variant is not None:
+            return (
+                f"{folder} has weights of the variant {variant[1]} alone, and plain names are read here; give "
+                f"ditile.load(.., variant={variant[1]!r}), or leave .{variant[1]} out of the names of its files"
+            )
+    for name in names:
+        if name.endswith(PICKLES):
+            return (
+                f"{folder} has only {name}, a pickle, which can run code when it is read; "
+                "convert it with save_pretrained(..., safe_serialization=True)"
+            )
+    return f"{folder} has no weights; {' or '.join(f'{stem}.safetensors' for stem in STEMS)} belongs there{or_give}"
 
 
 def check_stored_types(folder: Path, variant: str | None) -> None:
@@ -418,7 +475,7 @@ def check_stored_types(folder: Path, variant: str | None) -> None:
     Raises:
         LoadError: if a file is cut short, or weights mean nothing without a quantizer, which the config does not name.
     """
-    is_quantized = bool(read_json_object(folder / "config.json").get("quantization_config"))
+    is_quantized = bool(read_json_object(folder / "config.json", ConfigValues).get("quantization_config"))
     for path in _list_weight_files(folder, variant):
         if not path.exists():
             continue
@@ -435,26 +492,31 @@ def check_stored_types(folder: Path, variant: str | None) -> None:
 
 
 def _list_weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """The weight files of a component: the variant's if it has some, otherwise the plain ones."""
-    weight_files: set[Path] = set()
-    if variant is not None:
-        weight_files = _list_files_with_ending(folder, f".{variant}")
-    return sorted(weight_files or _list_files_with_ending(folder, ""))
+    """Return the weight files of a component: the variant's if it has some, otherwise the plain ones.
+
+    They are looked for by their names: a folder may have others, such as those that a Mac leaves beside each.
+    """
+    for stem in STEMS:
+        for own_variant in dict.fromkeys((variant, None)):
+            single, index = name_weight_files(stem, own_variant)
+            # Of both, diffusers takes the index, and transformers the single file.
+            is_single = (folder / single).exists()
+            if (folder / index).exists() and not (is_single and stem == STEMS[1]):
+                return sorted({folder / name for name in read_weight_map(folder / index).values()})
+            if is_single:
+                return [folder / single]
+    return []
 
 
-def _list_files_with_ending(folder: Path, ending: str) -> set[Path]:
-    """The weight files that are in a folder or that an index there names."""
-    weight_files = set(folder.glob(f"*{ending}.safetensors"))
-    for index in folder.glob(f"*.safetensors.index{ending}.json"):
-        weight_files.update(folder / name for name in read_weight_map(index).values())
-    return weight_files
+def name_weight_files(stem: str, variant: str | None) -> tuple[str, str]:
+    """Return the name of a checkpoint in one file, and that of the index of one in several files."""
+    middle = f".{variant}" if variant else ""
+    return f"{stem}{middle}.safetensors", f"{stem}.safetensors.index{middle}.json"
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """The index of a checkpoint in several files: tensor -> name of its file. Raises `LoadError` if it is none."""
-    weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise LoadError(f"{path} is no index of safetensors files; copy it again")
+    """Return the index of a checkpoint in several files: tensor -> file. Raises `LoadError` if it is none."""
+    weight_map: dict[str, str] = read_json_object(path, WeightMap)["weight_map"]
     return weight_map
 
 
@@ -465,6 +527,7 @@ def open_safetensors(path: Path, framework: str) -> Any:
     try:
         return safetensors.safe_open(path, framework=framework)
     except (safetensors.SafetensorError, OSError) as error:
+        refuse_out_of_memory(error)
         raise LoadError(f"{path} is no whole safetensors file ({join_error_lines(error)}); copy it again") from error
 
 
@@ -512,7 +575,16 @@ def open_gguf(path: Path) -> Any:
         # Pages that are written would be copies: views of memory that cannot be written make torch warn.
         return BoundedReader(path, "c")
     except _GGUF_ERRORS as error:
+        # A header that is not whole may ask for any amount of memory; the system alone says that there is none.
+        if isinstance(error, OSError):
+            refuse_out_of_memory(error)
         raise LoadError(f"{path} is no whole GGUF file ({join_error_lines(error)}); copy it again") from error
+
+
+def refuse_out_of_memory(error: Exception) -> None:
+    """Raise `MemoryError` for an error that says that no memory is left, which says nothing of a file or a model."""
+    if is_out_of_memory(error):
+        raise MemoryError(join_error_lines(error)) from error
 
 
 def refuse_missing_weights(names: Collection[str], place: Path) -> None:
@@ -527,6 +599,15 @@ def check_config_counts(config: Mapping[str, Any], path: Path | str) -> None:
         for pattern, most in MOST_IN_CONFIGS.items():
             if re.fullmatch(pattern, str(name)):
                 _check_config_count(name, value, most, path)
+
+
+def count_one_of_each(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return changes to a config that leave one block of each kind."""
+    changes = {}
+    for name, value in config.items():
+        if re.fullmatch(LAYER_COUNTS, name) and is_number(value) and value > 1:
+            changes[name] = 1
+    return changes
 
 
 def _check_config_count(name: str, value: Any, most: int, path: Path | str) -> None:
@@ -562,14 +643,25 @@ def choose_dtype_name(source: Path | str, dtype: str | None, *, on_gpu: bool | N
     return "bfloat16" if on_gpu else "float32"
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON. Raises `LoadError` if there is none."""
+def read_json_object(path: Path, kind: type[FileValues] = FileValues) -> dict[str, Any]:
+    """Return the object in a file of JSON. Raises `LoadError` if there is none, or a value is none of its kind."""
     try:
         content = files.parse_json(files.read_text(path))
     except (OSError, ValueError) as error:
+        refuse_out_of_memory(error)
         raise LoadError(f"{path} is no readable JSON: {join_error_lines(error)}") from error
     if not isinstance(content, dict):
         raise LoadError(f"{path} is no JSON object")
+    try:
+        kind.model_validate(content)
+    except ValidationError as invalid:
+        rows = invalid.errors(include_url=False)
+        name = str(rows[0]["loc"][0])
+        own_rows = [row for row in rows if row["loc"][0] == name]
+        value = content.get(name)
+        if len(repr(value)) > MOST_SHOWN:
+            value = f"{value!r:.{MOST_SHOWN}}.."
+        raise LoadError(f"{path}: {describe_wrong_value(name, value, own_rows, None)}") from None
     return content
 
 

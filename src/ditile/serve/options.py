@@ -142,7 +142,7 @@ class ServeOptions(EngineOptions, SourceOptions):
         """The LoRAs that requests may name: each file, and the same for the second transformer of a model with two."""
         if self.lora_dir is None:
             return []
-        loras = Path(self.lora_dir).glob("*.safetensors")
+        loras = Path(self.lora_dir).glob("[!.]*.safetensors")
         names = sorted(path.stem for path in loras if path.is_file())
         if facts.has_second_transformer:
             names += [f"{FOR_SECOND}{name}" for name in names]

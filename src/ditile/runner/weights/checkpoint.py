@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +21,7 @@ from ditile.distributed import env
 from ditile.model.hooks.placeholders import count_tensor_bytes
 from ditile.parallel.tensor.cuts import SelectShard, TensorCut
 from ditile.plan.errors import LoadError
-from ditile.runner.model_files import open_safetensors, read_weight_map, refuse_missing_weights
+from ditile.runner.model_files import name_weight_files, open_safetensors, read_weight_map, refuse_missing_weights
 
 MAPPED = 64 * 2**20
 """Bytes that are read from one mapping of a file; a single tensor may have more."""
@@ -83,9 +84,7 @@ class Checkpoint:
         Raises:
             LoadError: if there is neither, or what there is cannot be read.
         """
-        middle = f".{variant}" if variant else ""
-        single = f"{stem}{middle}.safetensors"
-        index = f"{stem}.safetensors.index{middle}.json"
+        single, index = name_weight_files(stem, variant)
         index_path = locate(index)
         if index_path is not None:
             return cls(read_weight_map(index_path), locate)
@@ -94,6 +93,22 @@ class Checkpoint:
             raise LoadError(f"there is neither {single} nor {index}; save the model with save_pretrained")
         with open_safetensors(path, "pt") as tensors:
             return cls(dict.fromkeys(tensors.keys(), single), locate)
+
+    def find_weights(self, names: AbstractSet[str], place: Path) -> Checkpoint:
+        """Return the checkpoint with the weights that its index leaves out, if its files have them.
+
+        Raises:
+            LoadError: if they have not.
+        """
+        if names <= self.files.keys():
+            return self
+        found = dict(self.files)
+        for file in sorted(set(self.files.values())):
+            with self.open_file(self.locate_stored_file(file)) as tensors:
+                for name in tensors.offset_keys():
+                    found.setdefault(name, file)
+        refuse_missing_weights(names - found.keys(), place)
+        return replace(self, files=found)
 
     def locate_stored_file(self, file: str) -> Path:
         """The path of a file. Raises `LoadError` if it is missing."""

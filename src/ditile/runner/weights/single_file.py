@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import diffusers
@@ -36,6 +39,7 @@ from ditile.runner.model_files import (
     TRANSFORMER,
     check_config_counts,
     check_model_file,
+    count_one_of_each,
     open_safetensors,
     read_json_object,
 )
@@ -51,6 +55,8 @@ CONFIG = Path("transformer", "config.json")
 """Where a pipeline's folder has the config of its transformers, which are alike if there are two."""
 MOST_MISSING = 0.04
 """Of a model's tensors, the share that a file under diffusers' names may lack; one of other names lacks more."""
+LEAST_SHARED = 0.5
+"""Of the names of a published model, the share that a file has which may be of that model."""
 UNKNOWN = "v1"
 """What diffusers calls a file that it does not know."""
 ACTIVATION_SCALES = ("scale_input", "input_scale")
@@ -212,7 +218,8 @@ class SingleFile:
                     stored = grouped.get_slice(name)
                     tensors[name] = FileTensor.from_shape(name, stored.get_shape(), stored.get_dtype())
             if any(re.search(LORA_FACTORS, name) for name in tensors):
-                raise LoadError(f"{path} is a LoRA, which changes the weights of a model; give --lora {path}")
+                flag = f"--lora {shlex.quote(str(path))}"
+                raise LoadError(f"{path} is a LoRA, which changes the weights of a model; give {flag}")
             _check_format(path, "its header", (opened.metadata() or {}).get("_quantization_metadata", ""))
             marks = frozenset(name for name in tensors if name.rpartition(".")[2] == FP8_MARK)
             scaled = _attach_scales(path, tensors, opened)
@@ -591,13 +598,15 @@ def find_base_models(path: Path) -> list[str]:
     file = SingleFile.read_header(path)
     component = file.guess_component()
     if component != TRANSFORMER:
-        raise LoadError(f"{path} has no transformer; give --model FOLDER --component {component}={path}")
+        flag = f"--component {component}={shlex.quote(str(path))}"
+        raise LoadError(f"{path} has no transformer; give --model FOLDER {flag}")
     hub_id = _infer_hub_id(file)
-    models = [model for model in list_known_models() if model.hub_id is not None]
     inferred = None
     if hub_id is not None:
         inferred = find_known_model(hub_id)
-    if inferred is not None:
+    if inferred is None:
+        models = [model for model in list_known_models() if model.hub_id is not None and _shares_names(file, model)]
+    else:
         # Models of one class may have the same shapes, and diffusers names the one that the file is meant for.
         alike = [model for model in _list_published(inferred.transformer) if model != inferred]
         models = [inferred, *alike]
@@ -613,12 +622,33 @@ def find_base_models(path: Path) -> list[str]:
         names.append(model.name)
     if names:
         return names
-    if hub_id is None:
-        raise LoadError(f"{path} has the transformer of no published model; give --model FOLDER --transformer {path}")
+    flags = f"--model FOLDER --transformer {shlex.quote(str(path))}"
+    if problem is None:
+        raise LoadError(f"{path} has the transformer of no published model; give {flags}")
     raise LoadError(
-        f"{problem} ({path} is like {hub_id}, and fits none of the configs that come with ditile; with another config "
-        f"give --model FOLDER --transformer {path})"
+        f"{problem} ({path} is like {models[0].hub_id}, and fits none of the configs that come with ditile; with "
+        f"another config give {flags})"
     )
+
+
+def _shares_names(file: SingleFile, model: KnownModel) -> bool:
+    """Return whether a file has most names of a published model's transformer, of which one block of each is built."""
+    model_class = getattr(diffusers, model.transformer)
+    config = model.folder / CONFIG
+    values = read_json_object(config)
+    names = _read_model_tensors(model_class, config, count_one_of_each(values)).keys()
+    tensors = file.own_tensors
+    if _count_share(names, tensors) < LEAST_SHARED:
+        # The names may be those of the authors.
+        try:
+            tensors, _ = file._rename_tensors(model.transformer, values, tensors)
+        except LoadError:
+            return False
+    return _count_share(names, tensors) >= LEAST_SHARED
+
+
+def _count_share(names: AbstractSet[str], tensors: Mapping[str, Any]) -> float:
+    return len(names & tensors.keys()) / len(names)
 
 
 def _infer_hub_id(file: SingleFile) -> str | None:
@@ -638,8 +668,10 @@ def _list_published(class_name: str) -> list[KnownModel]:
     return [model for model in published if model.transformer == class_name]
 
 
-def _read_model_tensors(model_class: Any, config: Path) -> dict[str, Tensor]:
-    """A model's weights by its config, on the meta device."""
+def _read_model_tensors(
+    model_class: Any, config: Path, changes: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Tensor]:
+    """Return a model's weights by its config and changes to it, on the meta device."""
     with init_on_meta_device():
-        model: nn.Module = model_class.from_config(dict(model_class.load_config(config.parent)))
+        model: nn.Module = model_class.from_config({**model_class.load_config(config.parent), **changes})
     return dict(model.state_dict())
