@@ -211,14 +211,14 @@ def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, 
     layers: dict[str, nn.Linear] = {}
     kept: list[str] = []
     total = 0
-    quantized = 0
+    quantized: list[str] = []
     excluded = 0
     for path, layer in model.named_modules():
         if not isinstance(layer, nn.Linear) or not path.startswith(tuple(regions)) or ".lora_" in path:
             continue
         total += 1
         if not is_plain_parameter(layer.weight):
-            quantized += 1
+            quantized.append(path)
         elif any(word in path for word in config.exclude_layers):
             excluded += 1
         elif float32_names & set(path.split(".")):
@@ -227,9 +227,17 @@ def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, 
             layers[path] = layer
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} has no layer to quantize: of {total} Linears {quantized} are quantized already, "
-            f"exclude_layers={list(config.exclude_layers)} takes {excluded}, and {len(kept)} are of its "
+            f"{type(model).__name__} has no layer to quantize: of {total} Linears {len(quantized)} are quantized "
+            f"already, exclude_layers={list(config.exclude_layers)} takes {excluded}, and {len(kept)} are of its "
             "_keep_in_fp32_modules"
+        )
+    own = {path for record in list_quantization_records(model) for path in record.layers}
+    stored = [path for path in quantized if path not in own]
+    if stored:
+        kind = type(model.get_submodule(stored[0]).weight).__name__
+        raise ModelError(
+            f"{type(model).__name__} was loaded with {len(stored)} of {total} Linears quantized ({kind}), and these "
+            f"would stay so beside {len(layers)} of {config.quant_type}; leave quantize out, or load plain weights"
         )
     return layers, kept
 

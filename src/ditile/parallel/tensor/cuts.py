@@ -450,8 +450,10 @@ def _divide_units(
             raise PlanError(f"tensor={size}: heads and features of {kind} have {most} equal parts alike; try {most}")
     for count, what in counts:
         if count % sum(shares):
-            legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-            raise PlanError(f"tensor={size} does not divide the {count} {what}; try {legal}")
+            hint = "no other number divides all that is cut; use pipefusion, ulysses or ring"
+            if most > 1:
+                hint = f"try {', '.join(str(n) for n in range(1, most + 1) if most % n == 0)}"
+            raise PlanError(f"tensor={size} does not divide the {count} {what}; {hint}")
     # This follows the checks of numbers: with a single key head the norm is as wide as all of its heads, and cannot be
     # cut anyway.
     for path, attention in attentions.items():
