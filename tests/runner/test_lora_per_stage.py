@@ -22,6 +22,8 @@ from ditile.runner.runner import parallelize
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import folders_of
+from tests.zoo import ZOO
+from tests.zoo.rows import ENOUGH
 
 EXACT = {"patches": 3, "warmup": 4}
 NAMES = ("flux", "sd3.5 medium")
@@ -217,3 +219,50 @@ def test_pixart_has_no_loader() -> None:
     """A failure means a traceback from the inside of another library."""
     with pytest.raises(ModelError, match="no load_lora_weights"):
         ditile.load_lora(MAKE["pixart sigma"](), "someone/something")
+
+
+def with_kronecker_factors() -> None:
+    family = ZOO["z-image"]
+    plain = family.make()
+    random = torch.Generator().manual_seed(3)
+    state = {}
+    for name, layer in plain.transformer.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name.startswith("layers.") and name.endswith(("to_q", "to_v")):
+            rows, columns = layer.out_features // 4, layer.in_features // 4
+            state[f"transformer.{name}.lokr_w1"] = 0.5 * torch.randn(4, 4, generator=random)
+            state[f"transformer.{name}.lokr_w2"] = 0.5 * torch.randn(rows, columns, generator=random)
+    before = plain(**family.call())[0]
+    plain.load_lora_weights(dict(state), adapter_name="one")
+    wanted = plain(**family.call())[0]
+    different(before, wanted, "LoKr")
+    for plan in (Plan(pipefusion=2, warmup=ENOUGH), Plan(data=2)):
+        pipe = family.make()
+        runner = parallelize(pipe, plan)
+        ditile.load_lora(pipe, dict(state), adapter_name="one")
+        same(runner(**family.call())[0], wanted, str(plan))
+    pipe = family.make()
+    parallelize(pipe, Plan(tensor=2))
+    with pytest.raises(ModelError, match="is a LOKR, and tensor parallelism cuts plain LoRAs only"):
+        ditile.load_lora(pipe, dict(state), adapter_name="one")
+    # A name that only fused projections have.
+    fused = {f"transformer.transformer_blocks.0.attn.to_qkv.lokr_{factor}": torch.ones(4, 4) for factor in ("w1", "w2")}
+    with pytest.raises(ModelError, match="changes transformer_blocks.0.attn.to_qkv.lokr_w1, which is there while"):
+        ditile.load_lora(ZOO["flux-2"].make(), fused)
+
+
+def test_kronecker_factors_are_applied_or_refused(pool: Pool) -> None:
+    """A failure means that a LoKr is compared, cut or left out as if it were a plain LoRA."""
+    pool.run(with_kronecker_factors, 2)
+
+
+def swapped(folder: Path) -> None:
+    pipe = MAKE["flux"]()
+    parallelize(pipe, Plan(pipefusion=2, **EXACT))
+    load(pipe, folder, "one", ours=True)
+    with pytest.raises(ModelError, match="hotswap=True needs a pipeline whose weights are not divided"):
+        ditile.load_lora(pipe, folder, weight_name="narrow.safetensors", adapter_name="one", hotswap=True)
+
+
+def test_a_swap_is_refused_where_a_stage_may_have_nothing_to_swap(pool: Pool, folders: dict[str, Path]) -> None:
+    """A failure means that a stage without a layer of the new LoRA goes on with the old one."""
+    pool.run(swapped, 2, folders["flux"])

@@ -22,6 +22,8 @@ from ditile.model.hooks.compile import unwrap_compiled
 
 SHORT = 300
 """Characters of a description that is sent as it is; of a longer one the beginning, and a checksum."""
+PLACES_OF_ADAPTERS = ("target_modules", "base_model_name_or_path", "revision", "inference_mode")
+"""What the config of an adapter may have otherwise on each rank."""
 
 
 def describe_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +79,9 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
         if model is None or not hasattr(model, "peft_config"):
             continue
         described[f"LoRAs of {name}"] = _name_loras(model)
+        configs: Any = model.peft_config
+        for lora, config in configs.items():
+            described[f"config of LoRA {lora} in {name}"] = _describe_adapter(config)
         for path, layer in model.named_modules():
             places = f"{name}.{path}".split(".")
             for lora, use in _iterate_lora_uses(layer):
@@ -101,17 +106,19 @@ def _name_block(places: Sequence[str]) -> str:
 
 
 def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
-    """(name, how it is used) of each LoRA of a layer of peft's, in words that do not depend on the rank of the LoRA."""
+    """Yield (name, how it is used) of each adapter of a layer of peft's, in words that do not depend on its rank."""
     if not hasattr(layer, "merged_adapters"):
         return
-    for name, scaling in layer.scaling.items():
-        rank = layer.r[name]
-        # rsLoRA divides alpha by the root of the rank.
-        if getattr(layer, "use_rslora", {}).get(name):
-            rank = rank**0.5
-        # An alpha of a file is a tensor.
-        alpha = float(layer.lora_alpha[name])
-        scale = round(float(scaling) * rank / (alpha or 1), 6)
+    # LoRA and its relatives have a factor; others, such as IA3, have none. An alpha of a file is a tensor.
+    alphas = getattr(layer, "lora_alpha", getattr(layer, "alpha", {}))
+    for name in sorted(layer._get_available_adapters()):
+        scale = float(getattr(layer, "scaling", {}).get(name, 1.0))
+        if name in alphas:
+            rank = layer.r[name]
+            # rsLoRA divides alpha by the root of the rank.
+            if getattr(layer, "use_rslora", {}).get(name):
+                rank = rank**0.5
+            scale *= rank / (float(alphas[name]) or 1)
         if layer.disable_adapters:
             state = "disabled"
         elif name in layer.merged_adapters:
@@ -120,7 +127,15 @@ def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
             state = "on"
         else:
             state = "off"
-        yield name, f"scale {scale:g}, {state}"
+        yield name, f"scale {round(scale, 6):g}, {state}"
+
+
+def _describe_adapter(config: Any) -> Any:
+    """Return the config of an adapter without what says where it came from, or which layers a rank has."""
+    values = config.to_dict()
+    for name in PLACES_OF_ADAPTERS:
+        values.pop(name, None)
+    return describe_value(values)
 
 
 def _name_loras(part: Any) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -19,17 +21,16 @@ import safetensors
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from torch import nn
 
-from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.overrides import override_attribute
-from ditile.model.hooks.placeholders import allow_state_dict, list_quantized_parameters
+from ditile.model.hooks.placeholders import allow_state_dict, is_placeholder, list_quantized_parameters
 from ditile.parallel.tensor.sharding import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
 from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.numbers import is_number
-from ditile.runner.model_files import DENOISERS, TRANSFORMER, is_hub_id
+from ditile.runner.model_files import DENOISERS, TRANSFORMER, is_hub_id, refuse_out_of_memory
 from ditile.runner.weights.lora_keys import LoraKeyFilter, NothingHereError
 
 LOG = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
     label = "a state dict" if isinstance(source, Mapping) else str(source)
     if not isinstance(source, Mapping):
-        source = _locate_source(source, kwargs)
-    _check_weight_name(source, label, kwargs.get("weight_name"))
+        source = _locate_source(source, label, kwargs)
     into_second = kwargs.pop("load_into_transformer_2", None)
     has_second = has_second_transformer(pipe)
     if into_second and not has_second:
@@ -88,13 +88,18 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
             _check_whole_weights(model)
         else:
             shares[name] = share
+    is_divided = bool(shares) or any(is_placeholder(module) for part in parts.values() for module in part.modules())
+    if kwargs.get("hotswap") and is_divided:
+        raise ModelError("hotswap=True needs a pipeline whose weights are not divided; delete the LoRA and load it")
+    if adapter_name is None:
+        adapter_name = _choose_adapter_name(list_loaded_loras(pipe))
     key_filter = LoraKeyFilter(pipe, parts, shares, label)
     with _convert_load_errors(label), _undo_on_failure(pipe):
         _load_local_part(pipe, source, key_filter, parts, shares, adapter_name=adapter_name, **kwargs)
     for name in key_filter.list_components_elsewhere():
         if read_placement(parts[name]) == FREED:
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
-        _register_empty_adapter(parts[name], adapter_name)
+        _register_empty_adapter(parts[name], adapter_name, key_filter.configs[name])
     # Wan 2.2 has one transformer for the first steps and one for the others, and a file for each.
     if has_second and into_second is None:
         LOG.warning(
@@ -105,39 +110,51 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         )
 
 
-def _locate_source(source: Any, kwargs: dict[str, Any]) -> str:
-    """The folder or hub id of a LoRA; of a file its folder, with the name of the file in the arguments of the loader.
+def _locate_source(source: Any, label: str, kwargs: dict[str, Any]) -> str:
+    """Return the folder or hub id of a LoRA, and put the name of its file, where it is known, into the arguments.
 
     Raises:
-        ModelError: if there is nothing, which diffusers would take for a hub id.
+        ModelError: if there is nothing, which diffusers would take for a hub id; for a folder of which diffusers would
+            take any file, and for a file that is not safetensors.
     """
     path = os.path.expanduser(str(source))
     if os.path.isfile(path):
         kwargs["weight_name"] = Path(path).name
-        return str(Path(path).parent)
-    if not os.path.exists(path) and (path.endswith(".safetensors") or not is_hub_id(path)):
+        path = str(Path(path).parent)
+    elif not os.path.exists(path) and (path.endswith(".safetensors") or not is_hub_id(path)):
         raise ModelError(f"lora={str(source)!r} is no file, folder or hub id (owner/name); give a .safetensors file")
+    elif os.path.isdir(path) and kwargs.get("weight_name") is None:
+        kwargs["weight_name"] = _choose_weight_name(Path(path, kwargs.get("subfolder") or ""), label)
+    weight_name = kwargs.get("weight_name")
+    if weight_name is not None and not weight_name.endswith(".safetensors"):
+        raise ModelError(
+            f"lora={label!r} is no .safetensors file ({weight_name}), and other files may run code when they are "
+            "read; take one that is"
+        )
     return path
 
 
-def _check_weight_name(source: Any, label: str, weight_name: str | None) -> None:
-    """Raises `ModelError` for a file that is not safetensors, and a folder of which diffusers would take any file."""
-    if weight_name is not None:
-        if not weight_name.endswith(".safetensors"):
-            raise ModelError(
-                f"lora={label!r} is no .safetensors file ({weight_name}), and other files may run code when they are "
-                "read; take one that is"
-            )
-        return
-    if isinstance(source, Mapping):
-        return
-    names = sorted(path.name for path in Path(source).glob("*.safetensors"))
-    has_default = any(name.endswith(LORA_WEIGHT_NAME_SAFE) for name in names)
-    if len(names) > 1 and not has_default:
-        raise ModelError(
-            f"lora={label!r} has {len(names)} files ({', '.join(names[:3])}), and one of them is a LoRA's; "
-            f"give it, such as {Path(source, names[0])}"
-        )
+def _choose_weight_name(folder: Path, label: str) -> str:
+    """Return the only file of weights in a folder, or the one that `save_lora_weights` wrote."""
+    # Without hidden files, which systems leave beside others.
+    names = sorted(path.name for path in folder.glob("[!.]*.safetensors"))
+    own = [name for name in names if name.endswith(LORA_WEIGHT_NAME_SAFE)] or names
+    if len(own) == 1:
+        return own[0]
+    if not names:
+        raise ModelError(f"lora={label!r} has no .safetensors file; give a folder with one, or the file")
+    raise ModelError(
+        f"lora={label!r} has {len(names)} files ({', '.join(names[:3])}), and one of them is a LoRA's; "
+        f"give it, such as {shlex.quote(str(folder / names[0]))}"
+    )
+
+
+def _choose_adapter_name(loaded: Collection[str]) -> str:
+    """Return the name that diffusers gives an adapter, also on a rank where no layer has one yet."""
+    number = 0
+    while f"default_{number}" in loaded:
+        number += 1
+    return f"default_{number}"
 
 
 def has_second_transformer(pipe: Any) -> bool:
@@ -155,6 +172,9 @@ def _load_local_part(
 ) -> None:
     """Loads what this rank has of a LoRA, through the pipeline's own loader."""
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # The config names the layers of all ranks.
+        warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match", RuntimeWarning)
         allow_state_dict(stack, map(unwrap_compiled, parts.values()))
         for name, share in shares.items():
             share.lift_lora_guards(stack, pipe, unwrap_compiled(parts[name]))
@@ -174,9 +194,7 @@ def _convert_load_errors(label: str) -> Iterator[None]:
     except DitileError:
         raise
     except (*_LOAD_ERRORS, safetensors.SafetensorError) as error:
-        # That there is no more memory says nothing of the LoRA.
-        if is_out_of_memory(error):
-            raise
+        refuse_out_of_memory(error)
         reason = join_error_lines(error, 300)
         raise ModelError(f"lora={label!r} cannot be loaded: {reason}") from error
 
@@ -307,15 +325,14 @@ def _check_whole_weights(part: nn.Module) -> None:
         )
 
 
-def _register_empty_adapter(part: Any, adapter_name: str | None) -> None:
+def _register_empty_adapter(part: Any, name: str, config: Any) -> None:
     """Registers an adapter with a component that has none of its layers."""
     require_extra("lora", "a LoRA")
-    from diffusers.utils.peft_utils import get_adapter_name
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
-    name = adapter_name or get_adapter_name(part)
     if name in getattr(part, "peft_config", {}):
         return
-    inject_adapter_in_model(LoraConfig(target_modules=DUMMY_TARGET_MODULES), part, adapter_name=name)
+    empty = type(config)(**config.to_dict() | {"target_modules": DUMMY_TARGET_MODULES})
+    inject_adapter_in_model(empty, part, adapter_name=name)
     part._hf_peft_config_loaded = True

@@ -4,6 +4,10 @@ diffusers converts the names of kohya, ComfyUI and other trainers to its own, an
 layers that the model does not have, components that the pipeline does not have, kinds of numbers that it does not know.
 Those keys are named in the log, and a LoRA of which nothing is left is refused. All ranks find the same, also where
 they hold different blocks: what a rank does not hold is looked up in the model's structure.
+
+diffusers finds the config of an adapter (its default alpha and rank, the layers with others, DoRA, biases) from all
+keys that it gets. A rank gives it the keys of its own blocks, so the config is found from the whole file here, by the
+same functions, and handed over as if the file had said it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,12 @@ from typing import Any
 
 import torch
 from diffusers import ModelMixin
+from diffusers.utils import peft_utils
+from diffusers.utils.state_dict_utils import (
+    convert_state_dict_to_diffusers,
+    convert_state_dict_to_peft,
+    convert_unet_state_dict_to_peft,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -36,6 +46,10 @@ CONTROL_DEPTH = 3
 """Points in `transformer.x_embedder.lora_A.weight`."""
 TEXT_PREFIXES = ("lora_te", "text_encoder")
 """Beginnings of keys of text encoders, as trainers write them."""
+TEXT_LAYERS = (".q_proj", ".k_proj", ".v_proj", ".out_proj", ".fc1", ".fc2")
+"""Layers of text encoders whose ranks diffusers looks at."""
+FUSED = ("to_qkv", "to_added_qkv")
+"""Layers that an attention has while its projections are fused."""
 
 
 class NothingHereError(Exception):
@@ -46,6 +60,9 @@ class LoraKeyFilter:
     """Stands in for a pipeline's `lora_state_dict`, and removes keys for which this rank or all ranks have no use.
 
     If this rank holds a share of a layer, the factors for that layer are cut in the same way.
+
+    Attributes:
+        configs: component -> the config of its adapter, which is that of the whole file.
 
     Args:
         pipe: the pipeline.
@@ -63,6 +80,7 @@ class LoraKeyFilter:
         self._parts = parts
         self._shares = shares
         self._label = label
+        self.configs: dict[str, Any] = {}
         self._whole_parts: dict[str, nn.Module] = {}
         self._kept: set[str] = set()
         self._dropped: set[str] = set()
@@ -81,24 +99,30 @@ class LoraKeyFilter:
             # The converter of FLUX.1 knows ComfyUI's names together with kohya's factors alone.
             loaded_state = self._read(_read_with_kohya_factors(source, kwargs.get("weight_name")), **kwargs)
             applied = self._select_applied_keys(_get_factors(loaded_state))
-        state = _get_factors(loaded_state)
+        # Loaders ask for the metadata of the file, which comes last; some pipelines have alphas before it.
+        state, *alphas, metadata = loaded_state
         self._report_unapplied_keys(file_keys, state, applied)
-        local = self._select_local_keys(applied)
-        for key in applied:
-            components = self._kept if key in local else self._dropped
+        for values in alphas:
+            self._check_alphas(values or {})
+        for component in {key.partition(".")[0] for key in applied}:
+            self._check_layers_are_alike(_strip_component(component, applied))
+            # What diffusers finds for LoRAs counts the keys too that nothing takes.
+            counted = applied if any(".lokr_" in key for key in applied) else state
+            self.configs[component] = self._find_config(component, counted, alphas, metadata)
+        local = {}
+        for key, value in applied.items():
+            components = self._dropped
+            if self._is_key_local(key):
+                components = self._kept
+                local[key] = self._cut_factor(key, value)
             components.add(key.partition(".")[0])
         if not local:
             raise NothingHereError
-        # Some pipelines return a tuple: the state dict, and alphas or more.
-        if not isinstance(loaded_state, tuple):
-            return local
-        others = []
-        for other in loaded_state[1:]:
-            if isinstance(other, dict):
-                self._check_alphas(other)
-                other = self._select_local_keys(other)
-            others.append(other)
-        return local, *others
+        metadata = {}
+        for component, config in self.configs.items():
+            metadata |= {f"{component}.{name}": value for name, value in config.to_dict().items()}
+        # The configs have the alphas.
+        return local, *({} for _ in alphas), metadata
 
     def list_components_elsewhere(self) -> set[str]:
         """The components that a LoRA changes on other ranks but not on this one."""
@@ -125,6 +149,11 @@ class LoraKeyFilter:
         if rest[:1] == ["processor"]:
             return True
         layer = unwrap_lora_base(module)
+        if rest and rest[0] in FUSED and hasattr(whole, "fuse_qkv_projections"):
+            raise ModelError(
+                f"lora={self._label!r} changes {name}, which is there while projections are fused; call "
+                f"pipe.{component}.fuse_qkv_projections() before it is divided"
+            )
         # Some replace norms too, whose keys end with the name of a parameter.
         if not hasattr(layer, "weight") or not rest:
             return False
@@ -153,7 +182,7 @@ class LoraKeyFilter:
             return ""
         if not value.is_floating_point():
             return f"has numbers of {value.dtype}, and factors are floating-point numbers"
-        if not bool(value.isfinite().all()):
+        if not is_finite(value):
             return "has numbers that are not finite"
         if not isinstance(layer, nn.Linear):
             return ""
@@ -180,10 +209,63 @@ class LoraKeyFilter:
             if not key.endswith(".alpha"):
                 continue
             alpha = torch.as_tensor(value)
-            if alpha.numel() != 1 or not bool(alpha.isfinite().all()):
+            if alpha.numel() != 1 or not is_finite(alpha):
                 raise ModelError(
                     f"lora={self._label!r} cannot be loaded: {key} is {alpha.flatten()[:3].tolist()}, and an alpha is "
                     "one finite number; take a file that is whole"
+                )
+
+    def _find_config(
+        self, component: str, state: Mapping[str, Any], alphas: Sequence[Any], metadata: Mapping[str, Any] | None
+    ) -> Any:
+        """Return the config that diffusers finds for the adapter of a whole component.
+
+        Args:
+            component: its name.
+            state: the keys of the file that count, in diffusers' form.
+            alphas: at most one table of key -> alpha.
+            metadata: what the file says of the configs of all components.
+
+        Raises:
+            ModelError: if ranks hold shares of a layer, and the adapter is not a sum of two factors.
+        """
+        part = self._parts[component]
+        factors = {}
+        for key, value in _strip_component(component, state).items():
+            # A control LoRA has norms too, which diffusers takes out first.
+            if _names_factor(key):
+                factors[key] = value
+        own_alphas: dict[str, Any] = {}
+        for table in alphas:
+            own_alphas |= _strip_component(component, table or {})
+        own_metadata = None if metadata is None else _strip_component(component, metadata)
+        if own_alphas and own_metadata:
+            raise ModelError(
+                f"lora={self._label!r} has alphas in its metadata and in tensors; diffusers takes only one of them"
+            )
+        if any(".lokr_" in key for key in factors):
+            config = peft_utils._create_lokr_config(factors, own_metadata)
+        else:
+            is_text = not isinstance(unwrap_compiled(part), ModelMixin)
+            factors, ranks = _measure_ranks(part, factors, is_text=is_text)
+            config = peft_utils._create_lora_config(factors, own_alphas, own_metadata, ranks, is_unet=not is_text)
+        if component in self._shares and (config.peft_type != "LORA" or config.use_dora):
+            raise ModelError(
+                f"lora={self._label!r} is a {'DoRA' if config.peft_type == 'LORA' else config.peft_type}, and tensor "
+                "parallelism cuts plain LoRAs only; fuse it into the weights before parallelize"
+            )
+        return config
+
+    def _check_layers_are_alike(self, factors: Mapping[str, Any]) -> None:
+        """Raises `ModelError` if a layer lacks a bias or a magnitude that others have: peft would leave it empty."""
+        layers = {key.partition(".lora_B.weight")[0] for key in factors if key.endswith(".lora_B.weight")}
+        for leaf in (".lora_B.bias", ".lora_magnitude_vector"):
+            having = {key.partition(leaf)[0] for key in factors if leaf in key}
+            lacking = layers - having
+            if having and lacking:
+                raise ModelError(
+                    f"lora={self._label!r} has {leaf[1:]} in {len(having)} layers, and {min(lacking)} lacks it; take "
+                    "a file whose layers are alike"
                 )
 
     def _find_whole_part(self, component: str) -> nn.Module | None:
@@ -214,22 +296,44 @@ class LoraKeyFilter:
                 _name_keys(unapplied),
             )
 
-    def _select_local_keys(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {key: self._cut_value(key, value) for key, value in values.items() if self._is_key_local(key)}
-
-    def _cut_value(self, key: str, value: Any) -> Any:
-        """This rank's part of a factor; other values, such as alphas, are returned as they are."""
+    def _cut_factor(self, key: str, factor: Tensor) -> Tensor:
+        """Return this rank's part of a factor."""
         component, _, name = key.partition(".")
         share = self._shares.get(component)
-        if share is None or not isinstance(value, Tensor):
-            return value
-        return share.cut_lora_factor(name, value)
+        return factor if share is None else share.cut_lora_factor(name, factor)
 
     def _is_key_local(self, key: str) -> bool:
         """Whether the path of a key leads to a module of this rank, and not to a placeholder."""
         component, _, name = key.partition(".")
         part = self._parts.get(component)
         return part is None or not is_placeholder(_follow_key(part, name)[0])
+
+
+def _strip_component(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a component has of a table, without its name."""
+    prefix = f"{component}."
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def _measure_ranks(part: nn.Module, factors: dict[str, Any], *, is_text: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return factors under peft's names, and the rank of each layer as diffusers' loaders find it."""
+    ranks = {}
+    if is_text:
+        factors = convert_state_dict_to_peft(convert_state_dict_to_diffusers(factors))
+        if not hasattr(part, "text_model"):
+            factors = {key.removeprefix("text_model."): value for key, value in factors.items()}
+        for key, value in factors.items():
+            layer, is_up, _ = key.partition(".lora_B.weight")
+            if is_up and layer.endswith(TEXT_LAYERS):
+                ranks[key] = value.shape[1]
+        return factors, ranks
+    if "lora_A" not in next(iter(factors)):
+        factors = convert_unet_state_dict_to_peft(factors)
+    for key, value in factors.items():
+        # Biases have one dimension. peft takes what is after this sign for the whole name.
+        if "lora_B" in key and value.ndim > 1:
+            ranks[f"^{key}"] = value.shape[1]
+    return factors, ranks
 
 
 def _follow_key(part: nn.Module, name: str) -> tuple[nn.Module, list[str]]:
@@ -261,6 +365,11 @@ def _swap_factor(key: str) -> str:
         if one in key and key.endswith(".weight"):
             return key.replace(one, other)
     return key
+
+
+def is_finite(numbers: Tensor) -> bool:
+    """Return whether all numbers are finite, also in fp8, of which torch cannot say it."""
+    return bool(numbers.float().isfinite().all())
 
 
 def _get_factors(loaded_state: Any) -> dict[str, Any]:
