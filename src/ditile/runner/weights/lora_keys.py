@@ -249,10 +249,11 @@ class LoraKeyFilter:
             is_text = not isinstance(unwrap_compiled(part), ModelMixin)
             factors, ranks = _measure_ranks(part, factors, is_text=is_text)
             config = peft_utils._create_lora_config(factors, own_alphas, own_metadata, ranks, is_unet=not is_text)
-        if component in self._shares and (config.peft_type != "LORA" or config.use_dora):
+        is_lora = config.peft_type == "LORA"
+        if component in self._shares and not (is_lora and not config.use_dora):
             raise ModelError(
-                f"lora={self._label!r} is a {'DoRA' if config.peft_type == 'LORA' else config.peft_type}, and tensor "
-                "parallelism cuts plain LoRAs only; fuse it into the weights before parallelize"
+                f"lora={self._label!r} is a {'DoRA' if is_lora else config.peft_type.value}, and tensor parallelism "
+                "cuts plain LoRAs only; fuse it into the weights before parallelize"
             )
         return config
 
