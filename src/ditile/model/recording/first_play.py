@@ -49,6 +49,11 @@ class FirstPlay(NamedTuple):
     written: Sequence[tuple[Tensor, Tensor]]
     keeper: TensorKeeper
 
+    def wait_for_messages(self) -> None:
+        """Wait for what the code has started: it reads and writes memory that the tape writes too."""
+        for wait in filter(None, self.code.under_way):
+            wait()
+
     def find_difference(self, recording: Recording, result: Any, made: Collection[int]) -> str:
         """Return what the tape makes otherwise than the code, or nothing.
 
@@ -59,9 +64,6 @@ class FirstPlay(NamedTuple):
         """
         if recording.tape.num_messages != len(self.code.messages):
             return "it has another number of messages"
-        # A message under way reads and writes memory that the tape writes too.
-        for wait in filter(None, self.code.under_way):
-            wait()
         memories = [memory for memory, _ in self.written]
         for message in recording.messages.values():
             for place in message.received:

@@ -356,6 +356,7 @@ class RecordedSteps:
             problem = "it changes its own settings"
         if not problem:
             first_play = FirstPlay(code, result, watch.overwritten, keeper)
+            first_play.wait_for_messages()
             try:
                 now.memory.restore_store_states(states)
                 problem = self._capture_call(call, now, model, forward, statics, code, first_play)
