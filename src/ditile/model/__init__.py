@@ -1,1 +1,1 @@
-"""What is known of each family of transformers: its `ModelSpec`, or its lists of blocks."""
+"""Knowledge of each family of transformers: its `ModelSpec`, or its lists of blocks."""

@@ -1,6 +1,6 @@
 """BlockAdapter: a user's description of a transformer's blocks, with cache-dit's names; and its six forward patterns.
 
-What the user leaves out is taken from the table or the source; what the user gives is compared with them.
+Missing fields are taken from the table or the source; the user's own fields are compared with them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PatchFunctor(ABC):
 
     @abstractmethod
     def apply(self, transformer: nn.Module) -> nn.Module:
-        """Edits the given transformer and returns it."""
+        """Edit the given transformer and return it."""
 
 
 @dataclass(slots=True)
@@ -52,14 +52,14 @@ class BlockAdapter:
     """The blocks of one transformer, or of several that a pipeline calls in turn (then with a list per transformer).
 
     Attributes:
-        pipe: the pipeline; None for a transformer alone. Several transformers need it, because its steps are counted.
+        pipe: the pipeline; None for only a transformer. Several transformers need it, because its steps are counted.
         transformer: the transformer or transformers; None means the pipeline's own.
         blocks: the list or lists of blocks, in order of execution; None finds them.
         blocks_name: the names of the lists, instead of the lists.
         unique_blocks_name: accepted and not used: a list is identified by transformer and name.
         dummy_blocks_names: lists that are left out of the chain.
         forward_pattern: how the blocks pass tokens on: one for all lists, or one for each; None reads the source.
-        check_forward_pattern: what happens if the source contradicts the pattern: None warns and follows the source,
+        check_forward_pattern: the reaction if the source contradicts the pattern: None warns and follows the source,
             True is an error, False trusts the pattern.
         check_num_outputs: True is an error if blocks return a number of streams other than the pattern's.
         params_modifiers: changed settings of the cache: one entry for all lists, or one for each.
@@ -122,7 +122,7 @@ NamedBlocks = tuple[str, Sequence[nn.Module]]
 
 
 def validate_adapter(adapter: BlockAdapter) -> None:
-    """Refuses fields that are unknown or contradict each other.
+    """Refuse fields that are unknown or contradict each other.
 
     Raises:
         ModelError: with the field, its value, and what would work.
@@ -143,7 +143,7 @@ def validate_adapter(adapter: BlockAdapter) -> None:
 
 
 def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
-    """The lists that an adapter describes, for each of its transformers.
+    """Return the lists that an adapter describes, for each of its transformers.
 
     Raises:
         ModelError: if blocks do not belong to the transformer, or the blocks do not follow the patterns.
@@ -167,7 +167,7 @@ def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
 
 
 def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
-    """The lists of each transformer of a pipeline, or of the given transformer, from the table or the source.
+    """Return the lists of a pipeline's transformers, or of a given transformer, from the table or the source.
 
     Raises:
         ModelError: if there is no transformer, or its blocks are not known.
@@ -179,7 +179,7 @@ def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
 
 
 def find_transformers(pipe: Any) -> list[nn.Module]:
-    """The transformers that a pipeline calls: `transformer`, `transformer_2`, `prior` and the like.
+    """Return the transformers that a pipeline calls: `transformer`, `transformer_2`, `prior` and the like.
 
     Raises:
         ModelError: if there is none.
@@ -202,7 +202,7 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
 
 
 def _list_named_transformers(adapter: BlockAdapter) -> list[nn.Module]:
-    """The transformers of an adapter, or of its pipeline where it names none, without what is wrapped around them."""
+    """Return the unwrapped transformers of an adapter, or of its pipeline if it names none."""
     named = adapter.transformer
     if isinstance(named, nn.Module):
         named = [named]
@@ -219,14 +219,14 @@ def _list_named_transformers(adapter: BlockAdapter) -> list[nn.Module]:
 
 
 def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | None]:
-    """A field as a list for each transformer; a single value counts for all of them."""
+    """Split a field into a list for each transformer; a single value counts for all of them."""
     if not isinstance(value, (list, tuple)):
         of_each = None if value is None else [value]
         return [of_each] * count
     if not value:
         raise ModelError(f"{what} is empty; leave it out, or name one")
     if count == 1:
-        # A list that contains one list has an entry for each transformer, and there is one transformer.
+        # With one transformer, a list that contains one list is the list of that transformer's entries.
         if len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0]):
             value = value[0]
         return [_list_field_entries(value)]
@@ -237,14 +237,14 @@ def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | 
 
 
 def _list_field_entries(value: Any) -> list[Any]:
-    """The entries for one transformer; blocks in a plain list are one entry."""
+    """Return the entries for one transformer; blocks in a plain list are one entry."""
     if isinstance(value, (list, tuple)) and not _is_list_of_blocks(value):
         return list(value)
     return [value]
 
 
 def _is_list_of_blocks(value: Any) -> bool:
-    """Whether a list holds blocks, rather than lists of them."""
+    """Return whether a list holds blocks rather than lists of blocks."""
     if any(isinstance(item, nn.ModuleList) for item in value):
         return False
     return bool(value) and all(isinstance(item, nn.Module) for item in value)
@@ -263,10 +263,11 @@ def _resolve_transformer(
     patterns: list[ForwardPattern | None],
     modifiers: list[Any],
 ) -> TransformerBlockLists:
-    """The lists of one transformer; patterns and modifiers are one for each of its lists, or one for all."""
+    """Resolve the lists of one transformer; patterns and modifiers are one for each list, or one for all."""
     # This comes first, because it may edit the blocks.
     undo = _apply_functor(model, adapter.patch_functor)
-    # Called even if the adapter names the blocks: it refuses a transformer whose blocks must not be skipped.
+    # Called even if the adapter names the blocks, because it refuses a transformer with blocks that must not be
+    # skipped.
     known_lists = look_up_block_lists(model)
     dummies = adapter.dummy_blocks_names or ()
     for name in dummies:
@@ -298,7 +299,7 @@ def _resolve_transformer(
 
 
 def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
-    """One value for each list."""
+    """Return one value for each list."""
     if len(values) not in (1, count):
         raise ModelError(f"{what} has {len(values)} entries for {count} lists of blocks; give one, or one for each")
     if len(values) == 1:
@@ -307,7 +308,7 @@ def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
 
 
 def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
-    """Groups blocks by the lists of the transformer that own them; a user's list may join several of these."""
+    """Group blocks by the lists of the transformer that own them; a user's list may join several of these."""
     if isinstance(blocks, str):
         return [(blocks, tuple(get_module_list(model, blocks)))]
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList):
@@ -331,7 +332,7 @@ def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
 
 
 def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> NamedBlocks:
-    """The list that auto=True finds. Raises `ModelError` if none is as the adapter wants it."""
+    """Return the list that auto=True finds. Raises `ModelError` if none matches the adapter."""
     matches = []
     others = []
     prefixes = tuple(adapter.allow_prefixes)
@@ -366,10 +367,10 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
 def _resolve_flow(
     adapter: BlockAdapter, model: nn.Module, name: str, blocks: Sequence[nn.Module], pattern: ForwardPattern | None
 ) -> Flow:
-    """How the blocks of a list pass tokens on: by the pattern, where table and source do not say otherwise."""
+    """Return the flow of a list's blocks: the pattern's, unless table and source contradict it."""
     known_flow = find_list_flow(model, name, blocks)
     where = f"{type(model).__name__}.{name}"
-    # Without a pattern, the source must say it.
+    # Without a pattern, the source must determine the flow.
     if pattern is None:
         if known_flow is None:
             raise ModelError(
@@ -393,7 +394,7 @@ def _resolve_flow(
 
 
 def _bind_pattern(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow:
-    """The flow of a pattern, with the names of a block's parameters."""
+    """Return the flow of a pattern, with the names of a block's parameters."""
     parameters = list_forward_parameters(block)
     image, text = find_token_parameters(parameters)
     if pattern.flow.text is None:
@@ -406,10 +407,10 @@ def _bind_pattern(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow
 
 
 def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
-    """Lets a functor edit a transformer; returns what undoes the attributes that it set on instances."""
+    """Let a functor edit a transformer; return a function that undoes the attributes it set on instances."""
     if functor is None:
         return lambda: None
-    # Only attributes of instances can be put back.
+    # Only attributes of instances can be restored.
     before = [(module, dict(vars(module))) for module in model.modules()]
     if unwrap_module(functor.apply(model)) is not model:
         raise ModelError(
@@ -423,7 +424,7 @@ def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
 
     def undo_edits() -> None:
         for module, attributes, name, value in edits:
-            # Only if it was not set again since.
+            # An attribute that was set again since is left unchanged.
             if vars(module).get(name) is value:
                 vars(module).pop(name)
                 if name in attributes:
@@ -433,7 +434,7 @@ def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
 
 
 class ForwardPattern(Enum):
-    """What a block's forward takes, and what it returns; each value is the number in the name."""
+    """The token inputs and outputs of a block's forward; each value is the number in the name."""
 
     Pattern_0 = 0
     Pattern_1 = 1
@@ -444,19 +445,19 @@ class ForwardPattern(Enum):
 
     @property
     def flow(self) -> Flow:
-        """The same as a `Flow`, with diffusers' usual names of parameters."""
+        """Return the pattern as a `Flow`, with diffusers' usual names of parameters."""
         return _FLOWS[self.value]
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """Parameters that take tokens."""
+        """Return the parameters that take tokens."""
         if self.flow.text is None:
             return ("hidden_states",)
         return ("hidden_states", "encoder_hidden_states")
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """What is returned, in order."""
+        """Return the names of the returned streams, in order."""
         names = {"image": "hidden_states", "text": "encoder_hidden_states"}
         return tuple(names[stream] for stream in self.flow.returns)
 
@@ -465,7 +466,7 @@ class ForwardPattern(Enum):
 
 
 Pattern_0, Pattern_1, Pattern_2, Pattern_3, Pattern_4, Pattern_5 = ForwardPattern
-"""The patterns under the names that cache-dit gives them too."""
+"""The patterns under the names that cache-dit also gives them."""
 
 _FLOWS = (
     Flow(("image", "text")),
@@ -478,9 +479,9 @@ _FLOWS = (
 
 
 def find_flow_pattern(flow: Flow) -> ForwardPattern:
-    """The pattern of a flow, whatever its parameters are called; raises `ModelError` if there is none."""
+    """Return the pattern of a flow, whatever the names of its parameters; raise `ModelError` if there is none."""
     for pattern in ForwardPattern:
-        # Names of parameters differ from model to model: only whether a text is taken counts.
+        # Names of parameters differ from model to model, so only the presence of a text parameter counts.
         takes_alike = (pattern.flow.text is None) == (flow.text is None)
         if takes_alike and pattern.flow.returns == flow.returns:
             return pattern

@@ -1,6 +1,6 @@
-"""The anatomies that ship with ditile: a generated table, a row for each class of diffusers.
+"""The anatomies that ship with ditile: a generated table with a row for each class of diffusers.
 
-A row belongs to the sources of the forwards that it was derived from. Where diffusers has other ones now, the row does
+A row belongs to the sources of the forwards from which it was derived. If diffusers has other sources now, the row does
 not count, and the class is derived again.
 """
 
@@ -27,11 +27,11 @@ _DERIVED: dict[type[nn.Module], list[AnatomyRow]] = {}
 
 
 def find_anatomy(transformer: nn.Module) -> Anatomy | None:
-    """The anatomy of a transformer, by its class or the nearest of its bases; None if it was never derived."""
+    """Return the anatomy of a transformer, by its class or the nearest base class; None if it was never derived."""
     for row in _DERIVED.get(type(transformer), ()):
         if _list_settings(transformer) <= row["of"] and _has_source_of(transformer, row):
             return read_row(row)
-    # A subclass that keeps the forwards is divided as its base is.
+    # A subclass that keeps the forwards is divided like its base.
     for cls in type(transformer).__mro__:
         for row in read_anatomy_rows().get(cls.__name__, ()):
             if _has_source_of(transformer, row):
@@ -40,21 +40,21 @@ def find_anatomy(transformer: nn.Module) -> Anatomy | None:
 
 
 def _has_source_of(transformer: nn.Module, row: AnatomyRow) -> bool:
-    """Whether the forwards are those that a row was derived from."""
+    """Return whether the forwards are those from which a row was derived."""
     source: str = row["source"]
     return source == compute_source_hash(transformer, row["lists"])
 
 
 def find_derived_cuts(transformer: nn.Module) -> Mapping[str, Any]:
-    """How tensor parallelism cuts a transformer, as it was derived; empty where that is not known."""
+    """Return the derived tensor parallel cuts of a transformer; empty if unknown."""
     anatomy = find_anatomy(transformer)
     return {} if anatomy is None else anatomy.tensor
 
 
 def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
-    """Keeps the anatomy of a class for this process, in place of one that is kept."""
+    """Keep the anatomy of a class for this process, in place of an earlier one."""
     new_row = {**write_row(transformer, anatomy), "of": _list_settings(transformer)}
-    # The newest comes first, and replaces what was derived of the same sources and settings.
+    # The newest row comes first, and replaces rows derived from the same sources and settings.
     rows: list[AnatomyRow] = [new_row]
     for row in _DERIVED.get(type(transformer), ()):
         if row["source"] != new_row["source"] or row["of"] != new_row["of"]:
@@ -63,7 +63,7 @@ def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
-    """The plain attributes that configure a model's modules; a copy with fewer blocks has a subset of them."""
+    """Return the plain attributes that configure a model's modules; a copy with fewer blocks has a subset of them."""
     settings = set()
     for module in transformer.modules():
         values = []
@@ -80,15 +80,15 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def forget_anatomy(transformer: nn.Module) -> None:
-    """Forgets what was derived for a class."""
+    """Forget what was derived for a class."""
     _DERIVED.pop(type(transformer), None)
 
 
 def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
-    """The hash of the forwards of a transformer and the blocks of its lists; empty where a source cannot be read.
+    """Hash the forwards of a transformer and its blocks; empty if a source cannot be read.
 
-    What a config may bring into a block and what says how tokens depend on each other counts too: modules that choose
-    among tokens, as experts do, and attention processors other than the class's own.
+    Parts that a config may add to a block and that decide how tokens depend on each other count too: modules that
+    choose among tokens, such as experts, and attention processors other than the class's own.
     """
     inside: set[type[nn.Module]] = set()
     processors: set[Any] = set()
@@ -98,12 +98,12 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
             block_classes.add(type(block))
             inside.update(map(type, block.modules()))
             processors.update(_iterate_foreign_processors(block))
-    # Sorted, as the order of a set differs from process to process.
+    # They are sorted because the order of a set differs from process to process.
     classes = [type(transformer), *sorted(block_classes, key=lambda cls: cls.__qualname__)]
     try:
         text = "".join(map(_read_forward_source, classes))
         inside_sources = map(_read_forward_source, inside.difference(classes))
-        # What chooses among tokens decides how these depend on each other.
+        # A module that chooses among tokens decides how these depend on each other.
         text += "".join(sorted(source for source in inside_sources if ".topk(" in source))
         text += "".join(sorted(map(inspect.getsource, processors)))
     except (OSError, TypeError):
@@ -116,7 +116,7 @@ def _read_forward_source(cls: type[nn.Module]) -> str:
 
 
 def _iterate_foreign_processors(block: nn.Module) -> Iterator[Any]:
-    """The `__call__` methods of attention processors that are not of their layer's standard class."""
+    """Yield the `__call__` methods of attention processors that differ from their layer's standard class."""
     for module in block.modules():
         if not hasattr(module, "processor") or not hasattr(module, "_default_processor_cls"):
             continue
@@ -128,13 +128,13 @@ def _iterate_foreign_processors(block: nn.Module) -> Iterator[Any]:
 
 
 def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
-    """The row of a transformer's class."""
+    """Build the row of a transformer's class."""
     row = {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
     return {name: value for name, value in row.items() if value or name not in ("modes", "outside", "tensor")}
 
 
 def read_row(row: AnatomyRow) -> Anatomy:
-    """The anatomy of a row."""
+    """Build the anatomy from a row."""
     lists = {}
     for name, values in row["lists"].items():
         frozen = {
@@ -158,7 +158,7 @@ def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:
 
 
 def make_unknown_error(transformer: nn.Module, advice: str) -> ModelError:
-    """The error for a transformer that is not in the table; `advice` is what would work."""
+    """Make the error for a transformer outside the table; `advice` is what would work."""
     return ModelError(
         f"{type(transformer).__name__} is not in the table of known anatomies, so it cannot be cut; data and cfg work "
         f"without one; {advice}"
@@ -166,7 +166,7 @@ def make_unknown_error(transformer: nn.Module, advice: str) -> ModelError:
 
 
 def refuse_wrapper(transformer: nn.Module) -> None:
-    """Raises `ModelError` for a model around a transformer that is in the table."""
+    """Raise `ModelError` for a model that wraps a transformer in the table."""
     for module in transformer.modules():
         inside = type(module).__name__
         if module is not transformer and inside in read_anatomy_rows():
@@ -179,7 +179,8 @@ def refuse_wrapper(transformer: nn.Module) -> None:
 def build_block_hooks(
     transformer: nn.Module, spec: ModelSpec, other: TransformerHooks | None = None, label: str = ""
 ) -> TransformerHooks:
-    """Hooks for the blocks of a transformer, not installed; raises `ModelError` if its anatomy is not known."""
+    """Build hooks for the blocks of a transformer without installing them; raise `ModelError` if its anatomy is
+    unknown."""
     anatomy = spec.anatomy or find_anatomy(transformer)
     if anatomy is None:
         refuse_wrapper(transformer)

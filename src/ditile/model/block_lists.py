@@ -1,4 +1,4 @@
-"""Which lists have a transformer's blocks, and how these pass tokens on: by its `ModelSpec`, the table, or its source.
+"""The lists of a transformer's blocks and their flow: from its `ModelSpec`, the table, or its source.
 
 Where the source (see `source.py`) leaves something open, a `BlockAdapter` with a `forward_pattern` says it.
 """
@@ -25,23 +25,23 @@ from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import BlockList, Flow
 
 _PREPARES = re.compile(r"refiner|(^|_)(text|txt|context|caption|prompt)(_|$)")
-"""Lists with such a name prepare tokens once, ahead of the chain."""
+"""Names of lists that prepare tokens once, ahead of the chain."""
 
 
 def find_block_lists(transformer: nn.Module) -> list[BlockList]:
-    """The lists of a transformer's blocks, in order of execution.
+    """Return the lists of a transformer's blocks, in order of execution.
 
     Raises:
-        ModelError: if its blocks may not be left out, or no list, or no flow of its blocks, is known.
+        ModelError: if its blocks must not be skipped, or no list, or no flow of its blocks, is known.
     """
     return look_up_block_lists(transformer) or discover_block_lists(transformer)
 
 
 def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
-    """The lists of a transformer by the table; empty if it does not know it.
+    """Return the lists of a transformer in the table; empty if the table does not know it.
 
     Raises:
-        ModelError: if its blocks may not be left out.
+        ModelError: if its blocks must not be skipped.
     """
     model = unwrap_module(transformer)
     entry = find_table_entry(type(model))
@@ -63,7 +63,7 @@ def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
 
 
 def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
-    """How the blocks of a list pass tokens on, by table or source; None if they differ, or it is not known."""
+    """Return the flow of a list's blocks, by table or source; None if they differ, or it is unknown."""
     model = unwrap_module(transformer)
     for block_list in look_up_block_lists(model):
         if block_list.name == name:
@@ -72,7 +72,7 @@ def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module
 
 
 def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> Flow | None:
-    """The flow of the blocks of a list by their sources; None if they differ."""
+    """Infer the common flow of a list's blocks from their sources; None if they differ."""
     classes = {type(unwrap_module(block)): block for block in blocks}
     flows = {infer_block_flow(block, call) for block in classes.values()}
     if len(flows) != 1:
@@ -81,12 +81,12 @@ def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> F
 
 
 def find_model_entry(transformer: nn.Module) -> TransformerEntry:
-    """The row of a transformer in the table; an empty row if it has none."""
+    """Return the row of a transformer in the table; an empty row if it has none."""
     return find_table_entry(type(unwrap_module(transformer))) or TransformerEntry()
 
 
 def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
-    """The lists of blocks of a transformer by its source.
+    """Discover the lists of blocks of a transformer from its source.
 
     Raises:
         ModelError: if there is none, two are called in turns, or no flow of their blocks is known.
@@ -102,28 +102,28 @@ def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
 
 
 def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.ModuleList, BlockCall | None]]:
-    """The lists of a transformer that can have its chain of blocks, in order of execution, and how they are called."""
+    """Yield the lists that may form a transformer's chain, in order of execution, with their calls."""
     calls = read_block_calls(transformer)
     lists: dict[str, nn.ModuleList] = {}
     for name, child in transformer.named_children():
         if isinstance(child, nn.ModuleList) and _has_custom_blocks(child):
             lists[name] = child
     called = [name for name in calls if name in lists]
-    # If no call can be read, the order of the attributes counts.
+    # If no call can be read, the order of the attributes is used.
     for name in called or lists:
         if not _only_prepares_tokens(name, lists[name], calls.get(name)):
             yield name, lists[name], calls.get(name)
 
 
 def supported_pipelines() -> tuple[int, list[str]]:
-    """The diffusers pipelines whose transformer has known lists: how many they are, and their names."""
+    """Count and name the diffusers pipelines for which the lists of the transformer are known."""
     known = {name for name, row in read_transformer_table().items() if not row.refusal}
     names = sorted(name for name, models in map_pipeline_components().items() if models & known)
     return len(names), names
 
 
 def map_pipeline_components() -> dict[str, set[str]]:
-    """Each diffusers pipeline, and the names of the classes that its components may have."""
+    """Map each diffusers pipeline to the names of the classes that its components may have."""
     components = {}
     for name in dir(diffusers):
         if not name.endswith("Pipeline"):
@@ -137,7 +137,7 @@ def map_pipeline_components() -> dict[str, set[str]]:
 
 
 def get_module_list(model: nn.Module, name: str) -> nn.ModuleList:
-    """The list of that name. Raises `ModelError` if there is none."""
+    """Return the list with a given path. Raises `ModelError` if there is none."""
     module = model
     for part in name.split("."):
         module = getattr(module, part, None)  # type: ignore[assignment]
@@ -148,7 +148,7 @@ def get_module_list(model: nn.Module, name: str) -> nn.ModuleList:
 
 
 def _build_discovered_list(model: nn.Module, name: str, blocks: nn.ModuleList, call: BlockCall | None) -> BlockList:
-    """A list with the flow that its blocks agree on."""
+    """Build a list with the common flow of its blocks."""
     if call is not None and not call.alone:
         raise ModelError(
             f"{type(model).__name__} calls the blocks of {name} and of another list in turns, so none can be left out; "
@@ -165,7 +165,7 @@ def _build_discovered_list(model: nn.Module, name: str, blocks: nn.ModuleList, c
 
 
 def _has_custom_blocks(modules: nn.ModuleList) -> bool:
-    """Whether the modules of a list are more than PyTorch's own layers."""
+    """Return whether the modules of a list are more than PyTorch's own layers."""
     classes = {type(unwrap_module(module)): module for module in modules}
     for cls, module in classes.items():
         if cls.__module__.startswith("torch.") or cls.forward is nn.Module.forward:
@@ -176,7 +176,7 @@ def _has_custom_blocks(modules: nn.ModuleList) -> bool:
 
 
 def _only_prepares_tokens(name: str, blocks: nn.ModuleList, call: BlockCall | None) -> bool:
-    """Whether a list only prepares tokens for the lists after it, or does not pass on its own tokens."""
+    """Return whether a list only prepares tokens for the lists after it, or does not pass on its own tokens."""
     if _PREPARES.search(name):
         return True
     if call is None or not call.results:

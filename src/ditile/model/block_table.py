@@ -1,9 +1,9 @@
-"""diffusers' transformers by name: which lists have their blocks, in order of execution, and how these pass tokens on.
+"""diffusers' transformers by name: the lists of their blocks, in order of execution, and how these pass tokens on.
 
-The table of anatomies says it of most classes. Written by hand is what it does not have: classes that were never
-derived, notes, and blocks that may not be left out. Lists that prepare tokens once (refiners of text or noise, control
-branches) run ahead of the chain and are not in it. Where a joint sequence of both streams goes through a block, that
-sequence counts as the image, and there is no text.
+The table of anatomies covers most classes. The rest is written by hand: classes that were never derived, notes, and
+blocks that must not be skipped. Lists that prepare tokens once (refiners of text or noise, control branches) run ahead
+of the chain and are not in it. Where a joint sequence of both streams goes through a block, that sequence counts as the
+image, and there is no text.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class TransformerEntry:
     """A class of transformers.
 
     Attributes:
-        lists: path of a `ModuleList` -> how its blocks pass tokens on.
+        lists: path of a `ModuleList` -> the flow of its blocks.
         apart: path of a list -> the attribute of the transformer with the number of its last blocks that are called on
             another stream, and so are not in the chain.
         mirrored: whether the last blocks read what the first ones returned, in reverse order: the last block reads the
             result of the first.
         has_rows: whether the first dimension of the tokens, and of all that goes with them, is the batch.
-        note: what else a cache must know.
-        refusal: why no block may be left out; empty where they may.
+        note: other facts that a cache must know.
+        refusal: why no block may be skipped; empty if blocks may be.
     """
 
     lists: Mapping[str, Flow] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class TransformerEntry:
 
 
 def define_one_list(flow: Flow, name: str = "transformer_blocks", note: str = "") -> TransformerEntry:
-    """A row with one list."""
+    """Define a row with one list."""
     return TransformerEntry(lists={name: flow}, note=note)
 
 
@@ -78,7 +78,7 @@ _NOTES = {
     "WanAnimateTransformer3DModel": TransformerEntry(note=_BETWEEN),
     "WanVACETransformer3DModel": TransformerEntry(note=_BETWEEN),
 }
-"""What classes with an anatomy have besides their lists."""
+"""Facts about classes with an anatomy, besides their lists."""
 
 _WITHOUT_ANATOMY = {
     "AnyFlowFARTransformer3DModel": TransformerEntry(
@@ -125,7 +125,7 @@ _WITHOUT_ANATOMY = {
 
 @functools.cache
 def read_anatomy_rows() -> Mapping[str, list[AnatomyRow]]:
-    """Class name -> a row of `anatomies.json` for each set of classes of blocks that its config may choose."""
+    """Read `anatomies.json`: class name -> a row for each set of block classes that its config may choose."""
     text = resources.files("ditile.model").joinpath("anatomies.json").read_text("utf-8")
     rows: Mapping[str, list[AnatomyRow]] = json.loads(text)
     return rows
@@ -133,7 +133,7 @@ def read_anatomy_rows() -> Mapping[str, list[AnatomyRow]]:
 
 @functools.cache
 def read_transformer_table() -> Mapping[str, TransformerEntry]:
-    """Class name -> what is known of its blocks."""
+    """Read the table: class name -> its blocks."""
     # A class that is derived later is in both tables; its anatomy counts.
     table = dict(_WITHOUT_ANATOMY)
     for name, rows in read_anatomy_rows().items():
@@ -144,15 +144,15 @@ def read_transformer_table() -> Mapping[str, TransformerEntry]:
 
 
 def _read_flow(blocks: AnatomyRow) -> Flow:
-    """The flow of a list in an anatomy, in which a text that blocks do not return is an argument among others."""
+    """Return the flow of a list in an anatomy; a text that blocks do not return is an argument among others."""
     whole_texts = [name for name in (*TEXT_PARAMETERS, "cond") if name in blocks["arguments"]]
     text = blocks["text"] or next(iter(whole_texts), None)
     return Flow(tuple(blocks["returns"]), blocks["image"], text)
 
 
 def find_diffusers_class(name: str) -> type[nn.Module] | None:
-    """The class of that name in the diffusers that is installed; None if it has none."""
-    # Some transformers are not exported at the top.
+    """Return the class with this name in the installed diffusers; None if there is none."""
+    # Some transformers are not exported at the top level.
     attribute = getattr(diffusers, name, None) or getattr(transformers, name, None)
     if isinstance(attribute, type) and issubclass(attribute, nn.Module):
         return attribute
@@ -160,10 +160,10 @@ def find_diffusers_class(name: str) -> type[nn.Module] | None:
 
 
 def find_table_entry(transformer: type[nn.Module]) -> TransformerEntry | None:
-    """The row of a class, or of the nearest of its bases that is diffusers' own class of that name."""
+    """Return the row of a class, or of its nearest base that is diffusers' own class with that name."""
     table = read_transformer_table()
     for cls in transformer.__mro__:
-        # A class of somebody else may have the name of one of diffusers.
+        # A class from elsewhere may have the name of one of diffusers' classes.
         if cls.__name__ in table and find_diffusers_class(cls.__name__) is cls:
             return table[cls.__name__]
     return None

@@ -21,21 +21,21 @@ Call = Mapping[str, Any]
 
 
 class StopAfterCall(Exception):  # noqa: N818
-    """Raised to leave a pipeline when the call has been captured."""
+    """Raised to leave a pipeline after the call has been captured."""
 
 
 class CapturedCall(dict[str, Any]):
     """The arguments of a call, by parameter.
 
     Attributes:
-        before: the call of the step before, where it had another mode: this one reads what that one kept.
+        before: the call of the step before, if it had another mode: this call reads the keys that it kept.
     """
 
     before: Call | None = None
 
 
 def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a module's own forward, by parameter."""
+    """Return the arguments of a call of a module's own forward, by parameter."""
     signature = inspect.signature(type(module).forward)
     call = dict[str, Any]()
     for name, value in signature.bind(module, *args, **kwargs).arguments.items():
@@ -50,12 +50,12 @@ def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 def capture_call(
     pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any], run: Callable[..., Any] | None = None
 ) -> CapturedCall:
-    """The arguments of a pipeline's first call of a transformer, by parameter; the pipeline is left there.
+    """Capture the arguments of a pipeline's first call of a transformer, by parameter, and leave the pipeline there.
 
-    Where the call has a mode, the first step is run, and if the mode is another one in the next step, that call counts.
+    If the call has a mode, the first step is run, and if the mode differs in the next step, that call counts.
 
     Args:
-        run: computes a call of the model, where it is not to be run itself.
+        run: computes a call of the model, if the model itself should not run.
 
     Raises:
         ModelError: if the pipeline never calls it, or with arguments that it does not take.
@@ -73,7 +73,7 @@ def capture_call(
                 f"{type(transformer).__name__} does not fit its pipeline: {type(pipe).__name__} could not be called to "
                 f"look at it, as it gives its model other arguments than this takes ({error}); give it its own model"
             ) from error
-        # A call of another mode reads what the one of the step before kept.
+        # A call in another mode reads what the call in the step before kept.
         if stepped and describe_mode(call) != describe_mode(captured[0]):
             call.before = captured[0]
             captured.insert(0, call)
@@ -93,7 +93,7 @@ def capture_call(
         if step is not None:
             override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
         stack.enter_context(torch.no_grad())
-        # Blocks of a modular pipeline log whatever passes through them.
+        # Blocks of a modular pipeline log every error that passes through them.
         hide_block_tracebacks(stack, StopAfterCall)
         with suppress(StopAfterCall):
             pipe(**arguments)

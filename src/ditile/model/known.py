@@ -1,6 +1,6 @@
 """The models that ditile knows by name: small ones that come with the package, and published ones as configs only.
 
-`assets/models.json` has what ditile must know of them before it imports torch. A test compares it with the models.
+`assets/models.json` has the facts that ditile needs before it imports torch. A test compares it with the models.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CONFIGS = ASSETS / "configs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownModel:
-    """What is known of a model from its name alone.
+    """The facts known of a model from its name only.
 
     Attributes:
         name: its name in ditile.
         hub_id: its id on the Hugging Face hub; None if its weights come with this package.
-        blocks, heads: how many the transformer has.
+        blocks, heads: the numbers of them in the transformer.
         token_side: the side of a token, in pixels of the image.
         height, width: the default size of an image, in pixels.
         has_spec: whether its family has a `ModelSpec`.
@@ -56,19 +56,19 @@ class KnownModel:
 
     @property
     def folder(self) -> Path:
-        """The folder of its configs, and of its weights if they come with this package."""
+        """Return the folder of its configs, and of its weights if they come with this package."""
         if self.hub_id is None:
             return ASSETS / self.name
         return CONFIGS / self.name
 
     def knows_word_of(self, prompt: str) -> bool:
-        """Whether a prompt names something that the model knows."""
+        """Return whether a prompt names something that the model knows."""
         if not self.words:
             return True
         return re.search(rf"\b({'|'.join(self.words)})s?\b", prompt, re.IGNORECASE) is not None
 
     def check_call(self, plan: Plan, call: Mapping[str, Any]) -> None:
-        """Makes those checks of a call under a plan that need no torch; the runner makes the others.
+        """Check a call under a plan, as far as that needs no torch; the runner makes the other checks.
 
         Raises:
             ModelError: if a side is not a whole number of tokens.
@@ -92,7 +92,7 @@ class KnownModel:
 
 @lru_cache(maxsize=1)
 def list_known_models() -> tuple[KnownModel, ...]:
-    """All known models: first the ones that come with this package."""
+    """Return all known models, first those that come with this package."""
     table = json.loads((ASSETS / "models.json").read_text("utf-8"))
     models = []
     for name, facts in table.items():
@@ -102,12 +102,12 @@ def list_known_models() -> tuple[KnownModel, ...]:
 
 
 def find_known_model(name: str) -> KnownModel | None:
-    """The model with this name or hub id; None if ditile knows no such model."""
+    """Return the model with this name or hub id; None if ditile does not know it."""
     return next((model for model in list_known_models() if name in (model.name, model.hub_id)), None)
 
 
 def find_component_folder(source: Path, name: str) -> Path:
-    """The folder of a component of a pipeline: in the model's own folder, or in the folder of its base model."""
+    """Return the folder of a pipeline's component: in the model's own folder, or in that of its base model."""
     if not (source / name).exists() and source.resolve().parent == ASSETS.resolve():
         known = find_known_model(source.name)
         if known is not None and known.base is not None:
@@ -116,17 +116,20 @@ def find_component_folder(source: Path, name: str) -> Path:
 
 
 def name_component_source(source: Path | str, name: str) -> tuple[str, dict[str, str]]:
-    """The arguments of `from_pretrained` or `load_config` for a component: a folder, or a hub id and a `subfolder`."""
+    """Return the arguments of `from_pretrained` or `load_config` for a component.
+
+    They are a folder, or a hub id and a `subfolder`.
+    """
     if isinstance(source, Path):
         return str(find_component_folder(source, name)), {}
     return source, {"subfolder": name}
 
 
 def list_bundled_models() -> list[str]:
-    """The names of the models that come with this package."""
+    """Return the names of the models that come with this package."""
     return [model.name for model in list_known_models() if model.hub_id is None]
 
 
 def list_published_models() -> list[str]:
-    """The names of the published models."""
+    """Return the names of the published models."""
     return [model.name for model in list_known_models() if model.hub_id is not None]

@@ -1,4 +1,4 @@
-"""What ditile asks of a pipeline, whichever kind it is: one class with one call, or a tree of modular blocks.
+"""Questions that ditile asks of a pipeline of either kind: one class with one call, or a tree of modular blocks.
 
 A modular pipeline (diffusers' `ModularPipeline`) has no code of its own. Its inputs, its loop over timesteps and the
 progress bar of that loop belong to the blocks of its tree, of which a user may call any part as a pipeline.
@@ -38,11 +38,11 @@ from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import suggest_whole_images
 
 TRIED_SCALES = {0.5: 0.0, 1.5: 1.0}
-"""Scales of guidance that a class is tried with, in ascending order -> the largest scale that is not guided then."""
+"""Scales of guidance with which a class is tried, in ascending order -> the largest scale without guidance then."""
 COUNT_NAME = re.compile(r"num_inference_steps|height|width|num_frames|video_length|num_\w+_per_prompt")
-"""Names of arguments with which, at zero, nothing is generated."""
+"""Names of arguments that generate nothing if they are zero."""
 CONTENT_NAME = re.compile(r"(prompt|timesteps|sigmas)(_\d|_embeds)*")
-"""Names of arguments that must not be empty, where they are given."""
+"""Names of arguments that must not be empty if they are present."""
 DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
 """Names of components that a pipeline calls in its loop."""
 _CUTOFF_CALLBACKS = (
@@ -51,13 +51,13 @@ _CUTOFF_CALLBACKS = (
     SDXLCFGCutoffCallback,
     SDXLControlnetCFGCutoffCallback,
 )
-"""Callbacks of diffusers that end guidance in mid-run, by an attribute of the pipeline."""
+"""Callbacks of diffusers that end guidance during a run, through an attribute of the pipeline."""
 _PLACEWISE_GUIDERS = ("ClassifierFreeGuidance", "LTX2Guidance")
-"""Guiders that look at each place of a prediction by itself, unless they rescale the whole."""
+"""Guiders that treat each place of a prediction separately, unless they rescale the whole."""
 _STATISTICAL_GUIDERS = ("AdaptiveProjectedGuidance", "AdaptiveProjectedMixGuidance", "MagnitudeAwareGuidance")
 """Guiders that scale each place by statistics of the whole prediction."""
 _LATENT_CUTS = {"ChronoEditPipeline": "enable_temporal_reasoning"}
-"""Pipelines whose loop goes on with a part of its latents -> the argument that asks for it."""
+"""Pipelines whose loop continues with a part of its latents -> the argument that requests it."""
 _TIMED_GUIDANCE: dict[str, tuple[str, ...]] = {
     "AceStepPipeline": ("cfg_interval_start", "cfg_interval_end"),
     "AnyFlowFARPipeline": (),
@@ -73,29 +73,29 @@ _TIMED_GUIDANCE: dict[str, tuple[str, ...]] = {
     "ZImageOmniPipeline": ("cfg_truncation",),
     "ZImagePipeline": ("cfg_truncation",),
 }
-"""Pipelines whose loop calls its model in another way in some steps -> the arguments that ask for it; none: always."""
+"""Pipelines whose loop calls its model differently in some steps -> the arguments that request it; none: always."""
 _BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
-"""In names of components of a user's own pipeline that it does not call in its loop."""
+"""Parts of the names of components that a user's own pipeline does not call in its loop."""
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
 def is_modular(pipe: Any) -> bool:
-    """Whether a pipeline is a tree of blocks."""
+    """Return whether a pipeline is a tree of blocks."""
     return isinstance(pipe, ModularPipeline)
 
 
 def find_call_owner(pipe: Any) -> Any:
-    """What says which call a pipeline has: its class, or the modular pipeline itself."""
+    """Return the object that defines a pipeline's call: its class, or the modular pipeline itself."""
     return pipe if is_modular(pipe) else type(pipe)
 
 
 def list_output_names(pipe: Any) -> list[str]:
-    """What a modular pipeline's call may return."""
+    """Return the names of a modular pipeline's possible results."""
     return [output.name for output in pipe._blocks.outputs]
 
 
 def list_required_inputs(pipe: Any) -> set[str]:
-    """The arguments without which no call of a pipeline, or of a class of pipelines, can generate."""
+    """Return the arguments without which no call of a pipeline, or of a class of pipelines, can generate."""
     if is_modular(pipe):
         return {argument.name for argument in pipe._blocks.inputs if argument.required}
     parameters = list_call_parameters(pipe)
@@ -103,7 +103,7 @@ def list_required_inputs(pipe: Any) -> set[str]:
 
 
 def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
-    """The parameters of a pipeline's call by name; of a modular one, the inputs of its blocks.
+    """Return the parameters of a pipeline's call by name; of a modular one, the inputs of its blocks.
 
     Args:
         pipe: a pipeline, or a class of pipelines.
@@ -112,7 +112,7 @@ def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
         parameters = dict(inspect.signature(pipe.__call__).parameters)
         parameters.pop("self", None)
         return parameters
-    # Which of them are needed depends on the others, and on what earlier blocks make.
+    # Which inputs are needed depends on the others, and on the results of earlier blocks.
     parameters = {}
     for argument in pipe._blocks.inputs:
         if argument.name is not None:
@@ -123,7 +123,7 @@ def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
 
 
 def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with those that it hands over in the state of another modular pipeline."""
+    """Return a call's arguments by name, including those in the state of another modular pipeline."""
     values = getattr(call.get("state"), "values", None)
     if not isinstance(values, dict):
         return dict(call)
@@ -131,24 +131,24 @@ def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_progress_bar_owners(pipe: Any) -> list[Any]:
-    """What shows the progress of a pipeline's loop: itself, or its blocks."""
+    """Return the objects that show the progress of a pipeline's loop: the pipeline, or its blocks."""
     return [owner for owner in (pipe, *iterate_blocks(pipe)) if hasattr(owner, "progress_bar")]
 
 
 def list_schedulers(pipe: Any) -> list[Any]:
-    """The schedulers that a pipeline may step, the one that drives its loop first."""
+    """Return the schedulers that a pipeline may step, first the one that drives its loop."""
     schedulers = [pipe.scheduler]
     for part in vars(pipe).values():
         if not hasattr(part, "set_timesteps") or not hasattr(part, "step"):
             continue
-        # By identity: a user's own class may define what equals it.
+        # They are compared by identity, because a user's own class may define equality.
         if all(part is not known for known in schedulers):
             schedulers.append(part)
     return schedulers
 
 
 def list_denoiser_names(pipe: Any) -> list[str]:
-    """The attributes of a pipeline that hold what it may call in its loop, its transformer or U-Net first.
+    """Return a pipeline's attributes with models that it may call in its loop, first its transformer or U-Net.
 
     A modular pipeline may have names of its own for two checkpoints of a model.
     """
@@ -158,12 +158,12 @@ def list_denoiser_names(pipe: Any) -> list[str]:
     names = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
     if not names and not is_modular(pipe):
         names = _list_own_models(pipe)
-    # Transformers before U-Nets: a pipeline with both calls the first in its loop.
+    # Transformers come before U-Nets: a pipeline with both calls the transformer in its loop.
     return [name for name in names if name[0] == names[0][0]]
 
 
 def _list_own_models(pipe: Any) -> list[str]:
-    """The attribute of a pipeline that holds a model of no library; none if there are several."""
+    """Return the attribute of a pipeline that holds a model from no library; none if there are several."""
     names = []
     for name, part in (getattr(pipe, "components", None) or {}).items():
         if not isinstance(part, nn.Module) or _BESIDE_THE_LOOP.search(name):
@@ -171,14 +171,14 @@ def _list_own_models(pipe: Any) -> list[str]:
         library, _, _ = type(part).__module__.partition(".")
         if library not in ("diffusers", "transformers"):
             names.append(name)
-    # Which of several its loop calls is not known.
+    # It is unknown which of several models its loop calls.
     if len(names) > 1:
         return []
     return names
 
 
 def find_pipeline_device(pipe: Any) -> torch.device:
-    """Where a pipeline is. One with a plain module of torch, which does not say so, does not say so itself."""
+    """Return the device of a pipeline. Pipelines with a plain module of torch have no attribute for it."""
     device = getattr(pipe, "device", None)
     if device is None:
         parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
@@ -188,7 +188,8 @@ def find_pipeline_device(pipe: Any) -> torch.device:
 
 
 def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
-    """The models that a pipeline calls in its loop, by name: one, or two of a class in turns; themselves, if compiled.
+    """Return the models that a pipeline calls in its loop, by name: one, or two of a class in turns; unwrapped if
+    compiled.
 
     Raises:
         ModelError: if it has none, or two that differ in their classes.
@@ -207,13 +208,13 @@ def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
 
 
 def find_offload_devices(pipe: Any) -> dict[str, torch.device]:
-    """The components that a ComponentsManager keeps on the CPU until they are called -> where it moves them then."""
+    """Return the components that a ComponentsManager keeps on the CPU between calls -> the device of their calls."""
     devices = {}
     for name, part in pipe.components.items():
         if not isinstance(part, nn.Module):
             continue
-        # The attribute that accelerate keeps its hook in. Not by getattr, which a compiled module answers for the one
-        # inside.
+        # This is the attribute for accelerate's hook. `getattr` does not work: a compiled module would answer for the
+        # module inside it.
         hook = vars(part).get("_hf_hook")
         if isinstance(hook, CustomOffloadHook):
             devices[name] = torch.device(hook.execution_device or "cpu")
@@ -221,10 +222,11 @@ def find_offload_devices(pipe: Any) -> dict[str, torch.device]:
 
 
 def explain_manager_refusal(pipe: Any, device: torch.device, reader: str) -> str | None:
-    """Why a ComponentsManager that offloads a pipeline's components cannot go with a runner, or None.
+    """Explain why a ComponentsManager that offloads components cannot work with a runner; None if it can.
 
     Args:
-        reader: what of the plan reads the weights of blocks between the calls of the model; empty if nothing does.
+        reader: the part of the plan that reads the weights of blocks between the calls of the model; empty if none
+            does.
     """
     for name, where in find_offload_devices(pipe).items():
         if (where.type, where.index or 0) != (device.type, device.index or 0):
@@ -241,19 +243,19 @@ def explain_manager_refusal(pipe: Any, device: torch.device, reader: str) -> str
 
 
 def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None) -> int | None:
-    """How many iterations a pipeline's loop has at most: solvers of a higher order make several in a step.
+    """Count the iterations that a pipeline's loop has at most: solvers of a higher order make several in a step.
 
     Args:
-        call: its arguments, of which timesteps and sigmas may say otherwise than the number of steps.
-        steps: that number; None where it is not known.
+        call: its arguments; timesteps and sigmas in them may override the number of steps.
+        steps: the number of steps; None if unknown.
 
     Returns:
-        None too where timesteps or sigmas have no length.
+        The number; None also if timesteps or sigmas have no length.
     """
     schedules = [call[name] for name in ("timesteps", "sigmas") if call.get(name) is not None]
     try:
         lengths = [len(schedule) for schedule in schedules]
-    # A number, or a tensor of one: validation is left to the pipeline.
+    # It is a number, or a tensor of one: validation is left to the pipeline.
     except TypeError:
         return None
     if steps is None:
@@ -262,13 +264,13 @@ def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None)
 
 
 def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """What a call does with statistics of a whole prediction, which is partly one step old in a step of patches.
+    """Describe a call's use of statistics of a whole prediction, which is partly one step old in a step of patches.
 
     Args:
         call: its arguments, and the defaults of the others.
 
     Returns:
-        A line for the user; None if there is nothing of the kind.
+        A line for the user; None if it uses none.
     """
     named = []
     for name, value in call.items():
@@ -286,14 +288,14 @@ def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
 
 
 def read_guidance_rule(pipeline: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
-    """When a call has a second branch of guidance, read off the code of its class.
+    """Read from the code of a pipeline's class when a call has a second branch of guidance.
 
     Args:
         pipeline: a pipeline, or a class of pipelines.
         config: of the pipeline, which says whether a model is distilled.
 
     Returns:
-        None where the code does not say it in one of the ways of diffusers' pipelines.
+        None if the code does not do it in one of the ways of diffusers' pipelines.
     """
     code = getattr(inspect.unwrap(pipeline.__call__), "__code__", None)
     if is_modular(pipeline) or code is None:
@@ -303,22 +305,22 @@ def read_guidance_rule(pipeline: Any, config: Mapping[str, Any]) -> GuidanceRule
     if "do_classifier_free_guidance" in code.co_varnames and "guidance_scale" in code.co_varnames:
         return GuidanceRule()
     kind = pipeline if inspect.isclass(pipeline) else type(pipeline)
-    # Other kinds of guidance, such as of perturbed attention, have branches of their own.
+    # Other kinds of guidance, such as perturbed attention guidance, have their own branches.
     decisions = {name: getattr(kind, name) for name in dir(kind) if re.fullmatch("do_[a-z_]+_guidance", name)}
     decision = decisions.pop("do_classifier_free_guidance", None)
     if decisions or not isinstance(decision, property):
         return None
     rule = _try_guidance_scales(decision.fget, config)
-    # Of a scale that changes from frame to frame, the call has the ends alone.
+    # For a scale that changes from frame to frame, the call has only the two ends.
     if rule is None or not list_call_parameters(kind).keys() >= {*rule.scales}:
         return None
     return rule
 
 
 def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
-    """The rule of a property that says by the scales of a call whether it is guided."""
+    """Derive the rule of a property that decides from the scales of a call whether it is guided."""
     attributes = [name for name in decide.__code__.co_names if name.endswith("_scale")]
-    # It may look scales up by a string, as ACE-Step does.
+    # The property may look scales up by a string, like that of ACE-Step.
     if not attributes:
         return None
     scales = tuple(name.removeprefix("_") for name in attributes)
@@ -329,20 +331,20 @@ def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule
 
     try:
         guided = {scale: is_guided_at(scale) for scale in (0.0, *TRIED_SCALES)}
-    # It reads more of the pipeline than its scales and its config.
+    # The property reads more of the pipeline than its scales and its config.
     except (AttributeError, TypeError):
         return None
     if guided[0.0]:
         return None
     least = next((scale for scale in TRIED_SCALES if guided[scale]), None)
-    # No scale that was tried turns guidance on.
+    # None of the tried scales turns guidance on.
     if least is None:
         return GuidanceRule(scales=())
     return GuidanceRule(scales=scales, above=TRIED_SCALES[least])
 
 
 def explain_empty_call(call: Mapping[str, Any]) -> str | None:
-    """Why a call asks for nothing that could be generated, or None."""
+    """Explain why a call requests nothing that could be generated; None if it does."""
     for name, value in call.items():
         if COUNT_NAME.fullmatch(name) and isinstance(value, Real) and value < 1:
             return f"{name}={value} leaves nothing to generate; give 1 or more, or leave it out for the pipeline's own"
@@ -355,16 +357,16 @@ def explain_empty_call(call: Mapping[str, Any]) -> str | None:
 
 
 def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | None) -> str | None:
-    """Why what a callback does to guidance in mid-run cannot be divided into patches, or None.
+    """Explain why a callback's effect on guidance during a run cannot be divided into patches; None if it can.
 
     Args:
         call: its arguments, and the defaults of the others.
-        steps: how many there are, if that is known.
+        steps: their number, if known.
     """
     if not hasattr(type(pipe), "do_classifier_free_guidance"):
         return None
     given_callback = call.get("callback_on_step_end")
-    # A call that says no scale has a default above 1.
+    # A call without a scale has a default above 1.
     scale = call.get("guidance_scale", 2)
     if scale is None or scale <= 1:
         return None
@@ -375,7 +377,7 @@ def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | No
 
 
 def explain_ended_guidance(callback: str) -> str:
-    """Return why a callback that ends guidance is refused."""
+    """Explain why a callback that ends guidance is refused."""
     return (
         f"{callback} sets _guidance_scale so that guidance ends in mid-run, which cannot be divided into patches; "
         f"guide all steps, or use {suggest_whole_images(stale_keys=True)}"
@@ -383,7 +385,7 @@ def explain_ended_guidance(callback: str) -> str:
 
 
 def _comes_too_late(callback: Any, steps: int | None) -> bool:
-    """Whether one of diffusers' callbacks changes nothing before the last step is over."""
+    """Return whether one of diffusers' callbacks changes nothing before the last step is over."""
     config = getattr(callback, "config", {})
     index = config.get("cutoff_step_index")
     ratio = config.get("cutoff_step_ratio")
@@ -395,9 +397,9 @@ def _comes_too_late(callback: Any, steps: int | None) -> bool:
 
 
 def is_guidance_timed(pipe: Any, call: Mapping[str, Any]) -> bool:
-    """Return whether a call may ask for guidance in some steps only, in which the model is called more often."""
+    """Return whether a call may guide only some steps, in which the model is called more often."""
     owner = _find_loop_owner(type(pipe))
-    # Of a loop of the user's own nothing is known.
+    # Nothing is known of a user's own loop.
     if owner is None:
         return True
     if owner not in _TIMED_GUIDANCE:
@@ -408,7 +410,7 @@ def is_guidance_timed(pipe: Any, call: Mapping[str, Any]) -> bool:
 
 
 def explain_latent_cut(kind: type, call: Mapping[str, Any]) -> str | None:
-    """Return why a call that goes on with a part of its latents cannot be divided into patches, or None."""
+    """Explain why a call that continues with a part of its latents cannot be divided into patches; None if it can."""
     name = _LATENT_CUTS.get(_find_loop_owner(kind) or "")
     if name is None or not call.get(name):
         return None
@@ -419,7 +421,7 @@ def explain_latent_cut(kind: type, call: Mapping[str, Any]) -> str | None:
 
 
 def _find_loop_owner(kind: type) -> str | None:
-    """Return the class of diffusers whose call a class of pipelines has; None for a call of the user's."""
+    """Return the class of diffusers whose call a class of pipelines has; None for a user's own call."""
     function = inspect.unwrap(kind.__call__)
     if function.__module__.partition(".")[0] not in ("diffusers", "ditile"):
         return None
@@ -427,11 +429,11 @@ def _find_loop_owner(kind: type) -> str | None:
 
 
 _CALLED_BY_PIPELINES = ("add_noise", "scale_noise", "set_begin_index", "set_timesteps")
-"""The methods of schedulers that a pipeline alone calls, on its scheduler and not on a copy."""
+"""Scheduler methods called only by pipelines, on their scheduler and not on a copy."""
 
 
 def explain_replaced_step_refusal(pipe: Any) -> str | None:
-    """Why a pipeline cannot be stepped patch by patch, or on another stage, with methods that the user replaced."""
+    """Explain why a pipeline with replaced methods cannot be stepped patch by patch or on another stage."""
     for scheduler in list_schedulers(pipe):
         replaced = [name for name in list_replaced_methods(scheduler) if name not in _CALLED_BY_PIPELINES]
         if replaced:
@@ -445,7 +447,7 @@ def explain_replaced_step_refusal(pipe: Any) -> str | None:
 
 
 def explain_changed_size_refusal(pipe: Any) -> str | None:
-    """Why latents of this pipeline cannot be cut, as its scheduler changes their size between steps, or None."""
+    """Explain why a scheduler that changes the size of latents cannot work with cut latents; None if it does not."""
     scales = getattr(pipe.scheduler, "config", {}).get("scale_factors") or ()
     if all(scale == 1 for scale in scales):
         return None
@@ -457,7 +459,7 @@ def explain_changed_size_refusal(pipe: Any) -> str | None:
 
 
 def explain_scheduler_refusal(pipe: Any) -> str | None:
-    """Why a pipeline's scheduler cannot step latents patch by patch, or None."""
+    """Explain why a pipeline's scheduler cannot step latents patch by patch; None if it can."""
     scheduler = type(pipe.scheduler).__name__
     config = getattr(pipe.scheduler, "config", {})
     if config.get("thresholding"):
@@ -468,12 +470,12 @@ def explain_scheduler_refusal(pipe: Any) -> str | None:
 
 
 def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool, trusts_code: bool) -> str | None:
-    """Why a modular pipeline's guidance cannot be divided with its model, or None.
+    """Explain why a modular pipeline's guidance cannot be divided with its model; None if it can.
 
     Args:
         partial: whether tokens are cut, and belong to branches of guidance.
-        fresh: whether all of a prediction is of the current step, wherever it counts.
-        trusts_code: whether a guider of the user's may be given a prediction that is partly unknown.
+        fresh: whether all of a prediction that counts is from the current step.
+        trusts_code: whether a user's guider may receive a prediction that is partly unknown.
     """
     for name, part in vars(pipe).items():
         if not isinstance(part, BaseGuidance):
@@ -491,7 +493,7 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool, trusts_code
             )
         if not partial or _guides_each_place_alone(part):
             continue
-        # A number where predictions are averaged over steps, and None where they are not.
+        # This is a number if predictions are averaged over steps, and otherwise None.
         momentum = getattr(part, "adaptive_projected_guidance_momentum", None)
         if not fresh and momentum is not None:
             return (
@@ -509,12 +511,12 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool, trusts_code
 
 
 def _guides_each_place_alone(guider: BaseGuidance) -> bool:
-    """Return whether what a guider makes at a place of a prediction depends on that place alone."""
+    """Return whether a guider's result at a place of a prediction depends only on that place."""
     return _find_guidance_owner(guider) in _PLACEWISE_GUIDERS and not getattr(guider, "guidance_rescale", 0)
 
 
 def _find_guidance_owner(guider: BaseGuidance) -> str | None:
-    """Return the class of diffusers whose guidance a guider has; None for guidance of the user's."""
+    """Return the class of diffusers whose guidance a guider has; None for a user's own guidance."""
     guide = type(guider).forward
     if not guide.__module__.startswith("diffusers."):
         return None
@@ -522,7 +524,7 @@ def _find_guidance_owner(guider: BaseGuidance) -> str | None:
 
 
 def iterate_blocks(pipe: Any) -> Iterator[Any]:
-    """The blocks of a modular pipeline's tree; none of any other pipeline."""
+    """Yield the blocks of a modular pipeline's tree; none for any other pipeline."""
     queue = [pipe._blocks] if is_modular(pipe) else []
     while queue:
         block = queue.pop()
@@ -533,7 +535,7 @@ def iterate_blocks(pipe: Any) -> Iterator[Any]:
 def replace_call_globals(
     stack: ExitStack, pipe: Any, pipeline_call: Callable[..., Any], values: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The call of a pipeline, whose code finds other values under some global names; its modules stay as they are.
+    """Return a pipeline's call with other values for some global names; its modules stay unchanged.
 
     Blocks of a modular pipeline that use such a name get a class of their own until the stack is closed.
 
@@ -547,7 +549,7 @@ def replace_call_globals(
         kind = type(block)
         functions = {}
         for name in dir(kind):
-            # Not static methods, which would become methods of the instance.
+            # `getattr_static` leaves out static methods, which would become methods of the instance.
             method = inspect.getattr_static(kind, name)
             if _uses_globals(method, values):
                 functions[name] = method
@@ -564,10 +566,10 @@ def replace_call_globals(
 
 
 def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
-    """Until the stack is closed, a modular pipeline's call ends after the last block that uses a model of its loop.
+    """End a modular pipeline's call after the last block with a model of its loop, until the stack is closed.
 
-    What comes after it, such as the decoder, leaves the state as it is. A tree whose blocks do not follow each other
-    is run as it is.
+    Later blocks, such as the decoder, leave the state unchanged. A tree whose blocks do not follow each other runs
+    unchanged.
     """
     if not isinstance(pipe._blocks, SequentialPipelineBlocks):
         return
@@ -586,9 +588,9 @@ def _return_state(_: Any, components: Any, state: Any) -> Any:
 
 
 def hide_block_tracebacks(stack: ExitStack, errors: type[Exception]) -> None:
-    """Until the stack is closed, blocks do not log an error that passes through them, with its traceback.
+    """Keep blocks from logging an error that passes through them, with its traceback, until the stack is closed.
 
-    Each block of a tree would; what such an error says is said where it ends.
+    Each block of a tree would log it; the error is reported where it is caught.
     """
     logger = logging.getLogger(modular_pipeline.__name__)
 

@@ -1,7 +1,7 @@
 """What ditile knows of FLUX.1, SD3 and PixArt beyond their anatomies: `ModelSpec`s, which are refinements.
 
-Every family is divided by the anatomy that is derived of it. What is here makes these three faster, allows
-`split_scheme=sequence`, or refuses what they cannot do exactly.
+Every family is divided by the anatomy derived from it. These specs make three families faster, allow
+`split_scheme=sequence`, or refuse calls that they cannot compute exactly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TEXT_STREAM = (
     "attn.add_v_proj",
     "attn.to_add_out",
 )
-"""What sees the text alone in the blocks with two streams (MM-DiT)."""
+"""Modules that see only the text, in the blocks with two streams (MM-DiT)."""
 
 JOINT_TENSOR_TOKENS = {
     "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
@@ -50,24 +50,24 @@ JOINT_TENSOR_TOKENS = {
     "transformer_blocks.*.ff_context": {"hidden_states": "text"},
     "transformer_blocks.*.ff_context.net.2": {"return": "text"},
 }
-"""Their token streams under tensor parallelism, as `ModelSpec.tensor_tokens` has them."""
+"""Their token streams under tensor parallelism, in the form of `ModelSpec.tensor_tokens`."""
 
 
 def build_tensor_plan(columns: Sequence[str], rows: Sequence[str]) -> dict[str, str]:
-    """A table of tensor parallelism in the format of `_tp_plan`, for Linears of every transformer block."""
+    """Build a tensor parallel table in the format of `_tp_plan`, for Linears of every transformer block."""
     styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(rows, "rowwise")
     return {f"transformer_blocks.*.{name}": style for name, style in styles.items()}
 
 
 def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
-    """The grid of `[B, C, H, W]` latents that the transformer cuts into square patches."""
+    """Return the grid of `[B, C, H, W]` latents, which the transformer cuts into square patches."""
     size: int = transformer.config.patch_size  # type: ignore[assignment, union-attr]
     height, width = inputs["hidden_states"].shape[-2:]
     return Grid(height // size, width // size)
 
 
 def make_empty_latents(config: Mapping[str, Any], grid: Grid) -> Tensor:
-    """Latents `[1, C, H, W]` of a grid, for their shape alone."""
+    """Make latents `[1, C, H, W]` of a grid, used only for their shape."""
     side = int(config["patch_size"])
     return torch.empty(1, config["in_channels"], grid.rows * side, grid.tokens_per_row * side)
 
@@ -75,10 +75,10 @@ def make_empty_latents(config: Mapping[str, Any], grid: Grid) -> Tensor:
 def defer_projections(
     x: Tensor, linears: Sequence[Any], norms: Sequence[Any], heads: tuple[int, int]
 ) -> list[DeferredTensor]:
-    """What computes q, k and v of `[B, S, C]`, each when it is called.
+    """Return functions that compute q, k and v of `[B, S, C]` when called.
 
     Args:
-        norms: of each; None for none.
+        norms: of each; None if there is none.
         heads: (number, -1) or (-1, size).
     """
 
@@ -94,7 +94,7 @@ def defer_projections(
 def defer_joint_projections(
     attn: Any, image: Tensor, text: Tensor | None, heads: tuple[int, int], joint: Literal["text_first", "image_first"]
 ) -> list[DeferredTensor]:
-    """The same for the joint attention of diffusers' MM-DiT blocks, over image `[B, S, C]` and text `[B, T, C]`."""
+    """Defer the projections of MM-DiT's joint attention, over image `[B, S, C]` and text `[B, T, C]`."""
     linears = (attn.to_q, attn.to_k, attn.to_v)
     norms = (attn.norm_q, attn.norm_k, None)
     of_image = defer_projections(image, linears, norms, heads)
@@ -113,7 +113,7 @@ def _defer_concatenation(first: DeferredTensor, second: DeferredTensor) -> Defer
 
 
 def attend_to_projections(core: Any, makers: Sequence[DeferredTensor]) -> Tensor:
-    """Attends to q, k and v: to all at once, or, if the core overlaps, each is sent while the next is computed."""
+    """Attend to q, k and v: to all at once, or, if the core overlaps, sending each while the next is computed."""
     if core.overlaps:
         return core.attend_overlapped(makers)  # type: ignore[no-any-return]
     q, k, v = (make() for make in makers)
@@ -121,7 +121,7 @@ def attend_to_projections(core: Any, makers: Sequence[DeferredTensor]) -> Tensor
 
 
 def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
-    """Why a call with image prompts is refused, or None: PipeFusion replaces the processors that attend to them."""
+    """Explain why a call with image prompts is refused, or None: PipeFusion replaces the processors for them."""
     for name in ("ip_adapter_image", "ip_adapter_image_embeds"):
         for argument in (name, f"negative_{name}"):
             if call.get(argument) is not None:
@@ -137,7 +137,7 @@ def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
 
 
 class FluxOverlappedProcessor:
-    """Replaces `FluxAttnProcessor` where each projection is sent while the next is computed.
+    """Replaces `FluxAttnProcessor` so that each projection is sent while the next is computed.
 
     Raises:
         ModelError: if the projections are fused.
@@ -154,7 +154,7 @@ class FluxOverlappedProcessor:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself."""
+        """Attend, image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself."""
         if attn.fused_projections:
             raise ModelError(f"async_ulysses needs q, k and v apart, and they are fused; {UNFUSE}")
         heads = (-1, attn.head_dim)
@@ -175,12 +175,12 @@ def _apply_rotary(make: DeferredTensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
-    """Packed latents `[B, N, C]` are tokens already; the columns are the tokens of the first row.
+    """Return the grid of packed latents `[B, N, C]`, which are already tokens; columns are the first row's tokens.
 
     Positions may be rounded, as in bfloat16 above 256, but the second row is never rounded to the first one.
     """
     ids = inputs["img_ids"]
-    # Some pipelines give each row of the batch its own positions, which are equal.
+    # Some pipelines give each row of the batch a copy of the same positions.
     if ids.ndim == 3:
         ids = ids[0]
     columns = int((ids[:, 1] == ids[0, 1]).int().cumprod(0).sum())
@@ -188,24 +188,24 @@ def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
 
 
 def has_ip_adapter(pipe: Any) -> bool:
-    """Whether a pipeline has an IP-adapter, which reads image prompts."""
+    """Return whether a pipeline has an IP-adapter, which reads image prompts."""
     return getattr(pipe.transformer, "encoder_hid_proj", None) is not None
 
 
 def explain_flux_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call is refused, with image prompts for no IP-adapter; None for other calls."""
+    """Explain why a call with image prompts is refused without an IP-adapter; None for other calls."""
     return None if has_ip_adapter(pipe) else explain_ip_adapter_refusal(call)
 
 
 def read_flux_conditioning(call: Mapping[str, Any]) -> Conditioning:
-    """True CFG, where it is on, is a second call."""
+    """Read the conditioning of a call; true CFG, if on, is a second call."""
     embedded = all(call.get(f"negative_{name}embeds") is not None for name in ("prompt_", "pooled_prompt_"))
     guided = call.get("true_cfg_scale", 1.0) > 1 and (call.get("negative_prompt") is not None or embedded)
     return Conditioning(text=call.get("max_sequence_length", 512), calls=1 + guided)
 
 
 def make_flux_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    """Packed latents, T5's states, CLIP's pooled state, positions."""
+    """Make packed latents, T5's states, CLIP's pooled state, positions."""
     tokens = grid.rows * grid.tokens_per_row
     guidance = torch.empty(1) if config["guidance_embeds"] else None
     return {
@@ -219,7 +219,7 @@ def make_flux_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[s
     }
 
 
-# Single blocks gather after their norm, once for both attention and feed-forward.
+# Single blocks gather once after their norm, for both attention and feed-forward.
 FLUX_TENSOR_TOKENS = JOINT_TENSOR_TOKENS | {
     "single_transformer_blocks.*.norm": {"return": "text+image"},
     "single_transformer_blocks.*.proj_out": {"return": "text+image"},
@@ -256,7 +256,7 @@ FLUX = ModelSpec(
 # Stable Diffusion 3 and 3.5: joint attention, image first; 3.5 medium adds image-only attention to some blocks.
 #
 # Skip-layer guidance tests the index of the iteration, which counts patches under PipeFusion: all plans refuse it
-# but those of data and cfg alone, which call the whole model.
+# except those of only data and cfg, which call the whole model.
 
 
 class SD3Attention:
@@ -268,7 +268,7 @@ class SD3Attention:
     def __call__(
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Image `[B, S, C]` and text `[B, T, C]` to the same, or image alone to image."""
+        """Attend, image `[B, S, C]` and text `[B, T, C]` to the same, or only image to image."""
         makers = defer_joint_projections(attn, hidden_states, encoder_hidden_states, (attn.heads, -1), "image_first")
         out = attend_to_projections(self._core, makers).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
@@ -281,7 +281,7 @@ class SD3Attention:
 
 
 def explain_sd3_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call is refused, with skip-layer guidance or image prompts for no IP-adapter; None for other calls."""
+    """Explain why skip-layer guidance, or image prompts without an IP-adapter, are refused; None for other calls."""
     if call.get("skip_guidance_layers") is not None:
         return (
             "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "
@@ -293,13 +293,13 @@ def explain_sd3_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
 
 
 def read_sd3_conditioning(call: Mapping[str, Any]) -> Conditioning:
-    """CLIP's 77 tokens and T5's follow each other; guidance doubles the batch."""
+    """Read the conditioning of a call: T5's tokens follow CLIP's 77, and guidance doubles the batch."""
     guided = call.get("guidance_scale", 7.0) > 1
     return Conditioning(text=77 + call.get("max_sequence_length", 256), rows=1 + guided)
 
 
 def make_sd3_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    """Latents, the joined states of three text encoders, CLIP's pooled state."""
+    """Make latents, the joined states of three text encoders, CLIP's pooled state."""
     return {
         "hidden_states": make_empty_latents(config, grid),
         "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
@@ -347,7 +347,7 @@ SD3 = ModelSpec(
 KEY_UNIT = 64
 """Text keys are left out in units of this size: torch's kernels sum a unit in one order, whatever follows it."""
 MASKED_BELOW = -9000.0
-"""A mask below it means an attention weight of 0: diffusers writes -10000, which is -9984 in bfloat16."""
+"""A mask value below it means an attention weight of 0: diffusers writes -10000, which is -9984 in bfloat16."""
 
 
 class PixArtSelfAttention:
@@ -357,16 +357,16 @@ class PixArtSelfAttention:
         self._core = core
 
     def __call__(self, attn: Attention, hidden_states: Tensor, *unused: Any, **also: Any) -> Tensor:
-        """`[B, S, C]` to `[B, S, C]`; other arguments of the stock processor are not used by these blocks."""
+        """Attend, `[B, S, C]` to `[B, S, C]`; these blocks do not use the stock processor's other arguments."""
         linears = (attn.to_q, attn.to_k, attn.to_v)
         makers = defer_projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
         return _project_output(attn, attend_to_projections(self._core, makers).to(hidden_states.dtype))
 
 
 class PixArtCrossAttention:
-    """Attention to the text as in the stock processor, without copies of the mask for every head of every layer.
+    """Attention to the text like in the stock processor, without copies of the mask for every head of every layer.
 
-    Keys that no row attends to, which are most for a short prompt, are left out: their weight is 0 in any case.
+    Keys that no row attends to, which are most of them for a short prompt, are left out: their weight is 0 in any case.
     """
 
     def __init__(self, constant: Constant) -> None:
@@ -380,13 +380,13 @@ class PixArtCrossAttention:
         attention_mask: Tensor | None = None,
         **also: Any,
     ) -> Tensor:
-        """`[B, S, C]` to `[B, S, C]`; the text is `[B, L, C]`, its additive mask `[B, 1, L]`."""
+        """Attend, `[B, S, C]` to `[B, S, C]`; the text is `[B, L, C]`, its additive mask `[B, 1, L]`."""
         q = _project_heads(attn.to_q, hidden_states, attn.heads)
         k = _project_heads(attn.to_k, encoder_hidden_states, attn.heads)
         v = _project_heads(attn.to_v, encoder_hidden_states, attn.heads)
         mask = attention_mask
         if mask is not None:
-            # How many keys are seen is a number of the mask, by which a compiled graph cannot be cut.
+            # The number of visible keys is read from the mask, and a compiled graph cannot be cut by it.
             if not torch.compiler.is_compiling():
                 length, mask = self._constant(("text", mask.shape), functools.partial(trim_key_mask, mask))
                 k = k[:, :, :length]
@@ -403,7 +403,8 @@ def _project_heads(linear: Any, x: Tensor, heads: int) -> Tensor:
 
 
 def trim_key_mask(mask: Tensor) -> tuple[int, Tensor | None]:
-    """How many leading keys hold all that some row attends to, rounded up to `KEY_UNIT`, and their mask, if needed.
+    """Count the leading keys that include all attended ones, rounded up to `KEY_UNIT`; also return their mask, if
+    needed.
 
     Args:
         mask: `[B, 1, L]`, added to scores: 0 where a row attends, -10000 where it does not.
@@ -428,7 +429,7 @@ def _project_output(attn: Attention, attended: Tensor) -> Tensor:
 
 
 def make_pixart_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    """Latents, T5's states and their mask."""
+    """Make latents, T5's states and their mask."""
     return {
         "hidden_states": make_empty_latents(config, grid),
         "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]),
@@ -441,7 +442,7 @@ def make_pixart_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict
 _PIXART_COLUMNS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_q", "attn2.to_k", "attn2.to_v", "ff.net.0.proj")
 _PIXART_ROWS = ("attn1.to_out.0", "attn2.to_out.0", "ff.net.2")
 PIXART_TENSOR_PLAN = build_tensor_plan(_PIXART_COLUMNS, _PIXART_ROWS)
-# The text of cross attention is whole on every rank, so it is in none of these.
+# The text of cross attention is whole on every rank, so it is not in these tables.
 _PIXART_READS = dict.fromkeys(("attn1", "attn2", "ff"), "hidden_states") | dict.fromkeys(_PIXART_ROWS, "return")
 PIXART_TENSOR_TOKENS = {f"transformer_blocks.*.{name}": {what: "image"} for name, what in _PIXART_READS.items()}
 

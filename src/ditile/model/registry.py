@@ -1,6 +1,6 @@
-"""The `ModelSpec` of families that have one, by class. It is optional: `derive.py` derives what a family needs.
+"""The `ModelSpec` of families that have one, by class. It is optional: `derive.py` derives all that a family needs.
 
-The spec of a class holds for the classes derived from it too. A subclass that changes the forward needs one of its own.
+The spec of a class also holds for classes derived from it. A subclass that changes the forward needs its own.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _SPECS: dict[type, ModelSpec] = {
 UNKNOWN_MODEL = ModelSpec(
     name="a model without a ModelSpec",
 )
-"""Nothing is known, so nothing is cut but the batch."""
+"""The spec of an unknown model, of which only the batch is cut."""
 
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
 
 def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
-    """Adds (or replaces) the `ModelSpec` of a transformer class.
+    """Add or replace the `ModelSpec` of a transformer class.
 
     Args:
         transformer: the class.
-        spec: what it has beyond its anatomy.
+        spec: its facts beyond its anatomy.
 
     Raises:
-        ModelError: if `transformer` is no module class.
+        ModelError: if `transformer` is not a module class.
     """
     if not (isinstance(transformer, type) and issubclass(transformer, nn.Module)):
         raise ModelError(f"register needs a class of torch.nn.Module, and got {transformer!r}")
@@ -51,24 +51,25 @@ def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
 
 
 def find_model_spec(transformer: object) -> ModelSpec | None:
-    """The `ModelSpec` of a transformer, by its class or the nearest of its bases; None if there is none."""
+    """Return the `ModelSpec` of a transformer, by its class or the nearest base class; None if there is none."""
     return next((_SPECS[cls] for cls in type(transformer).__mro__ if cls in _SPECS), None)
 
 
 def choose_model_spec(transformer: object) -> ModelSpec:
-    """The `ModelSpec` of a transformer; where there is none, one that says nothing."""
+    """Return the `ModelSpec` of a transformer, or an empty one if there is none."""
     return find_model_spec(transformer) or UNKNOWN_MODEL
 
 
 def list_model_specs() -> dict[type[nn.Module], ModelSpec]:
-    """The `ModelSpec` of each transformer class."""
+    """Return the `ModelSpec` of each transformer class."""
     return dict(_SPECS)
 
 
 def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
-    """Each column of `assets/families.json` that no call of a pipeline with a transformer holds -> the reason.
+    """Return the columns of `assets/families.json` that no call of a pipeline with a transformer supports -> the
+    reason.
 
-    Where the pipeline is not in the table, other pipelines of the class speak for it; a class that is not in it holds
+    If the pipeline is not in the table, other pipelines of the class count instead; a class that is not in it supports
     `data` and `cfg`.
     """
     table: dict[str, Any] = json.loads((ASSETS / "families.json").read_text("utf-8"))
@@ -87,31 +88,31 @@ def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
 
 
 def name_family(transformer: type) -> str:
-    """What people call a class of transformers without a `ModelSpec`."""
+    """Return the usual name of a class of transformers without a `ModelSpec`."""
     return _CLASS_SUFFIX.sub("", transformer.__name__)
 
 
 def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
-    """The first model that a pipeline calls in its loop; raises as `find_denoisers`."""
+    """Return the first model that a pipeline calls in its loop; raise the errors of `find_denoisers`."""
     return next(iter(find_denoisers(pipe).values()))
 
 
 def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
-    """The `ModelSpec` of the model of a pipeline, or `UNKNOWN_MODEL` where it has none.
+    """Return the `ModelSpec` of a pipeline's model, or `UNKNOWN_MODEL` if it has none.
 
     Raises:
-        ModelError: if the pipeline runs what a patch pipeline cannot honor.
-        PlanError: if guidance branches are to be split that the model itself compares.
+        ModelError: if the pipeline does something that a patch pipeline cannot support.
+        PlanError: if the plan splits guidance branches that the model itself compares.
     """
     model = find_loop_model(pipe)
     name = type(pipe).__name__
     is_guided_in_attention = "pag_scale" in list_call_parameters(pipe)
     if plan.cfg > 1 and is_guided_in_attention:
         raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")
-    # The whole model is called, whatever it does with its tokens.
+    # A plan that divides only the batch calls the whole model, whatever that does with its tokens.
     if plan.divides_the_batch_alone:
         return choose_model_spec(model)
-    # Perturbed attention replaces processors in mid-run, on a model whose processors may be replaced already.
+    # Perturbed attention replaces processors during the run, on a model with processors that may be replaced already.
     divides_images = plan.world > plan.data * plan.tensor or plan.num_patches > 1
     if is_guided_in_attention and divides_images:
         raise ModelError(
@@ -128,7 +129,7 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
 
 
 def _has_uncalled_twin(pipe: Any, model: nn.Module) -> bool:
-    """Whether a component of the model's class is none of those that are called in turns."""
+    """Return whether a component of the model's class is not among those called in turns."""
     denoisers = find_denoisers(pipe).values()
     alike = [part for part in pipe.components.values() if type(part) is type(model)]
     return any(part not in denoisers for part in alike)

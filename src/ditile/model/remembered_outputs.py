@@ -1,4 +1,4 @@
-"""What modules return that does not differ from patch to patch, remembered so that it is computed once in a step."""
+"""Outputs of modules that do not differ from patch to patch, remembered so that they are computed once in a step."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class FoundModules:
     """The modules of a model whose outputs need not be computed for each patch.
 
     Attributes:
-        outside_blocks: found by surveys: by the name of a module whether what it returns counts for the whole
-            generation; None where it is not remembered.
-        within_blocks: given the same in every patch of a step; None until a step of patches was looked at.
+        outside_blocks: found by surveys: name of a module -> whether its output counts for the whole generation; None
+            if it is not remembered.
+        within_blocks: modules with the same inputs in every patch of a step; None until a step of patches was watched.
     """
 
     outside_blocks: dict[str, bool | None] = field(default_factory=dict)
@@ -38,23 +38,24 @@ class FoundModules:
 
 
 class OutputMemoizer:
-    """Remembers what modules return that do not see the latents, so that it is computed once and not for each patch.
+    """Remembers the outputs of modules that do not see the latents, so that they are computed once and not for each
+    patch.
 
-    A family declares some. Others are found when a call is surveyed, with NaN for latents: modules that the model's own
-    forward calls once, before the blocks, and gives the same with the latents as they are. What they return is kept for
-    a step, as a pipeline gives all its patches the same conditions, and for as long as they are given the same memory,
-    unchanged. What is made of the latents there is read on the first stage alone, so other stages keep it. After the
-    blocks nothing is read but on the last stage, so the others keep what they computed first.
+    A family declares some. Others are found when a call is surveyed with NaN for latents: modules that the model's own
+    forward calls once, before the blocks, with the same inputs as for real latents. Their outputs are kept for a step,
+    because a pipeline gives all its patches the same conditions, and while their inputs are the same memory, unchanged.
+    Outputs made of the latents there are read only on the first stage, so other stages keep them. After the blocks,
+    outputs are read only on the last stage, so the other stages keep their first ones.
 
-    Within blocks the first step of patches finds others: modules that are given the very same tensors in each patch, as
-    those that make a modulation of the time, or keys of a text. They are never trusted: what they return is kept for a
-    step, and only while they are given the same tensors, unchanged.
+    Within blocks the first step of patches finds others: modules with the very same input tensors in each patch, such
+    as those that compute a modulation from the time, or keys from a text. They are never trusted: their outputs are
+    kept for a step, and only while their inputs are the same tensors, unchanged.
 
     Args:
-        transformer, spec: the model, and what is known of it.
+        transformer, spec: the model, and its spec.
         now: the generation under way.
         first, last: whether this rank has the first stage, and the last one.
-        found: what earlier calls found, to which this one adds.
+        found: the findings of earlier calls, to which this one adds.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class OutputMemoizer:
         self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
         self._excluded = {name for name, lasts in self._found.items() if lasts is None}
         self._is_watching = False
-        # What modules were given in a survey, until they are called again.
+        # The inputs of modules in a survey, until they are called again.
         self._unproven: dict[str, _SurveyedInputs] = {}
 
     def install_hooks(self, stack: ExitStack, compiled: Sequence[str] = ()) -> None:
-        """Overrides the forwards of modules until the stack is closed: now, and when a call was surveyed.
+        """Override the forwards of modules until the stack is closed, now and after a survey.
 
         Args:
-            compiled: blocks within which nothing is remembered: what they call is part of their graph.
+            compiled: blocks within which nothing is remembered, because the modules in them are part of their graph.
         """
         self._stack = stack
         self._compiled = compiled
@@ -97,17 +98,17 @@ class OutputMemoizer:
             for name, module in match_modules(self._transformer, pattern):
                 if not f"{self._label}{name}".startswith(compiled_prefixes):
                     self._remember_output(name, module, lasts=lasts)
-        # A LoRA that was loaded or unloaded since may have changed the names.
+        # A LoRA that was loaded or unloaded since then may have changed the names.
         modules = dict(self._transformer.named_modules())
         for name, counts in self._found.items():
             if counts is not None and name in modules and name not in self._remembered:
                 self._remember_output(name, modules[name], lasts=counts, is_found=True)
 
     def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any:
-        """Surveys a call, and remembers from now on what modules before the blocks return.
+        """Survey a call, and remember from now on the outputs of modules before the blocks.
 
         Returns:
-            What `run` does.
+            The result of `run`.
         """
         modules = _SurveyedModules(survey, self._excluded)
         self._is_watching = True
@@ -116,9 +117,9 @@ class OutputMemoizer:
                 result = run()
         finally:
             self._is_watching = False
-        # Something made of the latents is read after the blocks, or by them.
+        # The blocks, or the forward after them, read something made of the latents.
         reads_latents = has_nan(result) or survey.is_fed()
-        # What is made of the latents, or after the blocks, is remembered only where nobody reads it.
+        # An output made of the latents, or after the blocks, is remembered only where nobody reads it.
         for name, inputs in modules.inputs.items():
             is_head = name in modules.after_blocks
             lasts = is_head or modules.is_of_latents[name]
@@ -137,11 +138,12 @@ class OutputMemoizer:
         return result
 
     def _remember_output(self, name: str, module: nn.Module, *, lasts: bool, is_found: bool = False) -> None:
-        """Keeps what a module returns for a step, or `lasts`; if `is_found`, also as long as it is given the same."""
+        """Keep a module's output for a step, or for good if `lasts`; if `is_found`, only while its inputs stay the
+        same."""
         now = self._now
         forward = module.forward
         path = f"{self._label}{name}"
-        # What a family declares is remembered whatever a survey says.
+        # Outputs that a family declares are remembered whatever a survey finds.
         excluded = self._excluded if is_found else set()
         compares = is_found and not lasts
 
@@ -155,14 +157,14 @@ class OutputMemoizer:
             if now.is_surveyed or name in excluded:
                 return forward(*args, **kwargs)
             step, patch = now.micro_step
-            # Rows of another micro-batch, and conditions of another branch, are other inputs.
+            # Rows of another micro-batch, and conditions of another branch, are different inputs.
             given_tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
             key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, given_tensors))
             known = now.memory.outputs.get(key)
             is_fresh = known is not None and (
                 lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs)
             )
-            # The forward may have written into what it was given.
+            # The forward may have written into its inputs.
             if known is None or not is_fresh or known.versions != tuple(map(READ_VERSION, known.tensors)):
                 output = forward(*args, **kwargs)
                 given = GivenMemory(args, kwargs) if compares else None
@@ -174,7 +176,7 @@ class OutputMemoizer:
         override_attribute(self._stack, module, "forward", forward_once)
 
     def watch_blocks(self, forward: Callable[..., Any], hooks: Sequence[BlockHook]) -> Callable[..., Any]:
-        """The model's forward, in which the first step of patches shows what these blocks need not compute again."""
+        """Wrap the model's forward so that the first step of patches shows which modules need not run again."""
         modules = self._list_block_modules(hooks)
         found = self._all_found.within_blocks
         if found is not None:
@@ -192,7 +194,7 @@ class OutputMemoizer:
             if watch.step in (None, step):
                 with watch.watch_call(step):
                     return forward(*args, **kwargs)
-            # All patches of a step were seen.
+            # By now all patches of a step were seen.
             self._all_found.within_blocks = watch.find_modules()
             for name in self._all_found.within_blocks:
                 self._remember_same(name, modules[name])
@@ -201,7 +203,7 @@ class OutputMemoizer:
         return forward_watched
 
     def _list_block_modules(self, hooks: Sequence[BlockHook]) -> dict[str, nn.Module]:
-        """The modules within blocks that may be remembered: the model's own, that attend to no tokens."""
+        """Return the model's own modules within blocks that attend to no tokens, which may be remembered."""
         modules: dict[str, nn.Module] = {}
         for hook in hooks:
             if hook.name in self._compiled:
@@ -215,7 +217,7 @@ class OutputMemoizer:
         return modules
 
     def _remember_same(self, name: str, module: nn.Module) -> None:
-        """Keeps what a module within a block returns for a step, while it is given the same tensors."""
+        """Keep the output of a module within a block for a step, while its inputs are the same tensors."""
         now = self._now
         forward = module.forward
         path = f"{self._label}{name}"
@@ -226,7 +228,7 @@ class OutputMemoizer:
                 return forward(*args, **kwargs)
             key = (path, now.branch)
             known = now.memory.outputs.get(key)
-            # Also in another step the tensors may be the same, but weights may not.
+            # In another step the tensors may be the same, but the weights may not.
             is_known = (
                 known is not None and known.step == step and known.is_given_same(args, kwargs) and known.is_unchanged
             )
@@ -242,7 +244,7 @@ class OutputMemoizer:
 
 
 class _SeenTensor:
-    """A tensor that a module was given; equal to the same one, as long as it lives and is not changed."""
+    """An input tensor of a module; equal to the same tensor, while it lives and is unchanged."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._reference = ref(tensor)
@@ -258,28 +260,28 @@ class _SeenTensor:
 
 
 class _SeenCall(NamedTuple):
-    """What a module was given.
+    """The inputs of a module.
 
     Attributes:
-        values: tensors, names of the modules that made them where these are given the same, and numbers.
+        values: tensors, or the names of the modules that made them if those have the same inputs, and numbers.
     """
 
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
     def list_makers(self) -> set[str]:
-        """The modules that made some of it."""
+        """Return the modules that made some of the inputs."""
         return {value for value in self.values if isinstance(value, str)}
 
 
 class PatchWatch:
-    """Finds modules that are given the same tensors in every patch of a step, or what such modules return.
+    """Finds modules with the same inputs in every patch of a step, also if such modules made these inputs.
 
     Args:
         now: the generation under way.
 
     Attributes:
-        step: that is watched; None before the first call.
+        step: the watched step; None before the first call.
     """
 
     def __init__(self, now: Generation, modules: Mapping[str, nn.Module]) -> None:
@@ -290,14 +292,14 @@ class PatchWatch:
         self._first: dict[tuple[str, int], _SeenCall] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._called: set[str] = set()
-        # What modules made that are given the same, by the id of the tensor. Referenced weakly: with the first patch it
-        # is all that blocks make.
+        # The outputs of modules with the same inputs, by the id of the tensor. The references are weak, because with
+        # the first patch these are all tensors that blocks make.
         self._made: dict[int, tuple[str, ReferenceType[Tensor]]] = {}
         self._patches: set[int | None] = set()
 
     @contextmanager
     def watch_call(self, step: int) -> Iterator[None]:
-        """Within it, a call of the model is watched."""
+        """Watch a call of the model within the context."""
         self.step = step
         self._patches.add(self._now.micro_step.patch)
         with ExitStack() as stack:
@@ -309,13 +311,13 @@ class PatchWatch:
             yield
 
     def find_modules(self) -> frozenset[str]:
-        """The outermost of the modules that are given the same: with weights, and those that make what these are given.
+        """Return the outermost modules with the same inputs that have weights, and the makers of their inputs.
 
-        There are none if one patch alone was seen.
+        There are none if only one patch was seen.
         """
         same: set[str] = set()
         for (name, _), number in self._calls.items():
-            # One call in each patch.
+            # The module must be called once in each patch.
             if name in self._same and number == len(self._patches) > 1:
                 same.add(name)
         outermost: set[str] = set()
@@ -334,13 +336,13 @@ class PatchWatch:
             name = waiting.pop()
             if name not in found:
                 found.add(name)
-                # What a module is given is the same tensor only if it is not made again.
+                # The input of a module is the same tensor only if it is not computed again.
                 makers = self._list_makers(name)
                 waiting += makers & outermost
         return frozenset(found)
 
     def _list_makers(self, name: str) -> set[str]:
-        """The modules that made what a module was given."""
+        """Return the modules that made the inputs of a module."""
         makers: set[str] = set()
         for (called, _), call in self._first.items():
             if called == name:
@@ -349,7 +351,7 @@ class PatchWatch:
 
     def _note_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         seen = self._describe_call(args, kwargs)
-        # A module that is called twice may be given something else each time.
+        # A module that is called twice may have different inputs each time.
         if name in self._called or seen is None or not isinstance(output, Tensor):
             self._same.discard(name)
         self._called.add(name)
@@ -363,14 +365,14 @@ class PatchWatch:
             self._same.discard(name)
 
     def _describe_call(self, args: Any, kwargs: Any) -> _SeenCall | None:
-        """What a module is given; None if that is no tensor, or something else than tensors and numbers."""
+        """Describe the inputs of a module; None if there is no tensor, or anything but tensors and numbers."""
         values: list[Any] = []
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 if value.is_inference():
                     return None
                 maker, made = self._made.get(id(value), ("", None))
-                # A tensor that was freed may have left its id to another one.
+                # A tensor that was freed may have left its id to another tensor.
                 if made is not None and made() is value:
                     values.append(maker)
                 else:
@@ -386,12 +388,12 @@ class _SurveyedModules:
     """The calls of modules outside of blocks in a survey.
 
     Args:
-        survey: what blocks are given in it.
+        survey: the inputs of the blocks in it.
         excluded: gets the names of modules that must not be remembered.
 
     Attributes:
-        inputs: what each module was given that no other module called.
-        is_of_latents: whether all that a module returned is made of the latents.
+        inputs: the inputs of each module that no other module called.
+        is_of_latents: whether all outputs of a module are made of the latents.
         after_blocks: modules that were called after the last block.
     """
 
@@ -407,7 +409,7 @@ class _SurveyedModules:
 
     @contextmanager
     def watch_calls(self, model: nn.Module, block_prefixes: tuple[str, ...]) -> Iterator[None]:
-        """Within it, a call of the model is watched."""
+        """Watch a call of the model within the context."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if not name or f"{name}.".startswith(block_prefixes):
@@ -423,7 +425,7 @@ class _SurveyedModules:
         if name in self._called:
             self._excluded.add(name)
         elif not self._active:
-            # Modules within a module are its own matter.
+            # Only outermost modules are recorded here.
             self.inputs[name] = _SurveyedInputs(pytree.tree_leaves((args, kwargs)))
             self._reads.tensors.clear()
             if self._survey.has_ended:
@@ -437,10 +439,10 @@ class _SurveyedModules:
         if name in self.inputs and not self._active:
             inputs = self.inputs[name]
             inputs.forget_unread(self._reads.tensors)
-            # It returns what it has not looked at.
+            # The module returns an input that it has not read.
             if not inputs.unread.isdisjoint(map(id, parts)):
                 self._excluded.add(name)
-        # The forward may write into what is not a tensor, which no version counts.
+        # The forward may write into an output that is not a tensor, and no version counts that.
         is_between = self._survey.has_begun and name not in self.after_blocks
         if is_between or any(isinstance(part, list | dict) for part in parts):
             self._excluded.add(name)
@@ -448,10 +450,10 @@ class _SurveyedModules:
 
 
 class _ReadWatch(TorchDispatchMode):
-    """Sees which tensors operators read.
+    """Records which tensors operators read.
 
     Attributes:
-        tensors: their ids; whoever asks keeps them alive.
+        tensors: their ids; the reader of this set keeps them alive.
     """
 
     def __init__(self) -> None:
@@ -460,7 +462,7 @@ class _ReadWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: compiled code stays compiled under the watch."""
+        """Return True: compiled code stays compiled under the watch."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -469,7 +471,7 @@ class _ReadWatch(TorchDispatchMode):
 
 
 class _SurveyedInputs:
-    """What a module was given in a survey.
+    """The inputs of a module in a survey.
 
     Args:
         leaves: all values.
@@ -483,16 +485,16 @@ class _SurveyedInputs:
         self.unread: frozenset[int] = frozenset()
 
     def forget_unread(self, read: set[int]) -> None:
-        """Notes which tensors were read in the call of the module."""
+        """Note the tensors that were read in the call of the module."""
         self.unread = frozenset(id(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)) - read
 
     def are_equal(self, leaves: list[Any]) -> bool:
-        """Whether a call was given the same numbers, where the module reads them. Waits for the device."""
+        """Return whether a call has the same input numbers, where the module reads them. Waits for the device."""
         if len(leaves) != len(self._leaves):
             return False
         for own, other in zip(self._leaves, leaves, strict=True):
             if isinstance(own, Tensor) and isinstance(other, Tensor):
-                # Of a tensor that is not read, its form counts.
+                # For a tensor that is not read, only its form counts.
                 is_alike = (own.shape, own.dtype) == (other.shape, other.dtype)
                 is_unread = is_alike and id(own) in self.unread
                 if not is_unread and not torch.equal(own, other):

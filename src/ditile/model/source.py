@@ -1,6 +1,6 @@
-"""Reads from source how blocks pass tokens on: from a block's forward, and from the transformer that calls it.
+"""Reads the flow of blocks from source: from a block's forward, and from the transformer that calls it.
 
-Nothing is guessed: what the source does not say is None, and the caller asks the user for a pattern.
+Nothing is guessed: if the source does not show the flow, it is None, and the caller asks the user for a pattern.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ IMAGE_PARAMETER = "hidden_states"
 TEXT_PARAMETERS = ("encoder_hidden_states", "context", "text_embed", "text", "txt")
 """Parameters that take text in blocks that do not return it."""
 NONE = "None"
-"""The name of what a block returns in place of a stream that it does not have."""
+"""The name that stands for a missing stream in the result of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """How a transformer calls the blocks of a list.
+    """The call of a list's blocks in a transformer.
 
     Attributes:
         results: the names that the result is assigned to; empty if they are not known.
-        positional: each positional argument: a name, "None", or "" for what is neither.
+        positional: each positional argument: a name, "None", or "" for anything else.
         named: the same for keyword arguments.
         alone: whether no other list is called in turns with it.
     """
@@ -41,19 +41,20 @@ class BlockCall:
     alone: bool = True
 
     def bind_arguments(self, parameters: Sequence[str]) -> dict[str, str]:
-        """Parameter of the block -> its argument."""
+        """Map the parameters of the block to the arguments."""
         return {**dict(zip(parameters, self.positional, strict=False)), **self.named}
 
 
 def list_pipeline_parts(pipe: Any) -> dict[str, Any]:
-    """What a pipeline consists of, by name, with what its class can make itself and `components` leaves out."""
+    """Return the parts of a pipeline by name, also those that `components` leaves out because its class can make
+    them."""
     components = getattr(pipe, "components", None) or {}
     return {**components, **getattr(pipe, "__dict__", {})}
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """The module that torch.compile or peft wrapped."""
-    # Each may wrap what the other wrapped; four is more than anybody nests.
+    """Return the module inside the wrappers of torch.compile or peft."""
+    # Either may wrap the other; four is more than anybody nests.
     for _ in range(4):
         unwrap = getattr(module, "get_base_model", None)
         module = unwrap() if callable(unwrap) else getattr(module, "_orig_mod", module)
@@ -61,13 +62,13 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 def list_forward_parameters(block: nn.Module) -> list[str]:
-    """The named parameters of a block's forward."""
+    """Return the named parameters of a block's forward."""
     parameters = list(inspect.signature(type(unwrap_module(block)).forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def find_token_parameters(parameters: Sequence[str]) -> tuple[str, str | None]:
-    """The parameters that take the image tokens ("" if there is no parameter) and the text (None if there is none)."""
+    """Return the parameters for the image tokens ("" if there is no parameter) and the text (None if there is none)."""
     if IMAGE_PARAMETER in parameters:
         image = IMAGE_PARAMETER
     elif parameters:
@@ -81,10 +82,10 @@ def find_token_parameters(parameters: Sequence[str]) -> tuple[str, str | None]:
 
 
 def infer_block_flow(block: nn.Module, call: BlockCall | None) -> Flow | None:
-    """How a block passes tokens on; None if the sources do not say.
+    """Infer how a block passes tokens on; None if the sources do not show it.
 
     Args:
-        call: how its transformer calls it, if known: it decides what the block's own source leaves open.
+        call: the call in its transformer, if known: it decides when the block's own source does not.
     """
     parameters = list_forward_parameters(block)
     image, text = find_token_parameters(parameters)
@@ -94,14 +95,14 @@ def infer_block_flow(block: nn.Module, call: BlockCall | None) -> Flow | None:
         flow = _infer_from_results(call.results, arguments, image)
     if flow is None or "text" in flow.returns:
         return flow
-    # A parameter for text that the transformer gives nothing, or None, is no stream.
+    # A text parameter for which the transformer passes nothing, or None, is not a stream.
     if arguments and arguments.get(text or "", NONE) == NONE:
         text = None
     return Flow(flow.returns, image, text)
 
 
 def _read_returned_names(block: nn.Module) -> set[tuple[str, ...]]:
-    """The names that each return statement of a block's forward returns; "" for what has no name."""
+    """Return the names in each return statement of a block's forward; "" for a value without a name."""
     function = parse_function(inspect.unwrap(type(unwrap_module(block)).forward))
     if function is None:
         return set()
@@ -113,7 +114,8 @@ def _read_returned_names(block: nn.Module) -> set[tuple[str, ...]]:
 
 
 def read_block_calls(transformer: nn.Module) -> dict[str, BlockCall]:
-    """List -> how the transformer calls its blocks, in the order of its source; empty if that cannot be read."""
+    """Read the calls of blocks in a transformer: list -> call, in the order of its source; empty if it cannot be
+    read."""
     block_calls: dict[str, BlockCall] = {}
     overridden = {"__init__"}
     lists = {name for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)}
@@ -130,7 +132,7 @@ def read_block_calls(transformer: nn.Module) -> dict[str, BlockCall]:
 
 
 def _infer_from_returns(returns: set[tuple[str, ...]], parameters: Sequence[str], image: str) -> Flow | None:
-    """The flow by the names in the return statements; None if these differ or do not say it."""
+    """Infer the flow from the names in the return statements; None if these differ or do not show it."""
     if len(returns) != 1:
         return None
     (names,) = returns
@@ -152,7 +154,7 @@ def _infer_from_returns(returns: set[tuple[str, ...]], parameters: Sequence[str]
 
 
 def _infer_from_results(results: tuple[str, ...], arguments: Mapping[str, str], image: str) -> Flow | None:
-    """The flow by the names that the result is assigned to: a stream is what the next block is given."""
+    """Infer the flow from the names to which the result is assigned: a stream is an argument of the next block."""
     parameter_of = {value: parameter for parameter, value in arguments.items() if value not in ("", NONE)}
     streams = [parameter_of.get(name) for name in results]
     if image not in streams or None in streams or len(streams) > 2:
@@ -166,7 +168,7 @@ def _infer_from_results(results: tuple[str, ...], arguments: Mapping[str, str], 
 
 
 def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
-    """The names in a returned expression; "" is a tensor without a name, "*" may be anything."""
+    """Return the names in a returned expression; "" is a tensor without a name, "*" may be anything."""
     if isinstance(value, ast.Tuple):
         return tuple(_name_item(item) for item in value.elts)
     if isinstance(value, ast.Name):
@@ -175,21 +177,21 @@ def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
         return ("",)
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         root = value.func.value
-        # A method of a tensor; one of a module, as `self.norm(x)`, may return anything.
+        # A method of a tensor returns a tensor; one of a module, such as `self.norm(x)`, may return anything.
         if isinstance(root, ast.BinOp) or read_name(root) not in ("", "self"):
             return ("",)
     return ("*",)
 
 
 def _name_item(item: ast.expr) -> str:
-    """The name of what is returned in a tuple."""
+    """Return the name of an item in a returned tuple."""
     if isinstance(item, ast.Constant) and item.value is None:
         return NONE
     return read_name(item) or "*"
 
 
 def _parse_methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:
-    """The methods of a class that name one of its lists; none if there is no source."""
+    """Yield the methods of a class that name one of its lists; none if there is no source."""
     for member in vars(cls).values():
         if not inspect.isfunction(member):
             continue
@@ -201,7 +203,7 @@ def _parse_methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:
 
 
 def parse_function(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The syntax tree of a function; None if it has no source, or is a lambda in the middle of an expression."""
+    """Return the syntax tree of a function; None if it has no source, or is a lambda inside an expression."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -210,18 +212,18 @@ def parse_function(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 
 def _walk_own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a function in the order of its source, without the nodes of nested functions."""
+    """Yield the nodes of a function in the order of its source, without the nodes of nested functions."""
     queue: list[ast.AST] = list(function.body)
     while queue:
         node = queue.pop(0)
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-            # Before what follows, so that the order is that of the source.
+            # The children go before the rest of the queue, to keep the order of the source.
             queue[:0] = list(ast.iter_child_nodes(node))
 
 
 def _find_block_loops(function: ast.FunctionDef) -> Iterator[tuple[str, BlockCall]]:
-    """The lists over which a function loops."""
+    """Yield the lists over which a function loops."""
     aliases: dict[str, str] = {}
     for node in _walk_own_nodes(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -242,11 +244,11 @@ def _find_block_loops(function: ast.FunctionDef) -> Iterator[tuple[str, BlockCal
 
 
 def _find_loop_lists(iterated: ast.expr, aliases: Mapping[str, str]) -> list[str]:
-    """The attributes of `self` that a loop runs over, in order; not those that only say how far."""
+    """Return the attributes of `self` over which a loop runs, in order, except those that only set its length."""
     if isinstance(iterated, ast.Subscript):
         return _find_loop_lists(iterated.value, aliases)
     if isinstance(iterated, ast.Call):
-        # Such as `enumerate(self.blocks)`, or `zip` of two lists.
+        # The call is, for example, `enumerate(self.blocks)`, or `zip` of two lists.
         lists = []
         for argument in iterated.args:
             lists += _find_loop_lists(argument, aliases)
@@ -256,19 +258,19 @@ def _find_loop_lists(iterated: ast.expr, aliases: Mapping[str, str]) -> list[str
 
 
 def read_own_attribute(node: ast.AST) -> str:
-    """`x` of `self.x`; empty if a node is something else."""
+    """Return `x` for a node `self.x`; empty for any other node."""
     if isinstance(node, ast.Attribute) and read_name(node.value) == "self":
         return node.attr
     return ""
 
 
 def read_name(node: ast.AST) -> str:
-    """The name that a node is; empty if it is something else."""
+    """Return the name of a name node; empty for any other node."""
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _read_loop_call(loop: ast.For, block: str, *, alone: bool) -> BlockCall:
-    """The call of a block in the body of a loop, with the names that its result is assigned to."""
+    """Read the call of a block in the body of a loop, with the names to which its result is assigned."""
     # The loops of diffusers' U-ViT call `layer_`, which is the layer or its checkpoint.
     callees = (block, f"{block}_")
     for node in ast.walk(loop):
@@ -278,7 +280,7 @@ def _read_loop_call(loop: ast.For, block: str, *, alone: bool) -> BlockCall:
             if not isinstance(part, ast.Call) or read_name(part.func) not in callees:
                 continue
             named = {word.arg: _name_call_argument(word.value) for word in part.keywords if word.arg}
-            # What a starred argument holds is not known, so neither is what comes after it.
+            # The contents of a starred argument are unknown, so the arguments after it are too.
             if any(isinstance(argument, ast.Starred) for argument in part.args):
                 return BlockCall(named=named, alone=alone)
             positional = tuple(map(_name_call_argument, part.args))
@@ -287,7 +289,7 @@ def _read_loop_call(loop: ast.For, block: str, *, alone: bool) -> BlockCall:
 
 
 def _name_call_results(assigned: ast.Assign, call: ast.Call) -> tuple[str, ...]:
-    """The names that the result of a call is assigned to; "" if it is changed on the way."""
+    """Return the names to which the result of a call is assigned; "" if it is changed on the way."""
     value = assigned.value
     target = assigned.targets[0]
     if isinstance(value, ast.Subscript) and value.value is call:

@@ -1,8 +1,8 @@
-"""Hooks of diffusers on the user's model that remember something from step to step, and which plans they fit.
+"""diffusers' hooks on the user's model that keep state from step to step, and the plans that they fit.
 
-They are its caches (`transformer.enable_cache`, or the functions that it calls), and whatever a user derives from its
-`ModelHook`. A plan may call a block with this rank's tokens, one patch at a time, or on another rank; what such a hook
-remembers, or decides by the tokens that it sees, is right then only if it neither compares tokens nor leaves out
+They are its caches (`transformer.enable_cache`, or the functions that it calls), and any hook that a user derives from
+its `ModelHook`. A plan may call a block with this rank's tokens, one patch at a time, or on another rank; the state of
+such a hook, or its decision from the tokens that it sees, is then right only if it neither compares tokens nor skips
 blocks.
 """
 
@@ -20,19 +20,19 @@ from torch import nn
 from ditile.plan.plan import Plan
 
 _OF_LAYERS = (PyramidAttentionBroadcastHook, TaylorSeerCacheHook)
-"""They count steps, and remember what one layer made of the tokens that it was given."""
+"""Hooks that count steps, and remember the output of one layer for its tokens."""
 _OF_BLOCKS = (*_OF_LAYERS, MagCacheHeadHook)
-"""They count steps; some leave out all blocks after the first."""
+"""Hooks that count steps; some skip all blocks after the first."""
 _REMEDY = "call disable_cache() on the model, and ditile.enable_cache(pipe) in place of it"
 
 
 def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | None) -> str | None:
-    """Why hooks on models give another image under a plan than without one, or None.
+    """Explain why hooks on models change the image under a plan; None if they do not.
 
     Args:
-        models: what the pipeline calls in its loop, not compiled.
-        plan: how they are divided.
-        steps: of the call, if they are known.
+        models: the models that the pipeline calls in its loop, not compiled.
+        plan: how the models are divided.
+        steps: of the call, if known.
     """
     fitting = _list_fitting_hooks(plan, steps)
     for model in models:
@@ -41,7 +41,7 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
             if not looks_at_tokens or isinstance(hook, fitting):
                 continue
             axes = "data and tensor"
-            # What remembers by branch does not mind that each rank has one of them.
+            # A hook that remembers by branch works if each rank has one of the branches.
             if hasattr(hook, "state_manager"):
                 axes = "data, cfg and tensor"
             if plan.split_scheme != "row":
@@ -56,9 +56,10 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
 
 
 def explain_branch_refusal(model: nn.Module) -> str | None:
-    """Why hooks on a model need all calls of a step, or None: they count and remember over branches of guidance."""
+    """Explain why hooks on a model need all calls of a step, as they count and remember over guidance branches; or
+    None."""
     for where, hook in _list_hooks(model):
-        # diffusers' other caches have a memory for each of the pipeline's contexts, "cond" and "uncond".
+        # diffusers' other caches have a memory for each context of the pipeline, "cond" and "uncond".
         if hook._is_stateful and not hasattr(hook, "state_manager"):
             return (
                 f"{where} has diffusers' {type(hook).__name__}, which takes the calls of all branches of guidance for "
@@ -68,8 +69,8 @@ def explain_branch_refusal(model: nn.Module) -> str | None:
 
 
 def _list_fitting_hooks(plan: Plan, steps: int | None) -> tuple[type[ModelHook], ...]:
-    """The classes of hooks that are right under a plan."""
-    # A patch would get what the hook remembers of the patch before.
+    """Return the classes of hooks that are right under a plan."""
+    # A patch would get the state that the hook remembers from the previous patch.
     if plan.attends_to_stale_keys and (steps is None or plan.warmup < steps):
         return ()
     if plan.pipefusion > 1:
@@ -80,7 +81,7 @@ def _list_fitting_hooks(plan: Plan, steps: int | None) -> tuple[type[ModelHook],
 
 
 def _list_hooks(model: nn.Module) -> Iterator[tuple[str, ModelHook]]:
-    """diffusers' hooks on the modules of a model, with the names of the modules."""
+    """Yield diffusers' hooks on the modules of a model, with the names of the modules."""
     for path, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")
         if registry is not None:
