@@ -1,4 +1,4 @@
-"""How caches run under a runner: they read the steps from its generation, and all ranks of an image decide alike.
+"""Connects caches with a runner: they read the steps from its generation, and all ranks of an image decide alike.
 
 Where the rules alone decide, each rank does so by itself. Otherwise ranks of a stage sum what they measured. Under
 PipeFusion the stage that has the last block of the probe decides for each patch by itself. Each stage sends the
@@ -29,7 +29,7 @@ PROBE_KIND = "probe"
 
 
 class LoopClock:
-    """Where a runner's loop is.
+    """The position of a runner's loop.
 
     Args:
         now: the generation under way.
@@ -59,8 +59,9 @@ class LoopClock:
         self._seen: GenerationMemory | None = None
 
     def begin_model_call(self, model: object) -> CallPosition | None:
-        """The place of this call. None, and no block is left out, in four cases: the stages share a synchronous step,
-        a batch comes in micro-batches, tokens of several patches are interleaved, or the call does not count."""
+        """Return the position of this call. It is None, and no block is left out, in four cases: the stages share a
+        synchronous step, a batch comes in micro-batches, tokens of several patches are interleaved, or the call does
+        not count."""
         now = self._now
         if now.is_surveyed or now.is_dry:
             return None
@@ -87,16 +88,17 @@ class LoopClock:
         )
 
     def end_model_call(self, model: object) -> None:
-        """Does nothing: the runner counts the calls."""
+        """Do nothing: the runner counts the calls."""
 
     def end_generation(self) -> None:
-        """The loop is over."""
+        """End the generation."""
         self._seen = None
         self._end()
 
 
 def _locate_patch_rows(now: Generation, patch: int, patches: int) -> tuple[int, int, int]:
-    """Where a patch is among the rows of the image; the whole image where it is one patch."""
+    """Return the first row of a patch, the row after its last one, and the number of rows of the image. A single patch
+    is the whole image."""
     layout = now.tokens.layout
     # Patches of reference images are not in the latents: each patch then goes by all of them.
     if patches == 1 or layout.owners:
@@ -105,7 +107,7 @@ def _locate_patch_rows(now: Generation, patch: int, patches: int) -> tuple[int, 
 
 
 def _has_real_text(now: Generation) -> bool:
-    """Whether this rank has text tokens of its own. There is a layout only where ranks split the tokens."""
+    """Return whether this rank has text tokens of its own. There is a layout only where ranks split the tokens."""
     tokens = now.layouts.get((now.branch, now.is_whole))
     return tokens is None or bool(tokens.get_own_part(now.token_patch).text)
 
@@ -128,7 +130,7 @@ class AgreementGroups:
 
     @classmethod
     def create_groups(cls, plan: Plan, mesh: Mesh, device: torch.device) -> AgreementGroups:
-        """Makes the groups. It is collective: all ranks must call it, each with the device of its activations."""
+        """Make the groups. This is collective: all ranks must call it, each with the device of its activations."""
         within = ("ring", "distrifusion", "ulysses", "tensor")
         # All ranks make the groups in this order.
         batch = make_subgroup("rows", ("cfg", *within), plan, mesh, backend="gloo")
@@ -141,7 +143,7 @@ class AgreementGroups:
 
 
 class ImageAgreement(CallAgreement):
-    """How the ranks of an image decide together whether a model is called.
+    """The agreement by which the ranks of an image decide together whether a model is called.
 
     Args:
         mesh: this rank's place.
@@ -153,11 +155,11 @@ class ImageAgreement(CallAgreement):
         self._select = select
 
     def select_own_rows(self, batch: Tensor) -> Tensor:
-        """The rows of this rank's images in a tensor `[rows, ...]`."""
+        """Select the rows of this rank's images from a tensor `[rows, ...]`."""
         return self._select(batch)
 
     def take_first_number(self, number: Tensor) -> float:
-        """What the first rank of the image measured."""
+        """Return the number measured by the first rank of the image."""
         numbers = gather_numbers(number.cpu().view(1), self._mesh.control, self._mesh.traffic, TRAFFIC_KIND)
         return float(numbers[0])
 
@@ -201,46 +203,46 @@ class StageAgreement(SkipAgreement):
             self._next_stage = PeerChannel(groups.stages, mesh.stage_index + 1, TRAFFIC_KIND, mesh.traffic)
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """The sums of all ranks that decide together. Every rank adds the same numbers in the same order."""
+        """Sum over all ranks that decide together. Every rank adds the same numbers in the same order."""
         # gloo sums on the CPU.
         sums = self._mesh.host_rows.start_copy(sums).wait_for_numbers()
         return self._gather_from_ranks(sums.double()).sum(dim=0)
 
     def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """What the first of those ranks measured: the others' numbers may be rounded otherwise."""
+        """Return the numbers of the first rank in the group: those of other ranks may be rounded otherwise."""
         first, *_ = self._gather_from_ranks(torch.tensor(numbers, dtype=torch.float64)).tolist()
         return list(first)
 
     def _gather_from_ranks(self, numbers: Tensor) -> Tensor:
-        """The numbers of all ranks that decide together: `[ranks, ...]`, in order."""
+        """Gather the numbers of all ranks that decide together: `[ranks, ...]`, in order."""
         group = self._groups.by_calls if self._by_calls() else self._groups.by_batch
         return gather_numbers(numbers, group, self._mesh.traffic, TRAFFIC_KIND)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
-        """Sends a decision to the next stage."""
+        """Send a decision to the next stage."""
         if self._next_stage is not None:
             self._next_stage.send_tensor(torch.tensor(list(skips), dtype=torch.uint8))
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
-        """Waits for a decision of the stage before."""
+        """Wait for a decision of the previous stage."""
         channel = self._previous_stage
         assert channel is not None
         channel.post_receive(None, (count,), torch.empty(0, dtype=torch.uint8))
         return [bool(skip) for skip in channel.receive_message(None)]
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
-        """Sends the tokens that come into the first block to the stage that decides."""
+        """Send the tokens that enter the first block to the stage that decides."""
         step = self._now.micro_step.step
         if step != self._step:
             # What was sent in the last step has arrived, or this step would not have begun.
             self._step = step
             for channel in self._start_channels.values():
                 channel.release_old_sends()
-        # Only where the probe is longer than a stage.
+        # A channel is made only where the probe is longer than a stage.
         self._get_start_channel(self._stages[to]).send_tensor(tokens)
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """Waits for those tokens, shaped as `like`, from the stage that has the first block."""
+        """Wait for the tokens of `send_probe_input`, shaped like `like`, from the stage of the first block."""
         channel = self._get_start_channel(self._stages[of])
         channel.post_receive(None, like.shape, like)
         return channel.receive_message(None)
@@ -253,14 +255,14 @@ class StageAgreement(SkipAgreement):
         return self._start_channels[peer]
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """Tells the store of keys that every attention of these blocks keeps the keys of an earlier step."""
+        """Tell the store of keys that every attention of these blocks keeps the keys of an earlier step."""
         names = [f"{self._names[block]}." for block in blocks if block in self._names]
         # DistriFusion keeps keys by rank and not by patch.
         patches = [None] if self._mesh["distrifusion"].num_ranks > 1 else moment.patches
         self._now.memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
 
     def close_channels(self) -> None:
-        """Ends a call that went well: sends what is left."""
+        """Send the remaining messages at the end of a call that went well."""
         for channel in (self._next_stage, self._previous_stage, *self._start_channels.values()):
             if channel is not None:
                 channel.flush_sends()

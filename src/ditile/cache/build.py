@@ -1,4 +1,5 @@
-"""From settings to what leaves blocks out: a context is some blocks and their config, and makes a chain per generation.
+"""Builds from settings the chains that leave blocks out. A context is some blocks and their config; it makes a chain
+for each generation.
 
 A config with which no block or no step can ever be left out is explained, with what would work.
 """
@@ -35,12 +36,12 @@ from ditile.cache.step_mask import resolve_step_mask
 from ditile.model.hooks.protocols import SkipAgreement
 
 Chain = DBCache | DBPrune | MagCalibration
-"""Decides on the blocks of a context, and leaves them out, in one generation."""
+"""Decides which blocks of a context are left out in one generation, and leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheContext:
-    """Blocks that are decided on together, and how.
+    """Blocks that are decided on together, with their settings.
 
     Attributes:
         hooks: around the blocks, in order.
@@ -54,21 +55,23 @@ class CacheContext:
 
     @property
     def text(self) -> str:
-        """The settings in one word."""
+        """Return the settings in one word."""
         return format_cache_config(self.config, self.calibrator)
 
     @property
     def settings(self) -> str:
-        """All settings; ranks whose texts are equal decide alike."""
+        """Return all settings. Ranks with equal texts decide alike."""
         return f"{self.config!r} {self.calibrator!r}"
 
     @property
     def idle(self) -> str | None:
-        """The reason why no block can ever be left out, and what would work; None if one can."""
+        """Return the reason why no block can ever be left out, and a setting that would work. None if a block can
+        be."""
         return _explain_idle_blocks(self.name, len(self.hooks), self.config)
 
     def build_chain(self, steps: int, agreement: SkipAgreement, keep: KeepMemory | None) -> Chain | None:
-        """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short.
+        """Build the chain of a generation. None if no block is ever left out. Raises `ModelError` if a mask is too
+        short.
 
         Args:
             agreement: with other ranks.
@@ -118,7 +121,7 @@ def _keep_at(keep: KeepMemory, place: tuple[str, int], what: Hashable, like: Ten
 
 
 def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
-    """Why settings that should skip steps cannot skip any of `steps` steps; None if they can.
+    """Explain why settings for skipping steps cannot skip any of `steps` steps. None if they can.
 
     Raises:
         ModelError: if a mask has fewer steps.
@@ -138,7 +141,7 @@ def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
 
 
 def _explain_idle_blocks(name: str, blocks: int, config: BlockCacheConfig) -> str | None:
-    """Why with these settings all blocks are always computed, and what would work; None if some may be skipped."""
+    """Explain why these settings always compute all blocks, and what would work. None if some may be skipped."""
     # Other methods leave out all blocks.
     if not isinstance(config, DBCacheConfig):
         return None
@@ -157,13 +160,13 @@ def _explain_idle_blocks(name: str, blocks: int, config: BlockCacheConfig) -> st
     if first + last < blocks:
         settings += f" and non_prune_block_ids={list(never)}"
         hint = "name fewer of them"
-    # The last word: no setting would help.
+    # With fewer than two blocks no setting would help, so this hint replaces the others.
     if blocks < 2:
         hint = "there is nothing that a cache could do here"
     return f"{settings}: all {blocks} blocks of {name} always compute then, so nothing can be left out; {hint}"
 
 
 def build_skip_rules(config: BlockCacheConfig, steps: int) -> SkipRules:
-    """The rules for a generation of `steps` steps. Raises `ModelError` if a mask has fewer steps."""
+    """Build the rules for a generation of `steps` steps. Raises `ModelError` if a mask has fewer steps."""
     rules, _ = config.resolve_for(steps, None)
     return SkipRules(rules, resolve_step_mask(rules.steps_computation_mask, steps))

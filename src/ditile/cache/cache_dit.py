@@ -1,4 +1,4 @@
-"""What scripts for cache-dit name: degrees and quantization as configs, and what to use in place of absent names.
+"""Offers the names that scripts for cache-dit use: degrees and quantization as configs, and advice for absent names.
 
 Nothing here imports torch.
 """
@@ -22,7 +22,7 @@ AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
 ParallelismBackend = Enum(
     "ParallelismBackend", ["AUTO", "CACHE_DIT", "NATIVE_DIFFUSER", "NATIVE_PYTORCH", "NATIVE_HYBRID"]
 )
-"""What the backend of `ParallelismConfig` may be; ditile has one backend."""
+"""The allowed values of the backend of `ParallelismConfig`; ditile has one backend."""
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "backend": tuple(backend.name.lower() for backend in ParallelismBackend),
@@ -80,7 +80,7 @@ INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class RankDivision:
-    """What `ParallelismConfig` returns; `to_plan` makes a `Plan` of it once the number of ranks is known.
+    """The result of `ParallelismConfig`; `to_plan` makes a `Plan` of it once the number of ranks is known.
 
     Attributes:
         degrees: of the plan; one may be "auto".
@@ -97,7 +97,7 @@ class RankDivision:
     cp_plan: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def to_plan(self, world: int | None = None) -> Plan:
-        """The plan.
+        """Build the plan.
 
         Args:
             world: ranks that are running, for a degree that is auto; by default those that torchrun started, or one.
@@ -128,7 +128,7 @@ class RankDivision:
 
 
 def plan_division(**arguments: Any) -> RankDivision:
-    """A division over ranks in the spelling of cache-dit, whose name for this is `ParallelismConfig`.
+    """Build a division over ranks from the spelling of cache-dit, whose name for this is `ParallelismConfig`.
 
     Args:
         ulysses_size: ranks that split the tokens, and the heads in attention. None is 1. One size may be "auto": as
@@ -162,7 +162,7 @@ def plan_division(**arguments: Any) -> RankDivision:
         if name == "backend":
             # It may be a member of the enum, or its name in either case.
             value = str(value).rpartition(".")[2].lower()
-        # 1 is not True.
+        # Python counts 1 as equal to True, so the types are compared too.
         if value not in choices or type(value) not in map(type, choices):
             known = ", ".join(map(repr, choices))
             raise ModelError(f"{name}={value!r} is not offered; try {known}, or leave it out")
@@ -197,7 +197,7 @@ ParallelismConfig = plan_division
 
 
 def _read_parallel_kwargs(arguments: CallArguments) -> dict[str, Any]:
-    """The arguments that parallel_kwargs stands for; one that is off leaves the argument as it is."""
+    """Return the arguments that parallel_kwargs stands for. An entry that is off leaves its argument as it is."""
     older = arguments.get("parallel_kwargs", {})
     if not isinstance(older, Mapping):
         names = ", ".join(_IN_PARALLEL_KWARGS)
@@ -213,7 +213,7 @@ def _read_parallel_kwargs(arguments: CallArguments) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeConfig(Fields):
-    """What `ditile.quantize` does, as one config.
+    """The settings of `ditile.quantize` as one config.
 
     Attributes:
         quant_type, exclude_layers, per_row, group_size: as in `quantize`.
@@ -261,7 +261,7 @@ class QuantizeConfig(Fields):
         self.by_component()
 
     def by_component(self) -> dict[str, QuantizeConfig]:
-        """The config of each component that is named. Raises `ModelError` if what is named is no list or dict."""
+        """Return the config of each named component. Raises `ModelError` if the names are not a list or a dict."""
         changes = self.components_to_quantize or {}
         if not isinstance(changes, Mapping):
             _check_words(changes, "components_to_quantize")
@@ -275,7 +275,7 @@ class QuantizeConfig(Fields):
 
 
 def _check_words(value: Any, name: str) -> None:
-    """Raises `ModelError` unless a field is a list of words."""
+    """Raise `ModelError` unless a field is a list of words."""
     if isinstance(value, str):
         raise ModelError(f"{name}={value!r} is one word; give a list of them")
     if not isinstance(value, Sequence | Set) or not all(isinstance(word, str) for word in value):
@@ -283,7 +283,7 @@ def _check_words(value: Any, name: str) -> None:
 
 
 def parse_quantize_config(value: Any) -> QuantizeConfig:
-    """A config, also from a dict. Raises `ModelError` if it is neither, or a value is not allowed."""
+    """Return a config, which may come from a dict. Raises `ModelError` if it is neither, or a value is not allowed."""
     if not isinstance(value, QuantizeConfig | Mapping):
         raise ModelError(f"quantize_config={value!r} is no config; give a QuantizeConfig(..), or a dict")
     if isinstance(value, QuantizeConfig):

@@ -1,4 +1,4 @@
-"""A model whose work may be left out: where its forward is overridden, hooks around its blocks, and chains of them.
+"""Caches of models: an override of the forward, hooks around the blocks, and chains of them.
 
 The cache stays in place between calls of the pipeline, and under a runner. The runner's hooks wrap the hooks of the
 cache. For the length of a call the runner gives the cache its clock and its agreement with other ranks.
@@ -39,7 +39,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.model_spec import BlockList
 
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)
-"""Arguments with which a transformer leaves out blocks itself: the cache does nothing in such a call."""
+"""Arguments by which a transformer leaves out blocks itself: the cache does nothing in such a call."""
 
 _CACHE_ATTRIBUTE = "_cached_by_ditile"
 """The attribute of a transformer that holds its `TransformerCache`."""
@@ -50,23 +50,24 @@ class IdleCacheWarning(UserWarning):
 
 
 class CacheSettings(Protocol):
-    """What a cache says of the settings by which it decides."""
+    """The settings by which a cache decides, as it shows them."""
 
     @property
     def text(self) -> str:
-        """The settings in one word."""
+        """Return the settings in one word."""
 
     @property
     def settings(self) -> str:
-        """All settings; ranks whose texts are equal decide alike."""
+        """Return all settings. Ranks with equal texts decide alike."""
 
     @property
     def idle(self) -> str | None:
-        """The reason why nothing can ever be left out, and what would work; None if something can."""
+        """Return the reason why nothing can ever be left out, and a setting that would work. None if something can
+        be."""
 
 
 class CacheClock(PipelineClock, Protocol):
-    """A clock that the caches of a pipeline have where no runner gives them one."""
+    """The clock of a pipeline's caches where no runner gives them one."""
 
     @property
     def is_in_call(self) -> bool: ...
@@ -81,7 +82,7 @@ class CacheClock(PipelineClock, Protocol):
 
 
 class ModelCache(abc.ABC):
-    """The cache of one model that a pipeline calls: where its forward is overridden, and when a generation is.
+    """The cache of one model that a pipeline calls: it overrides the model's forward, and knows when a generation runs.
 
     Args:
         hooks: around blocks of the model, if the cache leaves out blocks.
@@ -104,30 +105,30 @@ class ModelCache(abc.ABC):
     @property
     @abc.abstractmethod
     def contexts(self) -> Sequence[CacheSettings]:
-        """What is decided on together."""
+        """Return the groups of work that are decided on together."""
 
     @property
     @abc.abstractmethod
     def memory_bytes(self) -> int:
-        """Bytes that are remembered now."""
+        """Return the number of remembered bytes."""
 
     @abc.abstractmethod
     def begin_generation(self, steps: int) -> None:
-        """Begins a generation of `steps` steps, with an empty cache."""
+        """Begin a generation of `steps` steps, with an empty cache."""
 
     @abc.abstractmethod
     def end_generation(self) -> None:
-        """Ends the generation, and drops all that was remembered except the numbers that `summary` shows."""
+        """End the generation, and drop everything remembered except the numbers that `summary` shows."""
 
     @abc.abstractmethod
     def update_reports(self) -> None:
-        """Reports the generation under way, if there is one."""
+        """Report the generation under way, if there is one."""
 
     @abc.abstractmethod
     def refresh_settings(
         self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
     ) -> None:
-        """Prepares for a new image; the number of steps and other settings change only if they are given.
+        """Prepare for a new image; the number of steps and other settings change only if they are given.
 
         Args:
             config: the fields that were given to it change; one of another class replaces the settings.
@@ -139,7 +140,7 @@ class ModelCache(abc.ABC):
 
     @abc.abstractmethod
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of the model; `moment` is None if all of it must be computed, and nothing remembered."""
+        """Run a call of the model. `moment` is None if all of it must be computed, and nothing remembered."""
 
     def _begin_call(self, clock: PipelineClock) -> CallPosition | None:
         return clock.begin_model_call(self)
@@ -150,7 +151,7 @@ class ModelCache(abc.ABC):
         compiler: Callable[[], CompileFunction | None] = lambda: None,
         scheduler: Callable[[], Any] = lambda: None,
     ) -> None:
-        """Installs the hooks around the blocks.
+        """Install the hooks around the blocks.
 
         Args:
             clock: says where the pipeline is.
@@ -162,7 +163,8 @@ class ModelCache(abc.ABC):
         self._find_scheduler = scheduler
         for hook in self._hooks:
             hook.install_hook()
-        # Innermost, where it is never lost: it sees when a generation begins, and then renews the hooks of blocks.
+        # The override is innermost, where it is never lost: it sees when a generation begins, and then renews the hooks
+        # of blocks.
         owner, name = find_innermost_forward(self.transformer)
         forward = getattr(owner, name)
         # A forward of the class comes back by itself when the override is deleted.
@@ -183,7 +185,7 @@ class ModelCache(abc.ABC):
         vars(self.transformer)[_CACHE_ATTRIBUTE] = self
 
     def remove_hooks(self) -> None:
-        """Removes the hooks. A hook that something else wraps by now stays, and does nothing."""
+        """Remove the hooks. A hook that something else wraps by now stays, and does nothing."""
         self._own_clock.stop_watching()
         self._labels.close()
         self.end_generation()
@@ -199,14 +201,14 @@ class ModelCache(abc.ABC):
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the call of a pipeline is under way, a runner's or the pipeline's own."""
+        """Return whether a call of the pipeline is under way, by a runner or by the pipeline itself."""
         if self._clock is None:
             return False
         return self._clock is not self._own_clock or self._own_clock.is_in_call
 
     @contextmanager
     def lift_hooks(self) -> Iterator[None]:
-        """The transformer as it is without the cache, to be copied.
+        """Give the transformer its state without the cache, to be copied.
 
         Raises:
             StateError: if something unknown wraps a hook.
@@ -228,14 +230,14 @@ class ModelCache(abc.ABC):
         raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")
 
     def renew_hooks(self) -> None:
-        """Renews hooks that were lost, or whose block was compiled since. This comes first in a generation."""
+        """Renew lost hooks, and those whose block was compiled since. This comes first in a generation."""
         compile_ = self._compiler()
         for hook in self._hooks:
             hook.renew_hook(compile_)
 
     @contextmanager
     def use_clock(self, clock: PipelineClock) -> Iterator[None]:
-        """Takes the clock of a runner, for the length of a call."""
+        """Use the clock of a runner for the length of a call."""
         # The runner steps the scheduler otherwise than the pipeline does.
         self._own_clock.stop_watching()
         # A replica without an image begins no generation, and must not report one of an earlier call.
@@ -258,7 +260,7 @@ class ModelCache(abc.ABC):
     def _track_label(
         self, stock: Callable[..., AbstractContextManager[None]], name: str, **where: Any
     ) -> Iterator[None]:
-        """diffusers' `cache_context`, whose label is kept for the clock."""
+        """Keep the label of diffusers' `cache_context` for the clock."""
         before = self.label
         self.label = name
         try:
@@ -314,13 +316,13 @@ class TransformerCache(ModelCache):
 
     @property
     def contexts(self) -> list[CacheContext]:
-        """Blocks that are decided on together."""
+        """Return the contexts: the blocks that are decided on together."""
         return self._contexts
 
     def refresh_settings(
         self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
     ) -> None:
-        """Prepares for a new image, see `ModelCache`."""
+        """Prepare for a new image, see `ModelCache`."""
         config = replace_config(self._config, config, changes)
         if not isinstance(config, BlockCacheConfig):
             raise ModelError(f"a {type(config).__name__} leaves out no blocks; call enable_cache with it")
@@ -334,7 +336,7 @@ class TransformerCache(ModelCache):
     def use_clock_and_agreement(
         self, clock: PipelineClock, agreement: SkipAgreement, kept_buffers: KeptBuffers | None
     ) -> Iterator[None]:
-        """Takes a runner's clock and agreement, and memory where calls are recorded, for the length of a call."""
+        """Use a runner's clock and agreement for the length of a call, and its memory where calls are recorded."""
         own_agreement = self._agreement
         self._agreement = agreement
         if kept_buffers is not None:
@@ -347,7 +349,7 @@ class TransformerCache(ModelCache):
             self._keep = None
 
     def begin_generation(self, steps: int) -> None:
-        """Begins a generation of `steps` steps, with an empty cache."""
+        """Begin a generation of `steps` steps, with an empty cache."""
         self.end_generation()
         # A runner renews them itself, before it puts its own hooks around them.
         if self._clock is self._own_clock:
@@ -368,7 +370,7 @@ class TransformerCache(ModelCache):
                 self._chains.append((context, chain))
 
     def end_generation(self) -> None:
-        """Ends the generation, and drops all that was remembered except the numbers that `summary` shows."""
+        """End the generation, and drop everything remembered except the numbers that `summary` shows."""
         self.update_reports()
         self._bypass_chains()
         self._chains = []
@@ -376,7 +378,7 @@ class TransformerCache(ModelCache):
         self._is_prepared = False
 
     def update_reports(self) -> None:
-        """Reports the generation under way, if there is one."""
+        """Report the generation under way, if there is one."""
         if not self._chains:
             return
         self._forget_reports()
@@ -386,11 +388,11 @@ class TransformerCache(ModelCache):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are remembered now."""
+        """Return the number of remembered bytes."""
         return sum(chain.memory_bytes for _, chain in self._chains)
 
     def _begin_call(self, clock: PipelineClock) -> CallPosition | None:
-        # A call that was prepared has begun.
+        # A prepared call has begun already.
         return None if self._is_prepared else clock.begin_model_call(self)
 
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -400,7 +402,7 @@ class TransformerCache(ModelCache):
         return forward(*args, **kwargs)
 
     def _decide_before(self, moment: CallPosition | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Decides on the call to come, as far as it is known; returns whether blocks may be left out."""
+        """Decide on the next call with what is known before it, and return whether blocks may be left out."""
         # A call that leaves out layers itself, or does not count, runs every block.
         leaves_out_layers = any(kwargs.get(name) for name in LAYER_SKIP_ARGUMENTS)
         if moment is None or leaves_out_layers:
@@ -410,10 +412,10 @@ class TransformerCache(ModelCache):
             self._begin_chains(moment, args, kwargs)
         return bool(self._chains)
 
-    # What recorded calls ask
+    # The next methods are called where calls are recorded and played.
 
     def prepare_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-        """Decides on a call before it is made, and describes what its blocks do besides their inputs.
+        """Decide on a call before it is made, and describe what its blocks do besides using their inputs.
 
         Returns:
             Equal values for calls that do the same with other numbers; None where a number of the call decides, or
@@ -441,14 +443,14 @@ class TransformerCache(ModelCache):
         return tuple(decision)
 
     def list_stored_keys(self) -> list[Any] | None:
-        """What blocks stored in the call that was recorded; None if some of it was stored for the first time."""
+        """Return what blocks stored in the recorded call. None if some of it was stored for the first time."""
         if any(residuals.has_new_keys for residuals in self._described):
             return None
         return [list(residuals.stored) for residuals in self._described]
 
     @contextmanager
     def repeat_call(self) -> Iterator[None]:
-        """Within it the call that was made is made once more, with what was known before it; nothing is noted."""
+        """Make the last call once more within this context, from the state before it. Nothing is noted."""
         with ExitStack() as stack:
             for residuals in self._described:
                 stack.enter_context(residuals.go_back())
@@ -457,7 +459,7 @@ class TransformerCache(ModelCache):
             yield
 
     def end_played_call(self, stored: Sequence[Any]) -> None:
-        """A tape did what the call does, and stored what `list_stored_keys` says."""
+        """Note that a tape made the call, and stored `stored`, a result of `list_stored_keys`."""
         self._is_prepared = False
         for residuals, keys in zip(self._described, stored, strict=True):
             residuals.note_played_call(keys, self._step)
@@ -493,7 +495,7 @@ class TransformerCache(ModelCache):
 
 
 def _keep_in_buffers(kept_buffers: KeptBuffers, owner: int, what: Hashable, like: Tensor) -> Tensor:
-    """Memory of a recorder for what a cache remembers."""
+    """Return a recorder's memory for a tensor that a cache remembers."""
     return kept_buffers.get_memory(("cache", owner, what), like.shape, like)
 
 
@@ -506,7 +508,7 @@ def build_transformer_cache(
     *,
     has_rows: bool = True,
 ) -> TransformerCache:
-    """A transformer with hooks around the blocks of some lists, not installed yet.
+    """Build a cache with hooks around the blocks of some lists, not installed yet.
 
     Args:
         lists: its lists of blocks, in the order of execution.
@@ -539,7 +541,7 @@ def build_transformer_cache(
     ) -> CacheContext:
         check_one_forecast(config, calibrator)
         if not has_rows:
-            # Also where a modifier says otherwise.
+            # This holds also where a modifier says otherwise.
             config = config.reset(couple="batch")
         return CacheContext(name, context_hooks, config, calibrator)
 
@@ -558,13 +560,13 @@ def build_transformer_cache(
 
 
 def find_model_cache(transformer: nn.Module) -> ModelCache | None:
-    """The cache that `enable_cache` installed on a transformer; None if there is none."""
+    """Return the cache that `enable_cache` installed on a transformer. None if there is none."""
     return vars(transformer).get(_CACHE_ATTRIBUTE)
 
 
 def _describe_input(value: Any) -> Any:
-    """The shapes of all tensors in an argument, its strings, which name modes, and the types of the rest; calls that
-    differ share no memory."""
+    """Return the shapes of all tensors in an argument, its strings, which name modes, and the types of the rest. Calls
+    that differ in these share no memory."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, list | tuple):
@@ -577,7 +579,8 @@ def _describe_input(value: Any) -> Any:
 
 
 def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample: Any) -> Tensor | None:
-    """Sizes `[rows, arguments]` of what may enter between blocks: lists of tensors, and what is called control.
+    """Measure the inputs that may enter between blocks, `[rows, arguments]`: lists of tensors, and those called
+    control.
 
     Other arguments enter before the first block, or are the same in all steps.
     """
@@ -600,7 +603,7 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
 
 
 def _measure_rows(tensor: Tensor, rows: int) -> Tensor:
-    """The L1 norm of each row; where there are no such rows, the norm of the whole for each."""
+    """Return the L1 norm of each row. A tensor without these rows gives the norm of the whole to each."""
     own_rows = rows if tensor.ndim and len(tensor) == rows else 1
     flat = tensor.detach().reshape(own_rows, -1)
     dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
@@ -609,7 +612,7 @@ def _measure_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _iterate_leaves(value: Any) -> Iterator[Any]:
-    """What is in an argument, which may be nested."""
+    """Yield the values in an argument, which may be nested."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if not isinstance(value, list | tuple):

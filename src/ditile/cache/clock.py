@@ -24,7 +24,8 @@ MAX_CALLS_PER_STEP = 32
 
 
 def find_schedulers(pipe: Any) -> dict[str, Any]:
-    """The schedulers of a pipeline by name, `scheduler` first; some have others too, such as `prior_scheduler`."""
+    """Return the schedulers of a pipeline by name, `scheduler` first. Some pipelines have others too, such as
+    `prior_scheduler`."""
     schedulers = {}
     for name, part in list_pipeline_parts(pipe).items():
         if all(hasattr(part, method) for method in _WATCHED):
@@ -37,7 +38,7 @@ _WATCHED = ("set_timesteps", "step")
 
 
 def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., AbstractContextManager[None]]) -> None:
-    """Gives a pipeline its own subclass, whose call runs within `enter(..)`, until the stack is closed."""
+    """Give a pipeline its own subclass, whose call runs within `enter(..)`, until the stack is closed."""
     if not callable(pipe):
         return
 
@@ -99,11 +100,11 @@ class SchedulerClock:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the pipeline's call is under way."""
+        """Return whether the pipeline's call is under way."""
         return self._depth > 0
 
     def start_watching(self) -> None:
-        """Watches the schedulers, and the pipeline's call."""
+        """Watch the schedulers, and the pipeline's call."""
         if self._schedulers and not self._are_schedulers_replaced():
             return
         self._stack.close()
@@ -123,24 +124,24 @@ class SchedulerClock:
         _watch_pipeline_call(self._stack, self._pipe, self._enter_pipeline_call)
 
     def stop_watching(self) -> None:
-        """Restores the schedulers and the pipeline."""
+        """Restore the schedulers and the pipeline."""
         self.end_generation()
         self._stack.close()
         self._schedulers = {}
 
     def end_generation(self) -> None:
-        """The generation is over."""
+        """End the generation."""
         self._unseen = 0
         if self._live:
             self._live = False
             self._ended()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
-        """Ends the generation. The arguments are not needed: this clock reads steps and branches from the scheduler."""
+        """End the generation. The arguments are not needed: this clock reads steps and branches from the scheduler."""
         self.end_generation()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
-        """The step and branch of a call of the model.
+        """Return the step and branch of a call of the model.
 
         None before the pipeline has set its timesteps, as when it encodes an image, or if another pipeline makes the
         call.
@@ -179,7 +180,7 @@ class SchedulerClock:
         return CallPosition(self._step, branch, images=self._images)
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """Counts a call of the model that has returned."""
+        """Count a call of the model that has returned."""
         if self._live:
             self._calls[model] = self._calls.get(model, 0) + 1
 
@@ -193,7 +194,7 @@ class SchedulerClock:
         return len(self._scheduler.timesteps) - skipped
 
     def _record_label(self, model: LabelledModel, label: str) -> None:
-        """Ends a step when a label is repeated, if the pipeline steps copies of the scheduler and not the scheduler."""
+        """End a step when a label is repeated, if the pipeline steps only copies of the scheduler."""
         if self._apart and (model, label) in self._labels:
             self._advance_step()
             if not self._live:
@@ -202,13 +203,13 @@ class SchedulerClock:
         self._labels.add((model, label))
 
     def _record_scheduler_copy(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Notes that the pipeline copied its scheduler: it may step only the copies, such as one for each frame."""
+        """Note that the pipeline copied its scheduler: it may step only the copies, such as one for each frame."""
         self._apart = self._live and not self._step
         return stock
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Surrounds one call of the pipeline, which makes one image; refuses a second call at the same time."""
+        """Surround one call of the pipeline, which makes one image, and refuse a second call at the same time."""
         # An RLock, as the pipeline of this thread may call itself.
         if not self._busy.acquire(blocking=False):
             raise self._make_thread_error()
@@ -217,7 +218,7 @@ class SchedulerClock:
         try:
             if self._depth == 1:
                 self._unseen = 0
-                # Also what is given by its place.
+                # Arguments may be given by position too.
                 call = inspect.signature(self._pipe.__call__).bind_partial(*args, **kwargs)
                 self._called({**call.arguments, **kwargs})
             yield
@@ -278,7 +279,7 @@ class SchedulerClock:
         return result
 
     def _advance_step(self) -> None:
-        """Ends a step; the last step ends the generation."""
+        """End a step; the last step ends the generation."""
         self._step += 1
         self._calls.clear()
         self._labels.clear()
@@ -331,7 +332,7 @@ class CallClock:
         self._stack = ExitStack()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
-        """Prepares for a new image; values that are not given stay as they were."""
+        """Prepare for a new image; values that are not given stay as they were."""
         self.end_generation()
         self._steps = steps or self._steps
         if separate_cfg is not None:
@@ -339,28 +340,29 @@ class CallClock:
 
     @property
     def is_in_call(self) -> bool:
-        """Always False: there is no pipeline whose call could be under way."""
+        """Return False: there is no pipeline with a call under way."""
         return False
 
     def start_watching(self) -> None:
-        """Watches the pipeline's call, if there is a pipeline."""
+        """Watch the pipeline's call, if there is a pipeline."""
         self._stack.close()
         if self._pipe is not None:
             _watch_pipeline_call(self._stack, self._pipe, self._enter_pipeline_call)
 
     def stop_watching(self) -> None:
-        """Forgets the generation, and leaves the pipeline as it was."""
+        """Forget the generation, and leave the pipeline as it was."""
         self.end_generation()
         self._stack.close()
 
     def end_generation(self) -> None:
-        """The generation is over."""
+        """End the generation."""
         if self._live:
             self._live = False
             self._ended()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition:
-        """The step and branch of a call of the transformer. Raises `StateError` if the number of steps is unknown."""
+        """Return the step and branch of a call of the transformer. Raises `StateError` if the number of steps is
+        unknown."""
         if self._steps is None:
             missing = "a scheduler" if self._pipe else "a pipeline"
             raise StateError(
@@ -387,7 +389,7 @@ class CallClock:
         return CallPosition(self._step, self._branch)
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """Counts a call of the model that has returned; the last one of an image ends the generation."""
+        """Count a call of the model that has returned; the last one of an image ends the generation."""
         self._branch += 1
         calls = self._most if self._labels else self._of_step
         if self._steps is not None and self._step + 1 >= self._steps and self._branch >= calls:
@@ -400,7 +402,7 @@ class CallClock:
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Surrounds one call of the pipeline, which makes one image."""
+        """Surround one call of the pipeline, which makes one image."""
         call = inspect.signature(self._pipe.__call__).bind_partial(*args, **kwargs)
         # The number of steps may be the pipeline's default.
         call.apply_defaults()

@@ -41,10 +41,10 @@ class Fields:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     _given: frozenset[str]
     INSTEAD: ClassVar[Mapping[str, str]] = {}
-    """Field that cache-dit has, and ditile has not -> what to do."""
+    """Fields of cache-dit that ditile does not have -> what to do instead."""
 
     def __new__(cls, **values: Any) -> Any:
-        """Raises `ModelError` for a field that is not known, and names the nearest one."""
+        """Raise `ModelError` for an unknown field, and name the nearest one."""
         cls._check_names(f"{cls.__name__}(%s=..)", values)
         new = object.__new__(cls)
         object.__setattr__(new, "_given", frozenset(values))
@@ -61,17 +61,17 @@ class Fields:
 
     @property
     def given(self) -> frozenset[str]:
-        """The fields that were named when this was made, or in a `reset` since."""
+        """Return the fields that were named when this was made, or in a `reset` since."""
         return self._given
 
     def values(self) -> dict[str, Any]:
-        """All fields and their values, as they are."""
+        """Return all fields and their values, unchanged."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     as_dict = values
 
     def update(self, **changes: Any) -> None:
-        """Raises `ModelError`: a config does not change; `reset` makes another one."""
+        """Raise `ModelError`: a config does not change; `reset` makes another one."""
         raise ModelError(f"a {type(self).__name__} does not change; write config = config.reset(..)")
 
     empty = update
@@ -84,7 +84,7 @@ class Fields:
             check_known(where % name, name, cls.__dataclass_fields__)
 
     def reset(self: C, **changes: Any) -> C:
-        """A copy with some fields changed; this one stays as it is.
+        """Return a copy with some fields changed; this one stays unchanged.
 
         Raises:
             ModelError: if a field is not known, or a value is out of its range.
@@ -95,7 +95,7 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig(Fields):
-    """What the settings of all methods that leave out work have in common.
+    """The settings that all methods of leaving out work share.
 
     Attributes:
         num_inference_steps: steps of a generation where there is no pipeline to say so.
@@ -103,11 +103,11 @@ class CacheConfig(Fields):
             with one it is seen from the calls.
     """
 
-    # Annotated, these would be fields.
+    # With an annotation these would be fields.
     WORDS = dict[str, str]()
     """Word of a cache in one line -> field; the first word is the method's own."""
     HAS_FORECAST = False
-    """Whether the method forecasts in a way of its own, and takes no calibrator."""
+    """Whether the method has its own forecast, and takes no calibrator."""
 
     num_inference_steps: Positive | None = None
     enable_separate_cfg: bool | None = None
@@ -119,17 +119,18 @@ class CacheConfig(Fields):
 
 
 class CallCacheConfig(CacheConfig):
-    """The settings of a method that leaves out whole calls of the model, and so needs to know no block."""
+    """The settings of a method that leaves out whole calls of the model, and so needs no knowledge of its blocks."""
 
     __slots__ = ()
     HAS_FORECAST = True
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
-        """Why a plan cannot use it, or None."""
+        """Explain why a plan cannot use it, or return None."""
         return None
 
     def explain_idle_calls(self, steps: int) -> str | None:
-        """Why a generation of `steps` steps left out nothing, where these settings should have left out some of it."""
+        """Explain why a generation of `steps` steps left out nothing, although these settings should have left out some
+        of it."""
         return None
 
 
@@ -155,7 +156,7 @@ class FittedScheduleConfig(CallCacheConfig):
     schedule: Any = None
 
     def count_computed(self, num_steps: int) -> int:
-        """How many of the steps of a generation compute."""
+        """Return the number of steps of a generation that compute."""
         if self.steps is not None:
             return self.steps
         return -(-num_steps // 2)
@@ -163,7 +164,7 @@ class FittedScheduleConfig(CallCacheConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCacheConfig(CacheConfig, abc.ABC):
-    """What the settings of methods that leave out blocks have in common.
+    """The settings that all methods of leaving out blocks share.
 
     Attributes:
         couple: what is decided on together: each row of the batch alone, each image with all its rows of guidance, or
@@ -174,14 +175,15 @@ class BlockCacheConfig(CacheConfig, abc.ABC):
     """
 
     HINT = "let mask and limits leave some out"
-    """What lets a method leave steps out where all are computed."""
+    """What lets a method leave out steps when all are computed."""
 
     couple: Literal["row", "image", "batch"] = "image"
     store_dtype: StoreType | None = None
 
     @abc.abstractmethod
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
-        """The rules and the forecast of a generation of `steps` steps; `calibrator` is the one that was given."""
+        """Return the rules and the forecast for a generation of `steps` steps. `calibrator` is the one from the
+        user."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,13 +255,13 @@ class DBCacheConfig(BlockCacheConfig):
         object.__setattr__(self, "steps_computation_mask", check_step_mask(self.steps_computation_mask))
 
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
-        """These rules and the `calibrator`, whatever the number of `steps`."""
+        """Return these rules and the `calibrator`, for any number of `steps`."""
         return self, calibrator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DBPruneConfig(DBCacheConfig):
-    """DBPrune: each block decides for itself, from the change of what it is given.
+    """DBPrune: each block decides for itself, from the change of its input.
 
     Attributes:
         enable_dynamic_prune_threshold: the threshold of a step rises with the mean of its first five differences.
@@ -288,7 +290,7 @@ class DBPruneConfig(DBCacheConfig):
 
     @property
     def highest_threshold(self) -> float:
-        """The upper bound of a dynamic threshold."""
+        """Return the upper bound of a dynamic threshold."""
         if self.max_dynamic_prune_threshold is None:
             return 2 * self.residual_diff_threshold
         return self.max_dynamic_prune_threshold
@@ -296,7 +298,7 @@ class DBPruneConfig(DBCacheConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration(Fields):
-    """What the calibrators have in common: a cached step uses a forecast and not the last stored value.
+    """The fields that all calibrators share: a cached step uses a forecast and not the last stored value.
 
     Attributes:
         enable_calibrator: forecast the image stream.
@@ -368,7 +370,7 @@ class DMDCalibratorConfig(Calibration):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsModifier(Fields):
-    """What is different for one list of blocks; `merge_configs` merges it with the settings of the pipeline.
+    """The differences for one list of blocks; `merge_configs` merges them with the settings of the pipeline.
 
     Attributes:
         cache_config: the fields that were given to it win over the pipeline's.
@@ -391,13 +393,13 @@ class ParamsModifier(Fields):
     def over(
         self, cache_config: BlockCacheConfig, calibrator_config: Calibration | None
     ) -> tuple[BlockCacheConfig, Calibration | None]:
-        """The configs of its list, given the pipeline's `cache_config` and `calibrator_config`."""
+        """Merge the configs of its list with the pipeline's `cache_config` and `calibrator_config`."""
         cache = merge_configs(cache_config, self.cache_config)
         return cache or cache_config, merge_configs(calibrator_config, self.calibrator_config)
 
 
 def check_one_forecast(cache: CacheConfig | None, calibrator: Calibration | None) -> None:
-    """Raises `ModelError` if a method that forecasts in a way of its own is given a calibrator."""
+    """Raise `ModelError` if a method that forecasts in a way of its own is given a calibrator."""
     if cache is not None and cache.HAS_FORECAST and calibrator is not None:
         raise ModelError(
             f"{type(cache).__name__} has a forecast of its own, and {type(calibrator).__name__} is another; leave the "
@@ -406,7 +408,7 @@ def check_one_forecast(cache: CacheConfig | None, calibrator: Calibration | None
 
 
 def choose_stored_value(cache: DBCacheConfig, calibrator: Calibration | None) -> Literal["residual", "hidden"]:
-    """What is stored of a computed step: what the middle blocks returned if either config says so."""
+    """Choose the stored value of a computed step: the output of the middle blocks if either config says so."""
     if calibrator is not None and calibrator.calibrator_cache_type == "hidden_states":
         return "hidden"
     return cache.store
@@ -463,7 +465,7 @@ CACHE_WORDS = {
 
 
 def format_cache_config(cache: CacheConfig, calibrator: Calibration | None = None) -> str:
-    """One word that describes the settings, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1` or `SeaCache_0.3_MC1`.
+    """Format the settings in one word, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1` or `SeaCache_0.3_MC1`.
 
     F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
     0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator. Of other methods: the
@@ -478,7 +480,7 @@ def format_cache_config(cache: CacheConfig, calibrator: Calibration | None = Non
         value = getattr(cache, name)
         if value is None or (place and name not in cache.given):
             continue
-        # A switch is shown by its word, and so are a table and a file.
+        # A switch is shown by its word only, and so are a table and a file, whose values are long.
         if isinstance(value, int | float) and not isinstance(value, bool):
             word = word * (place > 0) + _show_value(value)
         parts.append(word)
@@ -512,7 +514,7 @@ C = TypeVar("C", bound="Fields")
 
 
 def merge_configs(base: C | None, modifier: C | None) -> C | None:
-    """The config of one list of blocks: the pipeline's, with the changes of its modifier.
+    """Merge the pipeline's config with the changes of a list's modifier.
 
     A field that was given to the modifier, when it was made or by `reset`, wins, even where it names the default
     (`dataclasses.replace` gives all of them). All others are the base's. The result has the narrower of the two
@@ -534,21 +536,21 @@ def merge_configs(base: C | None, modifier: C | None) -> C | None:
 
 
 def replace_config(current: CacheConfig, config: CacheConfig | None, changes: dict[str, Any]) -> CacheConfig:
-    """The settings of a cache from now on: one of the same class changes its fields, another replaces the whole."""
+    """Return the new settings of a cache. A config of the same class changes its fields, another replaces the whole."""
     if config is not None and type(config) is type(current):
         config = merge_configs(current, config)
     return (config or current).reset(**changes)
 
 
 def check_known(what: str, name: Any, known: Iterable[str]) -> None:
-    """Raises `ModelError` about `what` unless `name` is one of `known`; says which is nearest."""
+    """Raise `ModelError` about `what` unless `name` is one of `known`. The message names the nearest one."""
     if not isinstance(name, str) or name not in known:
         raise ModelError(f"{what} is not known; {suggest_nearest(str(name), known)}")
 
 
 @functools.cache
 def _collect_types(config: type[Fields]) -> dict[str, tuple[TypeAdapter[Any], Any]]:
-    """Field -> its type, and an example of a value, for the fields that are numbers, switches or choices."""
+    """Map fields to their type and an example value, for the fields that are numbers, switches or choices."""
     collected = {}
     for name, kind in typing.get_type_hints(config, include_extras=True).items():
         if name not in config.__dataclass_fields__ or not {*_list_plain_types(kind)} & {int, float, bool, Literal}:
@@ -559,7 +561,7 @@ def _collect_types(config: type[Fields]) -> dict[str, tuple[TypeAdapter[Any], An
 
 
 def _list_plain_types(kind: Any) -> Iterator[Any]:
-    """The types of a union, without their limits; of a choice `Literal`."""
+    """Yield the types of a union, without their limits. A choice yields `Literal`."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         for part in typing.get_args(kind):
             yield from _list_plain_types(part)

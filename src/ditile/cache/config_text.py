@@ -1,4 +1,4 @@
-"""A cache as text: a config file, or one line.
+"""Reads and writes a cache as text: a config file, or one line.
 
 A YAML or JSON file has all the settings that `enable_cache` takes.
 
@@ -139,7 +139,7 @@ for _method in CACHE_METHODS:
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 MAX_BITS = 1024
-"""The values and levels of a file of settings, with what its aliases stand for: far more than settings need."""
+"""The most values, levels and bits of a number in a file of settings, its aliases expanded: more than settings need."""
 NO_CACHE = "none"
 """The line that stands for no cache."""
 
@@ -158,7 +158,7 @@ ConfigSource = str | PathLike[str] | Mapping[str, Any]
 
 
 def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset: bool = False) -> Any:
-    """The keyword arguments of `enable_cache` that a file, or its content, stands for.
+    """Load the keyword arguments of `enable_cache` from a file, or from its content.
 
     Args:
         path_or_dict: a `.json` file, or one in YAML; or its content. A file without sections is a cache_config.
@@ -193,7 +193,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
         configs["parallelism_config"] = _parse_parallelism_section(_read_section(content, "parallelism_config"))
     if "quantize_config" in content:
         configs["quantize_config"] = _read_section(content, "quantize_config")
-        # Only checked: it is merged with flags later.
+        # The section is only checked here: it is merged with flags later.
         QuantizeConfig(**configs["quantize_config"])
     kernel = content.get("attention_backend")
     if kernel is not None and not isinstance(kernel, str):
@@ -205,19 +205,19 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
 
 
 def load_cache_config(source: ConfigSource) -> tuple[CacheConfig | None, Calibration | None]:
-    """The cache_config and the calibrator_config of `load_configs`."""
+    """Load the cache_config and the calibrator_config of `load_configs`."""
     configs = load_configs(source)
     return configs["cache_config"], configs["calibrator_config"]
 
 
 def load_parallelism_config(source: ConfigSource) -> RankDivision | None:
-    """The parallelism_config of `load_configs`."""
+    """Load the parallelism_config of `load_configs`."""
     division: RankDivision | None = load_configs(source)["parallelism_config"]
     return division
 
 
 def load_quantize_config(source: ConfigSource) -> QuantizeConfig | None:
-    """The quantize_config of `load_configs`, as a config."""
+    """Load the quantize_config of `load_configs` as a config."""
     values = load_configs(source)["quantize_config"]
     if values is None:
         return None
@@ -225,7 +225,7 @@ def load_quantize_config(source: ConfigSource) -> QuantizeConfig | None:
 
 
 def load_attn_backend_config(source: ConfigSource) -> str | None:
-    """The attention_backend of `load_configs`."""
+    """Load the attention_backend of `load_configs`."""
     name: str | None = load_configs(source)["attention_backend"]
     return name
 
@@ -252,7 +252,7 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
 
 
 def _check_amount(content: Any) -> None:
-    """Raises `ValueError` for more or deeper values than settings have: aliases of YAML may stand for billions."""
+    """Raise `ValueError` for more or deeper values than settings have. Aliases of YAML may stand for billions."""
     level = [content]
     count = 0
     # Level by level: each value of an alias is counted as often as it is used, without following it to its end.
@@ -287,7 +287,7 @@ def _read_section(content: JsonObject, name: str) -> JsonObject:
 
 
 def _parse_cache_section(values: JsonObject) -> CallArguments:
-    """The cache_config, and the calibrator_config where the section names a calibrator."""
+    """Parse the cache_config. Returns the calibrator_config too, where the section names a calibrator."""
     enabled = [name for name in CALIBRATOR_CONFIGS if values.get(f"enable_{name}")]
     if len(enabled) > 1:
         names = " and ".join(f"enable_{name}" for name in enabled)
@@ -316,7 +316,7 @@ def _parse_cache_section(values: JsonObject) -> CallArguments:
 
 
 def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
-    """Entry of cache_config -> (calibrator, its field), where a calibrator has it; a switch has "" for a field."""
+    """Map each entry of cache_config that a calibrator has to (calibrator, its field). A switch has "" for a field."""
     switch = "enable_encoder_calibrator"
     stored = "calibrator_cache_type"
     entries = {switch: ("any", switch), stored: ("any", stored)}
@@ -334,7 +334,7 @@ _CALIBRATOR_ENTRIES = _list_calibrator_entries()
 
 
 def _make_cache_config(fields: JsonObject, config: type[CacheConfig]) -> CacheConfig:
-    """The config; its mask may be text, such as `6,1,1/1,2`."""
+    """Make the config. Its mask may be text, such as `6,1,1/1,2`."""
     mask = fields.get("steps_computation_mask")
     if isinstance(mask, str):
         fields = fields | {"steps_computation_mask": parse_step_mask(mask)}
@@ -343,7 +343,7 @@ def _make_cache_config(fields: JsonObject, config: type[CacheConfig]) -> CacheCo
 
 
 def _parse_calibrator_section(values: JsonObject) -> Calibration:
-    """The config of the type that is named, or of the type that its fields belong to."""
+    """Return the config of the named type, or of the type with these fields."""
     calibrator = values.get("calibrator_type")
     if not calibrator:
         calibrator = "taylorseer"
@@ -369,11 +369,11 @@ _SECTIONS = ("cache_config", "calibrator_config", "parallelism_config", "attenti
 _FLAT_ENTRIES = {"cache_type", *_UNUSED, *_CALIBRATOR_ENTRIES}
 for _config in _CACHE_CONFIGS.values():
     _FLAT_ENTRIES |= set(_config.__dataclass_fields__)
-"""What a config file may have that is one cache_config, without sections."""
+"""The entries of a config file without sections, which is one cache_config."""
 
 
 def parse_cache_line(line: str) -> CallArguments:
-    """The keyword arguments of `enable_cache` that a line stands for; for `none` the cache_config is None.
+    """Parse a line into keyword arguments of `enable_cache`. For `none` the cache_config is None.
 
     Raises:
         ModelError: if the line is empty, a word or value is not known, a word is there twice, there are two
@@ -419,7 +419,7 @@ def parse_cache_line(line: str) -> CallArguments:
 
 
 def _find_method(line: str) -> type[CacheConfig]:
-    """The config of the method that a line names; without a word of one it is DBCache."""
+    """Return the config class for the method in a line. Without a method's word it is DBCache."""
     for word in line.split():
         name, _, _ = word.partition("=")
         if name in METHOD_CONFIGS:
@@ -428,7 +428,7 @@ def _find_method(line: str) -> type[CacheConfig]:
 
 
 def _get_field(word: str, method: type[CacheConfig]) -> str:
-    """The field that a word of a line stands for; fields work by their own names."""
+    """Return the field for a word of a line. Fields work by their own names too."""
     if word in method.WORDS:
         return method.WORDS[word]
     if word not in CACHE_WORDS:
@@ -437,12 +437,12 @@ def _get_field(word: str, method: type[CacheConfig]) -> str:
 
 
 def _split_cache_line(line: str, method: type[CacheConfig]) -> JsonObject:
-    """`F=1 foca` as `{"F": 1, "foca": True}`.
+    """Split `F=1 foca` into `{"F": 1, "foca": True}`.
 
     Raises:
         ModelError: if a word is not known, lacks its value, or is there twice, by whichever name.
     """
-    # A word of one method is none of another's.
+    # A word of one method is unknown to the others.
     known = list(CACHE_WORDS)
     fields = DBPruneConfig.__dataclass_fields__
     if method is not DBCacheConfig:
@@ -465,7 +465,7 @@ def _split_cache_line(line: str, method: type[CacheConfig]) -> JsonObject:
 
 
 def _parse_word_value(text: str) -> Any:
-    """The text as a number or a truth value if it is one, and otherwise the text itself."""
+    """Parse a number or a truth value. Other text is returned unchanged."""
     if text in ("", "true", "false"):
         return text != "false"
     for number_type in (int, float):

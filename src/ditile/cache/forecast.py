@@ -1,4 +1,4 @@
-"""Forecasts: what a stored tensor may be at a step that is not computed, from the steps that were (calibrators).
+"""Forecasts a stored tensor at a step that is not computed, from the computed steps (calibrators).
 
 One instance continues one sequence, such as the image stream of one image. It keeps snapshots of computed steps and
 nothing of cached ones, so a forecast depends only on computed steps, and not on earlier forecasts.
@@ -39,7 +39,7 @@ Total = Callable[[Tensor], Tensor]
 
 
 class ForecasterState(NamedTuple):
-    """The steps of snapshots and what is kept of them, the latest first; neither list is written in place."""
+    """The steps of the snapshots and their kept tensors, the latest first; neither list is written in place."""
 
     steps: list[int]
     tensors: list[Tensor]
@@ -60,18 +60,18 @@ class Forecaster(abc.ABC):
         self._steps: list[int] = []
         """The steps of the snapshots, the latest first."""
         self._tensors: list[Tensor] = []
-        """What is kept of them, in the same order."""
+        """The kept tensors, in the same order."""
         self.make_slot: MakeSlot | None = None
         """Makes memory that stays, by its number; None where every step may have memory of its own."""
         self._slots: list[Tensor] = []
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are kept."""
+        """Return the number of kept bytes."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def add_computed_step(self, step: int, value: Tensor) -> None:
-        """Adds the value of a computed step. It may be kept without a copy, so it must not be written to afterwards.
+        """Add the value of a computed step. It may be kept without a copy, so it must not be written to afterwards.
 
         Raises:
             StateError: unless the step is later than the last one.
@@ -90,7 +90,7 @@ class Forecaster(abc.ABC):
             self._move_to_slots(self.make_slot, value)
 
     def _move_to_slots(self, make_slot: MakeSlot, like: Tensor) -> None:
-        """Moves what is kept to memory that stays."""
+        """Move the kept tensors to memory that stays."""
         if not self._slots:
             self._slots = [make_slot(number, like) for number in range(self._count)]
         # The last first, as a value may be in the slot of the one before it.
@@ -108,19 +108,20 @@ class Forecaster(abc.ABC):
         self._steps, self._tensors = state
 
     def note_played_step(self, step: int) -> None:
-        """Counts a computed step whose value a played tape has written to the memory that stays."""
+        """Count a computed step that a played tape has written to the memory that stays."""
         self._steps = [step, *self._steps][: self._count]
         self._tensors = self._slots[: len(self._steps)]
 
     def describe_state(self, step: int) -> Hashable | None:
-        """All but numbers of tensors that a call at a step depends on; None where it depends on those too."""
+        """Return everything that a call at a step depends on, except the numbers in tensors. None where it depends on
+        those too."""
         if not self._slots:
             return None
         distances = tuple(step - computed_step for computed_step in self._steps)
         return distances, tuple(slot.data_ptr() for slot in self._slots)
 
     def forecast_value(self, step: int) -> Tensor:
-        """The forecast at a later step, in the dtype of the values. It may be a snapshot: do not write to it.
+        """Return the forecast at a later step, in the dtype of the values. It may be a snapshot: do not write to it.
 
         Raises:
             StateError: if nothing was added.
@@ -131,22 +132,22 @@ class Forecaster(abc.ABC):
 
     @abc.abstractmethod
     def _store_snapshot(self, snapshot: Tensor) -> None:
-        """Keeps the snapshot of the latest step."""
+        """Keep the snapshot of the latest step."""
 
     @abc.abstractmethod
     def _continue_sequence(self, step: int) -> Tensor:
-        """The forecast, in any dtype."""
+        """Return the forecast, in any dtype."""
 
 
 def sum_over_one_rank(products: Tensor) -> Tensor:
-    """The sums as they are: one rank has the whole sequence."""
+    """Return the sums unchanged: one rank has the whole sequence."""
     return products
 
 
 def build_forecaster(
     config: Calibration | None, stream: str, *, store_dtype: StoreType | None = None, total: Total = sum_over_one_rank
 ) -> Forecaster:
-    """The forecaster of a stream that a config names; `Reuse` where it names none.
+    """Build the forecaster of a stream from a config. It is `Reuse` where the config enables none.
 
     Args:
         config: None is no calibrator.
@@ -190,7 +191,7 @@ class _Newton(Forecaster):
 
     @abc.abstractmethod
     def compute_weights(self, step: int) -> list[float]:
-        """The weight of each difference in the forecast of a step; differences without a weight are left out."""
+        """Return the weight of each difference in the forecast of a step. Differences without a weight are left out."""
 
     def _store_snapshot(self, snapshot: Tensor) -> None:
         differences = [snapshot]
@@ -212,7 +213,7 @@ class _Newton(Forecaster):
 
 
 class Reuse(_Newton):
-    """Forecasts the last value: no calibrator.
+    """Repeats the last value, without a calibrator.
 
     Args:
         store_dtype: the type of snapshots; None is the type of the values.
@@ -222,11 +223,11 @@ class Reuse(_Newton):
         super().__init__(0, store_dtype)
 
     def compute_weights(self, step: int) -> list[float]:
-        """No weights: there are no differences."""
+        """Return no weights: there are no differences."""
         return []
 
     def describe_state(self, step: int) -> Hashable | None:
-        """The memory alone: how long ago it was written does not count."""
+        """Return only the memory: how long ago it was written does not count."""
         return tuple(slot.data_ptr() for slot in self._slots) or None
 
 
@@ -248,7 +249,7 @@ class TaylorSeer(_Newton):
         self._reach = reach
 
     def compute_weights(self, step: int) -> list[float]:
-        """Products of the gaps from the computed steps."""
+        """Return the products of the gaps from the computed steps."""
         steps = self._steps
         end = float(step)
         # With one step there is no gap to measure by.
@@ -277,7 +278,7 @@ class FoCa(_Newton):
         super().__init__(2, store_dtype)
 
     def compute_weights(self, step: int) -> list[float]:
-        """The weights of a step along the mean of both slopes.
+        """Return the weights of a step along the mean of both slopes.
 
         With d1, d2 the divided differences at the last step n, g the gap to it and p the one before it, the slope at n
         is d1 + p d2. With w = g / p the slope at the forecast is d1 + p d2 (1 + w / (1 + w)).
@@ -338,7 +339,7 @@ class DMD(Forecaster):
         self._modes = None
 
     def describe_state(self, step: int) -> None:
-        """None: weights come from the numbers of the snapshots."""
+        """Return None: weights come from the numbers of the snapshots."""
 
     def _continue_sequence(self, step: int) -> Tensor:
         latest = self._tensors[0]
@@ -380,7 +381,7 @@ class Chebyshev(Forecaster):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are kept."""
+        """Return the number of kept bytes."""
         return super().memory_bytes + self._line.memory_bytes
 
     def _store_snapshot(self, snapshot: Tensor) -> None:
@@ -388,7 +389,7 @@ class Chebyshev(Forecaster):
         basis = self._compute_basis(self._steps[0])
         self._gram += torch.outer(basis, basis)
         if not self._tensors:
-            # A sum over the steps of values in half precision would lose what it is to forecast.
+            # In half precision a sum over the steps would lose the changes that are to be forecast.
             wide = torch.promote_types(snapshot.dtype, torch.float32)
             self._tensors = [torch.zeros_like(snapshot, dtype=wide) for _ in basis]
         for total, weight in zip(self._tensors, basis.tolist(), strict=True):
@@ -397,10 +398,10 @@ class Chebyshev(Forecaster):
             self._line.add_computed_step(self._steps[0], snapshot)
 
     def _move_to_slots(self, make_slot: MakeSlot, like: Tensor) -> None:
-        """Does nothing: calls are not recorded, as the matrix of the steps is kept in Python."""
+        """Do nothing: calls are not recorded, because the matrix of the steps is kept in Python."""
 
     def describe_state(self, step: int) -> None:
-        """None: weights come from the matrix of all steps."""
+        """Return None: weights come from the matrix of all steps."""
 
     def _continue_sequence(self, step: int) -> Tensor:
         share = self._config.share
@@ -414,7 +415,7 @@ class Chebyshev(Forecaster):
         return forecast
 
     def _compute_basis(self, step: int) -> Tensor:
-        """The polynomials T_0, T_1 .. at a step, whose time is from -1 to 1: float64 on the CPU."""
+        """Return the polynomials T_0, T_1 .. at a step, as float64 on the CPU. The time is scaled to -1 .. 1."""
         time = 2 * step / self._config.steps - 1
         # Rounding may lead out of the interval.
         angle = math.acos(min(max(time, -1.0), 1.0))
@@ -456,7 +457,7 @@ class Modes:
         self._fit = (values, of_snapshots, solution[:, 0])
 
     def compute_weights(self, ahead: float) -> list[float] | None:
-        """The weights of y_1 .. y_m in the value `ahead` spacings after y_m; None where they are not finite."""
+        """Return the weights of y_1 .. y_m in the value `ahead` spacings after y_m. None where they are not finite."""
         if self._fit is None:
             return None
         values, of_snapshots, amplitudes = self._fit
@@ -467,7 +468,7 @@ class Modes:
 
 
 def count_even_steps(steps: list[int]) -> int:
-    """How many of the last steps are evenly spaced."""
+    """Count the last steps that are evenly spaced."""
     count = min(len(steps), 2)
     while count < len(steps):
         gap = steps[-count] - steps[-count - 1]
@@ -479,7 +480,8 @@ def count_even_steps(steps: list[int]) -> int:
 
 
 def compute_gram_matrix(tensors: list[Tensor]) -> Tensor:
-    """The inner products of n tensors `[n, n]`, float64 on the CPU: the modes need sums of that precision."""
+    """Return the inner products of n tensors, `[n, n]`, as float64 on the CPU: the modes need sums of that
+    precision."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     gram = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
     for start in range(0, flat[0].numel(), CHUNK_ELEMENTS):

@@ -31,7 +31,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.model_spec import Flow
 
 BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a block, or does not: (hook, positional arguments, named arguments) -> what the block returns."""
+"""Runs or skips a block: (hook, positional arguments, named arguments) -> what the block returns."""
 
 
 class CacheHook:
@@ -62,7 +62,7 @@ class CacheHook:
         self._text_first = flow.returns[0] == "text"
         self._image_out = flow.returns.index("image")
         self._text_out = flow.returns.index("text") if self.has_text else -1
-        # Where the hook is, and what was there before it.
+        # This is the attribute that holds the hook, and the value that it had before.
         self._name = ""
         self._before: Any = None
         self._mine: Any = None
@@ -70,7 +70,7 @@ class CacheHook:
         self._is_compiled = False
 
     def install_hook(self, compile_: CompileFunction | None = None) -> None:
-        """Installs the hook around the block, where its compiled call is if it has one.
+        """Install the hook around the block. A block with a compiled call gets it there.
 
         Args:
             compile_: compiles the block's forward, where the block was not compiled by itself.
@@ -99,8 +99,8 @@ class CacheHook:
         self._mine = vars(self.block)[name] = call_with_hook
 
     def renew_hook(self, compile_: CompileFunction | None) -> None:
-        """Installs the hook again if it was lost with a hook that was removed below it, or if the block or the whole
-        model was compiled since, or is no longer compiled."""
+        """Install the hook again if it is lost or out of date. It is lost with a hook that was removed below it, and
+        out of date if the block or the whole model was compiled since, or is no longer compiled."""
         if self._locate_hook() is None:
             is_due = is_override_lost(self.block, self._mine)
         else:
@@ -114,7 +114,7 @@ class CacheHook:
             self._is_compiled = compile_ is not None
 
     def remove_hook(self) -> None:
-        """Removes the hook; a hook that something else wraps by now stays and does nothing."""
+        """Remove the hook. A hook that something else wraps by now stays and does nothing."""
         self.handle = None
         place = None
         if self._name:
@@ -129,7 +129,7 @@ class CacheHook:
         self._name = ""
 
     def lift_hook(self, stack: ExitStack) -> None:
-        """Takes the hook off until a stack is closed. Raises `StateError` if something unknown wraps it."""
+        """Take the hook off until a stack is closed. Raises `StateError` if something unknown wraps it."""
         place = self._locate_hook()
         if place is None and not is_override_lost(self.block, self._mine):
             name = type(self.block).__name__
@@ -140,19 +140,19 @@ class CacheHook:
             override_attribute(stack, *place, self._stock)
 
     def _locate_hook(self) -> tuple[Any, str] | None:
-        """The owner and the attribute that hold the hook; None if something unknown wraps it, or it is lost."""
+        """Return the owner and the attribute that hold the hook. None if something unknown wraps it, or it is lost."""
         if vars(self.block).get(COMPILED_CALL_ATTRIBUTE) is self._mine:
             return self.block, COMPILED_CALL_ATTRIBUTE
         return locate_override(self.block, self._mine)
 
     def _compile_inner_forward(self, compile_: CompileFunction) -> Any:
-        """Compiles the forward inside of the hook, because the hook itself must not be traced."""
+        """Compile the forward inside the hook, because the hook itself must not be traced."""
         self.install_hook(compile_)
         self._is_compiled = True
         return self._mine
 
     def read_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenState:
-        """The tokens `[rows, tokens, channels]` among the arguments of a call."""
+        """Return the tokens `[rows, tokens, channels]` among the arguments of a call."""
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if self._text is None:
             return TokenState(image, None)
@@ -160,14 +160,14 @@ class CacheHook:
         return TokenState(image, text)
 
     def copy_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenState:
-        """A copy of the tokens of a call, to be used after it has run: some blocks write into their inputs."""
+        """Copy the tokens of a call, to be used after it has run. Some blocks write into their inputs."""
         image, text = self.read_tokens(args, kwargs)
         if text is not None:
             text = text.clone()
         return TokenState(image.clone(), text)
 
     def pass_tokens_through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the block returns where it does nothing: `pack_tokens(read_tokens(..))`, in less time."""
+        """Return a block's result if it did nothing. This is `pack_tokens(read_tokens(..))`, in less time."""
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if not self._is_tuple:
             return image
@@ -181,11 +181,11 @@ class CacheHook:
         return (image, text)
 
     def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name."""
+        """Return all arguments by name."""
         return dict(zip(self._parameters, args, strict=False)) | kwargs
 
     def unpack_tokens(self, out: Any) -> TokenState:
-        """The tokens that a block returned. Raises `ModelError` if it returned another number of streams."""
+        """Return the tokens in a block's result. Raises `ModelError` if it has another number of streams."""
         # What a block returns is only known once it has run.
         self._is_tuple = isinstance(out, (tuple, list))  # noqa: UP038 - in half the time
         if not self._is_tuple:
@@ -198,7 +198,7 @@ class CacheHook:
         return TokenState(out[self._image_out], text)
 
     def pack_tokens(self, state: TokenState) -> Any:
-        """Tokens in the form in which the block returns them."""
+        """Return tokens in the form of the block's result."""
         image, text = state
         if not self._is_tuple:
             return image

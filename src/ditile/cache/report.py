@@ -1,4 +1,4 @@
-"""What a cache did in the last generation, as numbers and as a table."""
+"""Reports what a cache did in the last generation, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERCENTILES = (0, 25, 50, 75, 95, 100)
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What was decided on one image (or row, or batch), branch of guidance and patch; in DBPrune also block.
+    """The decisions on one image (or row, or batch), branch of guidance and patch; in DBPrune also block.
 
     Attributes:
         skipped: the steps that were left out.
@@ -40,7 +40,7 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True)
 class ContextReport:
-    """Blocks that were decided on together.
+    """The report of blocks that were decided on together.
 
     Attributes:
         name: the names of their lists.
@@ -64,7 +64,7 @@ class ContextReport:
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> ContextReport:
-        """The inverse of `to_dict`."""
+        """Build a report from the result of `to_dict`."""
         decisions = []
         for decision in values["decisions"]:
             # JSON has no tuples.
@@ -73,19 +73,19 @@ class ContextReport:
         return cls(**{**values, "decisions": decisions})
 
     def to_dict(self) -> JsonObject:
-        """As JSON types."""
+        """Return the report as JSON types."""
         return asdict(self)
 
     @property
     def cached_steps(self) -> list[int]:
-        """The steps in which something was left out for every image, branch and patch."""
+        """Return the steps in which something was left out for every image, branch and patch."""
         if not self.decisions:
             return []
         return sorted(set.intersection(*[set(decision.skipped) for decision in self.decisions]))
 
     @property
     def differences(self) -> list[float]:
-        """All that were measured, in ascending order."""
+        """Return all measured differences, in ascending order."""
         differences = []
         for decision in self.decisions:
             differences += [difference for _, difference in decision.differences]
@@ -93,7 +93,7 @@ class ContextReport:
 
     @property
     def saved(self) -> float:
-        """The share of all runs of blocks that was saved, 0 to 1."""
+        """Return the saved share of all runs of blocks, 0 to 1."""
         if not self.decisions or not self.steps:
             return 0.0
         skipped = sum(len(decision.skipped) for decision in self.decisions)
@@ -101,7 +101,7 @@ class ContextReport:
 
 
 def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_bytes: int) -> ContextReport:
-    """The report of a context and its chain after a generation of `steps` steps."""
+    """Build the report of a context and its chain after a generation of `steps` steps."""
     decisions = []
     for branch, patch, unit, record in chain.iterate_records():
         differences = sorted(record.differences.items())
@@ -114,14 +114,15 @@ def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_b
 
 
 def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:
-    """The reports of all ranks as one for each stage and context, with the decisions on all images and branches.
+    """Merge the reports of all ranks into one for each stage and context, with the decisions on all images and
+    branches.
 
     Args:
         reports_by_rank: ((replica, half of guidance, stage), reports) of each rank. Ranks of one place have the same
             decisions. Halves of guidance have the same, or each has its own branch. Replicas have other images.
     """
     reports_by_stage: dict[int, dict[tuple[int, int], Sequence[ContextReport]]] = {}
-    # The first rank of a place is the last to be written.
+    # The reports are read backwards, so those of the first rank of a place are kept.
     for (replica, half, stage), reports in reversed(reports_by_rank):
         reports_by_stage.setdefault(stage, {})[replica, half] = reports
     context_reports: list[ContextReport] = []
@@ -136,7 +137,7 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
 
 
 def _merge_context_reports(stage: int, reports_by_half: dict[tuple[int, int], ContextReport]) -> ContextReport:
-    """One context of one stage, by replica and half of guidance."""
+    """Merge the reports of one context of one stage, by replica and half of guidance."""
     # The decisions on a branch in a replica, by each half that has some.
     choices: dict[tuple[int, int], list[list[Decisions]]] = {}
     get_branch = operator.attrgetter("branch")
@@ -162,7 +163,8 @@ def _count_known(decisions: Sequence[Decisions]) -> tuple[int, int]:
 
 
 def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Table:
-    """A line for each context; with `details` one for each image, branch and patch, and percentiles of differences."""
+    """Build a table with a line for each context. With `details` it has one for each image, branch and patch, and
+    percentiles of differences."""
     from rich.table import Table
 
     columns = ["context", "settings", "steps", "left out", "blocks saved"]
@@ -170,7 +172,7 @@ def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Ta
         columns += ["branch", "patch", "image", *(f"p{percent}" for percent in PERCENTILES)]
     else:
         columns.append("median difference")
-    # A table that was measured is to be copied from here.
+    # A measured table of ratios is shown in the caption, from where users copy it.
     reports = list(reports)
     caption = ""
     for report in reports:
@@ -207,7 +209,7 @@ def _format_percentile(differences: Sequence[float], percent: float) -> str:
 
 
 def format_steps(steps: Sequence[int]) -> str:
-    """How many steps, and which, with runs written as `4-6`."""
+    """Format the number of steps, and the steps, with runs written like `4-6`."""
     if not steps:
         return "0"
     words = []
@@ -220,7 +222,7 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[JsonObject]:
-    """What caches left out in some calls: an entry for each stage and context, as JSON types.
+    """Summarize what caches left out in some calls, with an entry for each stage and context, as JSON types.
 
     `cached_steps` are the steps that were left out for all images, branches and patches of a call. `blocks_saved` also
     counts blocks that were left out for some of them.
@@ -244,7 +246,7 @@ def _summarize_context(reports: Sequence[ContextReport]) -> JsonObject:
     median = None
     if differences:
         median = statistics.median(differences)
-    # Other caches have none.
+    # Only reports of a calibrated MagCache have ratios.
     ratios = {}
     if reports[0].mag_ratios:
         ratios = {"mag_ratios": reports[0].mag_ratios}

@@ -1,4 +1,4 @@
-"""A segment: neighbouring blocks that are run, left out, or run for some images of the batch, together.
+"""Segments: neighbouring blocks that are run, left out, or run for some images of the batch, together.
 
 While a segment is left out, its blocks pass their inputs on, and its last block returns the input of the first one plus
 the residual. The residual includes what the model's forward does between blocks (a ControlNet adds to the tokens).
@@ -25,7 +25,8 @@ from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.protocols import SkipAgreement
 
 ROTARY_ARGUMENTS = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
-"""Arguments of blocks that belong to tokens. As `[tokens, channels]` they have no batch, whatever their length."""
+"""Arguments of blocks that belong to tokens. As `[tokens, channels]` they have no batch, whatever their length. As
+`[tokens, channels]` they have no batch, whatever their length."""
 
 
 class Segment:
@@ -49,7 +50,7 @@ class Segment:
         self._has_run = False
 
     def apply_decision(self, call: CacheCall, skips: Sequence[bool], agreement: SkipAgreement) -> None:
-        """Installs the handlers of this call: run all rows, run some of them, or leave the blocks out."""
+        """Install the handlers of this call: run all rows, run some of them, or leave the blocks out."""
         self._call = call
         self._skips = skips
         self._start = None
@@ -75,14 +76,15 @@ class Segment:
                 hook.handle = inside
 
     def bypass_cache(self) -> None:
-        """All blocks run, and nothing is remembered."""
+        """Let all blocks run, and remember nothing."""
         self._start = None
         self._inside = None
         for hook in self.hooks:
             hook.handle = None
 
     def _get_computed_index(self, device: torch.device) -> Tensor:
-        """The rows that run, as indices. They are made on the device, because a copy from the CPU would wait for it."""
+        """Return the indices of the rows that run. They are made on the device, because a copy from the CPU would wait
+        for it."""
         if self._index is None or self._index.device != device:
             batch_index = torch.arange(self._call.batch_size, device=device)
             parts = []
@@ -93,7 +95,8 @@ class Segment:
         return self._index
 
     def _run_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the first or last block of a segment; in the first call all blocks, to see the form of their results."""
+        """Run the first or last block of a segment. In the first call it runs all blocks, to see the form of their
+        results."""
         if hook is self._first:
             self._start = hook.copy_tokens(args, kwargs)
         out = hook.forward(*args, **kwargs)
@@ -106,7 +109,7 @@ class Segment:
         return out
 
     def _skip_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leaves out the first or last block of a segment; blocks between them pass their inputs on."""
+        """Leave out the first or last block of a segment. Blocks between them pass their inputs on."""
         state = hook.read_tokens(args, kwargs)
         if hook is self._first:
             self._start = state
@@ -121,7 +124,7 @@ class Segment:
         return hook.pack_tokens(state)
 
     def _run_part_of_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a block for some rows of the batch."""
+        """Run a block for some rows of the batch."""
         named = hook.bind_arguments(args, kwargs)
         state = hook.read_tokens(args, kwargs)
         if hook is self._first:
@@ -169,7 +172,7 @@ class Segment:
 
 
 def _is_flat_table(table: Any) -> bool:
-    """Whether a table, or each table within dicts, lists and tuples, is `[tokens, channels]`."""
+    """Return whether a table, or each table within dicts, lists and tuples, is `[tokens, channels]`."""
     if isinstance(table, Tensor):
         return table.ndim < 3
     if isinstance(table, dict):
@@ -178,7 +181,7 @@ def _is_flat_table(table: Any) -> bool:
 
 
 def _scatter_batch(whole: Tensor | None, new_entries: Tensor, index: Tensor) -> Tensor:
-    """`whole` with some of its rows replaced."""
+    """Return `whole` with some of its rows replaced."""
     if whole is not None and whole.shape[1:] == new_entries.shape[1:]:
         output = whole.clone()
     else:
@@ -189,7 +192,7 @@ def _scatter_batch(whole: Tensor | None, new_entries: Tensor, index: Tensor) -> 
 
 
 KeepMemory = Callable[[Hashable, Tensor], Tensor]
-"""(what it is for, like) -> memory of a tensor's shape and type."""
+"""(its purpose, like) -> memory of a tensor's shape and type."""
 
 
 def _make_slot(keep: KeepMemory, place: tuple[object, ...], number: int, like: Tensor) -> Tensor:
@@ -221,7 +224,7 @@ class Residuals:
     def store_residuals(
         self, stream: str, call: CacheCall, start: Tensor | None, out: Tensor, skips: Sequence[bool]
     ) -> None:
-        """Stores a computed step of the units that are not left out.
+        """Store a computed step of the units that are not left out.
 
         Args:
             stream: "image" or "text".
@@ -239,7 +242,7 @@ class Residuals:
                 self.stored.append(self._make_forecaster_key(stream, call, patch, unit))
 
     def forecast_tokens(self, stream: str, call: CacheCall, start: Tensor | None, unit: Unit | None = None) -> Tensor:
-        """The tokens after the blocks, of one unit or of all of them.
+        """Return the tokens after the blocks, of one unit or of all of them.
 
         Args:
             stream: "image" or "text".
@@ -270,12 +273,13 @@ class Residuals:
         return unit.slice_batch(start) + forecast
 
     def has_stream(self, stream: str, call: CacheCall) -> bool:
-        """Whether the blocks return a stream."""
+        """Return whether the blocks return a stream."""
         key = self._make_forecaster_key(stream, call, call.moment.patches[0], call.units[0])
         return key in self._forecasters
 
     def describe_state(self, call: CacheCall) -> Hashable | None:
-        """All but numbers of tensors that blocks depend on in a call; None where it depends on those, or is not known.
+        """Describe everything that blocks depend on in a call, except the numbers in tensors. None where it depends on
+        those, or is not known.
 
         A first call, after which something is remembered, is not known.
         """
@@ -302,12 +306,13 @@ class Residuals:
 
     @property
     def has_new_keys(self) -> bool:
-        """Whether something was stored for the first time since `describe_state`."""
+        """Return whether something was stored for the first time since `describe_state`."""
         return not self._known.keys() >= {*self.stored}
 
     @contextmanager
     def go_back(self) -> Iterator[None]:
-        """Within it, what is known is what it was at `describe_state`; nothing may be stored for the first time."""
+        """Go back to the state at `describe_state` within this context. Nothing may be stored for the first time in
+        it."""
         stored = self.stored
         states = {key: forecaster.state for key, forecaster in self._forecasters.items()}
         self._set_states(self._known)
@@ -323,17 +328,17 @@ class Residuals:
             self._forecasters[key].state = state
 
     def note_played_call(self, stored: Iterable[tuple[object, ...]], step: int) -> None:
-        """Counts what a played tape has stored, as `stored` was when it was recorded."""
+        """Count the values that a played tape has stored, with the value of `stored` when it was recorded."""
         for key in stored:
             self._forecasters[key].note_played_step(step)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are kept."""
+        """Return the number of kept bytes."""
         return sum(forecaster.memory_bytes for forecaster in self._forecasters.values())
 
     def _split_by_patch(self, stream: str, call: CacheCall, tokens: Tensor) -> list[tuple[int, Tensor]]:
-        """By patch; text belongs to the first one."""
+        """Split tokens by patch; text belongs to the first one."""
         if stream == "image":
             return call.split_by_patch(tokens)
         return [(call.moment.patches[0], tokens)]

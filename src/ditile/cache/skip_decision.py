@@ -1,4 +1,4 @@
-"""The decision whether blocks are left out: for each image with all its rows of a call, and each patch of it.
+"""Decides whether blocks are left out: for each image with all its rows of a call, and each patch of it.
 
 A probe, such as what the first blocks add to the tokens (first-block caching, as of arXiv 2411.19108), is compared with
 the probe of the last computed step, never with one of a step that was left out. The difference is the mean absolute
@@ -30,7 +30,7 @@ class Unit(NamedTuple):
     batch_slice: slice
 
     def slice_batch(self, tokens: Tensor) -> Tensor:
-        """Its rows."""
+        """Return the rows of this unit."""
         if self.among == 1:
             return tokens
         return tokens[self.batch_slice]
@@ -40,7 +40,8 @@ WHOLE_BATCH = Unit(0, 1, slice(None))
 
 
 def split_into_units(batch_size: int, images: int | None, couple: str) -> list[Unit]:
-    """The units of a call: each image's rows, one in each branch of guidance; or single rows; or the batch.
+    """Return the units of a call. A unit has the rows of an image, one in each branch of guidance; or a single row; or
+    the batch.
 
     Args:
         batch_size: rows of the call. Branches of guidance come one after the other, as diffusers has them.
@@ -55,7 +56,7 @@ def split_into_units(batch_size: int, images: int | None, couple: str) -> list[U
 
 
 class UnitKey(NamedTuple):
-    """What a memory belongs to: a patch of a unit, in one branch of guidance, in calls of one kind."""
+    """The key of a memory: a patch of a unit, in one branch of guidance, in calls of one kind."""
 
     branch: int
     kind: tuple[Any, ...]
@@ -90,30 +91,30 @@ class CacheCall(NamedTuple):
     scheduler: Any = None
 
     def split_by_patch(self, image: Tensor) -> list[tuple[int, Tensor]]:
-        """Image tokens `[rows, tokens, channels]` by patch, because a later step may decide on each patch by itself."""
+        """Split image tokens `[rows, tokens, channels]` by patch. A later step may decide on each patch by itself."""
         patches = self.moment.patches
         if len(patches) == 1:
             return [(patches[0], image)]
         return list(zip(patches, image.split(list(self.moment.sizes()), dim=1), strict=True))
 
     def make_unit_key(self, patch: int, unit: Unit) -> UnitKey:
-        """The key of what is remembered of a unit's patch."""
+        """Return the key for the memory of a unit's patch."""
         return UnitKey(self.moment.branch, self.kind, patch, unit.place, unit.among)
 
 
 class Feature(Protocol):
-    """What is compared in place of tokens, with its value in the last step, whether that was computed or not.
+    """A value that is compared in place of tokens, with its value in the last step, whether that was computed or not.
 
     Every rank has all of it, so the first one's differences are those of all.
     """
 
     def list_parts(self, call: CacheCall) -> list[tuple[int, Tensor]]:
-        """By patch, with the rows of the batch first."""
+        """List the parts by patch, with the rows of the batch first."""
 
 
 @dataclass(slots=True)
 class UnitState:
-    """What is remembered of one unit and patch.
+    """The memory of one unit and patch.
 
     Attributes:
         record: what was decided.
@@ -158,7 +159,7 @@ class SkipDecider:
     def decide_skips(
         self, probe: Tensor, call: CacheCall, agreement: SkipAgreement, thresholds: Sequence[float] | None = None
     ) -> list[bool]:
-        """Which units are left out.
+        """Decide which units are left out.
 
         Args:
             probe: `[rows, tokens, channels]`, of this rank's tokens.
@@ -171,7 +172,7 @@ class SkipDecider:
         parts = self._list_parts(probe, call)
         if RuleVerdict.MEASURE in verdicts:
             differences = self._find_differences(parts, call, agreement, states_by_unit, verdicts)
-        # It is compared with the last step, and not with the last computed one.
+        # A feature is compared with the last step, and not with the last computed one.
         if self._feature is not None:
             self._store_parts(parts, call, [False] * len(verdicts))
         skips: list[bool] = []
@@ -189,7 +190,7 @@ class SkipDecider:
         return skips
 
     def decide_by_rules(self, call: CacheCall) -> list[bool]:
-        """Which units are left out, where the rules alone decide."""
+        """Decide which units are left out, without a measurement."""
         skips = []
         for states in self._collect_states(call):
             skipped = self._find_unit_verdict(call, states) is RuleVerdict.SKIP
@@ -199,19 +200,19 @@ class SkipDecider:
         return skips
 
     def record_skips(self, call: CacheCall, skips: Sequence[bool]) -> None:
-        """Records a decision that another stage took."""
+        """Record the decision of another stage."""
         for skipped, states in zip(skips, self._collect_states(call), strict=True):
             for state in states:
                 self.rules.record_decision(call.step, state.record, skipped=skipped, difference=None)
 
     def store_probes(self, probe: Tensor, call: CacheCall, skips: Sequence[bool]) -> None:
-        """Keeps the probe `[rows, tokens, channels]` of the units that are computed."""
+        """Keep the probe `[rows, tokens, channels]` of the computed units."""
         # A feature was kept with the decision.
         if self._feature is None:
             self._store_parts(self._list_parts(probe, call), call, skips)
 
     def _list_parts(self, probe: Tensor, call: CacheCall) -> list[tuple[int, Tensor]]:
-        """What is compared, by patch."""
+        """List the values that are compared, by patch."""
         if self._feature is None:
             return call.split_by_patch(probe)
         return self._feature.list_parts(call)
@@ -231,17 +232,17 @@ class SkipDecider:
                 state.control = None if call.control is None else call.control[unit.batch_slice]
 
     def get_last_differences(self, call: CacheCall) -> list[float | None]:
-        """The difference of each unit that was measured in this step; None where none was."""
+        """Return the difference of each unit in this step. None where it was not measured."""
         return [states[0].record.differences.get(call.step) for states in self._collect_states(call)]
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
-        """(branch, patch, unit, record) of everything that was decided on."""
+        """Yield (branch, patch, unit, record) for each decision."""
         for key, state in self._states.items():
             yield key.branch, key.patch, key.place, state.record
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are kept."""
+        """Return the number of kept bytes."""
         kept_bytes = 0
         for state in self._states.values():
             if state.probe is not None:
@@ -268,7 +269,7 @@ class SkipDecider:
         states_by_unit: list[list[UnitState]],
         verdicts: list[RuleVerdict],
     ) -> list[float | None]:
-        """The difference of each unit that is to be measured; None for the others."""
+        """Return the difference of each unit that is to be measured. None for the others."""
         first_branch: list[float | None] = [None]
         if self._shares and call.moment.branch:
             first_branch = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
@@ -285,7 +286,7 @@ class SkipDecider:
                 sums = agreement.sum_over_ranks(sums)
             differences = [_find_largest_difference(*unit_numbers) for unit_numbers in sums.tolist()]
             if self._feature is not None:
-                # What says nothing has not changed.
+                # A unit without a difference has not changed.
                 differences = [*agreement.take_first_numbers([number or 0.0 for number in differences])]
         for place, verdict in enumerate(verdicts):
             if verdict is not RuleVerdict.MEASURE:
@@ -299,7 +300,7 @@ class SkipDecider:
         states_by_unit: list[list[UnitState]],
         verdicts: list[RuleVerdict],
     ) -> Tensor:
-        """`[units, 2]`: the sums of the change and of the size of each unit's probe; 0 where none is to be measured."""
+        """Sum the change and the size of each unit's probe, `[units, 2]`. Units that are not measured have 0."""
         _, first_part = parts[0]
         dtype = self._difference.choose_sum_dtype(first_part)
         measured: list[Tensor] = []
@@ -322,7 +323,7 @@ class SkipDecider:
 
     @staticmethod
     def _sum_control(call: CacheCall, control: Tensor, states_by_unit: list[list[UnitState]]) -> Tensor:
-        """`[units, 2 * arguments]`: how far each size is from its size in the last computed step, and the latter."""
+        """Return, `[units, 2 * arguments]`, the change of each size since the last computed step, and its size then."""
         sums = []
         for unit, states in zip(call.units, states_by_unit, strict=True):
             now = control[unit.batch_slice].sum(dim=0)
@@ -369,7 +370,7 @@ class Difference:
     every: int = 1
 
     def sum_change_and_size(self, before: Tensor, now: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The sums of the absolute difference and of the absolute value before.
+        """Return the sums of the absolute difference and of the absolute value before.
 
         Args:
             before, now: `[rows, tokens, channels]`; sums are in fp32, or in fp64 if these are.
@@ -395,14 +396,15 @@ class Difference:
 
     @staticmethod
     def choose_sum_dtype(probe: Tensor) -> torch.dtype:
-        """The type of sums over a probe."""
+        """Return the type of sums over a probe."""
         if probe.dtype == torch.float64:
             return torch.float64
         return torch.float32
 
 
 def compute_relative_difference(change: float, size: float) -> float | None:
-    """The relative difference; infinite if `size` alone is 0, and None if both are: such a probe says nothing."""
+    """Return the relative difference. It is infinite if only `size` is 0, and None if both are: such a probe says
+    nothing."""
     if size > 0:
         return change / size
     if change == 0:
@@ -411,7 +413,7 @@ def compute_relative_difference(change: float, size: float) -> float | None:
 
 
 def _find_largest_difference(change: float, size: float, *control: float) -> float | None:
-    """The relative difference of a probe, or of the size of what enters after it where that is larger."""
+    """Return the relative difference of a probe, or of the sizes that enter after it if that is larger."""
     difference = compute_relative_difference(change, size)
     if difference is None:
         return None

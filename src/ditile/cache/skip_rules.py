@@ -1,4 +1,4 @@
-"""When a step may be left out: masks, warmup, limits and the threshold, for one image at a time. Pure.
+"""The rules for leaving out a step: masks, warmup, limits and the threshold, for one image at a time. Pure. Pure.
 
 The rules apply in this order, and the first one that has an answer decides:
 
@@ -20,11 +20,11 @@ ALWAYS = 1.0
 """With a threshold of this or more, steps are left out and their difference is not measured."""
 
 DYNAMIC_DIFFERENCES = 5
-"""Differences of a step that a dynamic threshold follows, as cache-dit counts them."""
+"""The number of differences of a step that a dynamic threshold follows, as cache-dit counts them."""
 
 
 class RuleVerdict(Enum):
-    """What the rules say before anything is measured."""
+    """The verdict of the rules before anything is measured."""
 
     COMPUTE = "compute"
     SKIP = "skip"
@@ -34,7 +34,7 @@ class RuleVerdict(Enum):
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """What was decided for one image (and patch, and branch) so far.
+    """The decisions for one image (and patch, and branch) so far.
 
     Attributes:
         computed: the last step that was computed; None before the first.
@@ -64,7 +64,8 @@ class SkipRules:
     mask: tuple[int, ...] | None = None
 
     def decide_without_difference(self, step: int, record: DecisionRecord, place: int | None = None) -> RuleVerdict:
-        """The verdict before anything is measured; `place` is the step's place in the generation if that differs."""
+        """Return the verdict before anything is measured. `place` is the step's place in the generation if that
+        differs."""
         config = self.config
         if place is None:
             place = step
@@ -88,7 +89,7 @@ class SkipRules:
         return RuleVerdict.MEASURE
 
     def should_skip_step(self, difference: float, record: DecisionRecord, threshold: float | None = None) -> bool:
-        """Whether a step of this difference is left out, by the threshold of the rules or by another one."""
+        """Return whether a step of this difference is left out, by the threshold of the rules or by another one."""
         limit = threshold
         if limit is None:
             limit = self.threshold
@@ -97,7 +98,7 @@ class SkipRules:
         return within_budget and (difference < limit or limit >= ALWAYS)
 
     def record_decision(self, step: int, record: DecisionRecord, *, skipped: bool, difference: float | None) -> None:
-        """Records a decision; `difference` is None where nothing was measured."""
+        """Record a decision. `difference` is None where nothing was measured."""
         if difference is not None:
             record.differences[step] = difference
         if not skipped:
@@ -112,7 +113,7 @@ class SkipRules:
 
     @property
     def threshold(self) -> float:
-        """The threshold: a step whose difference is less may be left out."""
+        """Return the threshold. A step with a smaller difference may be left out."""
         hidden = self.config.l1_hidden_states_diff_threshold
         if hidden is None:
             return self.config.residual_diff_threshold
@@ -120,23 +121,23 @@ class SkipRules:
 
     @property
     def is_static(self) -> bool:
-        """Whether the mask alone decides."""
+        """Return whether only the mask decides."""
         return self.config.steps_computation_policy == "static"
 
     @property
     def decide_alone(self) -> bool:
-        """Whether nothing is ever measured, so that every rank knows each decision without a message."""
+        """Return whether nothing is ever measured, so that every rank knows each decision without a message."""
         if self.mask is not None and self.is_static:
             return True
         return self.threshold <= 0 or (self.threshold >= ALWAYS and self._active_budget is None)
 
     @property
     def never_skips(self) -> bool:
-        """Whether nothing is ever left out."""
+        """Return whether nothing is ever left out."""
         return self.threshold <= 0 and (self.mask is None or not self.is_static)
 
     def can_skip_any(self, steps: int) -> bool:
-        """Whether any of `steps` steps could be skipped, whatever the differences."""
+        """Return whether any of `steps` steps could be skipped, whatever the differences."""
         record = DecisionRecord()
         for step in range(steps):
             if self.decide_without_difference(step, record) is not RuleVerdict.COMPUTE:
@@ -150,7 +151,7 @@ class SkipRules:
         return self.config.max_accumulated_residual_diff_threshold or None
 
     def _count_warmup_steps(self, start: int) -> int:
-        """The number of warmup steps from `start` on; the first step that a mask lets go ends the warmup."""
+        """Return the number of warmup steps from `start` on. The first 0 of a mask ends the warmup."""
         warmup = self.config.max_warmup_steps
         if self.mask is None or 0 not in self.mask[start:]:
             return warmup
@@ -158,7 +159,7 @@ class SkipRules:
 
 
 def relax_threshold(threshold: float, differences: list[float], ratio: float, most: float) -> float:
-    """The threshold of DBPrune for the rest of a step, once its first blocks were measured.
+    """Return the threshold of DBPrune for the rest of a step, once its first blocks were measured.
 
     It is `ratio` times the mean of the first five differences, if that is above `threshold` and below `most`.
     """

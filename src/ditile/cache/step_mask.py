@@ -1,4 +1,4 @@
-"""Step masks: which steps of a generation compute (1), and which may reuse an earlier one (0). Pure.
+"""Step masks: the steps of a generation that compute (1), and those that may reuse an earlier one (0). Pure. Pure.
 
 Early steps shape the image, and later steps keep an error of theirs. So masks compute most of the early steps and fewer
 of the later ones (LeMiCa, arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit
@@ -18,7 +18,7 @@ from ditile.plan.numbers import is_whole_number
 from ditile.plan.option_classes import Steps, check_value
 
 REFERENCE_STEPS = 28
-"""The number of steps that the presets were published for."""
+"""The number of steps for which the presets were published."""
 
 PRESET_BINS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "slow": ((8, 3, 3, 2, 1, 1), (1, 2, 2, 2, 3)),
@@ -35,7 +35,7 @@ def steps_mask(
     total_steps: int | None = None,
     mask_policy: str | None = None,
 ) -> list[int]:
-    """The mask of some bins, or of a preset.
+    """Build a mask from bins, or from a preset.
 
     Args:
         compute_bins: lengths, in steps, of the runs that compute.
@@ -74,7 +74,7 @@ def steps_mask(
 
 
 def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
-    """The mask of a preset for any number of steps, at least 1.
+    """Build the mask of a preset for any number of steps, at least 1.
 
     With 28 steps it is the published one. With any other number n the first and the last step compute. The share of
     computed steps is that for 28 steps, to within three steps. No hole is longer than the longest one times n / 28,
@@ -95,14 +95,15 @@ def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
 
 
 def check_preset_name(name: str) -> str:
-    """The name of a preset, as it is. Raises `ModelError`, with the nearest, if there is none of that name."""
+    """Return the name of a preset unchanged. Raises `ModelError`, with the nearest name, if it is not known."""
     if name not in PRESET_BINS:
         raise ModelError(f"the step mask {name!r} is not known; {suggest_nearest(name, PRESET_BINS)}")
     return name
 
 
 def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
-    """A mask as a config keeps it. Raises `ModelError` unless it is None, a preset, or has a 1 or 0 for each step."""
+    """Return a mask in the form of a config. Raises `ModelError` unless it is None, a preset, or has a 1 or 0 for each
+    step."""
     if mask is None:
         return None
     if isinstance(mask, str):
@@ -118,7 +119,7 @@ def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
 
 
 def resolve_step_mask(mask: Sequence[int] | str | None, steps: int | None) -> tuple[int, ...] | None:
-    """The mask of a generation: a preset for its number of steps, or the mask that was given, cut to it.
+    """Return the mask of a generation: the preset for its number of steps, or the user's mask, cut to it.
 
     Args:
         mask: as `DBCacheConfig.steps_computation_mask`; None is no mask.
@@ -142,7 +143,7 @@ def resolve_step_mask(mask: Sequence[int] | str | None, steps: int | None) -> tu
 
 
 def parse_step_mask(text: str) -> str | tuple[int, ...]:
-    """A mask as it is written on a command line: a preset, or bins as in `6,1,1,1,1/1,2,5,5,5`.
+    """Parse a mask from a command line: a preset, or bins as in `6,1,1,1,1/1,2,5,5,5`.
 
     Raises:
         ModelError: if it is neither.
@@ -159,7 +160,7 @@ def parse_step_mask(text: str) -> str | tuple[int, ...]:
 
 
 def _interleave_bins(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
-    """Bins in turn, computed ones first."""
+    """Interleave bins, computed ones first."""
     if len(compute) - len(cache) not in (0, 1):
         raise ModelError(
             f"{len(compute)} compute_bins and {len(cache)} cache_bins do not interleave; give as many of both, or one "
@@ -172,21 +173,22 @@ def _interleave_bins(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
 
 
 def _interpolate_steps(times: Sequence[int], count: int, steps: int) -> list[int]:
-    """`count` different steps of `steps`, the first and the last included, at the interpolated times of a preset."""
+    """Choose `count` different steps of `steps` at the interpolated times of a preset. The first and the last step are
+    included."""
     chosen: list[int] = []
     for number in range(count):
         place = number * (len(times) - 1) / max(count - 1, 1)
         low = min(int(place), len(times) - 2)
         time = times[low] + (place - low) * (times[low + 1] - times[low])
         step = round(time * (steps - 1) / (REFERENCE_STEPS - 1))
-        # Steps differ from each other, and leave room for those to come.
+        # Each step differs from the one before, and leaves room for the remaining ones.
         least = chosen[-1] + 1 if chosen else 0
         chosen.append(min(max(step, least), steps - count + number))
     return chosen
 
 
 def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
-    """The steps, with as few more as needed so that no hole is longer than `longest` steps."""
+    """Add as few steps as needed to keep each hole at `longest` steps or less."""
     result = [chosen[0]]
     for start, step in itertools.pairwise(chosen):
         gap = step - start

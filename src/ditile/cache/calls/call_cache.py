@@ -36,7 +36,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 
 MakePolicy = Callable[[CallCacheConfig, int], CallPolicy]
-"""(settings, steps of a generation) -> what decides in it."""
+"""(settings, steps of a generation) -> the policy that decides in it."""
 
 
 class CallCache(ModelCache):
@@ -67,12 +67,12 @@ class CallCache(ModelCache):
 
     @property
     def contexts(self) -> Sequence[CacheSettings]:
-        """This cache: all calls are decided on in one way."""
+        """Return this cache: all calls are decided on in one way."""
         return [self]
 
     @property
     def text(self) -> str:
-        """The settings in one word, with whose schedule is used."""
+        """Return the settings in one word, with the source of the schedule."""
         text = format_cache_config(self._config)
         if isinstance(self._make_policy, FittedPolicies):
             text += f"_{self._make_policy.source}"
@@ -80,42 +80,42 @@ class CallCache(ModelCache):
 
     @property
     def settings(self) -> str:
-        """All settings; ranks whose texts are equal decide alike."""
+        """Return all settings. Ranks with equal texts decide alike."""
         if not isinstance(self._make_policy, FittedPolicies):
             return repr(self._config)
         # The content first: an error quotes the beginning, and a schedule is long.
         return f"{self._make_policy.content} {self._config!r}"
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
-        """Why a plan cannot use it, or None."""
+        """Explain why a plan cannot use it, or return None."""
         return self._config.explain_plan_refusal(plan)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are remembered now."""
+        """Return the number of remembered bytes."""
         return 0 if self.forecasts is None else self.forecasts.memory_bytes
 
     def refresh_settings(
         self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
     ) -> None:
-        """Prepares for a new image, see `ModelCache`."""
+        """Prepare for a new image, see `ModelCache`."""
         check_one_forecast(self._config, calibrator)
         config = replace_config(self._config, config, changes)
         if not isinstance(config, CallCacheConfig):
             raise ModelError(f"a {type(config).__name__} leaves out blocks; call enable_cache with it")
-        # Before the settings change, as it may refuse them.
+        # This comes before the settings change, as it may refuse them.
         if not _have_same_source(config, self._config):
             self._make_policy = self._prepare(config)
         self._config = config
         self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
 
     def check_pipeline_call(self, call: Mapping[str, Any]) -> None:
-        """Lets what makes the policies refuse the arguments of a call, if it has an opinion of them."""
+        """Let the fitted policies, if any, refuse the arguments of a call."""
         if isinstance(self._make_policy, FittedPolicies):
             self._make_policy.check_call(call)
 
     def begin_generation(self, steps: int) -> None:
-        """Begins a generation of `steps` steps, with an empty cache."""
+        """Begin a generation of `steps` steps, with an empty cache."""
         self.end_generation()
         self._forget_reports()
         if reason := explain_idle_steps(self._config, steps):
@@ -124,7 +124,7 @@ class CallCache(ModelCache):
         self.forecasts = CallForecasts(self._make_policy(self._config, steps))
 
     def end_generation(self) -> None:
-        """Ends the generation, and drops all outputs."""
+        """End the generation, and drop all outputs."""
         self.update_reports()
         forecasts = self.forecasts
         self.forecasts = None
@@ -134,7 +134,7 @@ class CallCache(ModelCache):
             warnings.warn(reason, IdleCacheWarning, stacklevel=2)
 
     def update_reports(self) -> None:
-        """Reports the generation under way, if there is one."""
+        """Report the generation under way, if there is one."""
         forecasts = self.forecasts
         if forecasts is None or not forecasts.num_steps:
             return
@@ -147,7 +147,7 @@ class CallCache(ModelCache):
         self.reports.append(ContextReport(name, self.text, 1, 1, forecasts.num_steps, self.kept_bytes, decisions))
 
     def find_latents(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The noisy input among the arguments of a call."""
+        """Return the noisy input among the arguments of a call."""
         if self._latents in kwargs:
             return kwargs[self._latents]
         place = self._names.index(self._latents)
@@ -169,7 +169,7 @@ class CallCache(ModelCache):
 def prepare_policy(
     pipe: Any, models: Sequence[nn.Module], list_later_shares: ListShares, config: CallCacheConfig
 ) -> MakePolicy:
-    """What makes the policy of each generation of a pipeline, with these settings.
+    """Return a function that makes the policy of each generation of a pipeline, with these settings.
 
     Args:
         pipe: the pipeline, or a model that has none.
@@ -193,7 +193,7 @@ def prepare_policy(
 
 
 def _have_same_source(config: CallCacheConfig, other: CallCacheConfig) -> bool:
-    """Whether what makes the policies of some settings makes those of others too."""
+    """Return whether two configs take their policies from the same source."""
     if type(config) is not type(other):
         return False
     return bool(getattr(config, "schedule", None) == getattr(other, "schedule", None))
@@ -203,11 +203,11 @@ class _RunnerClock:
     """The clock of a cache whose calls a runner surrounds."""
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
-        """None: the call was decided on before it was made."""
+        """Return None: the call was decided on before it was made."""
         return None
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class LoopForecasts:
@@ -236,14 +236,14 @@ class LoopForecasts:
 
     @contextmanager
     def use_caches(self) -> Iterator[None]:
-        """Takes the caches from the clock of their pipeline."""
+        """Take the caches from the clock of their pipeline."""
         with ExitStack() as stack:
             for cache in self._caches:
                 stack.enter_context(cache.use_clock(_RunnerClock()))
             yield
 
     def begin_generation(self, steps: int) -> Collection[int] | None:
-        """A generation begins; returns the steps that compute, if that is known."""
+        """Begin a generation. Returns the steps that compute, if they are known."""
         policies: list[CallPolicy] = []
         for cache in self._caches:
             cache.begin_generation(steps)
@@ -252,12 +252,12 @@ class LoopForecasts:
         return list_planned_steps(policies)
 
     def end_generation(self) -> None:
-        """The loop is over, and the decoder needs the memory."""
+        """End the generation before the decoder needs the memory."""
         for cache in self._caches:
             cache.end_generation()
 
     def wrap_forward(self, cache: CallCache, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's forward, around all that a runner puts on it."""
+        """Wrap a model's forward, around everything that a runner puts on it."""
         now = self._now
 
         def compute_or_forecast(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Computes a call of a model, or puts a forecast in the place of what it would return.
+"""Computes a call of a model, or replaces its result by a forecast.
 
 `CallForecasts` surrounds the calls of one model: outside of recorded calls, of the split of the batch and of all hooks
 of blocks. A step that is left out makes no call, so it sends nothing and moves no keys. Outputs are kept as the
@@ -22,7 +22,7 @@ from ditile.model.hooks.pieces import open_result_class
 
 @dataclass(slots=True)
 class _Branch:
-    """What is kept of a branch of guidance.
+    """The state of a branch of guidance.
 
     Attributes:
         outputs: the newest computed ones, the newest first.
@@ -50,12 +50,12 @@ class CallForecasts:
 
     @property
     def num_steps(self) -> int:
-        """The steps in which the model was called, or left out."""
+        """Return the number of steps in which the model was called, or left out."""
         return len(self._steps)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are kept."""
+        """Return the number of kept bytes."""
         total = 0
         for branch in self._branches.values():
             for output in branch.outputs:
@@ -63,18 +63,18 @@ class CallForecasts:
         return total
 
     def was_always_computed(self, num_steps: int) -> bool:
-        """Whether a generation of so many steps came to its end, and no call of the model was left out."""
+        """Return whether a generation of `num_steps` steps reached its end without leaving out a call."""
         # A second model may begin in the last step, and has to compute its first one.
         if not {num_steps - 2, num_steps - 1} <= self._steps:
             return False
         return not any(branch.skipped for branch in self._branches.values())
 
     def list_skipped_steps(self) -> dict[int, list[int]]:
-        """The steps that were left out, by branch."""
+        """Return the left out steps by branch."""
         return {number: sorted(branch.skipped) for number, branch in self._branches.items()}
 
     def decide_call(self, call: ModelCall, planned: bool | None = None) -> bool:
-        """Whether a call is made; `planned` says so where that was known before the step."""
+        """Return whether a call is made. `planned` is the answer where it was known before the step."""
         if not self._branches:
             self.policy.check_first_call(call)
         if call.branch == 0:
@@ -82,7 +82,7 @@ class CallForecasts:
         self._steps.add(call.step)
         branch = self._branches.get(call.branch)
         form = _describe_form(call.latents)
-        # Another transformer, another batch: what is kept does not fit.
+        # A call of another transformer or batch cannot use the kept outputs.
         if branch is None or branch.spec is None or branch.form != form:
             return True
         if planned is not None:
@@ -90,7 +90,7 @@ class CallForecasts:
         return self.policy.computes_call(call, branch.outputs)
 
     def compute_call(self, call: ModelCall, run: partial[Any], *, keeps: bool = True) -> Any:
-        """Makes a call, and keeps a copy of its output where `keeps`; otherwise only its form."""
+        """Make a call, and keep a copy of its output where `keeps`. Otherwise only its form is kept."""
         result = self._run_rows(call, run)
         open_result_class(result)
         branch = self._branches.setdefault(call.branch, _Branch())
@@ -124,7 +124,7 @@ class CallForecasts:
         return result
 
     def _run_rows(self, call: ModelCall, run: partial[Any]) -> Any:
-        """Makes a call on all rows, or on those that guidance still needs."""
+        """Make a call on all rows, or on those that guidance still needs."""
         policy = self.policy
         if not isinstance(policy, GatedGuidance):
             return run()
@@ -136,7 +136,7 @@ class CallForecasts:
         return policy.run_half(run, _change_outputs)
 
     def forecast_call(self, call: ModelCall) -> Any:
-        """The result of a call that is left out."""
+        """Return the result of a left out call."""
         branch = self._branches[call.branch]
         branch.skipped.add(call.step)
         if not branch.outputs:
@@ -151,7 +151,7 @@ class CallForecasts:
         return pytree.tree_unflatten(leaves, branch.spec)
 
     def _copy_fresh_results(self) -> None:
-        """Copies results that were incomplete when they were returned, and that a step has completed since."""
+        """Copy results that were incomplete when they were returned, and have been completed by a step since."""
         for branch in self._branches.values():
             if not branch.is_fresh:
                 continue
@@ -164,7 +164,7 @@ class CallForecasts:
 
 
 def _change_outputs(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A result with each of its outputs changed."""
+    """Return a result with each of its outputs changed."""
     open_result_class(result)
 
     def change_output(leaf: Any) -> Any:
@@ -178,14 +178,14 @@ def _is_output(leaf: Any) -> bool:
 
 
 def _describe_form(latents: Any) -> Any:
-    """Equal for calls whose outputs may be summed."""
+    """Describe the latents of a call. Calls with equal descriptions may have their outputs summed."""
     if isinstance(latents, Tensor):
         return latents.shape
     return tuple([leaf.shape for leaf in pytree.tree_leaves(latents) if isinstance(leaf, Tensor)])
 
 
 def list_planned_steps(forecasts: Collection[CallPolicy]) -> frozenset[int] | None:
-    """The steps in which some model computes; None if that is not known beforehand."""
+    """Return the steps in which some model computes. None if they are not known beforehand."""
     steps: set[int] = set()
     for policy in forecasts:
         own = policy.list_computed_steps()

@@ -1,4 +1,4 @@
-"""What a method that leaves out whole calls of a model has to say.
+"""The interface of a method that leaves out whole calls of a model.
 
 A new method is a `CallPolicy`, its config (a `CallCacheConfig`), a row of `CACHE_METHODS`, and a line in
 `prepare_policy`, which makes the policy of a config for each generation. It gets a clock, branches, batches,
@@ -11,20 +11,22 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-# The settings of methods are read where there is no torch.
+# The settings of methods are read also where there is no torch.
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class CallAgreement:
-    """How the ranks of an image agree on a call. Here one rank has all images, and decides by itself."""
+    """The agreement of an image's ranks on a call. Here one rank has all images, and decides by itself."""
 
     def select_own_rows(self, batch: Tensor) -> Tensor:
-        """The rows of this rank's images in a tensor `[rows, ...]`: those of others may be of any value."""
+        """Select the rows of this rank's images from a tensor `[rows, ...]`. Rows of other images may have any
+        value."""
         return batch
 
     def take_first_number(self, number: Tensor) -> float:
-        """What the first rank of the image measured, where each measured the same but for the rounding."""
+        """Return the number measured by the first rank of the image. Each rank measured the same, except for the
+        rounding."""
         return float(number)
 
 
@@ -47,7 +49,7 @@ class ModelCall(NamedTuple):
 
 
 class ComputedOutput(NamedTuple):
-    """What a computed call returned.
+    """The result of a computed call.
 
     Attributes:
         tensors: the tensors that it returned, in order. They are copies: the pipeline may write into its own.
@@ -69,30 +71,30 @@ class CallPolicy(Protocol):
     keeps_latents: bool = False
 
     def list_computed_steps(self) -> Collection[int] | None:
-        """The steps that compute; None if each is decided when its first call comes.
+        """Return the steps that compute. None if each is decided when its first call comes.
 
         Only with these may PipeFusion and DistriFusion know which messages follow.
         """
         return None
 
     def check_first_call(self, call: ModelCall) -> None:
-        """Is told of the first call of a generation before it is made. Raises `ModelError` if it cannot be forecast."""
+        """Check the first call of a generation before it is made. Raises `ModelError` if it cannot be forecast."""
         return
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
-        """Whether a call is made. It is asked before each call that is like an earlier one; any other call is made
-        without asking.
+        """Return whether a call is made. This is asked before each call that is like an earlier one; any other call is
+        made without asking.
 
         Args:
             kept: the newest computed outputs of its branch, the newest first; none on a rank that steps no scheduler.
         """
 
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
-        """Is told what a call returned that was made, with its latents, whether they are kept or not.
+        """Note the result of a call that was made, with its latents, whether they are kept or not.
 
         On a rank that steps no scheduler the values may be any.
         """
         return
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
-        """What a call that is left out returns: new tensors in place of those of the newest output."""
+        """Return the forecast result of a left out call: new tensors in place of those of the newest output."""

@@ -13,10 +13,12 @@ from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS
 from ditile.plan.errors import ModelError
 
 FORCED_STEPS = 3
-"""The first steps always compute: they decide what the image shows. Without the third one, some captions tip over."""
+"""The first steps always compute: they decide what the image shows. Without the third one, some captions give another
+image."""
 
 REACH = 0.5
-"""A line through the newest two outputs ends so many gaps after the newest: it is right for the first skipped step."""
+"""A line through the newest two outputs ends this many gaps after the newest: it is right for the first skipped
+step."""
 
 
 class ScheduledSteps(CallPolicy):
@@ -42,26 +44,26 @@ class ScheduledSteps(CallPolicy):
         self._check = check
 
     def list_computed_steps(self) -> Collection[int]:
-        """The steps that compute."""
+        """Return the steps that compute."""
         return self._computed
 
     def check_first_call(self, call: ModelCall) -> None:
-        """Raises `ModelError` if the steps and weights are of other latents."""
+        """Raise `ModelError` if the steps and weights are for other latents."""
         if self._check is not None:
             self._check(call)
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
-        """Whether the step is one of these."""
+        """Return whether the step is one of these."""
         return call.step in self._computed
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
-        """The weighted sum of the newest outputs; the newest one where there is no second."""
+        """Return the weighted sum of the newest outputs. Without a second output it is the newest one."""
         weights = self._weights.get(call.step, (1.0,))
         if len(kept) < 2 or len(weights) < 2:
             return combine_outputs(kept, (1.0,))
         newest = kept[0].call.step
         before = kept[1].call.step
-        # More steps compute where the model or its mode changes, and weights are right for two steps alone.
+        # More steps compute where the model or its mode changes, and weights are right only for their own two steps.
         end = bisect.bisect_left(self._order, call.step)
         scheduled = self._order[max(end - 2, 0) : end]
         if weights[1] and [before, newest] != scheduled:
@@ -70,7 +72,8 @@ class ScheduledSteps(CallPolicy):
 
 
 def combine_outputs(kept: Sequence[ComputedOutput], weights: Sequence[float]) -> list[Tensor]:
-    """The weighted sums of the newest outputs, tensor by tensor; the weight 1 of one output is a copy of it."""
+    """Return the weighted sums of the newest outputs, tensor by tensor. For one output with the weight 1 this is a
+    copy."""
     sums: list[Tensor] = []
     for tensors in zip(*[output.tensors for output in kept[: len(weights)]], strict=True):
         newest = tensors[0]
@@ -86,7 +89,7 @@ def combine_outputs(kept: Sequence[ComputedOutput], weights: Sequence[float]) ->
 
 
 def spread_steps(num_steps: int, num_computed: int) -> ScheduledSteps:
-    """Steps for a model of which nothing is known: the first three, and the others evenly, with lines that end soon.
+    """Spread steps for an unknown model: the first three compute, and the others evenly, with lines that end soon.
 
     With fewer than 8 steps the first ones compute, and the last output is used again.
 
@@ -106,7 +109,7 @@ def spread_steps(num_steps: int, num_computed: int) -> ScheduledSteps:
 
 
 def check_num_computed(num_steps: int, num_computed: int) -> None:
-    """Raises `ModelError` unless a generation of `num_steps` steps can compute so many of them."""
+    """Raise `ModelError` unless a generation of `num_steps` steps can compute `num_computed` of them."""
     if num_computed > num_steps:
         raise ModelError(
             f"steps={num_computed} is more than the {num_steps} steps of the call; give {num_steps} or less"
@@ -116,7 +119,7 @@ def check_num_computed(num_steps: int, num_computed: int) -> None:
 
 
 def weigh_by_reach(computed: Sequence[int], num_steps: int) -> dict[int, tuple[float, float]]:
-    """The weights of lines through the newest two computed steps, which end `REACH` gaps after the newest."""
+    """Return the weights of lines through the newest two computed steps, which end `REACH` gaps after the newest."""
     weights: dict[int, tuple[float, float]] = {}
     for step in range(num_steps):
         earlier = [number for number in computed if number < step]
@@ -128,7 +131,7 @@ def weigh_by_reach(computed: Sequence[int], num_steps: int) -> dict[int, tuple[f
 
 
 def weigh_line(before: int, newest: int, step: int) -> tuple[float, float]:
-    """The weights of the newest output and of the one before it in a line that ends `REACH` gaps after the newest."""
+    """Return the weights of the newest two outputs in a line that ends `REACH` gaps after the newest."""
     gap = newest - before
     share = min(step - newest, REACH * gap) / gap
     return 1 + share, -share

@@ -1,1 +1,1 @@
-"""Fitted schedules: which steps compute for each budget, and how the others are forecast, from a few full runs."""
+"""Fitted schedules: the steps that compute for each budget, and forecasts of the others, fitted to a few full runs."""

@@ -1,4 +1,4 @@
-"""Fitted schedules of a pipeline: which of them belongs to a call, and the policy of its generation."""
+"""Selects the fitted schedule for a call of a pipeline, and makes the policy of its generation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FittedPolicies:
         self._models = models
         self._is_shipped = config.schedule is None
         self._logged: set[str] = set()
-        # Those that may belong to the models, and those of them that belong to their weights.
+        # The candidates may belong to the models; the schedules are those of them that belong to the weights.
         self._candidates: list[Schedule] = []
         if config.schedule is None:
             for schedule in read_shipped_schedules().values():
@@ -59,20 +59,21 @@ class FittedPolicies:
         else:
             self._candidates.append(Schedule.read(config.schedule))
         self._schedules: list[Schedule] = list(self._candidates)
-        # One rank alone may have a block that differs, and must not raise alone: ranks compare `content` in each call.
+        # A block may differ on one rank only, which must not raise by itself: ranks compare `content` in each call.
         if not torch.distributed.is_initialized():
             self._schedules = self._match_weights()
 
     @property
     def source(self) -> str:
-        """Whose schedule is used, in one word; `spread` where there is none."""
+        """Return the model whose schedule is used, in one word. It is `spread` where there is none."""
         if not self._schedules:
             return "spread"
         return f"of_{self._schedules[0].model}"
 
     @property
     def content(self) -> str:
-        """Equal for ranks whose files say the same, where all or none have the weights that these were fitted to."""
+        """Return a text for comparing ranks. It is equal where files say the same, and all or none have the weights
+        that these were fitted to."""
         digest = hashlib.sha256()
         present = describe_models(self._models, self._list_later_shares)
         words: list[str] = []
@@ -85,7 +86,7 @@ class FittedPolicies:
         return " ".join([digest.hexdigest()[:16], *words])
 
     def check_call(self, call: Mapping[str, Any]) -> None:
-        """Raises `ModelError` if a call of the pipeline, or its weights by now, are not those of any schedule."""
+        """Raise `ModelError` if a call of the pipeline, or its weights by now, fit no schedule."""
         # LoRAs and quantization may have come since the cache was enabled, or since the last call.
         self._schedules = self._match_weights()
         if self._schedules:
@@ -93,7 +94,7 @@ class FittedPolicies:
             self._schedules = self._select_equal(self._schedules, present)
 
     def __call__(self, config: FittedScheduleConfig, num_steps: int) -> ScheduledSteps:
-        """The policy of a generation of `num_steps` steps.
+        """Return the policy of a generation of `num_steps` steps.
 
         Raises:
             ModelError: if there is a schedule of the model, and it is of other steps, or of another scheduler.
@@ -116,7 +117,8 @@ class FittedPolicies:
         return ScheduledSteps(budget.computed, budget.weights, check_latents)
 
     def _match_weights(self) -> list[Schedule]:
-        """The schedules of these weights. One that was given is refused if it is not; of others a line says why."""
+        """Return the schedules of these weights. A schedule given by the user is refused if it does not fit them; for
+        others the log says why."""
         if not self._candidates:
             return []
         try:
@@ -134,7 +136,7 @@ class FittedPolicies:
         self._logged.add(line)
 
     def _select_equal(self, schedules: Sequence[Schedule], present: Mapping[str, Any]) -> list[Schedule]:
-        """The schedules that belong to what is known of a generation; raises `ModelError` if none does."""
+        """Return the schedules that match the known facts of a generation. Raises `ModelError` if none does."""
         equal: list[Schedule] = []
         differences: list[str] = []
         for schedule in schedules:
@@ -145,7 +147,7 @@ class FittedPolicies:
         if equal:
             return equal
         known = schedules[0]
-        # Other weights are those of another model than it names.
+        # Other weights are those of another model than the schedule names.
         model = "MODEL" if "weights" in present else known.model
         size = dict(present.get("size", {}).items() - known.identity.size.items())
         raise ModelError(
@@ -153,7 +155,7 @@ class FittedPolicies:
         )
 
     def _select_schedule(self, num_steps: int) -> Schedule:
-        """The schedule of these steps with the scheduler that the pipeline has now."""
+        """Return the schedule of these steps with the pipeline's present scheduler."""
         schedules: list[Schedule] = []
         for schedule in self._schedules:
             if schedule.num_steps == num_steps:

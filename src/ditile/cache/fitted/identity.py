@@ -1,4 +1,5 @@
-"""What a fitted schedule belongs to: the model with its weights, the arguments of the call, and the scheduler.
+"""Identifies the generations for which a fitted schedule holds: the model with its weights, the arguments of the call,
+and the scheduler.
 
 The same functions read it when a schedule is fitted and whenever one is used. A generation that differs in anything of
 this has other outputs, for which the weights of the forecasts are wrong.
@@ -21,22 +22,23 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SAMPLES = 2
-"""Of each matrix of weights so many numbers are kept: its first ones."""
+"""The number of leading numbers that are kept of each matrix of weights."""
 
 WEIGHT_TOLERANCE = 0.0042
-"""How far equal weights may be apart, relative to the larger: a little more than one is rounded to bfloat16."""
+"""The largest difference of equal weights, relative to the larger: a little more than rounding to bfloat16 makes."""
 
 LEAST_WEIGHT = 1e-7
-"""How far they may always be apart: float16 rounds the smallest ones so."""
+"""The difference that is always allowed: float16 rounds the smallest weights by this much."""
 
 SIGMA_TOLERANCE = 1e-3
-"""How far sigmas may be apart, relative to the largest: far less than between schedules of other steps or sizes."""
+"""The largest difference of equal sigmas, relative to the largest sigma: far less than between schedules of other steps
+or sizes."""
 
 MAX_STEPS = 10_000
-"""More than any generation has."""
+"""More steps than any generation has."""
 
 GUIDANCE_ENDINGS = ("guidance_scale", "guidance_scale_2", "cfg_scale", "guidance_rescale", "pag_scale")
-"""Ends of the names of arguments that say how strong guidance is."""
+"""The endings of arguments that say how strong guidance is."""
 
 SIZE_ARGUMENTS = ("height", "width", "num_frames")
 
@@ -53,7 +55,7 @@ SOLVER_SETTINGS = (
     "stochastic_sampling",
     "thresholding",
 )
-"""What a scheduler's config says besides its sigmas of how a prediction becomes a step."""
+"""The settings of a scheduler besides its sigmas that decide how a prediction becomes a step."""
 
 
 def _check_printable(name: str) -> str:
@@ -66,12 +68,12 @@ def _check_printable(name: str) -> str:
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_check_printable)]
 ListShares = Callable[["nn.Module"], Collection[str]]
-"""The paths of modules of a model of whose weights this rank has a share that is not the first."""
+"""Lists the modules of a model for which another rank has the first part of the weights."""
 Samples = Annotated[tuple[Number, ...], Field(min_length=1, max_length=SAMPLES)]
 
 
 class Identity(BaseModel):
-    """What a schedule belongs to.
+    """The facts that a schedule belongs to.
 
     Attributes:
         model_class: of the first model that the pipeline calls.
@@ -99,7 +101,8 @@ class Identity(BaseModel):
 
 
 def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequence[nn.Module] = ()) -> str:
-    """The first thing in which a generation is not what a schedule was fitted to, and what would work; "" for none.
+    """Describe the first difference between a generation and the one a schedule was fitted to, and what would work. ""
+    for none.
 
     Args:
         present: some fields of the generation's, by name: as far as they are known by now.
@@ -126,7 +129,7 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
 
 
 def describe_models(models: Sequence[nn.Module], list_later_shares: ListShares = lambda _: ()) -> dict[str, Any]:
-    """The fields that say which models these are, with the weights that they have now; see `sample_weights`."""
+    """Return the fields that identify these models, with their present weights; see `sample_weights`."""
     loras: set[str] = set()
     for model in models:
         loras |= set(_iterate_active_loras(model))
@@ -138,7 +141,7 @@ def describe_models(models: Sequence[nn.Module], list_later_shares: ListShares =
 
 
 def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that say how a pipeline is called, with its defaults for what the call does not say."""
+    """Return the fields about a call of a pipeline, with the pipeline's defaults for what the call leaves out."""
     complete: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(pipe).__call__).parameters.items():
         if parameter.default is not parameter.empty:
@@ -148,7 +151,7 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
 
 
 def describe_scheduler(scheduler: Any, num_steps: int) -> dict[str, Any]:
-    """The fields that say how a scheduler makes its steps; its timesteps must be set."""
+    """Return the fields about a scheduler and its steps. Its timesteps must be set."""
     config = getattr(scheduler, "config", {})
     return {
         "scheduler": type(scheduler).__name__,
@@ -158,7 +161,7 @@ def describe_scheduler(scheduler: Any, num_steps: int) -> dict[str, Any]:
 
 
 def describe_latents(latents: Any) -> tuple[int, ...]:
-    """The shape of one image's latents, as a model takes them: a batch of rows, or a list of them."""
+    """Return the shape of one image's latents. A model takes a batch of rows, or a list of them."""
     from torch import Tensor
 
     if isinstance(latents, Tensor):
@@ -168,19 +171,20 @@ def describe_latents(latents: Any) -> tuple[int, ...]:
 
 
 def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
-    """The noise levels at which a generation of so many steps calls the model; timesteps where there are none."""
+    """Return the noise levels at which a generation of `num_steps` steps calls the model. These are timesteps where
+    there are no sigmas."""
     from torch import Tensor
 
     sigmas = getattr(scheduler, "sigmas", None)
     if isinstance(sigmas, Tensor) and len(sigmas) > num_steps:
-        # The last one is what remains after the last step.
+        # The last sigma is what remains after the last step.
         return [float(sigma) for sigma in sigmas.tolist()[-num_steps - 1 : -1]]
     # A runner's timesteps drive its loop when they are iterated, so they are read as numbers.
     return [float(time) for time in scheduler.timesteps.tolist()[-num_steps:]]
 
 
 def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str, tuple[float, ...] | None]:
-    """The first numbers of each matrix of weights that this rank has; none of one that is quantized or offloaded.
+    """Return the first numbers of each matrix of weights on this rank. A quantized or offloaded matrix has none.
 
     Biases and norms are left out: a file stays small, and what changes them changes matrices too.
 
@@ -204,7 +208,8 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
         if not is_plain_parameter(parameter) or parameter.is_meta or not parameter.numel():
             sampled[name] = ()
             continue
-        # Of the last dimension, whatever the layout in memory: flattening would copy some weights whole.
+        # The numbers are of the last dimension, whatever the layout in memory: flattening would copy some weights
+        # whole.
         head = parameter.detach()[(0,) * (parameter.ndim - 1)][:SAMPLES].float()
         heads_by_device.setdefault(head.device, {})[name] = head
     for heads in heads_by_device.values():
@@ -217,7 +222,7 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
 
 
 def _iterate_active_loras(model: nn.Module) -> Iterator[str]:
-    """The LoRAs of peft's that change what a model computes, with their scales."""
+    """Yield the LoRAs of peft that change the model's output, with their scales."""
     layers: list[Any] = list(model.modules())
     for layer in layers:
         merged = getattr(layer, "merged_adapters", None)
@@ -295,7 +300,7 @@ def _are_equal_weights(numbers: Sequence[float], others: Sequence[float]) -> boo
 
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is that of a block which is on another rank."""
+    """Return whether a parameter belongs to a block on another rank."""
     from ditile.model.hooks.placeholders import is_placeholder
 
     module = model
@@ -310,9 +315,9 @@ def _is_elsewhere(model: nn.Module, name: str) -> bool:
 
 
 def _compare_items(fitted: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """A difference between settings of a call or of a scheduler."""
+    """Describe a difference between settings of a call or a scheduler."""
     for name, value in fitted.items():
-        # What is not known now was not known to matter.
+        # A setting that is unknown now had no known effect when the schedule was fitted.
         if name in present and present[name] != value:
             return _describe_difference(f"{name}=", value, present[name])
     for name, value in present.items():
@@ -353,4 +358,4 @@ _ADVICE = {
     "sigmas": ("", "call it as it was fitted"),
     "latents": ("latents of shape ", "generate in the size of the schedule"),
 }
-"""The fields in the order in which they are compared -> what an error calls them, and what would work."""
+"""The fields, in the order of comparison -> what an error calls them, and what would work."""

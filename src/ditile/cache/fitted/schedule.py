@@ -25,7 +25,7 @@ FOLDER = ASSETS / "schedules"
 """The schedules that come with the package."""
 
 FEWEST_FORECAST_STEPS = 8
-"""With fewer steps an output differs so much from the last one that a line is worse than the last output itself."""
+"""With fewer steps an output differs so much from the last one that a line is worse than repeating the last output."""
 
 MEASURED_SHARES = (0.75, 0.6, 0.5, 0.4, 0.3)
 """The shares of computed steps that are measured: above them little is saved, and below them images change."""
@@ -54,7 +54,7 @@ class StepBudget(BaseModel):
 
     @property
     def size(self) -> int:
-        """How many steps compute."""
+        """Return the number of steps that compute."""
         return len(self.computed)
 
 
@@ -95,12 +95,12 @@ class Schedule(BaseModel):
 
     @property
     def num_steps(self) -> int:
-        """The steps of a generation."""
+        """Return the number of steps of a generation."""
         return len(self.identity.sigmas)
 
     @classmethod
     def read(cls, path: str | Path) -> Schedule:
-        """Reads a file.
+        """Read a file.
 
         Raises:
             LoadError: if it cannot be read.
@@ -125,11 +125,12 @@ class Schedule(BaseModel):
             raise ModelError(f"the schedule {str(path)!r} is no JSON: {join_error_lines(error, 200)}") from error
 
     def write(self, path: str | Path) -> None:
-        """Writes the file; it has its name only when it is whole."""
+        """Write the file. It gets its name only when it is whole."""
         files.write_atomically(Path(path), self.model_dump_json() + "\n")
 
     def select_budget(self, num_computed: int) -> StepBudget:
-        """The budget with so many computed steps. Raises `ModelError`, with those that there are, if there is none."""
+        """Return the budget with `num_computed` computed steps. Raises `ModelError`, which lists the budgets there are,
+        if there is none."""
         for budget in self.budgets:
             if budget.size == num_computed:
                 return budget
@@ -141,7 +142,7 @@ class Schedule(BaseModel):
 
 
 def choose_measured_sizes(num_steps: int) -> list[int]:
-    """The numbers of computed steps whose images are compared with those of all steps, the most first."""
+    """Choose the numbers of computed steps for which images are compared with those of all steps, the most first."""
     if num_steps < FEWEST_FORECAST_STEPS:
         return list(range(num_steps - 1, 1, -1))
     return [round(share * num_steps) for share in MEASURED_SHARES]
@@ -149,12 +150,12 @@ def choose_measured_sizes(num_steps: int) -> list[int]:
 
 @functools.lru_cache
 def read_shipped_schedules() -> Mapping[str, Schedule]:
-    """The schedules that come with the package, by their files."""
+    """Read the schedules that come with the package, by file."""
     return {str(path): Schedule.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
 def make_fit_command(model: str, num_steps: int, size: Mapping[str, int] | None = None) -> str:
-    """The command that fits a schedule for other steps, or another size as in `Identity.size`."""
+    """Return the command for fitting a schedule to other steps, or to another size in the form of `Identity.size`."""
     command = f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"
     for name, value in (size or {}).items():
         command += f" --{name.removeprefix('num_')} {value}"

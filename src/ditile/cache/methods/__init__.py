@@ -1,1 +1,2 @@
-"""The methods of caches, a file each: what a method compares or knows, and what it takes for a step it leaves out."""
+"""The methods of caches, one file each: what a method compares or knows, and how it replaces a step that it leaves
+out."""

@@ -63,7 +63,7 @@ class DBCache:
         self.restrict_to_blocks(None)
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
-        """Keeps memory only for the chain's blocks that this rank runs; None is all of them."""
+        """Keep memory only for the chain's blocks on this rank. None is all blocks."""
         own_hooks = [hook for hook in self._hooks if owned is None or hook.block in owned]
         middle = self._hooks[self.middle.start : self.middle.stop]
         runs = _group_neighbours([hook for hook in middle if hook in own_hooks])
@@ -77,7 +77,7 @@ class DBCache:
             self._waits_for_decision = own_hooks[0].index > self._probe_end.index
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
-        """Prepares the hooks for a call of the model; a stage after the probe waits here for the decision."""
+        """Prepare the hooks for a call of the model. A stage after the probe waits here for the decision."""
         self._call = call
         self._agreement = agreement
         self._before = None
@@ -94,7 +94,7 @@ class DBCache:
         if self._starts:
             self._hooks[0].handle = self._run_probe_start
         if self._decides and self._probe_end is not None:
-            # The same block as above, where the probe is one block.
+            # The end of the probe is the start handled above where the probe is one block.
             self._probe_end.handle = self._run_probe_end
         elif self._waits_for_decision:
             skips = agreement.receive_skip_decision(len(call.units))
@@ -102,7 +102,7 @@ class DBCache:
             self._send_and_apply_skips(skips)
 
     def bypass_cache(self) -> None:
-        """All blocks run, and nothing is remembered."""
+        """Let all blocks run, and remember nothing."""
         self._before = None
         for hook in self._hooks:
             hook.handle = None
@@ -110,7 +110,8 @@ class DBCache:
             segment.bypass_cache()
 
     def describe_call(self) -> Hashable | None:
-        """What blocks do in the prepared call, besides their inputs; None where a difference within it decides."""
+        """Describe what blocks do in the prepared call, besides using their inputs. None where a difference within it
+        decides."""
         has_probe = self._starts or self._decides
         if self._skips is None and has_probe:
             return None
@@ -120,26 +121,26 @@ class DBCache:
         return tuple(self._skips or ()), tuple(states)
 
     def iterate_residuals(self) -> Iterator[Residuals]:
-        """The memory of each run of blocks that may be left out."""
+        """Yield the memory of each run of blocks that may be left out."""
         for segment in self._segments:
             yield segment.residuals
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
-        """(branch, patch, unit, record) of all that was decided on."""
+        """Yield (branch, patch, unit, record) for each decision."""
         return self.decider.iterate_records()
 
     @property
     def needs_control(self) -> bool:
-        """Whether sizes of what enters after the probe count."""
+        """Return whether sizes of inputs after the probe count."""
         return not self._is_known
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are kept."""
+        """Return the number of kept bytes."""
         return self.decider.memory_bytes + sum(segment.residuals.memory_bytes for segment in self._segments)
 
     def _decide_at_first_block(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Decides at the first block from its input, and then runs it or leaves it out (F = 0)."""
+        """Decide at the first block from its input, and then run it or leave it out (F = 0)."""
         probe = hook.read_tokens(args, kwargs).image
         skips = self.decider.decide_skips(probe, self._call, self._agreement)
         if not all(skips):
@@ -150,7 +151,7 @@ class DBCache:
         return hook.handle(hook, args, kwargs)
 
     def _run_probe_start(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the first block of a probe, and keeps its input or sends it to the stage that decides."""
+        """Run the first block of a probe, and keep its input or send it to the stage that decides."""
         before = hook.read_tokens(args, kwargs).image.clone()
         if self._decides:
             self._before = before
@@ -159,7 +160,7 @@ class DBCache:
         return hook.forward(*args, **kwargs)
 
     def _run_probe_end(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the last block of a probe, which may be its first, and decides."""
+        """Run the last block of a probe, which may be its first, and decide."""
         first = self._before
         if first is None:
             first = hook.read_tokens(args, kwargs).image.clone()
@@ -173,14 +174,14 @@ class DBCache:
         return out
 
     def _measure_probe(self, before: Tensor, after: Tensor) -> Tensor:
-        """The value of a probe, from the tokens before and after its blocks."""
+        """Return the value of a probe, from the tokens before and after its blocks."""
         if self._hidden:
             return after.clone()
         return after - before
 
     def _decide_and_apply(self, probe: Tensor) -> None:
         skips = self.decider.decide_skips(probe, self._call, self._agreement)
-        # Probes of steps that are left out are never compared with.
+        # Probes of left out steps are not stored, because nothing is compared with them.
         if not all(skips):
             self.decider.store_probes(probe, self._call, skips)
         self._send_and_apply_skips(skips)
@@ -197,7 +198,7 @@ class DBCache:
 
 
 def _group_neighbours(hooks: Sequence[CacheHook]) -> list[list[CacheHook]]:
-    """Groups of neighbouring blocks that pass on the same streams; each group has a residual of its own."""
+    """Group neighbouring blocks that pass on the same streams. Each group has its own residual."""
     runs: list[list[CacheHook]] = []
     for hook in hooks:
         last = runs[-1][-1] if runs else None

@@ -20,7 +20,7 @@ from ditile.model.hooks.protocols import SkipAgreement
 
 
 class DynamicThreshold(NamedTuple):
-    """How the threshold of a step depends on the differences measured earlier in it; see `relax_threshold`."""
+    """The change of a step's threshold with the differences measured earlier in it; see `relax_threshold`."""
 
     ratio: float
     most: float
@@ -70,14 +70,14 @@ class DBPrune:
         self._seen: list[list[float]] = []
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
-        """Keeps only the chain's blocks that this rank runs; None is all of them."""
+        """Keep only the chain's blocks on this rank. None is all blocks."""
         self._mine = {}
         for index, prunable in self._all.items():
             if owned is None or prunable.segment.hooks[0].block in owned:
                 self._mine[index] = prunable
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
-        """Prepares the hooks for a call of the model."""
+        """Prepare the hooks for a call of the model."""
         # A ControlNet's residual enters before the block, so it is part of the probe and not of what the block adds.
         self._call = call._replace(control=None)
         self._agreement = agreement
@@ -86,31 +86,31 @@ class DBPrune:
             prunable.segment.hooks[0].handle = self._run_or_skip_block
 
     def bypass_cache(self) -> None:
-        """Lets all blocks run, and remembers nothing."""
+        """Let all blocks run, and remember nothing."""
         for prunable in self._all.values():
             prunable.segment.bypass_cache()
 
     def describe_call(self) -> None:
-        """None: each block decides by its own input."""
+        """Return None: each block decides by its own input."""
 
     def iterate_residuals(self) -> Iterator[Residuals]:
-        """The memory of each block that may be left out."""
+        """Yield the memory of each block that may be left out."""
         for prunable in self._mine.values():
             yield prunable.segment.residuals
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
-        """(branch, patch, unit, record) for each decision, block by block."""
+        """Yield (branch, patch, unit, record) for each decision, block by block."""
         for prunable in self._all.values():
             yield from prunable.decider.iterate_records()
 
     @property
     def needs_control(self) -> bool:
-        """False: what a ControlNet adds enters before a block, so it is part of the probe."""
+        """Return False. What a ControlNet adds enters before a block, so it is part of the probe."""
         return False
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes that this cache keeps."""
+        """Return the number of kept bytes."""
         kept_bytes = 0
         for prunable in self._all.values():
             kept_bytes += prunable.decider.memory_bytes + prunable.segment.residuals.memory_bytes

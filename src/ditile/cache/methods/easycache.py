@@ -49,7 +49,7 @@ class EasyCacheConfig(CallCacheConfig):
     retention_steps: Count = 10
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
-        """Why a plan cannot use it, or None."""
+        """Explain why a plan cannot use it, or return None."""
         if not plan.cuts_latents and not plan.attends_to_stale_keys:
             return None
         return (
@@ -59,7 +59,7 @@ class EasyCacheConfig(CallCacheConfig):
 
 
 class EasyCachePolicy(CallPolicy):
-    """Decides in one generation."""
+    """The decisions of EasyCache in one generation."""
 
     num_kept = 2
     keeps_latents = True
@@ -72,7 +72,7 @@ class EasyCachePolicy(CallPolicy):
         self._decision = (-1, True)
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
-        """Whether the sum of expected changes has reached the threshold; later branches do as the first."""
+        """Return whether the sum of expected changes has reached the threshold. Later branches follow the first."""
         # A rank without images keeps none, and its calls compute nothing.
         if not kept:
             return True
@@ -85,18 +85,19 @@ class EasyCachePolicy(CallPolicy):
         return computes
 
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
-        """Refuses outputs to which the input cannot be added."""
+        """Refuse outputs to which the input cannot be added."""
         _find_channels(call.latents, output.tensors)
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
-        """The last computed output, plus the change of the input since then."""
+        """Return the last computed output, plus the change of the input since then."""
         newest = kept[0]
         outputs = [tensor.clone() for tensor in newest.tensors]
         dim, count = _find_channels(call.latents, outputs)
         inputs = zip(_list_inputs(call.latents), _list_inputs(newest.call.latents), strict=True)
         # A sound beside a video has no latents here, and stays as it was.
         for output, (now, before) in zip(outputs, inputs, strict=False):
-            # Further channels of an input are conditions, which do not change, and of an output variances.
+            # Further channels are left out: in an input they are conditions, which do not change, and in an output
+            # variances.
             output.narrow(dim, 0, count).add_((now - before).narrow(dim, 0, count))
         return outputs
 
@@ -110,7 +111,7 @@ class EasyCachePolicy(CallPolicy):
             return True
         newest, older = kept
         moved = _measure_change(newest.call.latents, older.call.latents, call)
-        # A quotient of zeros is NaN, and as a Tensor no error.
+        # A quotient of zeros is NaN, and does not raise because it is a Tensor.
         rate = _measure_change(newest.tensors, older.tensors, call) / moved
         size = _measure_change(newest.tensors, [tensor * 0 for tensor in newest.tensors], call)
         expected = rate * _measure_change(call.latents, before, call) / size
@@ -123,14 +124,14 @@ class EasyCachePolicy(CallPolicy):
 
 
 def _list_inputs(latents: Any) -> list[Tensor]:
-    """The latents of a call as a list: some models take one for each image."""
+    """Return the latents of a call as a list: some models take one for each image."""
     if isinstance(latents, list | tuple):
         return list(latents)
     return [latents]
 
 
 def _measure_change(now: Any, before: Any, call: ModelCall) -> Tensor:
-    """The mean absolute change, of this rank's images."""
+    """Return the mean absolute change of this rank's images."""
     means = []
     for tensor, earlier in zip(_list_inputs(now), _list_inputs(before), strict=True):
         change = call.agreement.select_own_rows(tensor - earlier)
@@ -139,7 +140,7 @@ def _measure_change(now: Any, before: Any, call: ModelCall) -> Tensor:
 
 
 def _find_channels(latents: Any, outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """The dimension in which inputs and outputs differ, and how much of it both have."""
+    """Find the dimension in which inputs and outputs differ, and its length in both."""
     first = _list_inputs(latents)[0]
     output = outputs[0]
     unlike = []
@@ -151,6 +152,6 @@ def _find_channels(latents: Any, outputs: Sequence[Tensor]) -> tuple[int, int]:
             f"EasyCacheConfig adds latents {list(first.shape)} to what the model returns, which is "
             f"{list(output.shape)}; use a schedule, as steps=10 in a cache line"
         )
-    # Where all dimensions are alike, any will do.
+    # Where all dimensions are alike, any of them will do.
     [dim] = unlike or [0]
     return dim, min(first.shape[dim], output.shape[dim])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ditile.model.hooks.batch_rows import BatchDimFinder
 
 CAPTION_FIRST = ("AceStep", "DiT", "Lumina", "OmniGen", "StableCascade", "Wuerstchen")
-"""Pipelines, by the beginning of their names, whose batch has the rows with the caption before those without."""
+"""Pipelines, by the beginning of their names, that put the rows with the caption before those without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +52,12 @@ class GuidanceGateConfig(CallCacheConfig):
     gate: Annotated[float, Field(ge=0, le=1)] = 0.8
 
     def count_full_steps(self, steps: int) -> int:
-        """How many of the steps of a generation, from the first, compute both branches."""
-        # Rounded first, as 0.29 x 100 is less than 29.
+        """Return the number of first steps that compute both branches."""
+        # The product is rounded first, as 0.29 x 100 is less than 29.
         return int(round(self.gate * steps, 9))
 
     def explain_idle_calls(self, steps: int) -> str | None:
-        """Why nothing was left out in a generation that should have been gated; None with a gate of 1."""
+        """Explain why nothing was left out in a generation that should have been gated. None with a gate of 1."""
         if self.count_full_steps(steps) >= steps:
             return None
         return (
@@ -66,7 +66,7 @@ class GuidanceGateConfig(CallCacheConfig):
         )
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
-        """Why a plan cannot use it, or None."""
+        """Explain why a plan cannot use it, or return None."""
         if plan.cfg > 1:
             return f"gate={self.gate:g} leaves one half of cfg={plan.cfg} without work; use cfg=1, as with ulysses=2"
         if plan.cuts_latents or plan.attends_to_stale_keys:
@@ -93,18 +93,18 @@ class GatedGuidance(CallPolicy):
         self._differences: dict[int, list[Tensor]] = {}
 
     def check_first_call(self, call: ModelCall) -> None:
-        """Raises `ModelError` if the batch may have other halves than the branches of guidance."""
+        """Raise `ModelError` if the halves of the batch may not be the branches of guidance."""
         self._model.check_guidance()
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
-        """Whether a call is made: the first of a step always is, as it has the caption."""
+        """Return whether a call is made. The first of a step always is, because it has the caption."""
         return call.branch == 0 or not self._is_gated(call, call.branch)
 
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
-        """Keeps what the branch with the caption returned, or how far another one is from it."""
+        """Keep the output of the branch with the caption, or the difference of another branch from it."""
         if self._is_doubled(call):
             pairs = [self._model.split_rows(tensor) for tensor in output.tensors]
-            # A further call, as one that skips layers, is as far from the half with the caption.
+            # A further call, such as one that skips layers, is compared with the half with the caption.
             self._with_caption = [with_caption for _, with_caption in pairs]
             if not self._is_gated(call, 0):
                 self._differences[0] = [with_caption - without for without, with_caption in pairs]
@@ -115,21 +115,21 @@ class GatedGuidance(CallPolicy):
             self._differences[call.branch] = [with_caption - without for with_caption, without in both]
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
-        """What the branch with the caption returned, minus the difference that was kept."""
+        """Return the output of the branch with the caption, minus the kept difference."""
         pairs = zip(self._with_caption, self._differences[call.branch], strict=True)
         return [with_caption - difference for with_caption, difference in pairs]
 
     def halves_call(self, call: ModelCall) -> bool:
-        """Whether a call is made on the rows with the caption alone."""
+        """Return whether a call is made only on the rows with the caption."""
         return self._is_doubled(call) and self._is_gated(call, 0)
 
     def check_arguments(self, call: ModelCall, run: partial[Any]) -> None:
-        """Raises `ModelError` if the rows of a call with both branches cannot be told apart."""
+        """Raise `ModelError` if the rows of a call with both branches cannot be told apart."""
         if self._is_doubled(call):
             self._model.find_dims(run)
 
     def run_half(self, run: partial[Any], change: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> Any:
-        """The result of a call on all rows, of which those with the caption are computed.
+        """Return the result of a call on all rows, although only those with the caption are computed.
 
         Args:
             change: changes each of the tensors of a result, in order.
@@ -138,11 +138,11 @@ class GatedGuidance(CallPolicy):
         return change(self._model.call_half(run), lambda tensor: self._model.join_rows(tensor, next(differences)))
 
     def _is_doubled(self, call: ModelCall) -> bool:
-        """Whether a call has a row of each branch for each image."""
+        """Return whether a call has a row of each branch for each image."""
         return call.images is not None and len(call.latents) == 2 * call.images
 
     def _is_gated(self, call: ModelCall, branch: int) -> bool:
-        """Whether guidance is gated in a step: a difference is known by then."""
+        """Return whether guidance is gated in a step: a difference is known by then."""
         return call.step >= self._first_gated and branch in self._differences
 
 
@@ -165,8 +165,9 @@ class GuidedModel:
         self._finder = finder
 
     def check_guidance(self) -> None:
-        """Raises `ModelError` if the call under way is guided by perturbed attention."""
-        # Such a batch has two rows for each image too where guidance is off, and three where it is on.
+        """Raise `ModelError` if the call under way is guided by perturbed attention."""
+        # Here too such a batch has two rows for each image where guidance is off, and it has three where guidance is
+        # on.
         if getattr(self._pipe, "do_perturbed_attention_guidance", False):
             raise ModelError(
                 f"the gate of guidance needs a batch with and without the caption, and pag_scale="
@@ -174,11 +175,11 @@ class GuidedModel:
             )
 
     def find_dims(self, run: partial[Any]) -> tuple[dict[str, Any], Any]:
-        """The arguments of a call by name, and which dimension of each is the batch."""
+        """Return the arguments of a call by name, and the batch dimension of each."""
         arguments = dict(zip(self._names, run.args, strict=False)) | run.keywords
         latents = arguments[self._latents]
         dims = None
-        # The rows of a list are no dimension of a tensor.
+        # A list has rows, but no batch dimension.
         if not isinstance(latents, list | tuple):
             dims = self._finder.find_dims(arguments, self._latents, len(latents))
         if dims is None:
@@ -189,20 +190,20 @@ class GuidedModel:
         return arguments, dims
 
     def call_half(self, run: partial[Any]) -> Any:
-        """Calls the model on the rows with the caption."""
+        """Call the model on the rows with the caption."""
         arguments, dims = self.find_dims(run)
         half = dims.slice_arguments(arguments, lambda rows: self.split_rows(rows)[1])
         return run.func(**half)
 
     def split_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows without the caption, and those with it."""
+        """Split rows into those without the caption, and those with it."""
         first, second = rows.chunk(2)
         if self._is_caption_first:
             return second, first
         return first, second
 
     def join_rows(self, with_caption: Tensor, difference: Tensor) -> Tensor:
-        """All rows, from those with the caption and the difference of both."""
+        """Join all rows, from those with the caption and the difference of both."""
         both = [with_caption - difference, with_caption]
         if self._is_caption_first:
             both.reverse()

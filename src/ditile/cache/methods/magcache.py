@@ -33,10 +33,10 @@ RATIOS_BY_NAME = {
         0.89062,
     ),
 }  # fmt: skip
-"""Tables that come with diffusers, for 28 steps of FLUX.1."""
+"""Tables from diffusers, for 28 steps of FLUX.1."""
 
 SMALLEST_NORM = 1e-8
-"""As in diffusers: it is added to a norm that divides."""
+"""The number that is added to a norm before it divides, as in diffusers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class MagCacheConfig(BlockCacheConfig):
         object.__setattr__(self, "mag_ratios", _read_ratios(self.mag_ratios))
 
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
-        """The table for so many `steps` as a mask, and the `calibrator`."""
+        """Return the table for `steps` steps as a mask, and the `calibrator`."""
         fields: dict[str, Any] = {"Fn_compute_blocks": 0, "max_warmup_steps": 0, "store_dtype": self.store_dtype}
         # Ratios may be exactly 1, so a threshold of 0 would still leave steps out.
         if self.calibrate or not self.threshold:
@@ -94,7 +94,7 @@ class MagCacheConfig(BlockCacheConfig):
 
 
 def plan_computed_steps(config: MagCacheConfig, steps: int) -> list[int]:
-    """A 1 for each of so many steps that computes, and a 0 for each that is left out."""
+    """Plan a generation of `steps` steps: 1 for each step that computes, and 0 for each that is left out."""
     assert isinstance(config.mag_ratios, tuple)
     # Halves are rounded up, as diffusers does.
     retained = int(config.retention_ratio * steps + 0.5)
@@ -110,7 +110,7 @@ def plan_computed_steps(config: MagCacheConfig, steps: int) -> list[int]:
         ratio *= step_ratio
         streak += 1
         error += abs(1 - ratio)
-        # Before the first step nothing is stored.
+        # The first step computes always, as nothing is stored before it.
         if step and error <= config.threshold and streak <= config.max_skip_steps:
             mask.append(0)
             continue
@@ -122,7 +122,7 @@ def plan_computed_steps(config: MagCacheConfig, steps: int) -> list[int]:
 
 
 def interpolate_ratios(ratios: Sequence[float], steps: int) -> list[float]:
-    """The ratio of the nearest step, for each of another number of steps."""
+    """Return the ratio of the nearest measured step, for each of `steps` steps."""
     # The first and the last step of both runs belong together.
     last = len(ratios) - 1
     if steps == 1:
@@ -155,7 +155,7 @@ class MagCalibration:
         self._sums: dict[int, Tensor] = {}
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
-        """Raises `ModelError` if the blocks are on several stages, none of which has what all of them add."""
+        """Raise `ModelError` if the blocks are on several stages. None of these knows what all blocks add."""
         if owned is not None:
             raise ModelError(
                 "MagCacheConfig(calibrate=True) measures what all blocks add, and pipefusion has them on several "
@@ -163,33 +163,33 @@ class MagCalibration:
             )
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
-        """Prepares the hooks of the first and the last block for a call of the model."""
+        """Prepare the hooks of the first and the last block for a call of the model."""
         self._call = call
         self._agreement = agreement
-        # The last block may be the first one.
+        # The last block may also be the first one, and then needs the handler that measures.
         self._first.handle = self._keep_start
         self._last.handle = self._measure_end
 
     def bypass_cache(self) -> None:
-        """Measures nothing."""
+        """Measure nothing."""
         self._start = None
         self._first.handle = None
         self._last.handle = None
 
     def describe_call(self) -> None:
-        """None: what is measured is kept in Python."""
+        """Return None: the measurements are kept in Python."""
 
     def iterate_residuals(self) -> Iterator[Residuals]:
-        """Nothing is reused."""
+        """Return an empty iterator: nothing is reused."""
         return iter(())
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
-        """Nothing was decided."""
+        """Return an empty iterator: nothing was decided."""
         return iter(())
 
     @property
     def ratios(self) -> list[float]:
-        """The mean ratio of each step of the generation, over tokens, images and branches of guidance."""
+        """Return the mean ratio of each step of the generation, over tokens, images and branches of guidance."""
         # Nothing comes before the first step, and other steps may call another model.
         ratios = [1.0] * self._num_steps
         for step, (total, count) in self._sums.items():
@@ -207,7 +207,7 @@ class MagCalibration:
             start = hook.read_tokens(args, kwargs).image.clone()
         self._start = None
         out = hook.forward(*args, **kwargs)
-        # Of each token, in float32: a mean over tokens of quotients, and not a quotient of means.
+        # The ratio is computed for each token, in float32: it is a mean of quotients, and not a quotient of means.
         norms = (hook.unpack_tokens(out).image - start).float().norm(dim=-1)
         # Guidance by two calls has two series of residuals.
         before = self._norms.get(self._call.moment.branch)
@@ -222,10 +222,10 @@ class MagCalibration:
 
 
 def _read_ratios(ratios: Any) -> tuple[float, ...] | None:
-    """The numbers of a table, also by its name or as text. Raises `ModelError` if they are none."""
+    """Read the numbers of a table, also by its name or from text. Raises `ModelError` if they are not numbers."""
     if ratios is None:
         return None
-    # A name, or numbers in text.
+    # Text is a name or a list of numbers.
     if isinstance(ratios, str) and ratios.isidentifier():
         if ratios not in RATIOS_BY_NAME:
             raise ModelError(f"mag_ratios={ratios!r} is no known table; {suggest_nearest(ratios, RATIOS_BY_NAME)}")

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ditile.cache.skip_decision import CacheCall
 
 TINY = 1e-16
-"""Keeps a quotient finite, as in the authors' code."""
+"""A term that keeps a quotient finite, as in the authors' code."""
 LEAST_NOISE = 1e-6
-"""The share of noise, and of the image, at least."""
+"""The smallest share of noise, and of the image."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +74,13 @@ class SeaCacheConfig(BlockCacheConfig):
     power_exp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
-        """Rules for so many `steps`, with the threshold as a budget, and a line in place of the `calibrator`."""
+        """Return rules for `steps` steps, with the threshold as a budget, and a line in place of the `calibrator`."""
         # A short generation may have no step between the first and the last ones.
         first = min(self.retention_steps, steps)
         last = min(self.cache_end_steps, steps - first)
         rules = DBCacheConfig(
             Fn_compute_blocks=0,
-            # The budget decides alone; without one nothing is left out.
+            # Only the budget decides; without one nothing is left out.
             residual_diff_threshold=float(self.threshold > 0),
             max_accumulated_residual_diff_threshold=self.threshold,
             accumulated_resets=True,
@@ -95,7 +95,7 @@ class SeaCacheConfig(BlockCacheConfig):
 
 
 class LatentGrid(NamedTuple):
-    """Where the axes of an image are in latents.
+    """The positions of an image's axes in latents.
 
     Attributes:
         shape: of the grid, as (frames, rows, columns) or (rows, columns), where latents are packed as tokens
@@ -108,7 +108,7 @@ class LatentGrid(NamedTuple):
 
 
 class SpectralFeature:
-    """The filtered latents of a call: what SeaCache compares."""
+    """The filtered latents of a call, which SeaCache compares."""
 
     def __init__(self, config: SeaCacheConfig) -> None:
         self._power = config.power_exp
@@ -116,7 +116,7 @@ class SpectralFeature:
         self._grids: dict[tuple[Any, ...], LatentGrid] = {}
 
     def list_parts(self, call: CacheCall) -> list[tuple[int, Tensor]]:
-        """By patch, each filtered by itself, with the rows of the batch first."""
+        """List the latents by patch, each filtered by itself, with the rows of the batch first."""
         if call.kind not in self._grids:
             self._grids[call.kind] = _find_latent_grid(call)
         grid = self._grids[call.kind]
@@ -139,7 +139,7 @@ class SpectralFeature:
 
 
 def filter_latents(latents: Tensor, dims: Sequence[int], levels: tuple[float, float], power: float) -> Tensor:
-    """What the best linear denoiser makes of latents, in float32 at least.
+    """Apply the best linear denoiser to latents, in float32 at least.
 
     Args:
         latents: `[B, ..]`.
@@ -171,7 +171,7 @@ def filter_latents(latents: Tensor, dims: Sequence[int], levels: tuple[float, fl
 
 
 def read_noise_level(scheduler: Any, step: int) -> tuple[float, float]:
-    """The amounts a, b of image and noise in the latents of a step, a x clean + b x noise.
+    """Return the amounts a, b of image and noise in the latents of a step, a x clean + b x noise.
 
     Raises:
         ModelError: if the scheduler says neither.
@@ -197,7 +197,7 @@ def read_noise_level(scheduler: Any, step: int) -> tuple[float, float]:
 
 
 def _find_latent_grid(call: CacheCall) -> LatentGrid:
-    """Where the axes are in the latents of a call. Raises `ModelError` if they are not known."""
+    """Find the axes in the latents of a call. Raises `ModelError` if they are not known."""
     sample = call.sample
     if isinstance(sample, list | tuple) and len({latents.shape for latents in sample}) == 1:
         # A list of images `[C, F, H, W]`.
@@ -210,7 +210,7 @@ def _find_latent_grid(call: CacheCall) -> LatentGrid:
         if sample.shape[1] != channels and sample.shape[2] == channels:
             return LatentGrid(None, (1, 3, 4))
         return LatentGrid(None, (2, 3, 4))
-    # Tokens: only what else the model is told says where a row ends.
+    # The latents are tokens, so only the model's other inputs say where a row ends.
     shape = None
     if getattr(sample, "ndim", 0) == 3:
         shape = _read_packed_shape(call.inputs)
@@ -223,14 +223,14 @@ def _find_latent_grid(call: CacheCall) -> LatentGrid:
 
 
 def _read_packed_shape(inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The grid of the image in packed latents, from what a model is told of it; None where that is not known."""
+    """Read the grid of the image in packed latents from the model's inputs. None where it is not known."""
     if inputs.get("img_shapes"):
-        # Of each row of the batch; an edit has the shapes of its references after that of the image.
+        # There is a shape for each row of the batch; an edit has the shapes of its references after that of the image.
         shape = inputs["img_shapes"][0]
         if isinstance(shape[0], list | tuple):
             shape = shape[0]
         return tuple(map(int, shape))
-    # LTX-Video.
+    # LTX-Video gives the lengths of the grid.
     if all(isinstance(inputs.get(name), int) for name in ("num_frames", "height", "width")):
         return inputs["num_frames"], inputs["height"], inputs["width"]
     ids = inputs.get("img_ids")
@@ -249,10 +249,10 @@ def _read_packed_shape(inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _unpack_latents(sample: Any, grid: LatentGrid) -> Tensor:
-    """Latents with the axes of an image."""
+    """Return latents with the axes of an image."""
     import torch
 
-    # Images of one size.
+    # A list has images of one size.
     if isinstance(sample, list | tuple):
         return torch.stack(list(sample))
     if grid.shape is None:

@@ -54,8 +54,8 @@ class SpectrumConfig(BlockCacheConfig):
     couple: Literal["batch"] = "batch"
 
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
-        """The windows of so many `steps` as a mask, and a forecast in place of the `calibrator`."""
-        # No block runs in a step that is forecast.
+        """Return the windows of `steps` steps as a mask, and a forecast in place of the `calibrator`."""
+        # No block has to run in a step that is forecast.
         rules = DBCacheConfig(
             Fn_compute_blocks=0,
             max_warmup_steps=0,
@@ -85,7 +85,7 @@ class ChebyshevCalibratorConfig(Calibration):
 
 
 def plan_windows(config: SpectrumConfig, steps: int) -> Sequence[int]:
-    """A 1 for each of so many steps that computes, and a 0 for each that is forecast."""
+    """Plan a generation of `steps` steps: 1 for each step that computes, and 0 for each that is forecast."""
     mask = [1] * min(config.warmup_steps, steps)
     window = config.window_size
     streak = 0
