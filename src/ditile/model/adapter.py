@@ -122,7 +122,7 @@ NamedBlocks = tuple[str, Sequence[nn.Module]]
 
 
 def validate_adapter(adapter: BlockAdapter) -> None:
-    """Refuse fields that are unknown or contradict each other.
+    """Refuse unknown or contradictory fields.
 
     Raises:
         ModelError: with the field, its value, and what would work.
@@ -143,7 +143,7 @@ def validate_adapter(adapter: BlockAdapter) -> None:
 
 
 def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
-    """Return the lists that an adapter describes, for each of its transformers.
+    """Return an adapter's lists for each of its transformers.
 
     Raises:
         ModelError: if blocks do not belong to the transformer, or the blocks do not follow the patterns.
@@ -179,7 +179,7 @@ def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
 
 
 def find_transformers(pipe: Any) -> list[nn.Module]:
-    """Return the transformers that a pipeline calls: `transformer`, `transformer_2`, `prior` and the like.
+    """Return the transformers called by a pipeline: `transformer`, `transformer_2`, `prior` and the like.
 
     Raises:
         ModelError: if there is none.
@@ -308,7 +308,7 @@ def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
 
 
 def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
-    """Group blocks by the lists of the transformer that own them; a user's list may join several of these."""
+    """Group blocks by their lists in the transformer; a user's list may join several of these."""
     if isinstance(blocks, str):
         return [(blocks, tuple(get_module_list(model, blocks)))]
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList):
@@ -445,12 +445,12 @@ class ForwardPattern(Enum):
 
     @property
     def flow(self) -> Flow:
-        """Return the pattern as a `Flow`, with diffusers' usual names of parameters."""
+        """Return the pattern's `Flow`, with diffusers' usual names of parameters."""
         return _FLOWS[self.value]
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """Return the parameters that take tokens."""
+        """Return the parameters for tokens."""
         if self.flow.text is None:
             return ("hidden_states",)
         return ("hidden_states", "encoder_hidden_states")

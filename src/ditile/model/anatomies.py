@@ -80,7 +80,7 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def forget_anatomy(transformer: nn.Module) -> None:
-    """Forget what was derived for a class."""
+    """Forget the derived anatomies of a class."""
     _DERIVED.pop(type(transformer), None)
 
 
@@ -116,7 +116,7 @@ def _read_forward_source(cls: type[nn.Module]) -> str:
 
 
 def _iterate_foreign_processors(block: nn.Module) -> Iterator[Any]:
-    """Yield the `__call__` methods of attention processors that differ from their layer's standard class."""
+    """Yield `__call__` of the attention processors outside their layer's standard class."""
     for module in block.modules():
         if not hasattr(module, "processor") or not hasattr(module, "_default_processor_cls"):
             continue
@@ -158,7 +158,7 @@ def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:
 
 
 def make_unknown_error(transformer: nn.Module, advice: str) -> ModelError:
-    """Make the error for a transformer outside the table; `advice` is what would work."""
+    """Make the error for a transformer outside the table; `advice` names a remedy."""
     return ModelError(
         f"{type(transformer).__name__} is not in the table of known anatomies, so it cannot be cut; data and cfg work "
         f"without one; {advice}"
@@ -166,7 +166,7 @@ def make_unknown_error(transformer: nn.Module, advice: str) -> ModelError:
 
 
 def refuse_wrapper(transformer: nn.Module) -> None:
-    """Raise `ModelError` for a model that wraps a transformer in the table."""
+    """Raise `ModelError` for a model around a transformer from the table."""
     for module in transformer.modules():
         inside = type(module).__name__
         if module is not transformer and inside in read_anatomy_rows():

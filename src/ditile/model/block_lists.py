@@ -116,14 +116,14 @@ def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.Modul
 
 
 def supported_pipelines() -> tuple[int, list[str]]:
-    """Count and name the diffusers pipelines for which the lists of the transformer are known."""
+    """Count and name the diffusers pipelines with known lists in their transformer."""
     known = {name for name, row in read_transformer_table().items() if not row.refusal}
     names = sorted(name for name, models in map_pipeline_components().items() if models & known)
     return len(names), names
 
 
 def map_pipeline_components() -> dict[str, set[str]]:
-    """Map each diffusers pipeline to the names of the classes that its components may have."""
+    """Map each diffusers pipeline to the possible class names of its components."""
     components = {}
     for name in dir(diffusers):
         if not name.endswith("Pipeline"):

@@ -125,7 +125,7 @@ _WITHOUT_ANATOMY = {
 
 @functools.cache
 def read_anatomy_rows() -> Mapping[str, list[AnatomyRow]]:
-    """Read `anatomies.json`: class name -> a row for each set of block classes that its config may choose."""
+    """Read `anatomies.json`: class name -> a row for each set of block classes in its configs."""
     text = resources.files("ditile.model").joinpath("anatomies.json").read_text("utf-8")
     rows: Mapping[str, list[AnatomyRow]] = json.loads(text)
     return rows
@@ -160,7 +160,7 @@ def find_diffusers_class(name: str) -> type[nn.Module] | None:
 
 
 def find_table_entry(transformer: type[nn.Module]) -> TransformerEntry | None:
-    """Return the row of a class, or of its nearest base that is diffusers' own class with that name."""
+    """Return the row of a class, or of its nearest base that is diffusers' own class."""
     table = read_transformer_table()
     for cls in transformer.__mro__:
         # A class from elsewhere may have the name of one of diffusers' classes.

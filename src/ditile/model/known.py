@@ -62,13 +62,13 @@ class KnownModel:
         return CONFIGS / self.name
 
     def knows_word_of(self, prompt: str) -> bool:
-        """Return whether a prompt names something that the model knows."""
+        """Return whether a prompt contains a word known to the model."""
         if not self.words:
             return True
         return re.search(rf"\b({'|'.join(self.words)})s?\b", prompt, re.IGNORECASE) is not None
 
     def check_call(self, plan: Plan, call: Mapping[str, Any]) -> None:
-        """Check a call under a plan, as far as that needs no torch; the runner makes the other checks.
+        """Check a call under a plan without torch; the runner makes the other checks.
 
         Raises:
             ModelError: if a side is not a whole number of tokens.
@@ -92,7 +92,7 @@ class KnownModel:
 
 @lru_cache(maxsize=1)
 def list_known_models() -> tuple[KnownModel, ...]:
-    """Return all known models, first those that come with this package."""
+    """Return all known models, first the bundled ones."""
     table = json.loads((ASSETS / "models.json").read_text("utf-8"))
     models = []
     for name, facts in table.items():
@@ -126,7 +126,7 @@ def name_component_source(source: Path | str, name: str) -> tuple[str, dict[str,
 
 
 def list_bundled_models() -> list[str]:
-    """Return the names of the models that come with this package."""
+    """Return the names of the models in this package."""
     return [model.name for model in list_known_models() if model.hub_id is None]
 
 

@@ -136,7 +136,7 @@ def list_progress_bar_owners(pipe: Any) -> list[Any]:
 
 
 def list_schedulers(pipe: Any) -> list[Any]:
-    """Return the schedulers that a pipeline may step, first the one that drives its loop."""
+    """Return the schedulers that a pipeline may step, the driver of its loop first."""
     schedulers = [pipe.scheduler]
     for part in vars(pipe).values():
         if not hasattr(part, "set_timesteps") or not hasattr(part, "step"):
@@ -148,7 +148,7 @@ def list_schedulers(pipe: Any) -> list[Any]:
 
 
 def list_denoiser_names(pipe: Any) -> list[str]:
-    """Return a pipeline's attributes with models that it may call in its loop, first its transformer or U-Net.
+    """Return a pipeline's attributes for the models of its loop, first its transformer or U-Net.
 
     A modular pipeline may have names of its own for two checkpoints of a model.
     """
@@ -188,8 +188,7 @@ def find_pipeline_device(pipe: Any) -> torch.device:
 
 
 def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
-    """Return the models that a pipeline calls in its loop, by name: one, or two of a class in turns; unwrapped if
-    compiled.
+    """Return the models of a pipeline's loop, by name: one, or two of a class in turns; unwrapped if compiled.
 
     Raises:
         ModelError: if it has none, or two that differ in their classes.
@@ -447,7 +446,7 @@ def explain_replaced_step_refusal(pipe: Any) -> str | None:
 
 
 def explain_changed_size_refusal(pipe: Any) -> str | None:
-    """Explain why a scheduler that changes the size of latents cannot work with cut latents; None if it does not."""
+    """Explain why a scheduler with changing latent sizes cannot work with cut latents, or None."""
     scales = getattr(pipe.scheduler, "config", {}).get("scale_factors") or ()
     if all(scale == 1 for scale in scales):
         return None
@@ -511,7 +510,7 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool, trusts_code
 
 
 def _guides_each_place_alone(guider: BaseGuidance) -> bool:
-    """Return whether a guider's result at a place of a prediction depends only on that place."""
+    """Return whether a guider computes each place of a prediction from only that place."""
     return _find_guidance_owner(guider) in _PLACEWISE_GUIDERS and not getattr(guider, "guidance_rescale", 0)
 
 
@@ -588,7 +587,7 @@ def _return_state(_: Any, components: Any, state: Any) -> Any:
 
 
 def hide_block_tracebacks(stack: ExitStack, errors: type[Exception]) -> None:
-    """Keep blocks from logging an error that passes through them, with its traceback, until the stack is closed.
+    """Keep blocks from logging passing errors with their traceback, until the stack is closed.
 
     Each block of a tree would log it; the error is reported where it is caught.
     """

@@ -176,7 +176,7 @@ class OutputMemoizer:
         override_attribute(self._stack, module, "forward", forward_once)
 
     def watch_blocks(self, forward: Callable[..., Any], hooks: Sequence[BlockHook]) -> Callable[..., Any]:
-        """Wrap the model's forward so that the first step of patches shows which modules need not run again."""
+        """Wrap the model's forward so that the first step of patches finds the modules to remember."""
         modules = self._list_block_modules(hooks)
         found = self._all_found.within_blocks
         if found is not None:
@@ -203,7 +203,7 @@ class OutputMemoizer:
         return forward_watched
 
     def _list_block_modules(self, hooks: Sequence[BlockHook]) -> dict[str, nn.Module]:
-        """Return the model's own modules within blocks that attend to no tokens, which may be remembered."""
+        """Return the modules within blocks that may be remembered: the model's own, without attention to tokens."""
         modules: dict[str, nn.Module] = {}
         for hook in hooks:
             if hook.name in self._compiled:
@@ -270,7 +270,7 @@ class _SeenCall(NamedTuple):
     values: tuple[Any, ...]
 
     def list_makers(self) -> set[str]:
-        """Return the modules that made some of the inputs."""
+        """Return the makers of the inputs, by name."""
         return {value for value in self.values if isinstance(value, str)}
 
 
@@ -342,7 +342,7 @@ class PatchWatch:
         return frozenset(found)
 
     def _list_makers(self, name: str) -> set[str]:
-        """Return the modules that made the inputs of a module."""
+        """Return the makers of a module's inputs."""
         makers: set[str] = set()
         for (called, _), call in self._first.items():
             if called == name:
@@ -485,7 +485,7 @@ class _SurveyedInputs:
         self.unread: frozenset[int] = frozenset()
 
     def forget_unread(self, read: set[int]) -> None:
-        """Note the tensors that were read in the call of the module."""
+        """Note the tensors read in the call of the module."""
         self.unread = frozenset(id(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)) - read
 
     def are_equal(self, leaves: list[Any]) -> bool:

@@ -191,7 +191,7 @@ def _name_item(item: ast.expr) -> str:
 
 
 def _parse_methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:
-    """Yield the methods of a class that name one of its lists; none if there is no source."""
+    """Yield the methods of a class with one of its lists in their code; none if there is no source."""
     for member in vars(cls).values():
         if not inspect.isfunction(member):
             continue
@@ -223,7 +223,7 @@ def _walk_own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def _find_block_loops(function: ast.FunctionDef) -> Iterator[tuple[str, BlockCall]]:
-    """Yield the lists over which a function loops."""
+    """Yield each list in a loop of a function, with the call of its block."""
     aliases: dict[str, str] = {}
     for node in _walk_own_nodes(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -244,7 +244,7 @@ def _find_block_loops(function: ast.FunctionDef) -> Iterator[tuple[str, BlockCal
 
 
 def _find_loop_lists(iterated: ast.expr, aliases: Mapping[str, str]) -> list[str]:
-    """Return the attributes of `self` over which a loop runs, in order, except those that only set its length."""
+    """Return the attributes of `self` in a loop's iterable, in order, except those that only set its length."""
     if isinstance(iterated, ast.Subscript):
         return _find_loop_lists(iterated.value, aliases)
     if isinstance(iterated, ast.Call):

@@ -56,8 +56,7 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
 
 
 def explain_branch_refusal(model: nn.Module) -> str | None:
-    """Explain why hooks on a model need all calls of a step, as they count and remember over guidance branches; or
-    None."""
+    """Explain why hooks on a model need all calls of a step (they remember over guidance branches), or None."""
     for where, hook in _list_hooks(model):
         # diffusers' other caches have a memory for each context of the pipeline, "cond" and "uncond".
         if hook._is_stateful and not hasattr(hook, "state_manager"):
@@ -69,7 +68,7 @@ def explain_branch_refusal(model: nn.Module) -> str | None:
 
 
 def _list_fitting_hooks(plan: Plan, steps: int | None) -> tuple[type[ModelHook], ...]:
-    """Return the classes of hooks that are right under a plan."""
+    """Return the classes of hooks with right results under a plan."""
     # A patch would get the state that the hook remembers from the previous patch.
     if plan.attends_to_stale_keys and (steps is None or plan.warmup < steps):
         return ()
