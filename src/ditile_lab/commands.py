@@ -106,7 +106,7 @@ def _run_calibrate_command(arguments: argparse.Namespace) -> int:
 
 
 def _check_profile_path(options: CalibrateOptions) -> None:
-    """Raises `ModelError` unless the profile can be written."""
+    """Raise `ModelError` unless the profile can be written."""
     if options.out is not None:
         path = Path(options.out)
     else:

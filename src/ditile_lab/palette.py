@@ -15,7 +15,7 @@ NAMES = {
     "ulysses": "Ulysses",
     "tensor": "tensor",
 }
-"""Degree of a plan -> the name of its paper."""
+"""Degree of a plan -> its name in its paper."""
 COLOURS = {
     "pipefusion": "#4477aa",
     "distrifusion": "#ee6677",
@@ -25,15 +25,15 @@ COLOURS = {
     "cfg": "#aa3377",
     "data": "#bbbbbb",
 }
-"""A plan of several methods has the colour of the first of them in this order."""
+"""A plan with several methods has the colour of the first of them in this order."""
 ONE_RANK_COLOUR = "#777777"
 MARKERS = "osD^vP*XhdHp<>8"
 SHADES = (0.0, 0.45, 0.7, 0.25)
-"""How far towards white the colours of the first and further plans of one method are."""
+"""The share of white in the colours of the first and further plans of one method."""
 
 
 def choose_plan_colour(plan: str) -> str:
-    """The colour of a plan's method, as `#rrggbb`."""
+    """Return the colour of a plan's method, in the form `#rrggbb`."""
     parsed = Plan.parse(plan)
     for axis, colour in COLOURS.items():
         if getattr(parsed, axis) > 1:
@@ -42,12 +42,12 @@ def choose_plan_colour(plan: str) -> str:
 
 
 def assign_plan_colours(plans: Iterable[str]) -> dict[str, str]:
-    """Plan -> colour: the colour of its method, lighter for the second and further plans of a method."""
+    """Return plan -> colour: the colour of its method, lighter for the second and further plans of a method."""
     colours: dict[str, str] = {}
     counts: dict[str, int] = {}
     for plan in dict.fromkeys(plans):
         colour = choose_plan_colour(plan)
-        # Two plans of one method must be told apart.
+        # A lighter colour tells two plans of one method apart.
         count = counts.get(colour, 0)
         lighter = "#"
         for start in (1, 3, 5):

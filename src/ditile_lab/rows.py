@@ -1,4 +1,4 @@
-"""Files of rows, which measurements resume: a line of JSON for each thing that was measured, as soon as it is known."""
+"""Files of rows, from which measurements resume: a line of JSON for each measured thing, written at once."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Row = dict[str, Any]
 
 
 def list_values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
-    """A field of each row that has it."""
+    """Return a field of each row that has it."""
     return [row[name] for row in rows if row.get(name) is not None]
 
 
 class RowFile:
-    """A file of rows, of which a process that was killed may have left one unfinished.
+    """A file of rows, in which a killed process may have left one row unfinished.
 
     Args:
         path: the file; it need not exist.
-        first_field: the first field of every row, by which an unfinished one is known.
+        first_field: the first field of every row, by which an unfinished one is recognized.
     """
 
     def __init__(self, path: Path, first_field: str) -> None:
@@ -34,10 +34,10 @@ class RowFile:
         self._beginning = f'{{"{first_field}": '
 
     def read(self) -> list[Row]:
-        """All rows, without those that were cut off.
+        """Read all rows, without those that were cut off.
 
         Raises:
-            LoadError: if the file cannot be read, or has a line that is no row.
+            LoadError: if the file cannot be read, or has a line that is not a row.
         """
         if not self.path.exists():
             return []
@@ -53,7 +53,7 @@ class RowFile:
             try:
                 row = files.parse_json(line)
             except ValueError as error:
-                # Such a line is measured again, as if it were not there.
+                # A line that was cut off is ignored, so its row is measured again.
                 if line.startswith(self._beginning) or self._beginning.startswith(line):
                     continue
                 raise LoadError(
@@ -65,7 +65,7 @@ class RowFile:
         return rows
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Adds rows at the end; the folder must exist."""
+        """Append rows at the end; the folder must exist."""
         text = "".join(json.dumps(row) + "\n" for row in rows)
         with self.path.open("a+b") as file:
             # A line that was cut off must not become the beginning of a new one.
@@ -76,5 +76,5 @@ class RowFile:
             file.write(text.encode())
 
     def replace(self, rows: Iterable[Row]) -> None:
-        """Writes these rows instead of what the file has, all at once."""
+        """Replace the file's rows by these, all at once."""
         files.write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))

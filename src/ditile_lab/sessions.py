@@ -1,4 +1,4 @@
-"""What sessions of measurements share: pipelines that take turns on the same ranks, and facts of the machine.
+"""Common parts of measuring sessions: pipelines that take turns on the same ranks, and facts of the machine.
 
 In a session the plain pipeline on rank 0 and a runner for each plan stay in memory and generate in turns, so that a
 machine that becomes slower favours none of them.
@@ -34,7 +34,7 @@ from ditile.runner.runner import Runner, parallelize
 
 Item = TypeVar("Item")
 PLAIN = ""
-"""In place of a plan: the plain pipeline on one rank."""
+"""Stands in place of a plan for the plain pipeline on one rank."""
 SHARED_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "vae")
 
 
@@ -44,14 +44,14 @@ class TurnPipelines:
     By default plans share the plain pipeline's text encoders and VAE, and all of it if they divide no weights.
 
     Args:
-        create_pipeline: (plan) -> what this rank needs of the pipeline for the plan; the whole for None.
+        create_pipeline: (plan) -> this rank's part of the pipeline for the plan; the whole for None.
         plans: the plans, as text.
         with_plain: whether the plain pipeline has turns.
-        share_plain: whether plans share parts of it; it must have no cache of its own then.
+        share_plain: whether plans share parts of it; it must not have its own cache then.
         cores: the cores that the plain pipeline may use; None is all.
 
     Attributes:
-        plain: the plain pipeline, where this rank has it.
+        plain: the plain pipeline, if this rank has it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TurnPipelines:
             self.runners[str(plan)] = parallelize(pipe, plan, device=device, groups=communicators)
 
     def _share_parts(self, pipe: Any, plan: Plan) -> None:
-        # Where ranks divide the text encoders, this rank may hold only a part of them.
+        # If ranks divide the text encoders, this rank may hold only a part of them.
         if self.plain is None or plan.text != "each":
             return
         parts = {name: getattr(self.plain, name, None) for name in SHARED_PARTS}
@@ -94,7 +94,7 @@ class TurnPipelines:
 
     @contextmanager
     def prepare_turn(self, plan: str, cache_arguments: Mapping[str, Any], label: str = "") -> Iterator[Any]:
-        """Waits until all ranks are ready, and yields the runner or the plain pipeline; None if this rank only waits.
+        """Wait until all ranks are ready, and yield the runner or the plain pipeline; None if this rank only waits.
 
         Args:
             plan: of the turn, or `PLAIN`.
@@ -115,18 +115,18 @@ class TurnPipelines:
                     stack.callback(model.register_forward_pre_hook(lambda *_: env.report_progress()).remove)
             if target is not None:
                 stack.enter_context(use_cache_within(target, cache_arguments, label))
-            # After the cache is enabled, so that its seconds count on no rank.
+            # This comes after the cache is enabled, so that its seconds count on no rank.
             wait_for_all_ranks()
             yield target
 
 
 def _uses_whole_pipeline(plan: Plan) -> bool:
-    """Whether a plan leaves the whole pipeline on every rank, so that plans can share it."""
+    """Return whether a plan leaves the whole pipeline on every rank, so that plans can share it."""
     return not plan.divides_weights and plan.text == "each"
 
 
 def rotate(items: Sequence[Item], number: int) -> list[Item]:
-    """The items in the order of a round: each round begins with another one, as a machine may be faster then."""
+    """Rotate the items of a round: each round begins with another one, since a machine may be faster at first."""
     if not items:
         return []
     first = number % len(items)
@@ -134,8 +134,8 @@ def rotate(items: Sequence[Item], number: int) -> list[Item]:
 
 
 def time_call(call: Callable[[], Item], device: torch.device) -> tuple[Item, float]:
-    """The result of a call, and its seconds until the device has finished."""
-    # A GPU computes asynchronously: what was started before must not count.
+    """Return a call's result, and its seconds until the device has finished."""
+    # A GPU computes asynchronously, and earlier work must not count.
     synchronize(device)
     began = time.perf_counter()
     result = call()
@@ -144,14 +144,14 @@ def time_call(call: Callable[[], Item], device: torch.device) -> tuple[Item, flo
 
 
 def wait_for_all_ranks() -> None:
-    """Waits until all ranks of the group have called this. It needs no GPU: a barrier of NCCL would."""
+    """Wait until all ranks of the group have called this. Unlike NCCL's barrier, it needs no GPU."""
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))
 
 
 @contextmanager
 def use_cache_within(target: Any, configs: Mapping[str, Any], label: str = "") -> Iterator[None]:
-    """Gives a pipeline or runner a cache within the context; no cache if the cache_config is None.
+    """Give a pipeline or runner a cache within the context; no cache if the cache_config is None.
 
     Args:
         configs: the keyword arguments of `enable_cache`.
@@ -165,7 +165,7 @@ def use_cache_within(target: Any, configs: Mapping[str, Any], label: str = "") -
         return
     try:
         with warnings.catch_warnings():
-            # A cache that skips nothing would be measured as one that costs time.
+            # A cache that skips nothing would be measured only for its cost.
             warnings.simplefilter("error", IdleCacheWarning)
             enable_cache(target, **configs)
     except IdleCacheWarning as warning:
@@ -179,13 +179,13 @@ def use_cache_within(target: Any, configs: Mapping[str, Any], label: str = "") -
 
 @contextmanager
 def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]:
-    """Yields a function that returns, after a call of the pipeline, the seconds of each part of its loop.
+    """Yield a function that returns the seconds of each part of a loop, after a call of the pipeline.
 
-    The parts are the calls of the transformer and the times between them. The last step of the scheduler, which a
-    runner's loop has too, is not included.
+    The parts are the calls of the transformer and the times between them. The last step of the scheduler, which is part
+    of a runner's loop, is not included.
     """
     trace = GenerationTrace()
-    # Two marks a call: the time between two calls is a part too, as in a runner's loop.
+    # With two marks per call, the time between two calls is also a part, like in a runner's loop.
     trace.on = True
     hooks = [
         model.register_forward_pre_hook(lambda *_: trace.mark_step()),
@@ -199,21 +199,21 @@ def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]
 
 
 def list_allowed_cores() -> list[int] | None:
-    """The cores that this process may use; None if the system does not say."""
+    """Return the cores that this process may use; None if the system does not list them."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     return sorted(os.sched_getaffinity(0))
 
 
 def bind_to_cores(cores: Iterable[int] | None) -> None:
-    """Lets this process use these cores only; changes nothing for None."""
+    """Restrict this process to these cores; None changes nothing."""
     if cores is not None:
         os.sched_setaffinity(0, cores)
 
 
 @contextmanager
 def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
-    """Lets this process use any of `cores`, by default all, although `launch` has bound it to its own cores."""
+    """Let this process use any of `cores`, by default all, although `launch` has bound it to its own cores."""
     own_cores = list_allowed_cores()
     if own_cores is None:
         yield
@@ -228,9 +228,9 @@ def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
 
 
 def collect_machine_facts(device: str | None) -> dict[str, Any]:
-    """Processor, GPUs and versions of this machine; `device` is the one that was chosen, if any."""
+    """Collect processor, GPUs and versions of this machine; `device` is the user's choice, if any."""
     gpus = []
-    # Without a GPU, or on the CPU although there is one, no GPU belongs to the facts.
+    # Without a GPU, or on the CPU despite one, no GPU belongs to the facts.
     if torch.cuda.is_available() and not (device or "cuda").startswith("cpu"):
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
@@ -245,7 +245,7 @@ def collect_machine_facts(device: str | None) -> dict[str, Any]:
 
 
 def read_load_average() -> float | None:
-    """The mean number of runnable processes in the last minute; None if the system does not say."""
+    """Return the mean number of runnable processes in the last minute; None if the system does not report it."""
     if not hasattr(os, "getloadavg"):
         return None
     return os.getloadavg()[0]

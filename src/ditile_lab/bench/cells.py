@@ -1,4 +1,4 @@
-"""A cell: one thing that is measured. It is a plan, a cache (or none) and a size."""
+"""A cell: one measured combination of a plan, a cache (or none) and a size."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 
 ONE_RANK = ""
-"""In place of a plan: the plain pipeline on one rank."""
+"""Stands in place of a plan for the plain pipeline on one rank."""
 
 
 class BenchCell(NamedTuple):
-    """One thing that is measured.
+    """One measured combination.
 
     Attributes:
-        plan: as `str(Plan)` writes it, or `ONE_RANK`.
-        cache: a line that `parse_cache_line` reads; "" is no cache.
+        plan: in the form of `str(Plan)`, or `ONE_RANK`.
+        cache: a line for `parse_cache_line`; "" is no cache.
         height, width: pixels; None is the model's own size.
     """
 
@@ -29,34 +29,34 @@ class BenchCell(NamedTuple):
 
     @property
     def plan_object(self) -> Plan:
-        """The plan."""
+        """Return the plan."""
         if self.plan == ONE_RANK:
             return Plan()
         return Plan.parse(self.plan)
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.plan_object.world
 
     @property
     def num_images(self) -> int:
-        """The number of images of a call: one for each replica."""
+        """Return the number of images in a call: one for each replica."""
         return self.plan_object.data
 
     @property
     def cache_configs(self) -> dict[str, Any]:
-        """The keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
+        """Return the keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
         return parse_cache_line(self.cache or NO_CACHE)
 
     @property
     def one_rank_baseline(self) -> BenchCell:
-        """The cell that this one is compared with: the plain pipeline at the same size."""
+        """Return the cell for comparison: the plain pipeline at the same size."""
         return BenchCell(ONE_RANK, "", self.height, self.width)
 
     @property
     def display_label(self) -> str:
-        """Plan and cache, for people."""
+        """Return plan and cache as text for people."""
         label = self.plan or "one rank"
         if self.cache:
             label += f" | {self.cache}"
@@ -64,7 +64,7 @@ class BenchCell(NamedTuple):
 
 
 def parse_cells(lines: str) -> list[BenchCell]:
-    """The cells of `pipefusion=2 patches=4; ulysses=2 | F=1 W=4 R=0.12`, each once.
+    """Parse the cells of `pipefusion=2 patches=4; ulysses=2 | F=1 W=4 R=0.12`, each once.
 
     Raises:
         PlanError: if there is no plan, or one cannot be read.
@@ -90,9 +90,9 @@ def _parse_cell(line: str) -> BenchCell:
 
 
 def group_cells_by_world(cells: Iterable[BenchCell]) -> Mapping[int, list[BenchCell]]:
-    """Cells by the number of ranks that they need, most first."""
+    """Group cells by the number of ranks that they need, most first."""
     cells_by_world: dict[int, list[BenchCell]] = {}
     for cell in cells:
         cells_by_world.setdefault(cell.num_ranks, []).append(cell)
-    # Plans of many ranks are the likeliest to fail, and then do so at once.
+    # Plans of many ranks are the likeliest to fail, and then they fail at once.
     return dict(sorted(cells_by_world.items(), reverse=True))

@@ -55,13 +55,13 @@ class BenchResult:
 
 
 def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
-    """Measures what the folder lacks, and writes rows and figures. It returns None on torchrun's other ranks.
+    """Measure the runs missing in the folder, and write rows and figures. Returns None on torchrun's other ranks.
 
     Raises:
         DitileError: if a plan, a size or a cache does not fit; nothing was measured or written then.
     """
     silence_libraries()
-    # Before ranks are started: each of them would refuse it.
+    # This comes before ranks are started, because each of them would refuse the device.
     pick_device(work.device, 0)
     profile = load_prediction_profile(compared)
     if compared.alone:
@@ -71,7 +71,7 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
     ranks = _count_sweep_ranks(compared)
     cells_by_sweep = _list_cells_by_sweep(compared, work, subject, ranks)
     cells = _flatten(cells_by_sweep.values())
-    # Before ranks are started: it raises for cells that do not fit.
+    # This comes before ranks are started, because it raises for cells that do not fit.
     jobs = {cell: subject.make_cost_job(cell) for cell in _add_baselines(cells)}
     most_ranks = _count_ranks_to_start(cells)
     task = _build_bench_task(compared, work, subject, jobs, most_ranks)
@@ -94,7 +94,7 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
 
 
 def _flatten(groups: Iterable[Sequence[BenchCell]]) -> list[BenchCell]:
-    """The cells of all groups, each once."""
+    """Return the cells of all groups, each once."""
     cells: list[BenchCell] = []
     for group in groups:
         cells += group
@@ -102,7 +102,7 @@ def _flatten(groups: Iterable[Sequence[BenchCell]]) -> list[BenchCell]:
 
 
 def _add_baselines(cells: Iterable[BenchCell]) -> list[BenchCell]:
-    """The cells, each after the plain pipeline of its size."""
+    """Return the cells, each after the plain pipeline of its size."""
     return _flatten([cell.one_rank_baseline, cell] for cell in cells)
 
 
@@ -134,8 +134,8 @@ def _write_results(
     predictions: Mapping[str, runs.Prediction],
     remarks: list[str],
 ) -> BenchResult:
-    """Writes rows and figures of all runs in the folder."""
-    # All runs in the folder, including runs of earlier calls.
+    """Write rows and figures of all runs in the folder."""
+    # These are all runs in the folder, including runs of earlier calls.
     rows = runs.summarize_runs(runs.read_runs(compared.out), predictions)
     files = [runs.write_bench_rows(compared.out, rows)]
     row_by_key = {row["key"]: row for row in rows}
@@ -161,7 +161,7 @@ def _write_results(
 
 
 def _count_sweep_ranks(compared: Comparison) -> int:
-    """The ranks of a sweep: as given, torchrun's, or one for each GPU and at least two."""
+    """Return the number of ranks in a sweep: the user's, torchrun's, or one for each GPU and at least two."""
     if compared.ranks is not None:
         return compared.ranks
     place = env.read_torchrun_place()
@@ -173,7 +173,7 @@ def _count_sweep_ranks(compared: Comparison) -> int:
 def _list_cells_by_sweep(
     compared: Comparison, work: Workload, subject: BenchSubject, ranks: int
 ) -> dict[str, list[BenchCell]]:
-    """The cells of each sweep."""
+    """Return the cells of each sweep."""
     if compared.plans is not None:
         cells = parse_cells(compared.plans)
         return {PLANS: [cell._replace(height=work.height, width=work.width) for cell in cells]}
@@ -185,7 +185,7 @@ def _list_cells_by_sweep(
         fits = _make_fit_check(subject, *sizes[0])
         cells_by_sweep[name] = sweeps.list_sweep_cells(name, ranks, sizes, fits)
         if not cells_by_sweep[name]:
-            # It raises if the size, and not the plans, is what does not fit.
+            # It raises if the size does not fit, rather than the plans.
             subject.make_cost_job(BenchCell(str(Plan()), "", *sizes[0]))
             raise PlanError(f"sweep {name!r}: no plan of {ranks} ranks fits {subject.name}; try other --ranks")
     return cells_by_sweep
@@ -198,7 +198,7 @@ def _make_fit_check(subject: BenchSubject, height: int | None, width: int | None
 def _choose_sweep_sizes(
     compared: Comparison, work: Workload, subject: BenchSubject
 ) -> list[tuple[int | None, int | None]]:
-    """(height, width) of squares, the smallest first."""
+    """Return (height, width) of squares, the smallest first."""
     if compared.sizes is not None:
         return [(side, side) for side in sorted(set(compared.sizes))]
     side = work.height or subject.get_native_side()
@@ -208,7 +208,7 @@ def _choose_sweep_sizes(
 
 
 def _count_ranks_to_start(cells: Sequence[BenchCell]) -> int:
-    """The number of ranks of the largest plan. Raises `PlanError` if torchrun started fewer."""
+    """Return the number of ranks in the largest plan. Raises `PlanError` if torchrun started fewer."""
     most = max(cell.num_ranks for cell in cells)
     place = env.read_torchrun_place()
     if place is not None and most > place.world:
@@ -223,7 +223,8 @@ def _build_bench_task(
     jobs: Mapping[BenchCell, PlannedCall | None],
     most_ranks: int,
 ) -> BenchTask:
-    # Ranks of the largest plan divide the cores; smaller plans get as many threads, so that seconds compare.
+    # The cores are divided among the ranks of the largest plan; smaller plans get as many threads, so that seconds
+    # compare.
     threads = work.threads or max(1, cpus.count_usable_cores() // most_ranks)
     job = {
         "model": subject.name,
@@ -252,9 +253,9 @@ def _build_bench_task(
 
 
 def _run_sessions(task: BenchTask, most_ranks: int) -> None:
-    """Runs the session on torchrun's ranks, or on new ones; on none if nothing is missing."""
+    """Run the session on torchrun's ranks, or on new ones; on none if nothing is missing."""
     if env.read_torchrun_place() is not None:
-        # Also where nothing is missing: only rank 0 knows that.
+        # The session runs even if nothing is missing, because only rank 0 knows that.
         run_session(task)
     elif task.missing:
         world = max(group_cells_by_world(task.missing))
@@ -265,7 +266,7 @@ def _run_sessions(task: BenchTask, most_ranks: int) -> None:
 def _list_unfit_plans(
     compared: Comparison, work: Workload, subject: BenchSubject, ranks: int, cells: Sequence[BenchCell]
 ) -> list[str]:
-    """Plans of the sweeps that do not fit the model."""
+    """Return the plans of the sweeps that do not fit the model."""
     fits = _make_fit_check(subject, work.height, work.width)
     measured = {cell.plan for cell in cells}
     unfit = {}
@@ -277,10 +278,10 @@ def _list_unfit_plans(
 
 
 def load_prediction_profile(compared: Comparison) -> Profile | None:
-    """The profile for predictions; None if no machine is named and this one was never calibrated.
+    """Load the profile for predictions; None if no machine is named and this one was never calibrated.
 
     Raises:
-        PlanError, ModelError: if it is not known, or a file is no profile.
+        PlanError, ModelError: if it is unknown, or a file is not a profile.
     """
     if compared.hardware is None and compared.profile is None and not env.find_profile_path().exists():
         return None
@@ -290,7 +291,7 @@ def load_prediction_profile(compared: Comparison) -> Profile | None:
 def predict_cells(
     subject: BenchSubject, jobs: Mapping[BenchCell, PlannedCall | None], profile: Profile
 ) -> dict[BenchCell, runs.Prediction]:
-    """Predicts the cells that have a job, except of more ranks than those whose devices are known."""
+    """Predict the cells that have a job, except those with more ranks than known devices."""
     predictions = {}
     for cell, job in jobs.items():
         if job is not None and profile.knows_ranks(job.plan.world):
@@ -301,12 +302,12 @@ def predict_cells(
 def predict_cell(
     subject: BenchSubject, cell: BenchCell, job: PlannedCall, profile: Profile, ranks_per_host: int | None = None
 ) -> runs.Prediction:
-    """Predicts a cell; not the seconds of a cache that decides by measured differences.
+    """Predict a cell, except the seconds of a cache that decides by measured differences.
 
     Args:
-        ranks_per_host: if they are on several hosts, whose link the profile has.
+        ranks_per_host: set if they are on several hosts; the profile then has their link.
     """
-    # A profile is of one type of numbers; the bytes of messages depend on it.
+    # A profile is made for one type of numbers, and the bytes of messages depend on it.
     job = replace(job, shape=replace(job.shape, element_size=profile.element_size))
     arguments = subject.make_planning_arguments(cell)
     pricer = make_pricer(subject.planner_subject, arguments, profile, ranks_per_host)
@@ -316,11 +317,11 @@ def predict_cell(
         forecast = cache.get("calibrator_config")
         skips = predict_skipped_steps(cache["cache_config"], job.shape.steps, forecast=forecast)
     except PlanError:
-        # Which steps the cache skips depends on measured differences.
+        # The steps that the cache skips depend on measured differences.
         skips = None
     if skips is not None:
         seconds = pricer.price_call(job, skips).latency_s
-    # The planner counts no memory of caches, and the plain pipeline has no plan.
+    # The planner does not count the memory of caches, and the plain pipeline has no plan.
     if cell.cache or cell.plan == ONE_RANK:
         return runs.Prediction(seconds, None)
     peaks = []

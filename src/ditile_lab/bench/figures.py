@@ -22,11 +22,11 @@ from ditile_lab.bench.tables import make_rows_title
 from ditile_lab.palette import NAMES, choose_plan_colour
 from ditile_lab.rows import Row, list_values
 
-# Without a display; before the first figure is made.
+# This backend needs no display, and must be set before the first figure is made.
 matplotlib.use("Agg")
 
 WIDTH = 7.2
-"""Inches: a page."""
+"""Inches, the width of a page."""
 STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -51,7 +51,7 @@ DIAMOND: Any = {
 
 
 def draw_bench_figure(sweep: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draws the bars of a sweep; returns the files, none if it has no plan.
+    """Draw the bars of a sweep; return the files, none if it has no plan.
 
     Args:
         sweep: the beginning of the files' names.
@@ -65,7 +65,7 @@ def draw_bench_figure(sweep: str, rows: Sequence[Row], folder: Path) -> list[Pat
 
 
 def save_bench_figure(figure: Any, stem: Path) -> list[Path]:
-    """Writes a figure as PNG and SVG and closes it; returns the files."""
+    """Write a figure as PNG and SVG and close it; return the files."""
     png = stem.with_name(f"{stem.name}.png")
     svg = stem.with_name(f"{stem.name}.svg")
     save_figure(figure, png, dpi=160, bbox_inches="tight", metadata=None)
@@ -76,12 +76,12 @@ def save_bench_figure(figure: Any, stem: Path) -> list[Path]:
 
 
 def list_plan_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows of plans, without the rows of one rank."""
+    """Return the rows of plans, without the rows of one rank."""
     return [row for row in rows if row["plan"] != ONE_RANK]
 
 
 def draw_latency_bars(rows: Sequence[Row]) -> Any:
-    """Draws a bar for each plan, and the plain pipeline as a line."""
+    """Draw a bar for each plan, and the plain pipeline as a line."""
     plans = list_plan_rows(rows)
     figure, axes = create_bar_axes(len(plans))
     for place, row in enumerate(plans):
@@ -104,7 +104,7 @@ def draw_latency_bars(rows: Sequence[Row]) -> Any:
     axes.set_yticks(range(len(plans)), _label_plan_rows(plans))
     axes.set_xlim(0, 1.05 * find_most_seconds(rows))
     axes.set_xlabel("seconds of a call (speed-up: images per second)")
-    # Empty bars, for the legend.
+    # These empty bars are for the legend.
     axes.barh(0, 0, color="#555555", label="denoising loop")
     axes.barh(0, 0, color="#555555", alpha=0.35, label="text and decode")
     if any(list_values(plans, "cache")):
@@ -116,21 +116,21 @@ def draw_latency_bars(rows: Sequence[Row]) -> Any:
 
 
 def find_most_seconds(rows: Sequence[Row]) -> float:
-    """The most seconds of rows, measured or predicted, for the end of an axis."""
+    """Return the most seconds in the rows, measured or predicted, for the end of an axis."""
     return float(max(max(row["highest_s"], row.get("predicted_loop_s", 0.0)) for row in rows))
 
 
 def create_bar_axes(count: int) -> tuple[Any, Any]:
     figure, axes = plt.subplots(figsize=(WIDTH, 0.29 * count + 1.1))
     axes.grid(axis="x")
-    # Upside down, so that the first row is on top.
+    # The axis is upside down, so that the first row is on top.
     axes.set_ylim(count - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     return figure, axes
 
 
 def _label_plan_rows(rows: Sequence[Row]) -> list[str]:
-    """The labels of rows: the method, or only the cache if the row above has the same method."""
+    """Return the labels of rows: the method, or only the cache if the row above has the same method."""
     sizes = {(row["height"], row["width"]) for row in rows}
     labels = []
     above = None
@@ -149,15 +149,15 @@ def _label_plan_rows(rows: Sequence[Row]) -> list[str]:
 
 
 def label_whiskers(axes: Any) -> None:
-    """Adds whiskers to the legend, by a point that is nowhere."""
+    """Add whiskers to the legend, through an invisible point."""
     style = {"color": "#333333", "capsize": 2, "lw": 0.9, "ls": "none"}
     axes.errorbar([math.nan], [math.nan], xerr=[1], label="slowest and fastest round", **style)
 
 
 def place_legend_below(axes: Any, columns: int = 3, below: float = -0.48) -> None:
-    """Places the legend below the axes; `below` is for axes of 100 pixels, because labels need a fixed space."""
+    """Place the legend below the axes; `below` is for axes of 100 pixels, because labels need a fixed space."""
     handles, labels = axes.get_legend_handles_labels()
-    # A label once, although every bar has it.
+    # A label appears once, although every bar has it.
     handle_by_label = dict(zip(labels, handles, strict=True))
     if handle_by_label:
         axes.legend(
@@ -171,7 +171,7 @@ def place_legend_below(axes: Any, columns: int = 3, below: float = -0.48) -> Non
 
 
 def describe_row_method(row: Row, *, with_counts: bool = True) -> str:
-    """A row's plan and cache, in words: `PipeFusion, M = 4, pipelined warmup | F=1 W=4`.
+    """Describe a row's plan and cache in words: `PipeFusion, M = 4, pipelined warmup | F=1 W=4`.
 
     Args:
         with_counts: also name degrees, M, W and the number of images.

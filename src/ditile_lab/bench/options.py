@@ -1,4 +1,4 @@
-"""The options of `ditile bench`: what is compared, and on which work. Nothing here imports torch."""
+"""The options of `ditile bench`: the comparison and the measured work. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANDOM = "random-"
 
 @options()
 class Comparison:
-    """What is compared.
+    """The plans and caches that are compared.
 
     Raises:
         PlanError, ModelError: if a value is out of its range, or two of them contradict each other.
@@ -67,7 +67,7 @@ class Comparison:
             raise PlanError(f"recorded={self.recorded} is for --alone; other ranks record where that is faster")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
-        # Ranks alone have no figure.
+        # Ranks measured alone have no figure.
         if not self.no_figures and not self.alone:
             require_extra("plots", "the figure of a bench", instead=", or give --no-figures")
 
@@ -83,9 +83,9 @@ class Comparison:
             raise PlanError("--sizes are for --sweep resolution; give --height and --width")
 
     def check_output_folder(self, *others: Any) -> None:
-        """Raises `ModelError` unless the folder can be written, over no file that this and `others` read."""
+        """Raise `ModelError` unless the folder is writable, without overwriting a file read by this or `others`."""
         folder = Path(self.out)
-        # The functions of os.path are False for a name that is too long, for which methods of Path raise.
+        # The functions of os.path return False for a name that is too long, but methods of Path raise.
         names = [""]
         if os.path.exists(folder):
             if not folder.is_dir():
@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def sweep_names(self) -> list[str]:
-        """The names of the sweeps."""
+        """Return the names of the sweeps."""
         if self.sweep is None:
             return []
         return [name.strip() for name in self.sweep.split(",")]
@@ -121,5 +121,5 @@ class Workload(DeviceOptions, ModelOptions):
 
     @property
     def has_random_weights(self) -> bool:
-        """Whether the model is one of random weights."""
+        """Return whether the model has random weights."""
         return self.model.startswith(RANDOM)

@@ -1,4 +1,4 @@
-"""Models of random weights and no text encoder: diffusers classes of any width, for machines without checkpoints.
+"""Models with random weights and no text encoder: diffusers classes of any width, for machines without checkpoints.
 
 random-pixart blocks=16 heads=8 head_dim=32      batched guidance, 300 text tokens
 random-flux blocks=57 heads=24 head_dim=128      embedded guidance, 512 text tokens, a third of the blocks double
@@ -50,7 +50,7 @@ class RandomModel:
 
     @classmethod
     def parse_model_name(cls, text: str) -> RandomModel:
-        """The model that a name such as `random-pixart blocks=16` stands for.
+        """Parse a model name such as `random-pixart blocks=16`.
 
         Raises:
             ModelError: if the name is not known, or a size cannot be read.
@@ -80,11 +80,11 @@ class RandomModel:
 
     @property
     def pipeline_class(self) -> type:
-        """Its class of diffusers' pipelines."""
+        """Return the model's class of diffusers' pipelines."""
         return PixArtSigmaPipeline if self.family == "pixart" else FluxPipeline
 
     def create_transformer(self, size: int) -> Any:
-        """The transformer for images of `size` pixels a side, with random weights."""
+        """Create the transformer for images of `size` pixels a side, with random weights."""
         width = self.heads * self.head_dim
         if self.family == "pixart":
             pixart: Any = PixArtTransformer2DModel(
@@ -113,7 +113,7 @@ class RandomModel:
         return flux.eval()
 
     def create_pipeline(self, size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Any:
-        """The pipeline with random weights, the same on every rank.
+        """Create the pipeline with random weights, the same on every rank.
 
         Args:
             size: pixels of a side.
@@ -156,15 +156,15 @@ class RandomModel:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> CallArguments:
-        """The arguments of a call that returns latents. PixArt has batched guidance, FLUX has embedded guidance.
+        """Make the arguments of a call that returns latents. PixArt has batched guidance, FLUX has embedded guidance.
 
         Args:
             height, width: pixels.
             steps: denoising steps.
             dtype: of the embeddings.
-            device: of the embeddings, as pipelines do not move what they are given; by default the CPU.
+            device: of the embeddings, because pipelines do not move their inputs; by default the CPU.
         """
-        # Other numbers than the noise, which has a seed of its own.
+        # These numbers differ from the noise, which has its own seed.
         generator = torch.Generator().manual_seed(1)
         call = {
             "height": height,

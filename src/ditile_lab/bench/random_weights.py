@@ -24,12 +24,12 @@ from ditile_lab.bench.options import RANDOM
 MODELS = ("transformer", "transformer_2", "vae")
 """The models that get random weights; pipelines with others are refused."""
 CONFIG_OF_WORD = {"blocks": "num_layers", "heads": "num_attention_heads"}
-"""Word of a name -> what it is in the config of a transformer."""
+"""Word of a name -> its field in the config of a transformer."""
 
 
 @dataclass(frozen=True)
 class PublishedConfigs:
-    """A published model, with other sizes of its transformer where a name says so.
+    """A published model, with other sizes of its transformer if its name gives them.
 
     Attributes:
         sizes: word -> number, such as ("blocks", 2).
@@ -40,7 +40,7 @@ class PublishedConfigs:
 
     @classmethod
     def find_by_model_name(cls, text: str) -> PublishedConfigs | None:
-        """The model that a name such as `random-qwen-image blocks=4` stands for; None if it names no published model.
+        """Parse a name such as `random-qwen-image blocks=4`; return None if it names no published model.
 
         Raises:
             ModelError: if a size cannot be read, or the model cannot have random weights.
@@ -64,10 +64,10 @@ class PublishedConfigs:
         return " ".join([RANDOM + self.model, *sizes])
 
     def read_configs(self) -> PipelineConfigs:
-        """Its configs, with the sizes of the name.
+        """Read the model's configs, with the sizes of the name.
 
         Raises:
-            ModelError: if the config has no such size, or the pipeline has models that get no random weights.
+            ModelError: if the config has no such size, or the pipeline has models that cannot get random weights.
         """
         configs = PipelineConfigs.read_source(CONFIGS / self.model)
         if configs.pipeline.__name__ not in read_prompt_table():
@@ -84,10 +84,10 @@ class PublishedConfigs:
         return replace(configs, transformer=transformer)
 
     def create_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The pipeline without text encoders, whose weights are the same on every rank.
+        """Create the pipeline without text encoders, with the same weights on every rank.
 
         Args:
-            device: where they are created.
+            device: where the weights are created.
         """
         configs = self.read_configs()
         torch.manual_seed(0)
@@ -104,7 +104,7 @@ class PublishedConfigs:
 
 
 def make_random_arguments(pipe: Any, call: CallArguments, dtype: torch.dtype, device: torch.device) -> CallArguments:
-    """The arguments of a call with random embeddings in place of its prompts, the same every time."""
+    """Make the arguments of a call with random embeddings in place of its prompts, always the same."""
     generator = torch.Generator().manual_seed(1)
 
     def make_embeddings(*lengths: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def make_random_arguments(pipe: Any, call: CallArguments, dtype: torch.dtype, de
     recorder = PipelineRecorder(pipe, build_block_hooks(pipe.transformer, UNKNOWN_MODEL))
     arguments = recorder.make_arguments(call, make_embeddings)
     for name, value in arguments.items():
-        # Masks are made on the CPU.
+        # Masks are made on the CPU and have to be moved.
         if isinstance(value, torch.Tensor):
             arguments[name] = value.to(device)
     return arguments | {"generator": torch.Generator().manual_seed(0)}

@@ -1,7 +1,7 @@
 """Runs and rows: each run is a line of JSON in a folder, and each row summarizes the runs with the same key.
 
 A line is {"key": {...}, "seconds": .., "one_rank_s": ..} for a counted run, or {"key": {...}, "memory": [..]}. The key
-has all facts on which the seconds may depend. Runs that the folder has are not measured again.
+has all facts on which the seconds may depend. Runs that are already in the folder are not measured again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = "rows.jsonl"
 
 
 class Prediction(NamedTuple):
-    """The prediction for a cell; None for what cannot be predicted.
+    """The prediction for a cell; None for a number that cannot be predicted.
 
     Attributes:
         loop_s: seconds of the denoising loop.
@@ -33,20 +33,20 @@ class Prediction(NamedTuple):
 
 
 def make_run_key(job: Row, cell: BenchCell) -> str:
-    """The key of a cell's runs, as text: all that could change their seconds and bytes."""
-    # A link between hosts is a part of every key, so that older folders are resumed; here there is none.
+    """Make the key of a cell's runs, as text: all facts that could change their seconds and bytes."""
+    # The link between hosts is part of every key, so that older folders are resumed; it is empty here.
     about = {"plan": cell.plan, "cache": cell.cache, "link": "", "height": cell.height, "width": cell.width}
     return json.dumps(dict(job) | about, sort_keys=True)
 
 
 def append_run(folder: str, key: str, record: Row) -> None:
-    """Appends a run to the file of runs."""
+    """Append a run to the file of runs."""
     Path(folder).mkdir(exist_ok=True)
     _open_run_file(folder).append([{"key": json.loads(key)} | dict(record)])
 
 
 def read_runs(folder: str) -> list[Row]:
-    """All runs of a folder. Raises `LoadError` if the file cannot be read, or a line is no run."""
+    """Read all runs of a folder. Raises `LoadError` if the file cannot be read, or a line is not a run."""
     return _open_run_file(folder).read()
 
 
@@ -59,7 +59,7 @@ def _format_key(run: Row) -> str:
 
 
 def count_runs_by_key(runs: Iterable[Row]) -> dict[str, int]:
-    """The number of counted runs, by key."""
+    """Count the timed runs by key."""
     run_counts: dict[str, int] = {}
     for run in runs:
         if "seconds" in run:
@@ -69,10 +69,10 @@ def count_runs_by_key(runs: Iterable[Row]) -> dict[str, int]:
 
 
 def summarize_runs(runs: Iterable[Row], predictions: Mapping[str, Prediction] | None = None) -> list[Row]:
-    """A row for each key with a counted run, in the order in which they came.
+    """Summarize runs as a row for each key with a timed run, in order of appearance.
 
     Args:
-        runs: as `read_runs` returns them.
+        runs: the result of `read_runs`.
         predictions: predictions by key, which are added to the rows.
     """
     runs_by_key: dict[str, list[Row]] = {}
@@ -80,7 +80,7 @@ def summarize_runs(runs: Iterable[Row], predictions: Mapping[str, Prediction] | 
         runs_by_key.setdefault(_format_key(run), []).append(run)
     rows = []
     for key, key_runs in runs_by_key.items():
-        # The others are runs in which memory was measured, which makes them slow.
+        # The other runs are slow, because memory was measured in them.
         timed = [run for run in key_runs if "seconds" in run]
         if not timed:
             continue
@@ -104,7 +104,7 @@ def summarize_runs(runs: Iterable[Row], predictions: Mapping[str, Prediction] | 
 
 
 def write_bench_rows(folder: str, rows: Sequence[Row]) -> Path:
-    """Writes the rows as JSON lines, all at once; their keys are in them as fields."""
+    """Write the rows as JSON lines, all at once; their keys are in them as fields."""
     path = Path(folder, ROWS)
     written = []
     for row in rows:
@@ -130,18 +130,18 @@ def _summarize_timed_runs(key: str, runs: Sequence[Row]) -> Row:
     }
     pieces = list_values(runs, "pieces")
     undisturbed = estimate_undisturbed_seconds(pieces)
-    # Runs of an older version have no pieces.
+    # Runs of an older version have no pieces, and no undisturbed seconds.
     if undisturbed is not None and len(pieces) == len(runs):
         row["undisturbed_s"] = undisturbed
     return row
 
 
 def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
-    """Adds the entries of a plan's row: ratios to one rank within rounds, bytes, exposed communication."""
+    """Add the entries of a plan's row: ratios to one rank within rounds, bytes, exposed communication."""
     images = BenchCell(row["plan"]).num_images
     last = runs[-1]
     plain_seconds = list_values(runs, "one_rank_s")
-    # Within rounds: a machine that became slower between two rounds changes none of them.
+    # Ratios are taken within rounds, so a machine that became slower between two rounds changes none of them.
     ratios = [images * plain / own for plain, own in zip(plain_seconds, row["seconds"], strict=True)]
     plain_pieces = [[pieces] for pieces in list_values(runs, "one_rank_pieces")]
     undisturbed_plain = estimate_undisturbed_seconds(plain_pieces)
@@ -159,11 +159,11 @@ def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
         "steps_run": last["steps"],
         "bytes_sent": last["bytes_sent"],
     }
-    # The mean over ranks of the median over rounds: a round that was disturbed on one rank counts little.
+    # This is the mean over ranks of the median over rounds, so a round that was disturbed on one rank counts little.
     shares = []
     warmup_shares = []
     shares_by_kind: dict[str, float] = {}
-    # All runs of a key have as many ranks.
+    # All runs of a key have the same number of ranks.
     num_ranks = len(last["exposed"])
     for rank in range(num_ranks):
         rounds = [run["exposed"][rank] for run in runs]
@@ -180,7 +180,7 @@ def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
 
 
 def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]]]) -> float | None:
-    """The sum of the least seconds of each part of a loop, on the slowest rank: a lower bound for an idle machine.
+    """Sum the least seconds of each part of a loop, on the slowest rank: a lower bound for an idle machine.
 
     The bound becomes better with more rounds. A disturbance that hits another part in each round has no effect on it.
 
@@ -194,7 +194,7 @@ def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]]]) ->
     if len(rounds) < 2 or len(shapes) > 1:
         return None
     slowest = 0.0
-    # From rounds of ranks to ranks of rounds.
+    # This turns rounds of ranks into ranks of rounds.
     for rank_rounds in zip(*rounds, strict=True):
         least = math.fsum(min(piece_rounds) for piece_rounds in zip(*rank_rounds, strict=True))
         slowest = max(slowest, least)

@@ -35,7 +35,7 @@ from ditile_lab.rows import list_values
 from ditile_lab.sessions import TurnPipelines, rotate, time_call, time_denoising_loop
 
 UNTIMED = 2
-"""Runs of a cell that are not counted: one to warm up, and one in which memory is measured."""
+"""Runs of a cell that are not counted: one to warm up, and one to measure memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +49,8 @@ class BenchTask:
         bounds: cell -> the bound of its speed-up, if it is known.
         out: the folder of the runs.
         threads: CPU threads of each rank.
-        cores: the cores that may be used; None if the system does not say.
-        load: the load average before the session, if the system says it.
+        cores: the usable cores; None if the system does not list them.
+        load: the load average before the session, if the system reports it.
     """
 
     work: Workload
@@ -64,11 +64,11 @@ class BenchTask:
 
 
 def run_session(task: BenchTask) -> None:
-    """Measures the cells of a task; every rank calls it, and rank 0 writes a line for each run."""
+    """Measure the cells of a task; every rank calls it, and rank 0 writes a line for each run."""
     silence_libraries()
     torch.set_num_threads(task.threads)
     worlds = Worlds.join_shared_store(task.work.stall_timeout, task.cores)
-    # Only rank 0 has read the folder, so the other ranks learn from it which runs are missing.
+    # Only rank 0 has read the folder, so it tells the other ranks which runs are missing.
     text = worlds.broadcast_text(json.dumps(list(task.missing.items())))
     missing = {BenchCell(*cell): rounds for cell, rounds in json.loads(text)}
     groups = group_cells_by_world(missing)
@@ -84,7 +84,7 @@ def run_session(task: BenchTask) -> None:
 
 
 def list_due_cells(cells: Sequence[BenchCell], missing: Mapping[BenchCell, int], number: int) -> list[list[BenchCell]]:
-    """The cells of a round that have not enough runs yet, in groups of one size: the plain pipeline, then its plans."""
+    """Return the cells of a round that need more runs, in groups of one size: the plain pipeline, then its plans."""
     groups: dict[BenchCell, list[BenchCell]] = {}
     for cell in cells:
         if missing[cell] > number:
@@ -93,7 +93,7 @@ def list_due_cells(cells: Sequence[BenchCell], missing: Mapping[BenchCell, int],
 
 
 def count_session_runs(cells: Sequence[BenchCell], missing: Mapping[BenchCell, int]) -> int:
-    """Runs of the cells of one world, the plain pipeline's included."""
+    """Count the runs of one world's cells, including the plain pipeline's."""
     count = UNTIMED * len({*cells, *(cell.one_rank_baseline for cell in cells)})
     for number in range(max(missing[cell] for cell in cells)):
         count += sum(map(len, list_due_cells(cells, missing, number)))
@@ -116,7 +116,7 @@ class _WorldBenchmark:
         self._plain_pieces: list[float] = []
 
     def measure_rounds(self, missing: Mapping[BenchCell, int]) -> None:
-        """Runs all rounds of all cells, after the runs that are not counted."""
+        """Run all rounds of all cells, after the runs that are not counted."""
         plain_cells = dict.fromkeys(cell.one_rank_baseline for cell in self._cells)
         for cell in (*plain_cells, *self._cells):
             self._time_turn(cell)
@@ -133,7 +133,7 @@ class _WorldBenchmark:
                     self._append_record(cell, record | self._collect_reports(cell))
 
     def _time_turn(self, cell: BenchCell) -> float:
-        """Seconds of a call on the slowest rank, from the moment when all ranks were ready."""
+        """Return the seconds of a call on the slowest rank, from the moment when all ranks were ready."""
         seconds = 0.0
         with self._prepare_call(cell) as call:
             if call is not None:
@@ -142,8 +142,8 @@ class _WorldBenchmark:
         return float(max(gather_json(seconds, dist.group.WORLD)))
 
     def _measure_memory(self, cell: BenchCell) -> list[dict[str, int]]:
-        """Bytes of each rank that computes, by use, without the VAE if that is not divided. It makes a run."""
-        # Ranks that only wait have none.
+        """Measure the bytes of each computing rank by use, without the VAE if it is not divided. This makes a run."""
+        # Ranks that only wait have no sizes.
         sizes = None
         without_vae = cell.plan == ONE_RANK or cell.plan_object.vae == "whole"
         with self._prepare_call(cell, latent=without_vae) as call:
@@ -163,14 +163,14 @@ class _WorldBenchmark:
         return [sizes_of_rank for sizes_of_rank in everyone if sizes_of_rank is not None]
 
     def _measure_peak_bytes(self, call: Callable[[], Any]) -> int:
-        """The most bytes that a call needs at one time, without the weights."""
+        """Return the most bytes that a call needs at one time, without the weights."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
             call()
             return int(torch.cuda.max_memory_allocated(self._device)) - before
-        # Tensors of the last call that wait for the collector would be counted.
+        # Otherwise garbage tensors of the last call would be counted.
         gc.collect()
         with LiveBytes() as live:
             call()
@@ -178,7 +178,7 @@ class _WorldBenchmark:
 
     @contextmanager
     def _prepare_call(self, cell: BenchCell, *, latent: bool = False) -> Iterator[Callable[[], Any] | None]:
-        """Prepares one call on all ranks at once, and yields it; yields None if this rank only waits."""
+        """Prepare one call on all ranks at once, and yield it; yield None if this rank only waits."""
         with self._pipelines.prepare_turn(cell.plan, cell.cache_configs, cell.display_label) as target:
             if target is None:
                 yield None
@@ -189,7 +189,7 @@ class _WorldBenchmark:
             if latent:
                 overrides["output_type"] = "latent"
             if cell.plan == ONE_RANK:
-                # A runner has a trace of its own.
+                # A runner traces its own loop.
                 loop_timer = time_denoising_loop(find_loop_model(pipe))
             else:
                 pipe = target.pipe
@@ -201,7 +201,7 @@ class _WorldBenchmark:
                 self._plain_pieces = read_pieces()
 
     def _collect_reports(self, cell: BenchCell) -> dict[str, Any]:
-        """Bytes, seconds and exposed shares of every rank in the last call."""
+        """Collect bytes, seconds and exposed shares of every rank in the last call."""
         reports = self._pipelines.runners[cell.plan].reports()
         pieces = list_values(reports, "step_seconds")
         return {
@@ -221,14 +221,14 @@ class _WorldBenchmark:
 
 
 def compute_exposed_shares(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The share of the steps' time in which a rank waited for messages and computed nothing.
+    """Compute the share of the steps' time in which a rank only waited for messages.
 
     Returns:
-        share: that of all steps; warmup: its part in synchronous steps, if not all are; kinds: its parts by kind.
+        share: the share of all steps; warmup: its part in synchronous steps, if not all are; kinds: its parts by kind.
     """
     total = sum(report["step_seconds"]) or 1.0
     warmup_steps = report["synchronous"]
-    # Where all steps are synchronous there is no warmup.
+    # If all steps are synchronous there is no warmup.
     if len(warmup_steps) == report["steps"]:
         warmup_steps = []
     kinds = {}
@@ -240,13 +240,13 @@ def compute_exposed_shares(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_weight_bytes(pipe: Any) -> int:
-    """Bytes of the weights of a pipeline's models on this rank, without the VAE."""
+    """Count the bytes of the pipeline's weights on this rank, without the VAE."""
     sizes = {}
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and name != "vae":
             for tensor in (*part.parameters(), *part.buffers()):
-                # Blocks of other ranks are placeholders.
+                # Blocks of other ranks are placeholders on the meta device.
                 if not tensor.is_meta:
-                    # By address: tied weights count once.
+                    # The sizes are kept by address, so that tied weights count once.
                     sizes[tensor.data_ptr()] = tensor.nbytes
     return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""The model that is measured: a stored one or one of random weights, with its pipeline and its call."""
+"""The measured model, a stored one or one with random weights, with its pipeline and its call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ OUTPUT_TYPES = {"image": "pil", "latent": "latent"}
 
 
 def create_bench_subject(work: Workload) -> BenchSubject:
-    """The subject of a workload. Raises `ModelError` or `LoadError` if there is no such model, or it cannot be read."""
+    """Create the subject of a workload. Raises `ModelError` or `LoadError` if the model is unknown or cannot be
+    read."""
     published = PublishedConfigs.find_by_model_name(work.model)
     if published is not None and not work.components:
         return RandomWeightsSubject(work, str(published))
@@ -51,28 +52,28 @@ class StoredSubject:
 
     @cached_property
     def planner_subject(self) -> PlanSubject:
-        """The model without its weights, from its configs."""
+        """Return the model without its weights, from its configs."""
         source = find_model_source(self.name, components=self.work.components)
         return PlanSubject.from_configs(self.name, source, components=self.work.components)
 
     def get_num_steps(self) -> int | None:
-        """Denoising steps: as given, or as the model's `generation.json` says."""
+        """Return the number of denoising steps: the user's, or that of the model's `generation.json`."""
         return self.work.steps or defaults(self.name).get("num_inference_steps")
 
     def get_native_side(self) -> int | None:
-        """Pixels of a side of the model's own size, where it is known."""
+        """Return the pixels of a side at the model's own size, if known."""
         job = self.make_cost_job(BenchCell(ONE_RANK))
         if job is None:
             return None
         return job.shape.height
 
     def make_planning_arguments(self, cell: BenchCell) -> CallArguments:
-        """The arguments of a call on which its latency depends, with the model's own options."""
+        """Make the arguments that determine a call's latency, with the model's own options."""
         options = replace(self._make_generate_options(cell), num_images=cell.num_images)
         return build_dry_run_call(options, defaults(self.name))
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
-        """A cell as numbers, from configs alone; None if the model has no spec and the plan needs none.
+        """Describe a cell in numbers, only from configs; None if the model has no spec and the plan needs none.
 
         Raises:
             DitileError: if the cell does not fit the model.
@@ -88,28 +89,29 @@ class StoredSubject:
             raise
 
     def create_pipeline(self, plan: Plan | None) -> Any:
-        """The pipeline on the CPU, without its progress bar: whole, or what this rank of a plan owns."""
+        """Create the pipeline on the CPU, without its progress bar: whole, or this rank's part of a plan."""
         pipe: Any = load(self.name, dtype=self.work.dtype, plan=plan, components=self.work.components)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def create_whole_pipeline(self, device: torch.device) -> Any:
-        """The whole pipeline on a device."""
+        """Create the whole pipeline on a device."""
         return self.create_pipeline(None).to(device)
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> CallArguments:
-        """New arguments of a call, for as many images as the cell has. The pipeline moves its prompt's embeddings."""
+        """Make new arguments for a call with the cell's number of images. The pipeline moves its prompt's
+        embeddings."""
         call = build_call_arguments(pipe, self._make_generate_options(cell), defaults(self.name))
         if cell.num_images > 1:
             call["num_images_per_prompt"] = cell.num_images
-        # The same noise in every run, so that a cache decides the same.
+        # The noise is the same in every run, so that a cache decides the same.
         call["generator"] = torch.Generator("cpu").manual_seed(0)
         call["output_type"] = OUTPUT_TYPES[self.work.output]
         return call
 
     @property
     def _has_model_spec(self) -> bool:
-        """Whether there is a spec of its transformer."""
+        """Return whether its transformer has a spec."""
         try:
             return bool(self.planner_subject.model_spec)
         except ModelError:
@@ -121,57 +123,57 @@ class StoredSubject:
 
 @dataclass(frozen=True)
 class RandomSubject:
-    """A model of random weights."""
+    """A model with random weights."""
 
     work: Workload
     name: str
 
     @property
     def random_model(self) -> RandomModel:
-        """Its sizes."""
+        """Return the model's sizes."""
         return RandomModel.parse_model_name(self.name)
 
     @cached_property
     def planner_subject(self) -> PlanSubject:
-        """The model without its weights."""
-        # Memory for weights of this size may not be there.
+        """Return the model without its weights."""
+        # There may not be enough memory for weights of this size.
         with init_on_meta_device():
             transformer = self.random_model.create_transformer(SIZE)
         return PlanSubject(self.name, self.random_model.pipeline_class, transformer, VAE_SCALE)
 
     def get_num_steps(self) -> int | None:
-        """Denoising steps: as given, or 20."""
+        """Return the number of denoising steps: the user's, or 20."""
         return self.work.steps or STEPS
 
     def get_native_side(self) -> int | None:
-        """Pixels of a side: 512."""
+        """Return the pixels of a side: 512."""
         return SIZE
 
     def make_planning_arguments(self, cell: BenchCell) -> CallArguments:
-        """The arguments of a call, with embeddings in place of a prompt, on the CPU."""
+        """Make the arguments of a call, with embeddings in place of a prompt, on the CPU."""
         return self._make_arguments_on(torch.device("cpu"), cell)
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall:
-        """A cell as numbers. Raises `DitileError` if the cell does not fit the model."""
+        """Describe a cell in numbers. Raises `DitileError` if the cell does not fit the model."""
         return build_subject_job(
             self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
         )
 
     def create_pipeline(self, plan: Plan | None) -> Any:
-        """The whole pipeline, whatever the plan: `parallelize` divides it."""
+        """Create the whole pipeline, whatever the plan: `parallelize` divides it."""
         return self.random_model.create_pipeline(SIZE, self.torch_dtype)
 
     def create_whole_pipeline(self, device: torch.device) -> Any:
-        """The whole pipeline, whose weights are created on the device."""
+        """Create the whole pipeline, with weights created on the device."""
         return self.random_model.create_pipeline(SIZE, self.torch_dtype, device)
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> CallArguments:
-        """The arguments of a call on a device, with the output type that is measured."""
+        """Make the arguments of a call on a device, with the measured output type."""
         return self._make_arguments_on(device, cell) | {"output_type": OUTPUT_TYPES[self.work.output]}
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type of its weights: as given, otherwise bfloat16 on a GPU."""
+        """Return the type of its weights: the user's, otherwise bfloat16 on a GPU."""
         name = self.work.dtype
         if name is None:
             on_gpu = torch.cuda.is_available() and not (self.work.device or "cuda").startswith("cpu")
@@ -191,41 +193,41 @@ class RandomWeightsSubject(RandomSubject):
 
     @property
     def published(self) -> PublishedConfigs:
-        """Its configs."""
+        """Return the model's configs."""
         published = PublishedConfigs.find_by_model_name(self.name)
         assert published is not None
         return published
 
     @cached_property
     def planner_subject(self) -> PlanSubject:
-        """The model without its weights."""
+        """Return the model without its weights."""
         return PlanSubject.from_pipeline_configs(self.name, self.published.read_configs())
 
     def get_num_steps(self) -> int | None:
-        """Denoising steps: as given, or as its authors recommend."""
+        """Return the number of denoising steps: the user's, or its authors' recommendation."""
         return self.work.steps or defaults(self.published.model).get("num_inference_steps")
 
     def get_native_side(self) -> int | None:
-        """Pixels of a side of the model's own size."""
+        """Return the pixels of a side at the model's own size."""
         return self.make_cost_job(BenchCell(ONE_RANK)).shape.height
 
     def make_planning_arguments(self, cell: BenchCell) -> CallArguments:
-        """The arguments of a call on which its latency depends, with the options that its authors recommend."""
+        """Make the arguments that determine a call's latency, with the options recommended by its authors."""
         options = self.work.to_generate_options(
             model=self.published.model, height=cell.height, width=cell.width, num_images=cell.num_images
         )
         return build_dry_run_call(options, defaults(self.published.model))
 
     def create_pipeline(self, plan: Plan | None) -> Any:
-        """The whole pipeline, whatever the plan: `parallelize` divides it."""
+        """Create the whole pipeline, whatever the plan: `parallelize` divides it."""
         return self.create_whole_pipeline(torch.device("cpu"))
 
     def create_whole_pipeline(self, device: torch.device) -> Any:
-        """The whole pipeline, whose weights are created on the device."""
+        """Create the whole pipeline, with weights created on the device."""
         return self.published.create_pipeline(self.torch_dtype, device)
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> CallArguments:
-        """The arguments of a call on a device, with the output type that is measured."""
+        """Make the arguments of a call on a device, with the measured output type."""
         call = self.planner_subject.fill_arguments(self.make_planning_arguments(cell))
         arguments = make_random_arguments(pipe, call, self.torch_dtype, device)
         arguments["num_inference_steps"] = self.get_num_steps()
@@ -233,4 +235,4 @@ class RandomWeightsSubject(RandomSubject):
 
 
 BenchSubject: TypeAlias = StoredSubject | RandomSubject
-"""What is measured: the classes have the same methods."""
+"""The measured model: both classes have the same methods."""

@@ -17,7 +17,7 @@ from ditile.plan.plan import Plan
 from ditile_lab.bench.cells import BenchCell
 
 Fits = Callable[[Plan], bool]
-"""Whether a plan fits the model and its size."""
+"""Tells whether a plan fits the model and its size."""
 
 PATCHES = (1, 2, 4, 8, 16, 32)
 WARMUPS = (0, 1, 2, 4)
@@ -26,7 +26,7 @@ CACHES = ("F=1 W=4 R=0.12", "F=1 W=4 R=0.2 MC=4 taylor=1", "F=1 mask=fast policy
 
 
 def list_sweep_plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
-    """The plans of a sweep.
+    """List the plans of a sweep.
 
     Args:
         sweep: one of `options.SWEEPS`.
@@ -54,7 +54,7 @@ def list_sweep_plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
 def list_sweep_cells(
     sweep: str, ranks: int, sizes: Sequence[tuple[int | None, int | None]], fits: Fits
 ) -> list[BenchCell]:
-    """The cells of a sweep: plans that fit at each (height, width), with each cache if caches are compared."""
+    """List the cells of a sweep: plans that fit at each (height, width), with each cache if caches are compared."""
     caches = [""]
     if sweep == "cache":
         caches += CACHES
@@ -70,14 +70,14 @@ def list_sweep_cells(
 
 
 def list_method_plans(ranks: int, fits: Fits) -> list[Plan]:
-    """Every method by itself, and the hybrids that need four ranks or more."""
+    """List every method by itself, and the hybrids that need four ranks or more."""
     patches = choose_pipefusion_plan(ranks, fits).patches
     plans = [
         Plan(pipefusion=ranks, patches=patches),
         Plan(pipefusion=ranks, patches=patches, warmup_mode="pipelined"),
         Plan(distrifusion=ranks),
         Plan(ulysses=ranks),
-        # It hides a part of the exchange, so it is a method of its own.
+        # It hides a part of the exchange, so it counts as a method of its own.
         Plan(ulysses=ranks, async_ulysses=True),
         Plan(ring=ranks),
         Plan(tensor=ranks),
@@ -86,7 +86,7 @@ def list_method_plans(ranks: int, fits: Fits) -> list[Plan]:
     ]
     if ranks % 2 == 0:
         half = ranks // 2
-        # Guidance has two branches, so cfg alone has two ranks.
+        # Guidance has two branches, so a plan with only cfg has two ranks.
         plans.append(Plan(cfg=2, ulysses=half))
         if ranks >= 4:
             patches = choose_pipefusion_plan(half, fits).patches
@@ -100,7 +100,7 @@ def list_method_plans(ranks: int, fits: Fits) -> list[Plan]:
 
 
 def list_representative_plans(ranks: int, fits: Fits) -> list[Plan]:
-    """One plan for each kind of method."""
+    """List one plan for each kind of method."""
     plans = [choose_pipefusion_plan(ranks, fits), Plan(distrifusion=ranks)]
     # Ulysses needs as many heads as ranks; ring has no such limit.
     if fits(Plan(ulysses=ranks)):
@@ -109,7 +109,7 @@ def list_representative_plans(ranks: int, fits: Fits) -> list[Plan]:
 
 
 def list_warmup_plans(ranks: int, fits: Fits) -> list[Plan]:
-    """PipeFusion with each W and warmup mode; without warmup the modes are the same."""
+    """List PipeFusion with each W and warmup mode; without warmup the modes are the same."""
     patches = choose_pipefusion_plan(ranks, fits).patches
     plans = []
     for mode in WARMUP_MODES:
@@ -122,17 +122,17 @@ def list_warmup_plans(ranks: int, fits: Fits) -> list[Plan]:
 
 
 def choose_pipefusion_plan(ranks: int, fits: Fits) -> Plan:
-    """PipeFusion with twice as many patches as stages, or as many as there can be."""
+    """Choose PipeFusion with twice as many patches as stages, or the most that fit."""
     for patches in range(2 * ranks, 0, -1):
         plan = Plan(pipefusion=ranks, patches=patches)
         if fits(plan):
             return plan
-    # None fits; the refusal of this one says why.
+    # No plan fits, and the refusal of this one explains why.
     return Plan(pipefusion=ranks, patches=ranks)
 
 
 def make_fit_check(check: Callable[[Plan], object]) -> Fits:
-    """Makes a `Fits` of a function that raises a `DitileError` for a plan that does not fit."""
+    """Make a `Fits` from a function that raises `DitileError` for a plan that does not fit."""
     known = {}
 
     def check_fits(plan: Plan) -> bool:

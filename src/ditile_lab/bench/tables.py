@@ -13,7 +13,7 @@ from ditile_lab.rows import Row
 
 
 def make_rows_title(rows: Sequence[Row]) -> str:
-    """The model, size, steps and machine that the rows have in common."""
+    """Return the model, size, steps and machine that the rows have in common."""
     first = rows[0]
     parts = [first["model"]]
     sizes = {(row["width"], row["height"]) for row in rows}
@@ -31,7 +31,7 @@ def make_rows_title(rows: Sequence[Row]) -> str:
 
 
 def make_bench_tables(rows: Sequence[Row]) -> list[Table | str]:
-    """The rows for a terminal: tables of numbers, and the plans as lines."""
+    """Make tables of numbers for a terminal, and lines for the plans."""
     if not rows:
         return []
     columns = list_bench_columns(rows)
@@ -39,7 +39,7 @@ def make_bench_tables(rows: Sequence[Row]) -> list[Table | str]:
 
 
 def list_bench_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Title -> a text for each row. Empty columns are left out, and so is the size if all rows have the same.
+    """Return title -> a text for each row. Empty columns are left out, and so is the size if all rows have the same.
 
     Seconds are those of whole calls, of the denoising loop, and of the prediction for the loop. Speed-ups have the
     range of the rounds; "undisturbed" is the speed-up if every step is as fast as in its fastest round. Bytes sent are
@@ -51,14 +51,14 @@ def list_bench_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
         texts = [format_row(row) for row in rows]
         if any(texts):
             columns[name] = texts
-    # The title has it.
+    # The title has the size in this case.
     if len({(row["height"], row["width"]) for row in rows}) == 1:
         columns.pop("size", None)
     return columns
 
 
 def find_peak_rank(row: Row) -> dict[str, int]:
-    """The memory, by use, of the rank that needs most; empty if it was not measured."""
+    """Return the memory, by use, of the rank that needs most; empty if it was not measured."""
     memory_of_ranks = row.get("memory") or [{}]
     return max(memory_of_ranks, key=lambda memory: sum(memory.values()))
 
@@ -92,7 +92,7 @@ def _format_speedup(row: Row) -> str:
 def _format_sent_bytes(row: Row) -> str:
     if "bytes_sent" not in row:
         return ""
-    # Steps that a cache skipped send nothing, so that only those that ran count.
+    # Steps that a cache skipped send nothing, so only the others count.
     return format_bytes(max(row["bytes_sent"]) / max(row["steps_run"], 1))
 
 
@@ -127,7 +127,7 @@ def _format_predicted_memory(row: Row) -> str:
 
 
 def _make_formatter(name: str, text: str) -> Callable[[Row], str]:
-    """A function that formats a number of a row; "" if the row has none."""
+    """Make a function that formats a number of a row; "" if the row has none."""
     return lambda row: text.format(row[name]) if row.get(name) else ""
 
 
@@ -148,4 +148,4 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "activations": _format_activations,
     "both, predicted": _format_predicted_memory,
 }
-"""Column -> its text for a row, "" for none."""
+"""Column -> its text for a row; "" is empty."""

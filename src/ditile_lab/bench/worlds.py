@@ -1,4 +1,4 @@
-"""Worlds of several sizes in one run: the first n of the ranks that were started get a process group of their own.
+"""Worlds of several sizes in one run: the first n ranks of those started get their own process group.
 
     worlds = Worlds.join_shared_store(timeout, cores)
     with worlds.create_world_group(2, threads) as inside:      # on every rank; inside is False from rank 2 on
@@ -26,7 +26,7 @@ from ditile.distributed.transport import gather_json
 from ditile_lab.sessions import bind_to_cores, wait_for_all_ranks
 
 IDLE = datetime.timedelta(days=30)
-"""How long a rank sleeps at most while others measure; the process that started a rank ends it if the others fail."""
+"""The longest sleep of a rank while others measure; the process that started a rank ends it if the others fail."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Worlds:
         rank, size: the rank of this process, and the number of ranks.
         backend: the backend of every group.
         timeout: the time after which a rank stops waiting for the others.
-        cores: the cores that this process may use; None if the system does not say.
+        cores: the cores that this process may use; None if the system does not list them.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Worlds:
 
     @classmethod
     def join_shared_store(cls, timeout: float, cores: Sequence[int] | None) -> Worlds:
-        """Replaces the group that `launch` or torchrun made by a store that all ranks share.
+        """Replace the group made by `launch` or torchrun with a store that all ranks share.
 
         Under `launch` it is a file in the folder of the run. Under torchrun rank 0 listens for the other hosts. torch's
         store listens on all interfaces, without authentication.
@@ -74,14 +74,14 @@ class Worlds:
         return cls(rank, size, backend, limit, cores, store)
 
     def broadcast_text(self, value: str) -> str:
-        """Rank 0's text, on every rank."""
+        """Return rank 0's text, on every rank."""
         if self.rank == 0:
             self._store.set("first", value)
         return str(self._store.get("first").decode())
 
     @contextmanager
     def create_world_group(self, world: int, threads: int) -> Iterator[bool]:
-        """Makes a group of the first `world` ranks, with `threads` threads each; yields whether this rank is in it."""
+        """Make a group of the first `world` ranks, with `threads` threads each; yield whether this rank is in it."""
         self._num_worlds += 1
         name = f"world-{self._num_worlds}"
         if self.rank >= world:
@@ -92,7 +92,7 @@ class Worlds:
         bind_to_cores(self.cores)
         if not torch.cuda.is_available():
             pin_to_own_cores(self.rank, world, threads)
-        # Each world has keys of its own in the store.
+        # Each world has its own keys in the store.
         store = dist.PrefixStore(f"{name}-", self._store)  # type: ignore[attr-defined]
         with make_groups():
             dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=world, timeout=self.timeout)
@@ -103,14 +103,14 @@ class Worlds:
             self._store.set(name, "done")
 
     def leave_shared_store(self) -> None:
-        """Ends the use of the store on every rank; rank 0, whose process has the store, leaves last."""
+        """End the use of the store on every rank; rank 0 leaves last, because its process has the store."""
         self._store.set(f"left-{self.rank}", "yes")
         if self.rank == 0:
             self._store.wait([f"left-{rank}" for rank in range(self.size)], self.timeout)
 
 
 def _create_tcp_store(rank: int, limit: datetime.timedelta) -> Any:
-    """A store in the process of rank 0, on a free port that the other ranks learn from the group."""
+    """Create a store in the process of rank 0, on a free port that the other ranks learn from the group."""
     host = env.read_master_address()
     if rank == 0:
         store = dist.TCPStore(host, 0, None, True, limit, False)  # type: ignore[attr-defined]

@@ -48,24 +48,24 @@ from ditile_lab.machine.session import ROWS
 from ditile_lab.machine.timings import Bench
 
 ALONE_MODEL = "random-flux blocks=19 heads=24 head_dim=128"
-"""Blocks of FLUX.1's sizes, a third of them: what the host needs for one does not depend on how many there are."""
+"""Blocks of FLUX.1's sizes, a third of them: the host's time for one does not depend on their number."""
 ALONE_SIDE = 1024
 """Pixels: at this size an H200's host is the limit of these plans."""
 ALONE_PLANS = "ulysses=4; ring=4; tensor=4; distrifusion=4; pipefusion=4 patches=4; ulysses=8"
-"""They send from none to three messages in each block."""
+"""These plans send from none to three messages in each block."""
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-"""The model and the image size of each call that the profile is fitted to."""
+"""The model and the image size of each call to which the profile is fitted."""
 PATCHES = (1, 4)
 STEPS = 3
 ROUNDS = 2
 KERNEL = 1e-6
-"""Seconds that are added to the cost of a kernel, to see how the predicted latency grows with it."""
+"""Seconds added to the cost of a kernel, to see how the predicted latency grows with it."""
 
 
 def calibrate_machine(options: CalibrateOptions) -> Path | None:
-    """Measures this machine and writes the profile.
+    """Measure this machine and write the profile.
 
     Returns:
         The path of the profile; None on ranks of torchrun that did not write it.
@@ -91,10 +91,10 @@ def calibrate_machine(options: CalibrateOptions) -> Path | None:
 
 
 def _fit_ranks_alone(source: str, options: CalibrateOptions) -> Profile:
-    """A GPU's profile with what its host needs, fitted to ranks that were measured alone.
+    """Fit the host's part of a GPU's profile to ranks measured alone.
 
     Raises:
-        PlanError, ModelError: if there is no GPU to measure, no profile of it, or lines are not to be used.
+        PlanError, ModelError: if there is no GPU to measure, no profile of it, or lines cannot be used.
     """
     base = load_machine_profile(PlanQuestion(hardware=options.hardware))
     with tempfile.TemporaryDirectory() as folder:
@@ -121,10 +121,10 @@ def _measure_ranks_alone(base: Profile, folder: str, options: CalibrateOptions) 
 
 
 def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
-    """The profile, measured by ranks that this process starts."""
+    """Measure the profile with ranks that this process starts."""
     ranks = options.ranks or torch.cuda.device_count()
     if not ranks:
-        # As many as there are cores for.
+        # Start as many ranks as there are cores for.
         num_cores = os.cpu_count() or 1
         ranks = max(1, num_cores // options.threads)
     profile = _launch_single_rank(options, ranks)
@@ -135,7 +135,7 @@ def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
 
 
 def _launch_with_progress(measure: Callable[[str], Any], ranks: int, options: CalibrateOptions, parts: int) -> Any:
-    """Runs `measure` on new ranks and shows its progress; returns the result of the first rank."""
+    """Run `measure` on new ranks and show its progress; return the result of the first rank."""
     with show_progress_bar(f"measuring {ranks} rank(s)", parts) as advance:
 
         def advance_on_first_rank(rank: int, reports: int) -> None:
@@ -147,7 +147,7 @@ def _launch_with_progress(measure: Callable[[str], Any], ranks: int, options: Ca
 
 
 def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
-    """The profile, measured by the ranks that torchrun started; None on every rank except the first."""
+    """Measure the profile with torchrun's ranks; return None on every rank except the first."""
     join_torchrun()
     hosts = list_ranks_by_host()
     counts = [len(ranks) for ranks in hosts]
@@ -169,7 +169,7 @@ def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
 
 
 def _launch_single_rank(options: CalibrateOptions, ranks: int) -> Profile:
-    """The profile that a single rank measures in its own process; `ranks` is how many the machine has."""
+    """Measure the profile with a single rank in its own process; the machine has `ranks` ranks."""
     micro_steps = 0
     for patches in PATCHES:
         schedule = PatchSchedule.from_plan(Plan(patches=patches), STEPS)
@@ -186,14 +186,14 @@ def _choose_dtype(options: CalibrateOptions) -> str:
 
 
 def measure_single_rank(dtype: str) -> Profile:
-    """Measures the profile of a single rank: the curves, and the costs of real calls that the curves do not show."""
+    """Measure the profile of a single rank: the curves, and the costs of real calls that the curves do not show."""
     silence_libraries()
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
     bench = Bench(device, getattr(torch, dtype), env.report_progress)
     is_gpu = device.type == "cuda"
     if is_gpu:
-        # What the process itself needs is not on the device.
+        # The memory of the process itself is not on the device.
         idle = 0
     name, device_memory = _describe_device(device)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -217,14 +217,14 @@ def measure_single_rank(dtype: str) -> Profile:
 
 
 def _describe_device(device: torch.device) -> tuple[str, int]:
-    """The name of a rank's hardware, and the bytes of its memory."""
+    """Return the name of a rank's hardware, and the bytes of its memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     return f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores", cpus.count_memory_bytes()
 
 
 def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
-    """Measures the links within a host and between hosts, and the device of each rank; every rank must call this.
+    """Measure the links within a host and between hosts, and the device of each rank; every rank must call this.
 
     If each host has one rank, both links are the link between hosts.
 
@@ -247,7 +247,7 @@ def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> d
 
 
 def measure_rank_devices(dtype: str, device: torch.device) -> tuple[RankDevice, ...]:
-    """Compares the devices of all ranks, which compute at once; every rank must call this."""
+    """Compare the devices of all ranks while they compute at once; every rank must call this."""
     rate = curves.measure_rank_rate(Bench(device, getattr(torch, dtype), env.report_progress))
     measured = gather_json([*_describe_device(device), rate], dist.group.WORLD)
     _, _, first_rate = measured[0]
@@ -255,13 +255,13 @@ def measure_rank_devices(dtype: str, device: torch.device) -> tuple[RankDevice, 
 
 
 def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
-    """Measures the link between some ranks. All ranks must call this; ranks that are not in `ranks` wait."""
+    """Measure the link between some ranks. All ranks must call this; ranks that are not in `ranks` wait."""
     group = None
     if len(ranks) < dist.get_world_size():
         group = Communicators().get_or_make_group("calibrate", ranks, None)
     link = NO_LINK
     if dist.get_rank() in ranks:
-        # gloo sends only tensors in the host's memory.
+        # gloo can send only tensors in the host's memory.
         sends_from = device if "nccl" in dist.get_backend() else torch.device("cpu")
         link = curves.measure_link(Bench(sends_from, getattr(torch, dtype), env.report_progress, group))
     dist.barrier()
@@ -269,13 +269,13 @@ def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]
 
 
 def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
-    """Adds to a profile the costs that its curves do not show, from calls of the bundled models."""
+    """Add costs that the curves do not show to a profile, from calls of the bundled models."""
     calls = []
     for model in dict.fromkeys(model for model, _ in CALLS):
         for patches in PATCHES:
             pipe: Any = load(model, dtype=dtype)
             pipe.set_progress_bar_config(disable=True)
-            # The host's time for a kernel is one of the costs, which a recorded step does not have.
+            # One of the costs is the host's time for a kernel, which recorded steps do not have.
             runner = parallelize(pipe, Plan(patches=patches), cuda_graphs=False)
             calls += [_FittedCall(runner, model, size, patches) for name, size in CALLS if name == model]
     # The calls take turns, so that a machine that slows down over time slows all of them alike.
@@ -293,7 +293,7 @@ def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
 
 @dataclasses.dataclass(slots=True)
 class _FittedCall:
-    """A call of a bundled model that the profile is fitted to, and the measured times of its denoising loop."""
+    """A call of a bundled model to which the profile is fitted, and the measured times of its denoising loop."""
 
     runner: Runner
     model: str
@@ -303,12 +303,12 @@ class _FittedCall:
 
     @property
     def arguments(self) -> CallArguments:
-        """The arguments of the call, except prompt and generator."""
+        """Return the arguments of the call, except prompt and generator."""
         sizes = {"height": self.size, "width": self.size, "num_inference_steps": STEPS}
         return defaults(self.model) | sizes
 
     def time_denoising_loop(self) -> _LoopSeconds:
-        """Runs the call once and measures its denoising loop."""
+        """Run the call once and measure its denoising loop."""
         times = []
 
         def record_time(*_: Any) -> None:
@@ -332,7 +332,8 @@ class _FittedCall:
 
 
 def _separate_kernels(call: _FittedCall, profile: Profile) -> tuple[float, float]:
-    """Seconds of a call by the curves alone, and its number of kernels, from how its latency grows with `kernel_s`."""
+    """Return a call's seconds by only the curves, and its number of kernels, from the effect of `kernel_s` on
+    latency."""
     subject = PlanSubject.from_configs(call.model, find_model_source(call.model))
     shape = subject.make_call_shape(call.arguments, profile.element_size)
     job = subject.make_plan_job(Plan(patches=call.patches), shape)
@@ -343,7 +344,7 @@ def _separate_kernels(call: _FittedCall, profile: Profile) -> tuple[float, float
 
 
 class _LoopSeconds(NamedTuple):
-    """Seconds of a denoising loop inside and outside of its transformer, and the number of gaps between its calls."""
+    """Seconds of a denoising loop inside and outside its transformer, and the number of gaps between its calls."""
 
     inside: float
     outside: float

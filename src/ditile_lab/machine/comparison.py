@@ -1,4 +1,4 @@
-"""`ditile bench --alone`: starts the session, and shows the slowest rank of each plan and the step of the plan."""
+"""`ditile bench --alone`: starts the session, and shows the slowest rank and the step of each plan."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ditile_lab.rows import Row
 AFTER_WARMUP = 3
 """Steps of a short call after the synchronous ones: the first of them fill the pipeline, and may be recorded."""
 BETWEEN = 5
-"""Steps by which a long call is longer, by default."""
+"""Additional steps of a long call, by default."""
 
 
 def measure_plans_alone(compared: Comparison, work: Workload, profile: Profile | None) -> tuple[list[Row], list[str]]:
-    """Measures the ranks of plans, one after the other on one device; returns the rows and what their reader must know.
+    """Measure the ranks of plans one after the other on one device; return the rows and notes for their reader.
 
     Raises:
         DitileError: if a plan, the model, the size or the number of steps does not fit; nothing was measured then.
@@ -66,7 +66,7 @@ def measure_plans_alone(compared: Comparison, work: Workload, profile: Profile |
 
 
 def _list_alone_cells(compared: Comparison, work: Workload, subject: BenchSubject) -> list[BenchCell]:
-    """The plans, each of which fits the model."""
+    """List the plans, and check that each fits the model."""
     cells = []
     for cell in parse_cells(compared.plans or ""):
         if cell.cache:
@@ -81,10 +81,10 @@ def _list_alone_cells(compared: Comparison, work: Workload, subject: BenchSubjec
 
 
 def choose_recording(asked: bool | None, device: torch.device, cells: Sequence[BenchCell]) -> bool:
-    """Whether ranks are measured with recorded steps too: where there is a GPU, unless it was said otherwise.
+    """Return whether ranks are also measured with recorded steps: by default if there is a GPU.
 
     Raises:
-        PlanError: if it was asked for where there is none, or for a plan whose calls cannot be recorded.
+        PlanError: if it was requested without a GPU, or for a plan whose calls cannot be recorded.
     """
     has_gpu = device.type == "cuda"
     if asked and not has_gpu:
@@ -96,10 +96,10 @@ def choose_recording(asked: bool | None, device: torch.device, cells: Sequence[B
 
 
 def choose_steps(cells: Sequence[BenchCell], steps: int | None) -> tuple[int, int]:
-    """The steps of a short and of a long call, the same for all plans: the short one has steps after its warmup.
+    """Return the steps of a short and a long call, the same for all plans: the short one has steps after its warmup.
 
     Raises:
-        PlanError: if so many steps are too few.
+        PlanError: if `steps` is too small.
     """
     short = AFTER_WARMUP + max(cell.plan_object.warmup for cell in cells)
     if steps is None:
@@ -110,7 +110,7 @@ def choose_steps(cells: Sequence[BenchCell], steps: int | None) -> tuple[int, in
 
 
 def make_alone_tables(rows: Sequence[Row]) -> list[Table | str]:
-    """The slowest rank of each plan, for 80 columns, in milliseconds of a step."""
+    """Make the tables with the slowest rank of each plan, for 80 columns, in milliseconds of a step."""
     shown = _select_slowest_ranks(rows)
     first = shown[0]
     gpus = first["machine"]["gpus"]
@@ -148,7 +148,7 @@ def _select_slowest_ranks(rows: Sequence[Row]) -> list[Row]:
 
 
 def _list_notes(rows: Sequence[Row], profile: Profile | None, path: str) -> list[str]:
-    """What the columns mean, and where the rows are."""
+    """List notes on the meaning of the columns, and on the file of the rows."""
     notes = [
         "alone: measured, the slowest rank (from 0) by itself on this device; nothing was sent, and what others would "
         "send is a copy on the device"
@@ -177,7 +177,7 @@ def _make_formatter(name: str) -> Callable[[Row], str]:
 
 
 def _format_milliseconds(seconds: float) -> str:
-    """At most five characters up to ten seconds, so that a row fits a line."""
+    """Format milliseconds with at most five characters up to ten seconds, so that a row fits a line."""
     milliseconds = 1000 * seconds
     if milliseconds < 100:
         return f"{milliseconds:.2f}"
@@ -200,4 +200,4 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "step": _make_formatter("plan_step_s"),
     "of plain": lambda row: f"{row['times_plain']:.2f}x",
 }
-"""Column -> its text for a row, "" for none."""
+"""Column -> its text for a row; "" is empty."""

@@ -1,12 +1,11 @@
-"""Fits a GPU's profile to ranks that were measured alone: what its host needs, and gaps between its kernels.
+"""Fits a GPU's profile to ranks that were measured alone: the host's time, and gaps between kernels.
 
-A step of a rank whose calls are not recorded, and whose host is the limit, takes
+If its calls are not recorded and its host is the limit, a step of a rank takes
 
     block_s * (calls of blocks) + call_s * (messages) + micro_s * (calls of the transformer)
 
-of which the planner counts the first and the last, and the lines have the second. Where calls are recorded, the GPU is
-the limit: what a step takes longer than the work that the planner counts is spread evenly over its kernels
-(`kernel_gap_s`).
+The planner counts the first and the last factor, and the lines have the second. If calls are recorded, the GPU is the
+limit: the time of a step beyond the work that the planner counts is spread evenly over its kernels (`kernel_gap_s`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ditile_lab.bench.subjects import create_bench_subject
 from ditile_lab.rows import MAX_BYTES
 
 HOST_IS_LIMIT = 1.2
-"""A host is the limit of a step that takes this times as long as its kernels; their seconds may be off by less."""
+"""A host is the limit of a step that takes this many times as long as its kernels; their seconds may be off by less."""
 FREE = 1e18
 """Bytes a second of a link that takes no time."""
 WRITER = "`ditile bench --alone`"
@@ -43,7 +42,7 @@ Pixels = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMachine:
-    """The machine of a line; a CPU is one without GPUs."""
+    """The machine of a line; a CPU has no GPUs."""
 
     gpus: tuple[str, ...]
     __pydantic_config__ = ConfigDict(extra="ignore")
@@ -54,12 +53,12 @@ class AloneLine:
     """A line of `alone.jsonl`: a rank of a plan, or the plain pipeline, which has no plan.
 
     Attributes:
-        model, plan, rank, steps: what was measured; steps of a short and a long call.
+        model, plan, rank, steps: the measured rank; `steps` are those of a short and a long call.
         height, width: pixels; None is the model's own size.
         recorded: whether its calls were recorded.
-        step_s, device_s: seconds of a step, and those in which kernels ran, if they are known.
-        messages: of a step.
-        machine: where it was measured, if it is known.
+        step_s, device_s: seconds of a step, and the part in which kernels ran, if known.
+        messages: in a step.
+        machine: of the measurement, if known.
     """
 
     model: str
@@ -77,11 +76,11 @@ class AloneLine:
 
 
 class CountedStep(NamedTuple):
-    """What a rank does in a step, as the planner counts it.
+    """The work of a rank in a step, according to the planner.
 
     Attributes:
         device_s: seconds of its kernels' work.
-        kernels, blocks, calls: how many kernels, calls of blocks, and calls of the transformer there are.
+        kernels, blocks, calls: the numbers of kernels, calls of blocks, and calls of the transformer.
     """
 
     device_s: float
@@ -91,10 +90,10 @@ class CountedStep(NamedTuple):
 
 
 def read_alone_lines(path: str | Path) -> list[AloneLine]:
-    """The lines of a file that `ditile bench --alone` wrote.
+    """Read the lines of a file written by `ditile bench --alone`.
 
     Raises:
-        ModelError: if the file cannot be read, or a line is none of these, or of a CPU.
+        ModelError: if the file cannot be read, or a line has another form or is of a CPU.
     """
     try:
         texts = files.read_file(path, MAX_BYTES).decode().splitlines()
@@ -117,15 +116,16 @@ def read_alone_lines(path: str | Path) -> list[AloneLine]:
 
 
 def fit_profile(base: Profile, lines: Sequence[AloneLine]) -> Profile:
-    """The profile with what lines say of host and kernels; everything that they do not say is the base's.
+    """Fit the host and kernel terms of a profile to lines; all other terms are the base's.
 
     Args:
         base: a profile of the same GPU, for its curves and links.
-        lines: of ranks that were measured on it.
+        lines: of ranks measured on it.
 
     Raises:
-        ModelError: if the base is no GPU, or no two lines with other numbers of messages are limited by the host.
-        DitileError: if a line's model or plan is not known.
+        ModelError: if the base is not a GPU, or no two lines with different numbers of messages are limited by the
+            host.
+        DitileError: if a line's model or plan is unknown.
     """
     if not base.runs_ahead:
         raise ModelError(f"alone=: the host of a GPU is fitted, and {base.name} is a CPU; give --hardware NAME")
@@ -145,7 +145,7 @@ def fit_profile(base: Profile, lines: Sequence[AloneLine]) -> Profile:
 
 
 def select_slowest_ranks(lines: Sequence[AloneLine]) -> list[AloneLine]:
-    """The slowest rank of each plan, which limits it: blocks of other stages may be smaller.
+    """Select the slowest rank of each plan, which limits it: blocks of other stages may be smaller.
 
     A rank that was measured several times has the mean of its steps.
     """
@@ -162,7 +162,7 @@ def select_slowest_ranks(lines: Sequence[AloneLine]) -> list[AloneLine]:
 
 
 def _fit_host_terms(limited: Sequence[tuple[AloneLine, CountedStep]], micro_s: float) -> tuple[float, float]:
-    """Seconds for a call of a block and for a message: relative least squares, neither of them below 0."""
+    """Fit the seconds of a block call and of a message: relative least squares, neither of them below 0."""
     terms = numpy.array([(step.blocks, line.messages) for line, step in limited]).reshape(-1, 2)
     measured = numpy.array([line.step_s for line, _ in limited])
     known = numpy.array([micro_s * step.calls for _, step in limited])
@@ -177,13 +177,16 @@ def _fit_host_terms(limited: Sequence[tuple[AloneLine, CountedStep]], micro_s: f
     block_s, call_s = (float(term) for term in numpy.linalg.lstsq(relative, wanted, rcond=None)[0])
     if block_s >= 0 and call_s >= 0:
         return block_s, call_s
-    # Of two terms one is 0 then, and the other one is the best without it.
+    # One of the two terms is 0 then, and the other one is the best fit without it.
     only_blocks, only_messages = (float(column @ wanted / (column @ column)) for column in relative.T)
     return (only_blocks, 0.0) if call_s < 0 else (0.0, only_messages)
 
 
 def fit_kernel_gap(counted: Sequence[tuple[AloneLine, CountedStep]]) -> float | None:
-    """Seconds of a GPU for each kernel besides its work; None if no steps were recorded, where it is the limit."""
+    """Fit the seconds of a GPU for each kernel besides its work.
+
+    Returns None if no steps were recorded; only in those is the GPU the limit.
+    """
     recorded = [(line.step_s, step) for line, step in counted if line.recorded]
     if not recorded:
         return None
@@ -193,10 +196,10 @@ def fit_kernel_gap(counted: Sequence[tuple[AloneLine, CountedStep]]) -> float | 
 
 
 def count_step(base: Profile, line: AloneLine) -> CountedStep:
-    """What the rank of a line does in a step after the synchronous ones.
+    """Count the work of a line's rank in a step after the synchronous ones.
 
     Raises:
-        DitileError: if its model or plan is not known.
+        DitileError: if its model or plan is unknown.
     """
     work = Workload(model=line.model, height=line.height, width=line.width, steps=line.steps[1])
     subject = create_bench_subject(work)
@@ -207,7 +210,7 @@ def count_step(base: Profile, line: AloneLine) -> CountedStep:
     job = replace(job, shape=replace(job.shape, element_size=base.element_size))
     arguments = subject.make_planning_arguments(cell)
     stage = job.locate_rank(line.rank).stage
-    # A step has one second of each block or kernel in these profiles, so that its seconds are their number.
+    # In these profiles each block or kernel takes one second, so the seconds of a step are their number.
     link = replace(base.link, latency_s=0.0, bandwidth=FREE, call_s=0.0, sum_s=None)
     bare = replace(base, link=link, devices=job.plan.world, kernel_s=0.0, block_s=0.0, kernel_gap_s=0.0)
     seconds = []

@@ -1,10 +1,10 @@
-"""The functions of torch.distributed for a rank whose peers are not there: they send nothing and wait for nobody.
+"""Replacements of torch.distributed's functions for a rank without its peers: they send nothing and wait for nobody.
 
     with replace_torch_distributed(LoneMessages(rank, world, device)) as messages:
         runner = parallelize(pipe, plan, device)
 
-What peers would send arrives by a copy on the device, with random numbers, so that memory is written as by a real
-message. Small messages between CPUs, in which ranks agree, are as if every rank said what this one says.
+The data of peers arrives as random numbers by a copy on the device, so that memory is written like by a real message.
+In small messages between CPUs, by which ranks agree, every rank seems to send the values of this one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ditile.plan.errors import StateError
 NCCL = "cpu:gloo,cuda:nccl"
 GLOO = "cpu:gloo,cuda:gloo"
 AGREED = 64
-"""Numbers of the largest message between CPUs in which ranks agree; activations are larger."""
+"""The size in numbers of the largest message between CPUs by which ranks agree; activations are larger."""
 LEAST_NOISE = 1 << 16
-"""Random numbers that are kept at least; longer messages make more."""
+"""The least random numbers that are kept; longer messages make more."""
 
 
-# Compared by identity, as the groups of torch are: after a failed call the world of the next rank is another one.
+# Groups are compared by identity like torch's: after a failed call the next rank has another world.
 @dataclass(frozen=True, eq=False)
 class LoneGroup:
-    """A process group of which only one rank is there."""
+    """A process group with only one rank present."""
 
     group_name: str
     ranks: tuple[int, ...]
@@ -42,23 +42,23 @@ class LoneGroup:
     backend: str
 
     def size(self) -> int:
-        """How many ranks it would have."""
+        """Return the number of ranks it would have."""
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This rank's place in it."""
+        """Return this rank's place in it."""
         return self.ranks.index(self.own_rank)
 
 
 class FinishedWork:
-    """A message that is over as soon as it is started."""
+    """A message that is complete as soon as it is started."""
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns at once."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
 
@@ -72,14 +72,14 @@ class LonePeerMessage(NamedTuple):
 
 
 class LoneMessages:
-    """What takes the place of torch.distributed's functions, under their own names.
+    """Replacements of torch.distributed's functions, under their own names.
 
     Args:
-        rank, world: this rank among so many.
+        rank, world: this rank, and the number of ranks.
         device: where it computes.
 
     Attributes:
-        num_messages: messages and collectives with numbers of the device that were started.
+        num_messages: the number of started messages and collectives with numbers on the device.
     """
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class LoneMessages:
         self._noise: dict[torch.dtype, Tensor] = {}
 
     def list_replacements(self) -> dict[str, Any]:
-        """Name in torch.distributed -> what takes its place."""
+        """Return the replacements by their names in torch.distributed."""
         replacements = {
             "group": SimpleNamespace(WORLD=self._everyone),
             "P2POp": LonePeerMessage,
@@ -102,28 +102,28 @@ class LoneMessages:
                 replacements[name] = getattr(self, name)
         return replacements
 
-    # The functions of torch.distributed, with its names and parameters.
+    # These methods have the names and parameters of torch.distributed's functions.
 
     def is_initialized(self) -> bool:
-        """Yes: the ranks have met."""
+        """Return True: the ranks have met."""
         return True
 
     def get_world_size(self, group: Any = None) -> int:
-        """The number of ranks of a group."""
+        """Return the number of ranks in a group."""
         return self._select_group(group).size()
 
     def get_rank(self, group: Any = None) -> int:
-        """This rank's place in a group."""
+        """Return this rank's place in a group."""
         return self._select_group(group).rank()
 
     def get_backend_config(self, group: Any = None) -> str:
-        """The backends that a group would have."""
+        """Return the backends that a group would have."""
         return self._select_group(group).backend
 
     def new_group(
         self, ranks: Sequence[int], timeout: Any = None, backend: str | None = None, **options: Any
     ) -> LoneGroup | int:
-        """A group of some ranks; torch's number for none if this rank is not among them."""
+        """Make a group of some ranks; return torch's number for no group if this rank is not among them."""
         if self._rank not in ranks:
             return -100
         self._num_groups += 1
@@ -131,24 +131,24 @@ class LoneMessages:
         return LoneGroup(f"group {self._num_groups}", tuple(ranks), self._rank, group_backend)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def barrier(self, group: Any = None, **options: Any) -> None:
-        """Waits for nobody."""
+        """Return without waiting."""
 
     def isend(self, tensor: Tensor, group: Any = None, group_dst: int = 0) -> FinishedWork:
-        """Sends nothing."""
+        """Pretend to send."""
         self._count_message(tensor)
         return FinishedWork()
 
     def irecv(self, tensor: Tensor, group: Any = None, group_src: int = 0) -> FinishedWork:
-        """Receives random numbers."""
+        """Receive random numbers."""
         self._count_message(tensor)
         self._receive_noise(tensor)
         return FinishedWork()
 
     def batch_isend_irecv(self, ops: Sequence[LonePeerMessage]) -> list[FinishedWork]:
-        """Sends nothing, and receives random numbers; the whole batch is one message."""
+        """Pretend to send, and receive random numbers; the whole batch is one message."""
         self._count_message(ops[0].tensor)
         for op in ops:
             if op.op == self.irecv:
@@ -158,7 +158,7 @@ class LoneMessages:
     def all_gather(
         self, parts: Sequence[Tensor], x: Tensor, group: Any = None, async_op: bool = False
     ) -> FinishedWork | None:
-        """Gathers random numbers, or for each rank what this one says."""
+        """Gather random numbers, or this rank's value for each rank."""
         self._count_message(x)
         for part in parts:
             self._receive(part, own=x)
@@ -167,13 +167,13 @@ class LoneMessages:
     def all_gather_into_tensor(
         self, out: Tensor, x: Tensor, group: Any = None, async_op: bool = False
     ) -> FinishedWork | None:
-        """Gathers random numbers, or for each rank what this one says."""
+        """Gather random numbers, or this rank's value for each rank."""
         return self.all_gather(out.chunk(self._select_group(group).size()), x, group, async_op)
 
     def reduce_scatter_tensor(
         self, out: Tensor, x: Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> FinishedWork | None:
-        """Receives random numbers in place of this rank's part of the sum."""
+        """Receive random numbers in place of this rank's part of the sum."""
         self._count_message(x)
         self._receive_noise(out)
         return FinishedWork() if async_op else None
@@ -181,7 +181,7 @@ class LoneMessages:
     def all_reduce(
         self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> FinishedWork | None:
-        """Leaves what this rank has: numbers of the right size in a sum, and the right ones in a maximum."""
+        """Keep this rank's numbers: they have the right size for a sum, and are right for a maximum."""
         self._count_message(x)
         return FinishedWork() if async_op else None
 
@@ -194,7 +194,7 @@ class LoneMessages:
         group: Any = None,
         async_op: bool = False,
     ) -> FinishedWork | None:
-        """Receives random numbers."""
+        """Receive random numbers."""
         self._count_message(x)
         self._receive(out, own=x)
         return FinishedWork() if async_op else None
@@ -202,7 +202,7 @@ class LoneMessages:
     def broadcast(
         self, x: Tensor, group: Any = None, group_src: int = 0, async_op: bool = False
     ) -> FinishedWork | None:
-        """Receives random numbers of another rank, or sends nothing."""
+        """Receive random numbers from another rank, or pretend to send."""
         self._count_message(x)
         if self._select_group(group).rank() != group_src:
             self._receive(x, own=x)
@@ -212,7 +212,7 @@ class LoneMessages:
         return group or self._everyone
 
     def _carries_activations(self, tensor: Tensor) -> bool:
-        """Whether a message is one of the computation, not one in which ranks agree."""
+        """Return whether a message belongs to the computation, rather than to an agreement of ranks."""
         if self._device.type == "cuda":
             return tensor.device.type == "cuda"
         return tensor.is_floating_point() and tensor.numel() > AGREED
@@ -221,20 +221,20 @@ class LoneMessages:
         self.num_messages += self._carries_activations(tensor)
 
     def _receive(self, tensor: Tensor, own: Tensor) -> None:
-        """Receives random numbers, or in a message of agreement what this rank says."""
+        """Receive random numbers, or this rank's values in a message of agreement."""
         if self._carries_activations(tensor):
             self._receive_noise(tensor)
         elif tensor is not own and tensor.shape == own.shape:
             tensor.copy_(own)
 
     def _receive_noise(self, tensor: Tensor) -> None:
-        # Bytes in which numbers were packed decide nothing, but must not be what the memory had before.
+        # Packed bytes decide nothing, but must not keep the old content of the memory.
         if not tensor.is_floating_point():
             tensor.zero_()
             return
         noise = self._noise.get(tensor.dtype)
         if noise is None or noise.numel() < tensor.numel():
-            # A generator of its own: torch's gives a pipeline the same numbers as without these messages.
+            # A separate generator keeps torch's own numbers for the pipeline unchanged.
             generator = torch.Generator(tensor.device).manual_seed(0)
             numbers = torch.randn(max(tensor.numel(), LEAST_NOISE), generator=generator, device=tensor.device)
             noise = self._noise[tensor.dtype] = numbers.to(tensor.dtype)
@@ -243,10 +243,10 @@ class LoneMessages:
 
 @contextmanager
 def replace_torch_distributed(messages: LoneMessages) -> Iterator[LoneMessages]:
-    """Within the context torch.distributed has these functions; its own are back after it, also after an error.
+    """Replace torch.distributed's functions within the context; they are restored after it, also after an error.
 
-    It is the one place where ditile replaces functions of a module. torch takes a Python process group only under names
-    that differ between its releases, and all ranks of a real one must be there.
+    It is the only place where ditile replaces functions of a module. torch accepts a Python process group only under
+    names that differ between its releases, and a real group needs all its ranks.
 
     Raises:
         StateError: if this process has a process group, whose messages would be lost.
@@ -256,7 +256,7 @@ def replace_torch_distributed(messages: LoneMessages) -> Iterator[LoneMessages]:
     with ExitStack() as stack:
         for name, function in messages.list_replacements().items():
             override_attribute(stack, dist, name, function)
-        # This module has them under its own names, as releases of torch differ.
+        # That module has its own names for these, because releases of torch differ.
         override_attribute(stack, collectives, "_all_gather", messages.all_gather_into_tensor)
         override_attribute(stack, collectives, "_reduce_scatter", messages.reduce_scatter_tensor)
         yield messages

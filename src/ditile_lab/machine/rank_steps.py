@@ -1,4 +1,4 @@
-"""The seconds of a step of one rank: the slope between calls of few and of more steps, so that nothing else counts."""
+"""Seconds of one rank's step: the slope between calls with few and more steps, so that nothing else counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ditile.runner.runner import Runner, parallelize
 from ditile_lab.machine.messages import LoneMessages, replace_torch_distributed
 
 WARMUPS = 2
-"""Calls that are not timed: kernels are chosen in the first one, and what can be recorded is in the second one."""
+"""Calls that are not timed: kernels are chosen in the first one, and calls are recorded in the second one."""
 
 MakeArguments = Callable[[Any, int], dict[str, Any]]
 """(pipeline, steps) -> new arguments of a call."""
@@ -27,12 +27,12 @@ MakeArguments = Callable[[Any, int], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCalls:
-    """How calls are measured.
+    """Settings of the measured calls.
 
     Attributes:
         device: where they compute.
         steps: of a short and of a long call.
-        rounds: how often each is timed; the shortest counts.
+        rounds: the number of timings of each; the shortest counts.
     """
 
     device: torch.device
@@ -42,20 +42,20 @@ class MeasuredCalls:
 
     @property
     def num_between(self) -> int:
-        """Steps by which the calls differ."""
+        """Return the difference of their steps."""
         return self.steps[1] - self.steps[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """A step of one rank alone.
+    """A step of one rank measured alone.
 
     Attributes:
-        recorded: whether its calls of the model were to be recorded, and played.
-        as_code: why none of them was, where they were to be; empty if some were.
+        recorded: whether its calls of the model should be recorded, and played.
+        as_code: why none of them was, although they should be; empty if some were.
         step_s: its seconds.
-        host_s: those until the host has started everything; None on a CPU, which is host and device at once.
-        device_s: those in which kernels run; None on a CPU.
+        host_s: seconds until the host has started everything; None on a CPU, which is host and device at once.
+        device_s: seconds in which kernels run; None on a CPU.
         messages: messages and collectives that it starts.
         sent_bytes: bytes that it would send, by kind.
         call_s: seconds of the short and of the long calls.
@@ -80,17 +80,18 @@ class CallSeconds(NamedTuple):
 
 
 def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, recorded: bool = False) -> RankStep:
-    """A step of a rank of a plan, of a whole pipeline that is as before when this returns or raises.
+    """Measure a step of a plan's rank, with a whole pipeline that is restored on return or error.
 
     Args:
-        recorded: whether calls of the model are recorded, in those that are not timed, and played.
+        recorded: whether calls of the model are recorded, in the untimed calls, and then played.
     """
     messages = LoneMessages(rank, plan.world, calls.device)
-    # Synchronous steps do not count, and stages that share them ask each other for what only a block's owner knows.
+    # Synchronous steps do not count, and stages that share them ask each other for facts that only a block's owner
+    # knows.
     if plan.warmup_mode in ("sequence", "auto"):
         plan = replace(plan, warmup_mode="serial")
     with ExitStack() as stack:
-        # A plan of one rank runs as it does in any process.
+        # A plan with one rank runs like in any process.
         if plan.world > 1:
             stack.enter_context(replace_torch_distributed(messages))
         runner = parallelize(pipe, plan, calls.device, keep_weights=True, groups=Communicators(), cuda_graphs=recorded)
@@ -104,7 +105,7 @@ def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, reco
 
 
 def _explain_code(runner: Runner) -> str:
-    """Why the last call of a runner that records played nothing; empty if it did."""
+    """Explain why the last call of a recording runner played nothing; empty if it did."""
     report = runner.report
     if report is None or report.recorded is None:
         return "nothing is recorded here"
@@ -115,12 +116,12 @@ def _explain_code(runner: Runner) -> str:
 
 
 def measure_plain(pipe: Any, calls: MeasuredCalls) -> RankStep:
-    """A step of the plain pipeline."""
+    """Measure a step of the plain pipeline."""
     return measure_step(lambda steps: pipe(**calls.make_arguments(pipe, steps)), calls)
 
 
 def measure_step(run: Callable[[int], Any], calls: MeasuredCalls, rank: int = 0) -> RankStep:
-    """A step of calls of so many steps.
+    """Measure a step from calls with different numbers of steps.
 
     Args:
         rank: the rank that makes them.
@@ -129,7 +130,7 @@ def measure_step(run: Callable[[int], Any], calls: MeasuredCalls, rank: int = 0)
     for _ in range(WARMUPS):
         run(short)
     times: dict[int, list[CallSeconds]] = {short: [], long: []}
-    # In turns, so that a machine that becomes slower slows both.
+    # The calls take turns, so that a machine that becomes slower slows both.
     for _ in range(calls.rounds):
         for steps in calls.steps:
             synchronize(calls.device)
@@ -156,7 +157,7 @@ def measure_step(run: Callable[[int], Any], calls: MeasuredCalls, rank: int = 0)
 
 
 def compute_step_seconds(short: Sequence[float], long: Sequence[float], num_between: int) -> float:
-    """The slope between the shortest of some short calls and of some long ones, which have so many more steps.
+    """Compute the slope between the shortest of the short and of the long calls, which have `num_between` more steps.
 
     Raises:
         ModelError: if the long ones took no longer.
@@ -171,8 +172,8 @@ def compute_step_seconds(short: Sequence[float], long: Sequence[float], num_betw
 
 
 def _measure_busy_seconds(run: Callable[[int], Any], steps: int, device: torch.device) -> float:
-    """Seconds in which the kernels and copies of a call run on a GPU."""
-    # Not `torch.profiler`, which asks torch.distributed for groups that are not there.
+    """Return the seconds in which the kernels and copies of a call run on a GPU."""
+    # `torch.profiler` cannot be used: it asks torch.distributed for groups that do not exist here.
     profiler = torch.autograd.profiler.profile(use_device=device.type, use_cpu=False, use_kineto=True)
     with profiler:
         run(steps)
@@ -182,7 +183,7 @@ def _measure_busy_seconds(run: Callable[[int], Any], steps: int, device: torch.d
 
 
 def _count_traffic(runner: Runner, messages: LoneMessages, calls: MeasuredCalls, step: RankStep) -> RankStep:
-    """The step with what it sends: the difference between a short and a long call."""
+    """Add the step's traffic: the difference between a short and a long call."""
     counted = []
     for steps in calls.steps:
         before = messages.num_messages

@@ -33,20 +33,20 @@ from ditile_lab.rows import Row, RowFile
 
 ROWS = "alone.jsonl"
 ANY_HARDWARE = "h200-nvlink"
-"""Whose prices say which stage computes most where no machine is named; its links do not count then."""
+"""Hardware whose prices find the stage with most computation if no machine is named; its links do not count then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AloneTask:
-    """What the session measures.
+    """The task of the session.
 
     Attributes:
         steps: of a short and of a long call.
-        rounds: how often each call is timed.
+        rounds: the number of timings of each call.
         all_ranks: whether all ranks of a plan are measured.
-        recorded: whether each whose plan allows it is measured with recorded steps too.
+        recorded: whether each rank is also measured with recorded steps, if its plan allows it.
         profile: the machine whose links are priced; None for no links.
-        facts: what all rows have in common.
+        facts: the common fields of all rows.
         out: the folder of the rows.
     """
 
@@ -62,14 +62,14 @@ class AloneTask:
 
 
 def measure_alone(task: AloneTask) -> list[Row]:
-    """Measures all plans, and returns a row for the plain pipeline and for each rank that was measured."""
+    """Measure all plans, and return a row for the plain pipeline and for each measured rank."""
     silence_libraries()
     with silence_advice():
         return _measure_plans(task)
 
 
 def _measure_plans(task: AloneTask) -> list[Row]:
-    # `launch` has made a group of this one process, in whose place come the ranks of the plans.
+    # `launch` has made a group of this one process; the ranks of the plans take its place.
     if dist.is_initialized():
         dist.destroy_process_group()
     device = pick_device(task.work.device, 0)
@@ -77,7 +77,7 @@ def _measure_plans(task: AloneTask) -> list[Row]:
     pipe = subject.create_whole_pipeline(device)
     file = RowFile(Path(task.out, ROWS), "model")
     file.path.parent.mkdir(exist_ok=True)
-    # A runner reports its steps by itself; a plain pipeline would look like a rank that hangs.
+    # A runner reports its steps by itself; without this hook a plain pipeline would look like a rank that hangs.
     hook = find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     plain_cell = task.cells[0].one_rank_baseline
     calls = _plan_calls(task, subject, plain_cell, device)
@@ -114,13 +114,13 @@ def _plan_calls(task: AloneTask, subject: BenchSubject, cell: BenchCell, device:
 def _measure_cell(
     task: AloneTask, subject: BenchSubject, cell: BenchCell, pipe: Any, device: torch.device
 ) -> list[Row]:
-    """The rows of a plan's ranks; each has the parts of the plan's step, too."""
+    """Measure a plan's ranks; each row also has the parts of the plan's step."""
     plan = cell.plan_object
     job = subject.make_cost_job(cell)
     pricer = None
     if job is not None:
         job = _size_job(job, task, next(find_loop_model(pipe).parameters()).element_size())
-        # Links of the named machine, whose ranks each have a device of their own, like the one that measures.
+        # The links are those of the named machine; each rank has its own device, like the one that measures.
         profile = task.profile or hardware.load_profile(ANY_HARDWARE)
         profile = replace(
             profile, devices=max(profile.devices, cell.num_ranks), together=1.0, runs_ahead=device.type == "cuda"
@@ -145,12 +145,12 @@ def _measure_cell(
 
 
 def _size_job(job: PlannedCall, task: AloneTask, element_size: int) -> PlannedCall:
-    """The job with the steps and the type of numbers that are measured."""
+    """Set the steps and the type of numbers of the measurement in a job."""
     return replace(job, shape=replace(job.shape, steps=task.steps[1], element_size=element_size))
 
 
 def choose_measured_ranks(job: PlannedCall | None, pricer: Pricer | None, world: int, *, all_ranks: bool) -> list[int]:
-    """All ranks; or the first one, the last one and the first of the stage that computes most."""
+    """Choose all ranks, or the first one, the last one and the first of the stage with most computation."""
     if all_ranks:
         return list(range(world))
     ranks = {0, world - 1}
@@ -164,10 +164,10 @@ def choose_measured_ranks(job: PlannedCall | None, pricer: Pricer | None, world:
 def compute_plan_step(
     steps: Sequence[RankStep], job: PlannedCall | None, pricer: Pricer | None, *, has_links: bool
 ) -> StepParts:
-    """The step that a plan should take, whose ranks took these steps alone.
+    """Compute the step of a plan from the steps that its ranks took alone.
 
-    A stage takes as long as the slowest of its ranks that were measured; one of which none was measured as long as the
-    slowest of all.
+    A stage takes as long as its slowest measured rank; a stage without a measured rank takes as long as the slowest of
+    all.
     """
     slowest = max(steps, key=lambda step: step.step_s)
     if job is None or pricer is None:
@@ -183,10 +183,10 @@ def compute_plan_step(
 
 
 def _make_load(step: RankStep) -> DeviceLoad:
-    """A measured step as seconds of device and host, of which the longer one is the step."""
+    """Return a measured step as seconds of device and host; the longer one is the step."""
     if step.device_s is None:
         return DeviceLoad(device=step.step_s, host=0.0)
-    # What neither the kernels nor the host account for is a wait of one for the other.
+    # Time that neither the kernels nor the host account for is a wait of one for the other.
     return DeviceLoad(device=step.device_s, host=step.step_s)
 
 

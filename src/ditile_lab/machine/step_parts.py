@@ -1,6 +1,6 @@
-"""The step that a plan should take, from the measured seconds of its ranks and the prices of messages between them.
+"""The predicted step of a plan, from the measured seconds of its ranks and the prices of messages between them.
 
-Each stage takes as long as a rank of it took alone. Links and waiting are computed: exchanges within a call by the
+Each stage takes as long as one of its ranks took alone. Links and waiting are computed: exchanges within a call by the
 prices of `ops`, messages between stages and the gaps between them by the schedule.
 """
 
@@ -31,11 +31,11 @@ class StepParts(NamedTuple):
 
 
 class MeasuredOpPricer(OpPricer):
-    """Seconds of ops whose computation was measured.
+    """Seconds of ops with measured computation.
 
     Args:
         basis: the model and the machine, whose links count.
-        stage_loads: of each stage, the device's and the host's seconds of a step.
+        stage_loads: the device's and the host's seconds of a step, for each stage.
     """
 
     def __init__(self, basis: MachineWork, job: PlannedCall, stage_loads: Sequence[DeviceLoad]) -> None:
@@ -44,16 +44,16 @@ class MeasuredOpPricer(OpPricer):
 
     @property
     def first_alike_stages(self) -> list[int]:
-        """Every stage, as each has seconds of its own."""
+        """Return every stage, because each has its own seconds."""
         return list(range(self.job.plan.pipefusion))
 
     @property
     def iteration_seconds(self) -> float:
-        """None: they are in what was measured."""
+        """Return 0: the measured seconds include them."""
         return 0.0
 
     def compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
-        """An even share of the measured step, for each call of it."""
+        """Return an even share of the measured step for each of its calls."""
         calls = self.job.count_calls_in_step(op.step)
         ops = self.schedule.iter_step_ops(place.stage, op.step, calls)
         num_computed = sum(step_op.kind is OpKind.COMPUTE for step_op in ops)
@@ -61,7 +61,7 @@ class MeasuredOpPricer(OpPricer):
 
 
 def compute_step_parts(basis: MachineWork, job: PlannedCall, stage_loads: Sequence[DeviceLoad]) -> StepParts:
-    """The parts of a step whose stages take these measured seconds."""
+    """Compute the parts of a step from the measured seconds of its stages."""
     ops = MeasuredOpPricer(basis, job, stage_loads)
     step = predict_step_seconds(ops, free=False)
     without_links = predict_step_seconds(ops, free=True)
@@ -70,7 +70,7 @@ def compute_step_parts(basis: MachineWork, job: PlannedCall, stage_loads: Sequen
 
 
 def find_busiest_stage(basis: MachineWork, job: PlannedCall) -> int:
-    """The stage that computes most in a step, by the prices of the planner."""
+    """Return the stage with the most computation in a step, by the prices of the planner."""
     ops = OpPricer(basis, job, CacheSkips())
     step = job.shape.steps - 1
     seconds = []

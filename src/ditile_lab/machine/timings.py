@@ -21,38 +21,38 @@ from ditile.distributed.transport import Traffic, start_shift
 from ditile.model.hooks.fused import can_fuse_gelu
 from ditile.planner.profile import FUSED, Curve, Link, Profile
 
-# From a patch of few tokens to a whole image; between these sizes a curve is interpolated.
+# The sizes go from a patch of few tokens to a whole image; a curve is interpolated between them.
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 WIDTHS = (128, 256, 512, 1024, 2048)
 LENGTHS = (16, 64, 256, 512, 1024, 4096)
 SIZES = tuple(2**k for k in range(12, 27, 2))
-# Bytes. The shortest message shows what each of them costs; two lengths far apart show the bandwidth.
+# These are bytes. The shortest message shows the fixed cost of each; two lengths far apart show the bandwidth.
 MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-# Heads of attention, the channels of each, and the width of rows that pointwise kernels read.
+# These are the heads of attention, the channels of each, and the width of rows that pointwise kernels read.
 HEADS = 8
 HEAD = 64
 WIDTH = 256
 HEAD_SIZES = (16, 32, 64, 128)
 PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
 LINK_PARTS = 11
-"""Parts that a progress bar shows of the curves, and of a link and the ranks."""
+"""The numbers of parts in a progress bar, for the curves, and for a link and the ranks."""
 LARGEST = 2**33
-"""Operations of the largest call that is timed."""
+"""Operations of the largest timed call."""
 BUDGET = 0.03
 """Seconds for which a call is repeated."""
 RATED_SECONDS = 0.5
-"""A rank is rated over so long: what holds a CPU back, such as a quota, lets it compute for a tenth of a second."""
+"""The time over which a rank is rated: a limit on a CPU, such as a quota, lets it compute for a tenth of a second."""
 RATED_SIZES = {"cpu": (256, 512), "cuda": (4096, 3072)}
 """Kind of device -> tokens and channels of the kernels by which ranks are compared; a GPU needs more to be busy."""
 REPEATS = 5
-"""The number of parts that these seconds are divided into."""
+"""The number of parts into which these seconds are divided."""
 
 
 class Bench:
     """Times calls on one device.
 
     Args:
-        device, dtype: what is measured.
+        device, dtype: of the measured tensors.
         done: called after each part of the measurements.
         group: the ranks whose links are measured; all by default.
     """
@@ -70,19 +70,19 @@ class Bench:
         self.group = group
 
     def make_random_tensor(self, *shape: int) -> torch.Tensor:
-        """Random numbers."""
+        """Return random numbers."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
     def make_linear(self, rows: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The input, the weight and the bias of a linear layer."""
+        """Return the input, the weight and the bias of a linear layer."""
         return self.make_random_tensor(rows, k), self.make_random_tensor(n, k), self.make_random_tensor(n)
 
     def make_message(self, size: int, parts: int = 1) -> torch.Tensor:
-        """Random numbers of `size` bytes, or of so many such parts."""
+        """Return random numbers of `size` bytes, or of `parts` times as many."""
         return self.make_random_tensor(size // self.dtype.itemsize * parts)
 
     def measure_seconds(self, call: Callable[[], Any]) -> float:
-        """The shortest time of a call, the first run apart: other work on the machine can only add to it."""
+        """Return the shortest time of a call without the first run: other work on the machine can only add to it."""
         # The first call allocates memory and chooses kernels.
         self.time_average_call(call, 1)
         once = self.time_average_call(call, 1)
@@ -94,7 +94,7 @@ class Bench:
         return min(self.time_average_call(call, times) for _ in range(REPEATS))
 
     def time_average_call(self, call: Callable[[], Any], times: int) -> float:
-        """Seconds of a call, the mean of so many in a row."""
+        """Return the mean seconds of a call that is repeated `times` times."""
         self._synchronize()
         began = time.perf_counter()
         for _ in range(times):
@@ -108,7 +108,7 @@ class Bench:
 
 
 def measure_matmul(bench: Bench) -> Curve:
-    """Operations a second of linear layers, over (rows, width)."""
+    """Measure the operations a second of linear layers, over (rows, width)."""
 
     def prepare_linear(rows: int, width: int) -> Callable[[], Any]:
         operands = bench.make_linear(rows, width, width)
@@ -118,7 +118,7 @@ def measure_matmul(bench: Bench) -> Curve:
 
 
 def measure_attention(bench: Bench) -> Curve:
-    """Operations a second of attention, over (queries, keys)."""
+    """Measure the operations a second of attention, over (queries, keys)."""
 
     def prepare_attention(queries: int, keys: int) -> Callable[[], Any]:
         q = bench.make_random_tensor(1, HEADS, queries, HEAD)
@@ -135,13 +135,13 @@ def _tabulate_rates(
     count_operations: Callable[[int, int], int],
     prepare: Callable[[int, int], Callable[[], Any]],
 ) -> Curve:
-    """A curve over two sizes; a call that is too large to be timed gets the rate of the next smaller call."""
+    """Tabulate a curve over two sizes; a call too large to time gets the rate of the next smaller call."""
     rows = []
     for x in xs:
         row: list[float] = []
         for y in ys:
             work = count_operations(x, y)
-            # It would take seconds, and its rate is the same as for the largest size before.
+            # It would take seconds, and its rate equals that of the largest size before.
             if work > LARGEST:
                 row.append(row[-1])
             else:
@@ -152,7 +152,7 @@ def _tabulate_rates(
 
 
 def measure_head_sizes(bench: Bench) -> Curve:
-    """Operations a second of attention over channels of a head, as a share of those with `HEAD`."""
+    """Measure attention's operations a second over channels of a head, relative to `HEAD` channels."""
     length = LENGTHS[-2]
     rates = {}
     for size in HEAD_SIZES:
@@ -166,7 +166,7 @@ def measure_head_sizes(bench: Bench) -> Curve:
 
 
 def measure_pointwise(bench: Bench) -> dict[str, Curve]:
-    """Bytes a second of operators that read every number once, by kind, over bytes read and written."""
+    """Measure the bytes a second of operators that read every number once, by kind, over bytes read and written."""
     rates_by_kind: dict[str, list[float]] = {}
     for size in SIZES:
         for name, rate in _measure_pointwise_rates(bench, max(size // 8 // WIDTH, 1)).items():
@@ -182,7 +182,7 @@ def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
     scale = bench.make_random_tensor(1, WIDTH)
     both = bench.measure_seconds(lambda: x + y) + bench.measure_seconds(lambda: x * scale)
     gelu = bench.measure_seconds(lambda: functional.gelu(x, approximate="tanh"))
-    # Tensors that are read and written: x + y takes three, x * scale two, and a stack doubles what it reads.
+    # These are counts of tensors read and written: x + y takes three, x * scale two, and a stack doubles its inputs.
     tensors_and_seconds = {
         "pointwise": (5, both),
         "norm": (2, bench.measure_seconds(lambda: functional.layer_norm(x, (WIDTH,)))),
@@ -194,13 +194,13 @@ def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
         gelu_kernel = torch.ops.mkldnn._linear_pointwise
         linear = bench.measure_seconds(lambda: functional.linear(*operands))
         added = bench.measure_seconds(lambda: gelu_kernel(*operands, "gelu", [], "tanh")) - linear
-        # The difference of two times can be near zero or below it.
+        # The difference of two times can be near zero or negative.
         tensors_and_seconds[FUSED] = (2, min(max(added, gelu / 10), gelu))
     return {name: tensors * x.nbytes / seconds for name, (tensors, seconds) in tensors_and_seconds.items()}
 
 
 def measure_rank_rate(bench: Bench) -> float:
-    """How often a second this rank makes some kernels of a block, while all ranks of the group do."""
+    """Measure how often a second this rank runs some kernels of a block, while all ranks of the group do."""
     rows, width = RATED_SIZES.get(bench.device.type, RATED_SIZES["cuda"])
     x, weight, bias = bench.make_linear(rows, width, width)
     q = bench.make_random_tensor(1, HEADS, rows, HEAD)
@@ -217,18 +217,18 @@ def measure_rank_rate(bench: Bench) -> float:
         dist.barrier(bench.group)
         rates.append(1 / bench.time_average_call(compute_kernels, times))
     bench.done()
-    # Other work on the machine can only take from the best of them.
+    # Other work on the machine can only lower the rate, so the best one counts.
     return max(rates)
 
 
 def measure_link(bench: Bench) -> Link:
-    """The link between the ranks of a group: messages from the first rank to the second, and collectives of all."""
+    """Measure the link between the ranks of a group: messages from the first to the second, and collectives of all."""
     world = dist.get_world_size(bench.group)
     group = bench.group or dist.group.WORLD
     assert group is not None
     small = _time_one_way(bench, MESSAGES[0])
     large = _time_one_way(bench, MESSAGES[-1])
-    # The difference of two lengths leaves out what every message costs.
+    # The difference of two lengths cancels the fixed cost of a message.
     bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
     x = bench.make_message(MESSAGES[-2], world)
     tiny = bench.make_random_tensor(world)
@@ -237,7 +237,7 @@ def measure_link(bench: Bench) -> Link:
     sent = x.nbytes * (world - 1) / world
 
     def get_achieved_share(size: float, seconds: float) -> float:
-        # A difference of two times may be zero or below it.
+        # A difference of two times may be zero or negative.
         return min(1.0, size / max(seconds, 1e-9) / bandwidth)
 
     exchanged = _time_on_all_ranks(bench, lambda: dist.all_to_all_single(out, x, group=group))
@@ -261,13 +261,13 @@ def measure_link(bench: Bench) -> Link:
 
 
 def _time_shift(bench: Bench, group: dist.ProcessGroup, size: int) -> float:
-    """Seconds in which each rank sends a message to the next one."""
+    """Time a shift, in which each rank sends a message to the next one."""
     x = bench.make_message(size)
     return _time_on_all_ranks(bench, lambda: start_shift(x, x.shape, group, Traffic(), "ring").wait_for_tensors())
 
 
 def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
-    """Seconds that a call adds to some work. After work, ranks are not ready at the same time, as in real calls."""
+    """Time the seconds that a call adds to some work, after which ranks are not ready together, like in real calls."""
     x, weight, bias = bench.make_linear(128, 512, 512)
 
     def compute_linears() -> None:
@@ -285,15 +285,15 @@ def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
         dist.barrier(bench.group)
         both = bench.time_average_call(compute_and_call, 40)
         alone = bench.time_average_call(compute_linears, 40)
-        # Work before the call has the same length on every rank, so its time is taken off.
+        # Work before the call takes the same time on every rank, so it is subtracted.
         differences.append(both - alone)
     bench.done()
-    # On a busy machine the difference may be below zero.
+    # On a busy machine the difference may be negative.
     return max(statistics.median(differences), 1e-7)
 
 
 def _get_end_ranks(bench: Bench) -> tuple[int, int, int]:
-    """This rank in the group, and the numbers that its first two ranks have among all."""
+    """Return this rank's number in the group, and the global numbers of the group's first two ranks."""
     own = dist.get_rank(bench.group)
     if bench.group is None:
         return own, 0, 1
@@ -301,7 +301,7 @@ def _get_end_ranks(bench: Bench) -> tuple[int, int, int]:
 
 
 def _time_one_way(bench: Bench, size: int) -> float:
-    """Seconds of a message: half of there and back."""
+    """Time a message one way: half of the way there and back."""
     x = bench.make_message(size)
     group = bench.group
     rank, first, second = _get_end_ranks(bench)
@@ -318,11 +318,11 @@ def _time_one_way(bench: Bench, size: int) -> float:
 
 
 def _time_on_all_ranks(bench: Bench, call: Callable[[], Any]) -> float:
-    """Seconds of a call that all ranks make, the same number of times on each."""
+    """Time a call that all ranks make, the same number of times on each."""
     call()
     timings = []
     for _ in range(REPEATS):
-        # Ranks start together, or the first would wait for the last within the measurement.
+        # Ranks start together; otherwise the first would wait for the last within the measurement.
         dist.barrier(bench.group)
         timings.append(bench.time_average_call(call, 10))
     bench.done()
@@ -330,7 +330,7 @@ def _time_on_all_ranks(bench: Bench, call: Callable[[], Any]) -> float:
 
 
 def _measure_overlap(bench: Bench) -> float:
-    """The share of a message's time during which both ends can compute: 1 if the message costs no time."""
+    """Measure the share of a message's time during which both ends can compute: 1 if the message costs no time."""
     rank, first, second = _get_end_ranks(bench)
     operands = bench.make_linear(256, 512, 512)
     message = bench.make_message(MESSAGES[-1])
@@ -364,17 +364,17 @@ def _measure_overlap(bench: Bench) -> float:
     for _ in range(2 * REPEATS):
         dist.barrier(bench.group)
         alone, sent, together = (bench.time_average_call(call, 5) for call in calls)
-        # What both take alone, less what they take together, was hidden.
+        # The time of both separately, minus their time together, was hidden.
         shares.append((alone + sent - together) / min(alone, sent))
     bench.done()
     return min(1.0, max(0.0, statistics.median(shares)))
 
 
 def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:
-    """The profile that comes closest to measured calls, by least squares of relative errors.
+    """Fit kernel costs to measured calls by least squares of relative errors, and return the fitted profile.
 
     `kernel_s`, at least 0, is the cost of a kernel besides its work. All rates are divided by one factor, at least 1,
-    because a kernel in a real call finds colder CPU caches than one that is repeated.
+    because a kernel in a real call finds colder CPU caches than a repeated one.
 
     Args:
         profile: with curves.
@@ -385,7 +385,7 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
     terms = torch.stack([work, kernels], 1)
     ones = torch.ones(len(work), 1, dtype=work.dtype)
     slower, kernel_s = torch.linalg.lstsq(terms, ones, driver="gelsd").solution.flatten().tolist()
-    # Fitted costs must not be negative: what is left is fitted again with the bound in its place.
+    # Fitted costs must not be negative: the remaining term is fitted again with the bound in place of this one.
     if kernel_s < 0:
         slower = float(work.sum() / work.square().sum())
         kernel_s = 0.0

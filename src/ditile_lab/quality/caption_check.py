@@ -1,9 +1,10 @@
 """Checks whether an image shows its caption: the grammar of captions, and a check by colours and templates.
 
-A caption of the bundled models names all of a scene of one or two coloured shapes. What it does not name (the direction
-and phase of stripes, the direction of a gradient, the light) is the same in every image, except for a small jitter of
-place and size. Coordinates are fractions of the width (x) and of the height (y); radii are fractions of the shorter
-side. `training/scenes.py` samples scenes and renders them; `training/caption_scores.py` also judges textures.
+A caption of the bundled models names everything in a scene of one or two coloured shapes. Properties that it does not
+name (the direction and phase of stripes, the direction of a gradient, the light) are the same in every image, except
+for a small jitter of place and size. Coordinates are fractions of the width (x) and of the height (y); radii are
+fractions of the shorter side. `training/scenes.py` samples scenes and renders them; `training/caption_scores.py` also
+judges textures.
 
 Every pixel gets the nearest colour of the vocabulary (with its shades). Each thing in the caption is then searched
 among the pixels of its colour. There must be enough of them (colour), their centroid must be near the place in the
@@ -58,26 +59,26 @@ RELATIONS = {
 STRIPES = 4  # dark and light pairs over the width
 GRADIENT_DEPTH = 45.0  # of 255, either way
 
-# The light on a thing, and a background's textures: the pixels of a colour are not all the same.
+# These are the shades of a thing in light, and a background's textures, because the pixels of a colour vary.
 SHADES = (0.7, 0.85, 1.0, 1.15, 1.3)
 OFFSETS = [share * GRADIENT_DEPTH for share in (-1.0, -0.5, 0.0, 0.5, 1.0)]
-# Of the area of a small thing: less of a colour is not a thing.
+# This is a share of a small thing's area: a colour with less area is not a thing.
 MIN_PART = 0.35
-# Of width and height, between the centroid of a thing and the place in the caption.
+# This is a share of width and height, between the centroid of a thing and its place in the caption.
 MAX_OFF = 0.13
-# Intersection over union with the best template.
+# This is the least intersection over union with the best template.
 MIN_OVERLAP = 0.6
-# Of the image: more of an unnamed colour is an error.
+# This is a share of the image: an unnamed colour with more is an error.
 FOREIGN = 0.006
-# Labels from here on are backgrounds.
+# Labels from this number on are backgrounds.
 BACKDROP = len(COLORS)
-# Between a small and a large thing.
+# This radius lies between a small and a large thing.
 LARGE = float(np.sqrt(SIZES["large"] * SIZES["small"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thing:
-    """One object of a scene; its place is in fractions of width and height, its radius in those of the shorter side."""
+    """An object of a scene; its place is in fractions of width and height, its radius in those of the shorter side."""
 
     shape: str
     color: str
@@ -89,7 +90,7 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What a caption describes: one or two things, `where` they are (a place or a relation), and the background."""
+    """The content of a caption: one or two things, `where` they are (a place or a relation), and the background."""
 
     things: tuple[Thing, ...]
     where: str
@@ -98,7 +99,7 @@ class Scene:
 
 
 def parse_caption(caption: str) -> Scene:
-    """The scene that a caption describes. Raises `ValueError` if the caption is not of the grammar."""
+    """Parse a caption into its scene. Raises `ValueError` if the caption does not follow the grammar."""
     body, separator, backdrop = caption.rpartition(" on a ")
     words = backdrop.split()
     if not separator or len(words) not in (2, 3) or words[-1] != "background":
@@ -131,7 +132,7 @@ def _parse_noun_phrase(noun: str, place: tuple[float, float], caption: str) -> T
 
 
 def make_pixel_grid(height: int, width: int) -> tuple[Field, Field]:
-    """x and y of every pixel centre `[H, W]`, as fractions of the width and of the height."""
+    """Return x and y of every pixel centre `[H, W]`, in fractions of the width and the height."""
     x = (np.arange(width, dtype=np.float32) + 0.5) / width
     y = (np.arange(height, dtype=np.float32) + 0.5) / height
     grid_x: Field
@@ -141,7 +142,7 @@ def make_pixel_grid(height: int, width: int) -> tuple[Field, Field]:
 
 
 def compute_signed_distance(shape: str, x: Field, y: Field, radius: float) -> Field:
-    """Distance to the outline of a shape of this radius at the origin, negative inside."""
+    """Compute the distance to the outline of a shape with this radius at the origin, negative inside."""
     distance: Field
     if shape == "circle":
         distance = np.hypot(x, y) - np.float32(radius * 0.95)
@@ -162,7 +163,7 @@ def compute_signed_distance(shape: str, x: Field, y: Field, radius: float) -> Fi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThingVerdict:
-    """Which properties of one thing are right."""
+    """The properties of one thing that are right."""
 
     color: bool
     position: bool = False
@@ -172,7 +173,7 @@ class ThingVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageVerdict:
-    """Which properties of one image are right; `clean` is that it has no unnamed colour."""
+    """The properties of one image that are right; `clean` means that it has no unnamed colour."""
 
     things: tuple[ThingVerdict, ...]
     background: bool
@@ -180,7 +181,7 @@ class ImageVerdict:
 
     @property
     def all_right(self) -> bool:
-        """Whether every thing and the background's colour are right, and no other colour is there."""
+        """Return whether every thing and the background's colour are right, and no other colour is there."""
         verdicts = [self.background, self.clean]
         for thing in self.things:
             verdicts += [thing.color, thing.position, thing.shape, thing.size]
@@ -188,12 +189,12 @@ class ImageVerdict:
 
 
 def judge_image(image: Image, caption: str) -> ImageVerdict:
-    """The verdict on one uint8 image `[H, W, 3]`. Raises `ValueError` if the caption is not of the grammar."""
+    """Judge one uint8 image `[H, W, 3]`. Raises `ValueError` if the caption does not follow the grammar."""
     scene = parse_caption(caption)
     labels = segment_colors(image)
     masks = {color: filter_by_majority(labels == index) for index, color in enumerate(COLORS)}
     things = tuple(_judge_thing(masks[thing.color], thing) for thing in scene.things)
-    # What is left are colours that the caption does not name.
+    # The remaining colours are those that the caption does not name.
     for thing in scene.things:
         masks.pop(thing.color, None)
     return ImageVerdict(
@@ -204,7 +205,8 @@ def judge_image(image: Image, caption: str) -> ImageVerdict:
 
 
 def segment_colors(image: Image) -> NDArray[np.int64]:
-    """The nearest colour of every pixel `[H, W]`: an index into COLORS, or BACKDROP + an index into BACKGROUNDS."""
+    """Label every pixel `[H, W]` with its nearest colour: an index into COLORS, or BACKDROP + an index into
+    BACKGROUNDS."""
     palette, labels = _build_palette()
     x = image.reshape(-1, 3).astype(np.float32)
     # The square of the pixel itself is the same for every colour of the palette.
@@ -234,7 +236,7 @@ def _judge_thing(mask: Mask, thing: Thing) -> ThingVerdict:
 
 
 def compute_overlap(mask: Mask, shape: str, area: float, center_x: float, center_y: float) -> float:
-    """Intersection over union of a mask with the shape of the same area and centroid."""
+    """Compute the intersection over union of a mask with the shape of the same area and centroid."""
     height, width = mask.shape
     short = min(height, width)
     unit_area, unit_x, unit_y = measure_template(shape)
@@ -247,7 +249,7 @@ def compute_overlap(mask: Mask, shape: str, area: float, center_x: float, center
 
 
 def classify_background(labels: NDArray[np.int64]) -> str:
-    """The most frequent background colour."""
+    """Return the most frequent background colour."""
     counts = np.bincount(labels.ravel(), minlength=BACKDROP + len(BACKGROUNDS))[BACKDROP:]
     if not counts.any():
         return "none"
@@ -255,7 +257,7 @@ def classify_background(labels: NDArray[np.int64]) -> str:
 
 
 def filter_by_majority(mask: Mask) -> Mask:
-    """The mask after a 3 x 3 majority filter, which removes one-pixel mixtures of colours along outlines."""
+    """Return the mask after a 3 x 3 majority filter, which removes one-pixel mixtures of colours along outlines."""
     height, width = mask.shape
     padded = np.pad(mask.astype(np.int8), 1)
     neighbors = np.zeros(mask.shape, np.int8)
@@ -266,7 +268,7 @@ def filter_by_majority(mask: Mask) -> Mask:
 
 @cache
 def measure_template(shape: str) -> tuple[float, float, float]:
-    """Area, and centroid x and y, of a shape of radius 1."""
+    """Measure area, and centroid x and y, of a shape with radius 1."""
     x, y = (3 * axis - 1.5 for axis in make_pixel_grid(256, 256))
     inside = compute_signed_distance(shape, x, y, 1.0) < 0
     return float(inside.mean() * 9), float(x[inside].mean()), float(y[inside].mean())
@@ -274,7 +276,7 @@ def measure_template(shape: str) -> tuple[float, float, float]:
 
 @cache
 def _build_palette() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Every colour in every shade, and its label."""
+    """Build the palette: every colour in every shade, and its label."""
     rows = []
     for rgb in COLORS.values():
         rows += [np.array(rgb) * shade for shade in SHADES]

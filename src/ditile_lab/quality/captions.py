@@ -20,7 +20,7 @@ class Caption(NamedTuple):
     """A text to generate.
 
     Attributes:
-        image: the file of the photograph that the caption describes; None where there is none.
+        image: the file of the photograph that the caption describes; None if there is none.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Caption(NamedTuple):
 
 
 def load_captions(source: str, count: int | None, default: int) -> list[Caption]:
-    """The first `count` captions of a source; if `count` is None, the first `default`, or all if there are fewer.
+    """Load the first `count` captions of a source; if `count` is None, the first `default`, or all if there are fewer.
 
     Raises:
         ModelError: if the source cannot be read, or has no captions or fewer than `count`.
@@ -47,10 +47,10 @@ def load_captions(source: str, count: int | None, default: int) -> list[Caption]
 
 
 def read_coco_captions(path: Path) -> list[Caption]:
-    """The first caption (lowest id) of each image of a `captions_*.json`, in the order of the images' ids.
+    """Read the first caption (lowest id) of each image in a `captions_*.json`, in the order of the images' ids.
 
     Raises:
-        ModelError: if the file cannot be read, is no such file, or has no caption.
+        ModelError: if the file cannot be read, has another format, or has no caption.
     """
     option = f"captions='{COCO_PREFIX}{path}'"
     try:

@@ -66,7 +66,7 @@ ONE_AT_A_TIME = (
 
 
 def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: SessionOptions) -> Row | None:
-    """Generates the missing images, judges all images, and writes the files.
+    """Generate the missing images, judge all images, and write the files.
 
     Rank 0 returns the content of `evaluation.json`, other ranks None.
 
@@ -91,7 +91,7 @@ def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: Sessi
         # Everything that may be refused is checked before the first image.
         evaluation.folder.check_same_job(job)
         rows = evaluation.read_rows()
-        # It loads the networks that judge images, and refuses options that need one that is missing.
+        # This loads the networks that judge images, and refuses options that need a missing one.
         panel = MetricPanel.from_options(judge, options.model, captions)
     for task in _list_session_tasks(options, session, job, settings, threads):
         turns = _list_missing_turns(task, captions, settings, rows)
@@ -108,7 +108,7 @@ def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: Sessi
 
 
 def build_evaluation_tables(evaluation: Row, options: EvaluateOptions) -> list[Table | str]:
-    """The means of an evaluation for a terminal: numbered tables, and a line for each setting."""
+    """Build the means of an evaluation for a terminal: numbered tables, and a line for each setting."""
     if options.methods:
         return build_methods_table(evaluation, options.method_lines)
     columns: dict[str, list[str]] = {"ranks": [], "seconds": [], "latency": [], "speed-up": [], "saved, %": []}
@@ -138,7 +138,7 @@ def build_evaluation_tables(evaluation: Row, options: EvaluateOptions) -> list[T
 
 
 def list_table_remarks(evaluation: Row) -> Iterable[str]:
-    """Remarks that explain the table to its reader."""
+    """Yield remarks that explain the table to its reader."""
     yield f"latency: {evaluation['measured']['how']}"
     psnr_again = evaluation["measured"]["original_again_psnr"]
     if psnr_again is not None:
@@ -155,7 +155,7 @@ def list_table_remarks(evaluation: Row) -> Iterable[str]:
 
 
 def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationSetting]) -> None:
-    """Raises `PlanError` or `ModelError` unless all settings fit the model and torchrun's ranks."""
+    """Raise `PlanError` or `ModelError` unless all settings fit the model and torchrun's ranks."""
     source = find_model_source(options.model, components=options.components)
     # Under torchrun no other ranks can be started, so every plan must use all of them.
     place = env.read_torchrun_place()
@@ -174,9 +174,9 @@ def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationS
 
 
 def _build_job_record(options: EvaluateOptions, session: SessionOptions, threads: int) -> Row:
-    """The facts that all images of an evaluation have in common."""
+    """Build the record of facts that all images of an evaluation have in common."""
     call = build_dry_run_call(options.build_generate_options(), defaults(options.model))
-    # These two differ from caption to caption.
+    # The prompt and the number of images differ from caption to caption.
     del call["prompt"]
     del call["num_images_per_prompt"]
     weights = {name: hide_local_path(file) for name, file in options.components.items()}
@@ -198,7 +198,7 @@ def _list_session_tasks(
     settings: Sequence[EvaluationSetting],
     threads: int,
 ) -> list[EvaluationTask]:
-    """The sessions in order: one for each number of ranks, the largest first, or one for each plan."""
+    """List the sessions in order: one for each number of ranks, the largest first, or one for each plan."""
     worlds = {setting.plan: setting.world_size for setting in settings if not setting.has_original_plan}
     alone = EvaluationTask(options, session, job, 1, (), True, threads, "one process")
     if not worlds:
@@ -222,7 +222,7 @@ def _list_missing_turns(
     settings: Sequence[EvaluationSetting],
     rows: Mapping[ImageKey, Row],
 ) -> list[CaptionTurn]:
-    """The captions for which a session has images to make; all ranks use the list of rank 0."""
+    """List the captions for which a session has images to make; all ranks use the list of rank 0."""
     task_settings = []
     if task.with_original:
         task_settings.append(ORIGINAL)
@@ -256,8 +256,8 @@ class Evaluation:
     """An evaluation, in the process that writes its files.
 
     Attributes:
-        job: what all images have in common.
-        folder: where everything is written.
+        job: the facts that all images have in common.
+        folder: the folder of all files.
     """
 
     options: EvaluateOptions
@@ -267,11 +267,11 @@ class Evaluation:
     folder: EvaluationFolder
 
     def read_rows(self) -> dict[ImageKey, Row]:
-        """The rows of the images that exist already."""
+        """Return the rows of the images that exist already."""
         return self.folder.read_rows_on_disk(self.captions, self.options.seed)
 
     def judge(self, panel: MetricPanel, rows: dict[ImageKey, Row]) -> Row:
-        """Judges the images, writes all files, and returns the content of `evaluation.json`."""
+        """Judge the images, write all files, and return the content of `evaluation.json`."""
         count = len(self.captions)
         complete = list_complete_settings(rows, count)
         # First the settings of this command, then complete ones that earlier commands left in the folder.
@@ -300,7 +300,7 @@ class Evaluation:
             "references": judged.references,
             "settings": [row | judged.distances[row["setting"]] for row in summarize_settings(rows, settings, count)],
         }
-        # Written before the figures, which are less important and may fail.
+        # This is written before the figures, which are less important and may fail.
         files.write_json_file(self.folder.out / EVALUATION_FILE, evaluation)
         self._write_contact_sheet(settings, rows)
         if PARETO_FILE not in absent:
@@ -323,7 +323,7 @@ class Evaluation:
 
 
 def _describe_machine() -> Row:
-    """The machine, its load, and the versions of packages."""
+    """Describe the machine, its load, and the versions of packages."""
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     return {
         "machine": ", ".join(names) or f"{cpus.count_usable_cores()} core(s), {platform.machine()}",

@@ -19,9 +19,9 @@ from ditile_lab.quality.store import select_pareto_front
 from ditile_lab.rows import Row, list_values
 
 SHEET_ROWS = 8
-"""The number of captions that the sheet shows, at most."""
+"""The most captions on the sheet."""
 AMPLIFIED = 4
-# Pixels of the longer side of an image on the sheet, of a gap, of the text, of a line, and of a wide letter.
+# These are pixels of an image's longer side on the sheet, of a gap, of the text, of a line, and of a wide letter.
 LEAST_SIDE = 144
 MOST_SIDE = 256
 GAP = 10
@@ -39,7 +39,7 @@ SheetColumn = tuple[EvaluationSetting, Sequence[tuple[Path, float]]]
 
 
 def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) -> Image.Image:
-    """A sheet with a column for each setting, a row for each caption, and differences below the images.
+    """Make a sheet with a column for each setting, a row for each caption, and differences below the images.
 
     A difference image shows the absolute difference from the original, averaged over the colours and amplified.
 
@@ -50,7 +50,7 @@ def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) 
     originals = [read_picture(path, "out") for path, _ in columns[0][1]]
     width, height = _compute_thumbnail_size(originals[0])
     heads = [_wrap_text_lines(_make_column_title(setting), width) for setting, _ in columns]
-    # From the top: the heads, then for each caption an image, a line of text, and a difference.
+    # The sheet has the heads on top, then for each caption an image, a line of text, and a difference.
     head_height = LINE * max(map(len, heads)) + 2 * GAP
     row_height = 2 * height + LINE + 3 * GAP
     page_width = GAP + len(columns) * (width + GAP)
@@ -92,7 +92,7 @@ def _paste_thumbnail(page: Image.Image, image: Image.Image, left: int, top: int,
 
 
 def make_difference_image(image: Image.Image, original: Image.Image) -> Image.Image:
-    """The amplified difference of an image from the original; white means a quarter of the range or more."""
+    """Make the amplified difference of an image from the original; white means a quarter of the range or more."""
     pixels = np.asarray(image, np.float32)
     difference = np.abs(pixels - np.asarray(original, np.float32)).mean(2)
     amplified = np.minimum(difference * AMPLIFIED, 255)
@@ -106,7 +106,7 @@ def _compute_thumbnail_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _make_column_title(setting: EvaluationSetting) -> list[str]:
-    """The lines of a column's head, before they are wrapped."""
+    """Return the lines of a column's head, before they are wrapped."""
     if setting == ORIGINAL:
         return [str(ORIGINAL)]
     return [_name_plan(setting.plan), _name_cache(setting.cache)]
@@ -121,7 +121,7 @@ def _name_cache(cache: str) -> str:
 
 
 def _wrap_text_lines(texts: Sequence[str], width: int) -> list[str]:
-    """Wraps texts to lines that fit a column of `width` pixels."""
+    """Wrap texts to lines that fit a column of `width` pixels."""
     lines = []
     for text in texts:
         lines += textwrap.wrap(text, width // LETTER)
@@ -129,7 +129,7 @@ def _wrap_text_lines(texts: Sequence[str], width: int) -> list[str]:
 
 
 def draw_tradeoff(evaluation: Row, out: Path) -> None:
-    """Draws the settings of an evaluation, PSNR over latency, with a line through the Pareto front.
+    """Draw the settings of an evaluation, PSNR over latency, with a line through the Pareto front.
 
     Each plan has a colour and each cache a marker. A setting whose images equal the original's has no finite PSNR, and
     is drawn at the top.
@@ -151,7 +151,7 @@ def draw_tradeoff(evaluation: Row, out: Path) -> None:
     figure, axes = plt.subplots(figsize=(9.6, 5))
     _draw_settings(axes, rows, top)
     axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--", label="above it the same image, without a PSNR")
-    # An entry for the legend, without data.
+    # This is an entry for the legend, without data.
     axes.errorbar([], [], xerr=[], color="#555555", ls="none", lw=0.8, label="lowest to highest")
     axes.set_ylim(low - room, top + 0.8 * room)
     ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
@@ -171,7 +171,7 @@ def draw_tradeoff(evaluation: Row, out: Path) -> None:
 
 
 def _draw_settings(axes: Any, rows: Sequence[Row], top: float) -> None:
-    """Draws the settings and the Pareto front; settings without a finite PSNR are drawn at `top`."""
+    """Draw the settings and the Pareto front; settings without a finite PSNR are drawn at `top`."""
     colours = assign_plan_colours(list_values(rows, "plan"))
     markers = _assign_cache_markers(rows)
     front = select_pareto_front(rows)
@@ -198,7 +198,7 @@ def _assign_cache_markers(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _add_legend(axes: Any, rows: Sequence[Row]) -> None:
-    """Adds a legend of the plans' colours, the caches' markers, and the lines, to the right of the axes."""
+    """Add a legend of the plans' colours, the caches' markers, and the lines, to the right of the axes."""
     require_extra("plots", "the figure of an evaluation")
     from matplotlib.patches import Patch
 

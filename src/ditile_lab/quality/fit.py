@@ -1,15 +1,15 @@
-"""From the predictions of full runs to the steps that compute, and the weights of forecasts, for every budget.
+"""The fit of computed steps and forecast weights to the predictions of full runs, for every budget.
 
-Let v_t be what the scheduler takes in step t. A skipped v_t is forecast as a sum of the newest two computed ones, with
-the weights of least squares. All errors are then sums of the v, so their mean squares follow from the Gram matrix
-G[s, t] = mean of v_s v_t: with c the coefficients of an error of the final latents, its mean square is c' G c.
+Let v_t be the scheduler's input in step t. A skipped v_t is forecast as a sum of the newest two computed ones, with the
+weights of least squares. All errors are then sums of the v, so their mean squares follow from the Gram matrix G[s, t] =
+mean of v_s v_t: with c the coefficients of an error of the final latents, its mean square is c' G c.
 
 Errors within one gap between computed steps point the same way, and are added before they are squared; those of
 different gaps are added as squares. So the cost of a gap depends only on its ends and the computed step before it, and
 dynamic programming finds the best steps. Compare DPCache (arXiv 2602.22654), which adds errors of features instead.
 
-Once the steps are chosen, a forecast may also take back what those of earlier gaps have moved the latents. The error to
-expect is then that of all forecasts added up, as what they take back is no error.
+Once the steps are chosen, a forecast may also correct the drift of the latents from forecasts in earlier gaps. The
+expected error is then that of all forecasts added up, since a corrected part is not an error.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ditile.cache.calls.scheduled import FORCED_STEPS
 from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS, StepBudget
 
 EXACT_DB = 100.0
-"""What stands for no error."""
+"""The value that stands for no error."""
 
 RIDGE = 1e-6
-"""Added to the diagonal of least squares, relative to its mean: two outputs may be nearly equal."""
+"""Added to the diagonal of least squares, relative to its mean, since two outputs may be nearly equal."""
 
 DRIFT_LEFT = 0.7
-"""A computed step corrects part of what forecasts have moved the latents; so much of it is left to the next forecast.
+"""The share of the drift from forecasts that is left to the next forecast; a computed step corrects the rest.
 
 With it, shapes-flux gained 3 dB at half of the steps, and hardly less with 1.
 """
 
 LEAST_GAIN = 0.5
-"""A first step is forced where its measured gain is at least so much of the mean one.
+"""The least gain, relative to the mean one, for which a first step is forced.
 
 DPM-Solver++ hardly uses its first predictions: with all three forced, shapes-pixart lost 4 dB at half of the steps.
 """
@@ -55,11 +55,11 @@ def fit_budgets(
     *,
     has_exact_gains: bool = False,
 ) -> list[StepBudget]:
-    """The best steps for each number of computed steps; see `StepFit`.
+    """Fit the best steps for each number of computed steps; see `StepFit`.
 
     Args:
-        switches: the steps in which another model is called than before.
-        has_exact_gains: whether the gains are the scheduler's own steps, and not measured.
+        switches: the steps that call another model than the step before.
+        has_exact_gains: whether the gains are the scheduler's own steps rather than measured.
     """
     num_steps = len(gram)
     first_gains = gains[:FORCED_STEPS]
@@ -70,14 +70,14 @@ def fit_budgets(
         return StepFit(gram, gains, forced, mean_square, corrects_drift=has_exact_gains).fit_all_budgets()
     budgets = StepFit(gram, gains, forced, mean_square, reuses=True).fit_all_budgets()
     if not switches:
-        # Of a few steps, two may be all that there is time for.
+        # With few steps in all, there may be time for only two.
         free = StepFit(gram, gains, {0}, mean_square, reuses=True).fit_all_budgets()
         budgets = [budget for budget in free if budget.size < budgets[0].size] + budgets
     return budgets
 
 
 def compute_gram_matrix(predictions: Sequence[Tensor]) -> Matrix:
-    """The mean products `[N, N]` of the predictions of N steps, in float64."""
+    """Compute the mean products `[N, N]` of the predictions of N steps, in float64."""
     count = len(predictions)
     gram = np.zeros((count, count))
     flat = [prediction.detach().reshape(-1).cpu().double().numpy() for prediction in predictions]
@@ -94,10 +94,10 @@ class StepFit:
 
     Args:
         gram: mean products of predictions `[N, N]`.
-        gains: how much an error of the prediction of each step, of mean square 1, moves the final latents.
+        gains: the effect on the final latents of an error in each step's prediction, with mean square 1.
         forced: steps that must compute, the first among them.
         mean_square: of the final latents; errors are in dB below it.
-        reuses: whether the newest output is used again as it is, as suits a few steps.
+        reuses: whether the newest output is reused unchanged, which suits a few steps.
         corrects_drift: whether a forecast takes back what earlier ones have moved the latents. Only where `gains` are
             exact: measured ones of UniPC made images worse with it.
     """
@@ -120,14 +120,15 @@ class StepFit:
         self._reuses = reuses
         self._drift_left = DRIFT_LEFT if corrects_drift else 0.0
         self._gap_errors: dict[tuple[int, int, int], float] = {}
-        # At `end`: how many forced steps come before it.
+        # At index `end` is the number of forced steps before it.
         is_forced = [step in self._forced for step in range(self._num_steps)]
         self._forced_until = [0, *itertools.accumulate(is_forced)]
 
     def fit_weights(self, before: int, newest: int, step: int, drift: Vector | None = None) -> tuple[float, float]:
-        """The weights of the newest computed prediction and of the one before it in the forecast of a step.
+        """Fit the weights of the two newest computed predictions in the forecast of a step.
 
-        `before` is -1 where the newest is the first one. The forecast makes up for `drift` too, if it is given.
+        The first weight is for `newest`, the second for `before`, which is -1 if the newest is the first one. The
+        forecast also corrects `drift`, if given.
         """
         if self._reuses or before < 0:
             return 1.0, 0.0
@@ -141,7 +142,7 @@ class StepFit:
         return float(first), float(second)
 
     def fit_all_budgets(self) -> list[StepBudget]:
-        """The best steps for each number of computed steps, from the fewest that may be to all but one."""
+        """Fit the best steps for each number of computed steps, from the fewest possible to all but one."""
         best: list[StepBudget] = []
         # The newest two computed steps -> the least error so far, and the steps.
         paths: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(-1, 0): (0.0, (0,))}
@@ -157,7 +158,7 @@ class StepFit:
         return best
 
     def measure_error(self, steps: Sequence[int]) -> float:
-        """The mean square error of the final latents to expect with some computed steps."""
+        """Return the expected mean square error of the final latents for some computed steps."""
         total = 0.0
         before = -1
         for newest, following in zip(steps, [*steps[1:], self._num_steps], strict=True):
@@ -168,7 +169,7 @@ class StepFit:
     def _extend_paths(
         self, paths: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]]
     ) -> dict[tuple[int, int], tuple[float, tuple[int, ...]]]:
-        """Each path with one more computed step; of those with the same newest two steps the best one."""
+        """Extend each path by one computed step, and keep the best one for the same newest two steps."""
         longer: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
         for (before, newest), (error, steps) in paths.items():
             for step in range(newest + 1, self._num_steps):
@@ -180,11 +181,11 @@ class StepFit:
         return longer
 
     def _may_follow(self, newest: int, step: int) -> bool:
-        """Whether no forced step lies between two computed ones."""
+        """Return whether no forced step lies between two computed ones."""
         return self._forced_until[step] == self._forced_until[newest + 1]
 
     def _measure_gap(self, before: int, newest: int, end: int) -> float:
-        """The mean square of the sum of the errors of the steps between two computed ones."""
+        """Measure a gap: add the errors of the steps between two computed ones, and return the mean square."""
         key = (before, newest, end)
         if key not in self._gap_errors:
             coefficients: Vector = np.zeros(self._num_steps)
@@ -195,9 +196,10 @@ class StepFit:
         return self._gap_errors[key]
 
     def _make_budget(self, computed: tuple[int, ...], error: float) -> StepBudget:
-        """The weights of all other steps; a forecast may take back what those of earlier gaps have moved."""
+        """Make the weights of all other steps; a forecast may correct the drift from earlier gaps."""
         weights: dict[int, tuple[float, float]] = {}
-        # The coefficients of the error of the final latents so far: what computed steps leave of it, and all of it.
+        # These are coefficients of the error of the final latents so far: the part left by computed steps, and all of
+        # it.
         drift: Vector = np.zeros(self._num_steps)
         total: Vector = np.zeros(self._num_steps)
         for step in range(self._num_steps):
@@ -220,7 +222,7 @@ class StepFit:
         return StepBudget(computed=computed, weights=weights, predicted_db=round(predicted, 2))
 
     def _measure_miss(self, before: int, newest: int, step: int, weights: tuple[float, float]) -> Vector:
-        """The coefficients of the error of the final latents by one forecast."""
+        """Return the coefficients of one forecast's error in the final latents."""
         coefficients: Vector = np.zeros(self._num_steps)
         coefficients[newest] += self._gains[step] * weights[0]
         if before >= 0:
@@ -230,7 +232,7 @@ class StepFit:
 
 
 def list_forced_steps(num_steps: int, switches: Collection[int], first: int) -> set[int]:
-    """The steps that must compute: the `first` ones, and two from each switch to another model on."""
+    """Return the steps that must compute: the `first` ones, and two from each switch to another model."""
     forced = set(range(min(first, num_steps)))
     for switch in switches:
         forced |= {switch, min(switch + 1, num_steps - 1)}

@@ -1,6 +1,6 @@
-"""All methods that skip work, on one model: the work that is left, and what that costs (`ditile evaluate --methods`).
+"""All methods that skip work, on one model: the remaining work, and its cost in quality (`ditile evaluate --methods`).
 
-Each method has a few settings, from careful to fast. The table has them in the order of the work that is left, and the
+Each method has a few settings, from careful to fast. The table has them in the order of the remaining work, and the
 figure has a line for each method.
 """
 
@@ -28,9 +28,9 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#7
 
 
 def list_method_lines(num_steps: int, *, is_guided: bool) -> dict[str, str]:
-    """The caches that are compared for a number of steps, in one line each, with their methods.
+    """List the compared caches for a number of steps, in one line each, with their methods.
 
-    Few steps are skipped by a schedule alone: thresholds and lines were made for many.
+    A few steps are skipped only by a schedule: thresholds and lines were made for many.
     """
     lines = {f"steps={count}": SCHEDULE for count in choose_measured_sizes(num_steps)}
     for method in CACHE_METHODS:
@@ -45,7 +45,7 @@ def list_method_lines(num_steps: int, *, is_guided: bool) -> dict[str, str]:
 
 
 def build_methods_table(evaluation: Row, methods: Mapping[str, str]) -> list[Table | str]:
-    """The methods in the order of the work that is left, as numbered tables with a line for each setting."""
+    """Build numbered tables of the methods in the order of the remaining work, with a line for each setting."""
     columns: dict[str, list[str]] = {"work, %": [], "PSNR, dB": [], "worst": [], "speed-up": []}
     labels = []
     for row in _sort_by_work(evaluation, methods):
@@ -61,7 +61,7 @@ def build_methods_table(evaluation: Row, methods: Mapping[str, str]) -> list[Tab
 
 
 def draw_methods(evaluation: Row, methods: Mapping[str, str], out: Path) -> None:
-    """Draws the mean PSNR of each method over the work that is left, with the worst image below it."""
+    """Draw each method's mean PSNR over the remaining work, with the worst image below it."""
     require_extra("plots", "the figure of methods")
     import matplotlib
 

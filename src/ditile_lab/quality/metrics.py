@@ -30,21 +30,21 @@ from ditile_lab.quality.caption_check import judge_image, parse_caption
 
 ImageArray = NDArray[np.uint8]  # [H, W, 3]
 ImageArrays = NDArray[np.uint8]  # [N, H, W, 3]
-# The files of weights in torch's hub folder: for LPIPS, and for the FID.
+# These are files of weights in torch's hub folder, for LPIPS and for the FID.
 ALEXNET = "alexnet-owt-7be5be79.pth"
 INCEPTION = "weights-inception-2015-12-05-6726825d.pth"
-# The errors of importing a package that lacks another one, or does not fit this torch.
+# Importing a package raises these if it lacks another one, or does not fit this torch.
 IMPORT_ERRORS = (ImportError, RuntimeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number for each image.
+    """A number measured for each image.
 
     Attributes:
-        name: of the field in rows.
-        title: of the column, with its unit.
-        digits: after the point.
+        name: its field in rows.
+        title: its column, with the unit.
+        digits: the digits after the point.
         measure: the image `[H, W, 3]`, the original one, and the caption -> the number.
         exact: the number of the original against itself; None if it is measured like the others.
         whole: whether it judges the image as generated, not resized.
@@ -59,7 +59,7 @@ class Metric:
 
 
 def check_torchmetrics() -> None:
-    """Raises `ModelError` unless torchmetrics can be imported."""
+    """Raise `ModelError` unless torchmetrics can be imported."""
     require_extra("evaluate", "ditile evaluate", ["torchmetrics"])
     try:
         importlib.import_module("torchmetrics")
@@ -68,9 +68,9 @@ def check_torchmetrics() -> None:
 
 
 def compute_psnr(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
-    """Peak signal-to-noise ratio of each pair in dB; equal images count as 100 dB.
+    """Compute the peak signal-to-noise ratio of each pair in dB; equal images count 100 dB.
 
-    It is written out because `ditile bench` compares images too, and needs no extra.
+    It is implemented here because `ditile bench` also compares images, without an extra.
     """
     differences = (a.astype(np.float64) - b) / 255
     mean_squares = np.square(differences).mean(axis=(1, 2, 3))
@@ -80,7 +80,8 @@ def compute_psnr(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
 
 
 def compute_ssim(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
-    """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default."""
+    """Compute the structural similarity of each pair (Wang et al. 2004), with 7 x 7 uniform windows like
+    scikit-image."""
     require_extra("evaluate", "the SSIM", ["torchmetrics"])
     from torchmetrics.functional.image import structural_similarity_index_measure
 
@@ -104,7 +105,7 @@ def compute_ssim(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
 def load_available_metrics(
     model: str, captions: Sequence[str], clip: str | None
 ) -> tuple[list[Metric], dict[str, str]]:
-    """The metrics that can be measured here; and name -> reason for those that cannot.
+    """Load the metrics that can be measured here, and name -> reason for the others.
 
     Raises:
         ModelError: if `clip` is given and cannot be loaded.
@@ -132,7 +133,8 @@ def load_available_metrics(
 
 
 def load_inception_features() -> Callable[[ImageArray], Tensor] | str:
-    """(image) -> its features `[1, 2048]`, which the FID (arXiv 1706.08500) compares; or why that is not possible.
+    """Load a function that extracts the FID's features `[1, 2048]` of an image (arXiv 1706.08500), or return the
+    reason.
 
     The network is the Inception of 2015, as torch-fidelity converted it.
     """
@@ -155,14 +157,14 @@ def load_inception_features() -> Callable[[ImageArray], Tensor] | str:
 
 
 def resize_image(image: ImageArray, side: int | None) -> ImageArray:
-    """An image as a square of `side` pixels, whatever its shape; unchanged if `side` is None."""
+    """Resize an image to a square of `side` pixels, whatever its shape; unchanged if `side` is None."""
     if side is None or image.shape[:2] == (side, side):
         return image
     return np.array(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC))
 
 
 def _load_lpips_metric() -> Metric | str:
-    """LPIPS (arXiv 1801.03924) on AlexNet."""
+    """Load LPIPS (arXiv 1801.03924) on AlexNet."""
     reason = _explain_absence(("torchvision",), ALEXNET)
     if reason is not None:
         return reason
@@ -187,7 +189,8 @@ def _load_lpips_metric() -> Metric | str:
 
 
 class _ClipFeatures:
-    """Adapts a CLIP of transformers 5, whose methods return outputs with fields, to torchmetrics' need of tensors."""
+    """An adapter of a CLIP from transformers 5, with outputs that have fields, for torchmetrics, which needs
+    tensors."""
 
     def __init__(self, model: Any) -> None:
         self.config = model.config
@@ -204,7 +207,7 @@ class _ClipFeatures:
 
 
 def _load_clip_metric(name: str) -> Metric:
-    """CLIPScore (arXiv 2104.08718, without its factor): 100 times the cosine of image and caption, at least 0."""
+    """Load CLIPScore (arXiv 2104.08718, without its factor): 100 times the cosine of image and caption, at least 0."""
     require_extra("evaluate", f"clip={name!r}", ["torchmetrics"])
     from torchmetrics.functional.multimodal import clip_score
     from transformers import AutoTokenizer, CLIPModel
@@ -221,7 +224,7 @@ def _load_clip_metric(name: str) -> Metric:
         raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {reason}") from error
     length = model.config.text_config.max_position_embeddings
 
-    # torchmetrics gives one of the two.
+    # torchmetrics passes either text or images.
     def prepare_inputs(text: list[str] | None = None, images: list[Tensor] | None = None, **_: Any) -> Any:
         if text is not None:
             return tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
@@ -237,7 +240,7 @@ def _load_clip_metric(name: str) -> Metric:
 
 
 def _load_image_reward_metric() -> Metric | str:
-    """ImageReward (arXiv 2304.05977)."""
+    """Load ImageReward (arXiv 2304.05977)."""
     if not is_installed("ImageReward"):
         return "ImageReward is not installed"
     folder = Path.home() / ".cache" / "ImageReward"
@@ -264,7 +267,7 @@ def _load_image_reward_metric() -> Metric | str:
 
 
 def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str:
-    """Whether an image of a bundled model shows all that its caption says, in per cent."""
+    """Build the metric for complete images of a bundled model: whether they show all of their caption, in per cent."""
     if model not in list_bundled_models():
         return "only images of bundled models can be checked"
     try:
@@ -280,7 +283,7 @@ def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str
 
 
 def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
-    """The package or file of weights that is missing, in a phrase; None if all are there."""
+    """Name the missing package or file of weights in a phrase; None if all are there."""
     for package in packages:
         if not is_installed(package):
             return f"{package} is not installed: {_advise_install(package)}"
@@ -290,22 +293,22 @@ def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
 
 
 def _advise_install(package: str) -> str:
-    """Return the command of pip for a package that no extra brings."""
+    """Return pip's command for a package outside the extras."""
     if package == "torchvision":
         return advise_torchvision()
     return f"pip install {package.replace('_', '-')}"
 
 
 def _find_hub_file(name: str) -> Path:
-    """The path of a file of weights in torch's hub folder."""
+    """Return the path of a file of weights in torch's hub folder."""
     return Path(torch.hub.get_dir(), "checkpoints", name)
 
 
 def _to_byte_tensor(image: ImageArray) -> Tensor:
-    """An image as `[3, H, W]`."""
+    """Convert an image to `[3, H, W]`."""
     return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
 
 
 def _to_float_tensors(images: ImageArrays) -> Tensor:
-    """Images as `[N, 3, H, W]`, from 0 to 1."""
+    """Convert images to `[N, 3, H, W]`, from 0 to 1."""
     return torch.from_numpy(images / 255).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""The options of `ditile evaluate`: what is compared, how it is judged, and where it runs. No import of torch."""
+"""The options of `ditile evaluate`: the comparison, the judges, and the ranks. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EvaluationSetting(NamedTuple):
     """A plan and a cache, as text; equal text is one setting.
 
     Attributes:
-        plan: the plan, as `str(Plan)` writes it.
+        plan: the plan, in the form of `str(Plan)`.
         cache: a cache in one line (`ditile.cache.config_text`), or `none`.
     """
 
@@ -41,17 +41,17 @@ class EvaluationSetting(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return Plan.parse(self.plan).world
 
     @property
     def cache_arguments(self) -> CallArguments:
-        """The keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
+        """Return the keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
         return CacheOptions(cache_line=self.cache).build_cache_arguments()
 
     @property
     def has_original_plan(self) -> bool:
-        """Whether one process generates with the whole pipeline, with or without a cache."""
+        """Return whether one process generates with the whole pipeline, with or without a cache."""
         return self.plan == ORIGINAL.plan
 
 
@@ -60,10 +60,10 @@ ORIGINAL = EvaluationSetting(str(Plan()), NO_CACHE)
 
 @options()
 class EvaluateOptions(ModelOptions):
-    """What is generated: every caption by the original pipeline, and by each plan with each cache.
+    """The generated images: every caption by the original pipeline, and by each plan with each cache.
 
     Raises:
-        ModelError: if a value is out of its range, or a cache is not known.
+        ModelError: if a value is out of its range, or a cache is unknown.
         PlanError: if a plan cannot be read, has data above 1, or there is none besides the original.
     """
 
@@ -94,21 +94,21 @@ class EvaluateOptions(ModelOptions):
 
     @property
     def candidate_settings(self) -> list[EvaluationSetting]:
-        """All plans with all caches, each once, without the original. Raises the errors of the class."""
+        """Return all plans with all caches, each once, without the original. Raises the errors of the class."""
         if self.methods:
             return [EvaluationSetting(ORIGINAL.plan, line) for line in self.method_lines]
         settings = []
         cache_lines = self.cache_lines
         for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]:
             plan = Plan.parse(text)
-            # Its images are the same as one rank's, so there is nothing to compare.
+            # Each of its images equals one rank's, so there is nothing to compare.
             if plan.data > 1:
                 raise PlanError(
                     f"data={plan.data} makes more images at a time, each as before; leave data out of '{plan}'"
                 )
             for line in cache_lines:
                 setting = EvaluationSetting(str(plan), " ".join(line.split()))
-                # It raises for a cache that cannot be read.
+                # This raises for a cache that cannot be read.
                 _ = setting.cache_arguments
                 if setting != ORIGINAL:
                     settings.append(setting)
@@ -116,16 +116,16 @@ class EvaluateOptions(ModelOptions):
 
     @property
     def cache_lines(self) -> list[str]:
-        """The caches of each plan, in one line each."""
+        """Return the caches of each plan, in one line each."""
         if self.caches is not None:
             return _split_at_semicolons(self.caches) or [NO_CACHE]
-        # A warmup of all the steps would leave nothing out.
+        # With a warmup of all steps, the cache would skip nothing.
         warmup = max(1, min(4, count_request_steps(self.build_generate_options()) // 4))
         return [NO_CACHE, f"F=1 W={warmup} R=0.12 taylor=1"]
 
     @property
     def method_lines(self) -> dict[str, str]:
-        """The caches of --methods, in one line each, with the names of their methods."""
+        """Return the caches of --methods, in one line each, with the names of their methods."""
         request = self.build_generate_options()
         call = build_dry_run_call(request, defaults(self.model))
         scales = [call[name] for name in ("true_cfg_scale", "guidance_scale") if name in call]
@@ -134,18 +134,18 @@ class EvaluateOptions(ModelOptions):
         own_call = build_dry_run_call(GenerateOptions(model=self.model, prompt="a caption"), defaults(self.model))
         is_shipped = any(schedule.model == self.model for schedule in read_shipped_schedules().values())
         if is_shipped and call != own_call | {"prompt": call["prompt"]}:
-            # The schedules that come with a bundled model are for its own call, and refused for another.
+            # The schedules that come with a bundled model fit only its own call, and are refused for another.
             return {line: method for line, method in lines.items() if method != SCHEDULE}
         return lines
 
     def build_generate_options(self) -> GenerateOptions:
-        """The options of `ditile generate` for the image of a caption. Raises the errors of the class."""
+        """Return the options of `ditile generate` for a caption's image. Raises the errors of the class."""
         return self.to_generate_options(prompt="a caption")
 
 
 @options()
 class JudgeOptions:
-    """How images are judged. Other metrics are measured too if their packages and weights are there.
+    """The judges of images. Other metrics are also measured if their packages and weights are there.
 
     Raises:
         ModelError: if a value is out of its range, or a folder has no image.
@@ -168,7 +168,7 @@ class JudgeOptions:
 
 @options()
 class SessionOptions(DeviceOptions):
-    """Where ranks run, and where results are written."""
+    """The ranks, and the folder of the results."""
 
     out: str = define_option("evaluation", "folder for all that is written; resumes what is there", metavar="FOLDER")
     threads: Ranks | None = define_option(
@@ -181,7 +181,7 @@ class SessionOptions(DeviceOptions):
 
     def __post_init__(self) -> None:
         out = Path(self.out)
-        # The functions of os.path are False for a name that is too long, for which methods of Path raise.
+        # The functions of os.path return False for a name that is too long, but methods of Path raise.
         # An existing folder is resumed.
         if os.path.isdir(out):
             return
@@ -191,7 +191,7 @@ class SessionOptions(DeviceOptions):
             raise ModelError(f"out={self.out!r}: there is no folder {str(out.parent)!r}; make it first")
 
     def check_output_folder(self, *others: Any) -> None:
-        """Raises `ModelError` unless the files of the folder can be written, over none that `others` read."""
+        """Raise `ModelError` unless the folder's files can be written without overwriting a file read by `others`."""
         folder = Path(self.out)
         names = [""]
         if os.path.isdir(folder):
@@ -200,7 +200,7 @@ class SessionOptions(DeviceOptions):
 
 
 def list_images(folder: Path) -> list[Path]:
-    """The images in a folder but not in its subfolders, sorted by name; none if there is no such folder."""
+    """Return the images in a folder but not in its subfolders, sorted by name; none if there is no such folder."""
     if not os.path.isdir(folder):
         return []
     suffixes = (".png", ".jpg", ".jpeg", ".webp")

@@ -1,7 +1,7 @@
-"""`ditile fit`: generates captions in full, fits a schedule of computed steps to them, and measures what it loses.
+"""`ditile fit`: generates captions in full, fits a schedule of computed steps to them, and measures its loss.
 
-One process generates. Of each caption it keeps the products of what the scheduler takes in all steps, not the tensors.
-Then it generates the captions again with the budgets that are most asked for, and compares the images in 8 bits.
+One process generates. For each caption it keeps the products of the scheduler's inputs in all steps, not the tensors.
+Then it generates the captions again with the most common budgets, and compares the images in 8 bits.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MEASURED_GAINS = 7
-"""Steps in which the effect of an error is measured; between them it is interpolated."""
+"""The number of steps in which the effect of an error is measured; it is interpolated between them."""
 
 CAPTIONS_OF_GAINS = 3
-"""Captions for which it is measured: it hardly depends on the caption."""
+"""The number of captions for this measurement, which hardly depends on the caption."""
 
 Frames = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one call of a pipeline gives to its scheduler.
+    """The inputs of the scheduler in one call of a pipeline.
 
     Attributes:
-        predictions: of each step, in the memory of the host.
-        latents: after the last step, there too.
+        predictions: of each step, in the host's memory.
+        latents: after the last step, in the host's memory.
         models: the number of the model that was called before each step.
-        shape: of one image's latents, as the first model takes them.
+        shape: of one image's latents, in the form that the first model takes.
     """
 
     predictions: list[Tensor] = field(default_factory=list)
@@ -78,9 +78,9 @@ class StepRecord:
 
 
 class FullRun(NamedTuple):
-    """One caption, generated with all steps: the frames `[frames, H, W, 3]`, what was recorded, and its products.
+    """One caption, generated with all steps: the frames `[frames, H, W, 3]`, the recorded steps, and their products.
 
-    The predictions of the first captions alone are kept.
+    Only the predictions of the first captions are kept.
     """
 
     frames: Frames
@@ -90,12 +90,12 @@ class FullRun(NamedTuple):
 
 @contextmanager
 def record_steps(pipe: Any) -> Iterator[StepRecord]:
-    """Records the steps of calls of a pipeline within the context."""
+    """Record the steps of a pipeline's calls within the context."""
     record = StepRecord()
     signature = StepSignature(pipe.scheduler)
 
     def note_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # A copy, as the pipeline may write into it.
+        # The prediction is copied, because the pipeline may write into it.
         record.predictions.append(signature.bind(args, kwargs).prediction.detach().to("cpu", copy=True))
         record.models.append(record.called)
         result = stock(*args, **kwargs)
@@ -124,7 +124,7 @@ class ScheduleFitting:
     """Fits a schedule to a model.
 
     Args:
-        options: the model, the call, and how many captions.
+        options: the model, the call, and the number of captions.
 
     Raises:
         DitileError: if the model or an option does not fit.
@@ -151,7 +151,7 @@ class ScheduleFitting:
         self._base = build_call_arguments(self._pipe, request, defaults(options.model))
 
     def fit(self) -> Schedule:
-        """The schedule, with what was measured."""
+        """Fit the schedule, and return it with the measurements."""
         total = len(self._captions)
         with show_progress_bar("generating with all steps", total) as advance:
             runs: list[FullRun] = []
@@ -184,7 +184,7 @@ class ScheduleFitting:
         return FullRun(frames, record, gram)
 
     def _generate(self, number: int, caption: str) -> Frames:
-        """The image of a caption in 8 bits `[frames, H, W, 3]`."""
+        """Return the image of a caption in 8 bits `[frames, H, W, 3]`."""
         seed = self._options.seed + number
         call: CallArguments = dict(self._base)
         call |= build_object_arguments(self._pipe, self._request, [seed], conditions=self._conditions)
@@ -211,16 +211,16 @@ class ScheduleFitting:
 
     @property
     def _is_first_order(self) -> bool:
-        """Whether a step adds its prediction to the latents, by a factor that the sigmas say."""
+        """Return whether a step only adds its prediction to the latents, by a factor from the sigmas."""
         return type(self._pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
 
     def _find_gains(self, runs: Sequence[FullRun], switches: Sequence[int]) -> list[float]:
-        """How much an error of the prediction of each step moves the final latents."""
+        """Find the effect of an error in each step's prediction on the final latents."""
         num_steps = len(runs[0].gram)
         if self._is_first_order:
             sigmas = [*self._identity.sigmas, 0.0]
             return [abs(after - before) for before, after in itertools.pairwise(sigmas)]
-        # Others use a prediction in later steps too, or scale it, so its effect is measured.
+        # Other schedulers also use a prediction in later steps, or scale it, so its effect is measured.
         spread_steps = {round(step) for step in np.linspace(1, num_steps - 1, MEASURED_GAINS)}
         steps = sorted(spread_steps.difference(switches))
         measured: list[float] = []
@@ -232,7 +232,7 @@ class ScheduleFitting:
         return [math.exp(log) for log in logs]
 
     def _measure_gain(self, step: int, runs: Sequence[FullRun]) -> float:
-        """The change of the final latents over the error of one step that takes the last prediction again."""
+        """Return the change of the final latents over the error of one step that reuses the last prediction."""
         others = tuple(number for number in range(len(runs[0].gram)) if number != step)
         budget = StepBudget(computed=others, weights={step: (1.0, 0.0)}, predicted_db=0.0)
         moved = 0.0
@@ -246,13 +246,13 @@ class ScheduleFitting:
         return math.sqrt(moved / max(missed, 1e-30))
 
     def _generate_with(self, schedule: Schedule, size: int, number: int) -> Frames:
-        """The image of a caption with so many computed steps."""
+        """Generate the image of a caption with `size` computed steps."""
         config = FittedScheduleConfig(steps=size, schedule=schedule)
         with use_cache_within(self._runner, {"cache_config": config}):
             return self._generate(number, self._captions[number])
 
     def _measure_budgets(self, schedule: Schedule, runs: Sequence[FullRun]) -> Schedule:
-        """The schedule with the PSNR of the budgets that matter."""
+        """Return the schedule with the measured PSNR of the budgets that matter."""
         sizes = {budget.size for budget in schedule.budgets} & {*choose_measured_sizes(schedule.num_steps)}
         budgets: list[StepBudget] = []
         with show_progress_bar("generating with fewer steps", len(sizes) * len(runs)) as advance:
@@ -272,7 +272,7 @@ class ScheduleFitting:
 
 
 def choose_captions(options: FitOptions) -> list[str]:
-    """The captions to fit to. Of the bundled ones the last: `ditile evaluate` takes the first ones.
+    """Choose the captions for the fit. Of the bundled ones it takes the last: `ditile evaluate` takes the first.
 
     Raises:
         ModelError: if the source cannot be read, or has fewer captions.
@@ -289,7 +289,7 @@ def choose_captions(options: FitOptions) -> list[str]:
 
 
 def compute_decibels(frames: Frames, others: Frames) -> float:
-    """The PSNR of an image, or of all frames of a video."""
+    """Compute the PSNR of an image, or of all frames of a video."""
     error = float(np.square(frames.astype(np.float64) - others).mean()) / 255**2
     if error == 0.0:
         return EXACT_DB
@@ -301,7 +301,7 @@ def _measure_square(values: Tensor) -> float:
 
 
 def fit_schedule(options: FitOptions) -> tuple[Schedule, Path]:
-    """Fits a schedule and writes it; returns it and its file.
+    """Fit a schedule and write it; return it and its file.
 
     Raises:
         DitileError: if the model or an option does not fit; nothing is written then.
@@ -313,7 +313,7 @@ def fit_schedule(options: FitOptions) -> tuple[Schedule, Path]:
 
 
 def build_schedule_table(schedule: Schedule) -> Table:
-    """A line for each budget, within 80 columns."""
+    """Build a table with a line for each budget, within 80 columns."""
     from rich.table import Table
 
     table = Table(title=f"{schedule.model}, {schedule.num_steps} steps, {schedule.captions} captions")

@@ -31,13 +31,13 @@ NUM_FEATURES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a panel measured; the scores of single images are in their rows.
+    """The measurements of a panel; the scores of single images are in their rows.
 
     Attributes:
         metrics: name -> title and digits.
-        absent: what could not be measured -> why.
-        frechet: the features of the FID, and how many they are; None without.
-        references: how many images, and which; None without.
+        absent: metric that could not be measured -> reason.
+        frechet: the kind and number of the FID's features; None without an FID.
+        references: the number of images, and which they are; None if there are none.
         distances: of each setting by its text; empty without an FID.
     """
 
@@ -53,10 +53,10 @@ class MetricPanel:
     """The metrics that can be measured.
 
     Attributes:
-        extract_features: makes the features of an image for the FID; None without.
-        side: pixels of a side that images are resized to first; None leaves them.
+        extract_features: makes the features of an image for the FID; None without an FID.
+        side: the side in pixels to which images are resized first; None leaves their size.
         references: reference images.
-        whose: which these are.
+        whose: a phrase that says which these are.
     """
 
     metrics: list[Metric]
@@ -68,7 +68,7 @@ class MetricPanel:
 
     @classmethod
     def from_options(cls, judge: JudgeOptions, model: str, captions: Sequence[Caption]) -> MetricPanel:
-        """The metrics that can be measured here, with the given options.
+        """Make a panel of the metrics that can be measured here, with the given options.
 
         Raises:
             ModelError: if a metric that an option needs cannot be measured.
@@ -91,10 +91,10 @@ class MetricPanel:
         settings: Sequence[EvaluationSetting],
         count: int,
     ) -> Judgement:
-        """Scores every image that has no score yet, and computes the distances of sets.
+        """Score every image without a score, and compute the distances of sets.
 
         Args:
-            folder, rows: the images and what is known of them.
+            folder, rows: the images and their rows.
             settings: the original first.
 
         Raises:
@@ -107,7 +107,7 @@ class MetricPanel:
         if self.extract_features is not None:
             fid = SetDistances(self.extract_features)
             frechet = {"space": "inception (torch-fidelity)", "features": NUM_FEATURES}
-            # Once for all settings: the distance keeps what it knows of references.
+            # References are added once for all settings, because the distance keeps their features.
             for path in self.references:
                 fid.add_reference(resize_image(_read_pixels(path, "references"), self.side))
         if self.references:
@@ -127,8 +127,8 @@ class MetricPanel:
         return Judgement(metrics, self.absent, frechet, references, distances)
 
     def _score_image(self, folder: EvaluationFolder, row: Row, setting: EvaluationSetting) -> ImageArray:
-        """Gives an image the scores that its row lacks, and returns it, resized."""
-        # Scores of another size say something else, and are measured again.
+        """Give an image the scores missing in its row, and return it, resized."""
+        # Scores at another size are not comparable, and are measured again.
         scores = {}
         if row.get("resize", 0) == self.side:
             scores = row["scores"]
@@ -169,12 +169,12 @@ class SetDistances:
         self._to_references = FrechetInceptionDistance(identity, reset_real_features=False)
 
     def add_reference(self, image: ImageArray) -> None:
-        """Adds a reference image."""
+        """Add a reference image."""
         self._to_references.update(self._extract(image), real=True)
         self._has_references = True
 
     def add_image(self, image: ImageArray, *, is_original: bool) -> None:
-        """Adds an image to the set. The set of the original must come first."""
+        """Add an image to the set. The set of the original must come first."""
         features = self._extract(image)
         if is_original:
             self._to_original.update(features, real=True)
@@ -182,28 +182,28 @@ class SetDistances:
         self._to_references.update(features, real=False)
 
     def take_distances(self, *, is_original: bool) -> dict[str, float]:
-        """The distances of the set, as fields of its row; the next set begins empty."""
+        """Return the distances of the set as fields of its row, and begin an empty set."""
         # Rounding can make a distance of equal sets negative.
         distances = {"frechet_original": 0.0}
         if not is_original:
             distances["frechet_original"] = max(0.0, float(self._to_original.compute()))
         if self._has_references:
             distances["frechet_references"] = max(0.0, float(self._to_references.compute()))
-        # Features of the real images stay, by `reset_real_features`.
+        # The features of the real images stay because of `reset_real_features`.
         self._to_original.reset()
         self._to_references.reset()
         return distances
 
 
 def _read_pixels(path: Path, option: str) -> ImageArray:
-    """An image `[H, W, 3]`. Raises `ModelError` if it cannot be read."""
+    """Read an image `[H, W, 3]`. Raises `ModelError` if it cannot be read."""
     return np.array(read_picture(path, option))
 
 
 def find_reference_images(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:
-    """The reference images, and a phrase that says which these are.
+    """Return the reference images, and a phrase that says which these are.
 
-    They are those that the captions describe if all of them are there, otherwise all of the folder.
+    They are the images that the captions describe if all of them exist, otherwise all images of the folder.
     """
     if folder is None:
         return [], ""

@@ -41,7 +41,7 @@ from ditile_lab.rows import Row
 from ditile_lab.sessions import PLAIN, TurnPipelines, rotate, time_call
 
 WARMUP_STEPS = 3
-"""Steps of the image that is not counted."""
+"""The number of steps of the image that is not counted."""
 
 
 class CaptionTurn(NamedTuple):
@@ -66,9 +66,9 @@ class EvaluationTask:
     """The task of one session, for all its ranks.
 
     Attributes:
-        options: what is compared.
+        options: the compared settings.
         session: where ranks run.
-        job: what all images have in common, for the folder.
+        job: the facts that all images have in common, for the folder.
         plans: the plans that the session needs, without the original's.
         with_original: whether the original pipeline generates the captions too.
         threads: CPU threads of each rank.
@@ -86,7 +86,7 @@ class EvaluationTask:
 
 
 def run_evaluation_session(task: EvaluationTask, turns: Sequence[CaptionTurn]) -> None:
-    """Generates the captions of a session; every rank calls it, and rank 0 writes images and rows.
+    """Generate the captions of a session; every rank calls it, and rank 0 writes images and rows.
 
     Raises:
         DitileError: if the model, a plan or a cache does not fit.
@@ -94,7 +94,7 @@ def run_evaluation_session(task: EvaluationTask, turns: Sequence[CaptionTurn]) -
     # Torchrun's other ranks have no part in a session of one process.
     if task.world == 1 and not is_writing_process():
         return
-    # Libraries print while they load; the standard output has the table alone.
+    # Libraries print while they load, and the standard output should have only the table.
     with contextlib.redirect_stdout(sys.stderr):
         silence_libraries()
         torch.set_num_threads(task.threads)
@@ -114,11 +114,11 @@ class _EvaluationSession:
         self._task = task
         self._device = device
         self._group = dist.group.WORLD if task.world > 1 else None
-        # The plain pipeline has turns with a cache, which no plan may share.
+        # The plain pipeline has turns with a cache, which must not affect plans.
         self._pipelines = TurnPipelines(
             self._create_pipeline, task.plans, device, with_plain=task.with_original, share_plain=False
         )
-        # All pipelines are of one class, so any of them knows the arguments of a call.
+        # All pipelines are of one class, so the arguments of a call can be built with any of them.
         pipe = self._pipelines.plain
         if pipe is None:
             pipe = self._pipelines.runners[task.plans[0]].pipe
@@ -132,7 +132,7 @@ class _EvaluationSession:
         return pipe
 
     def generate_turns(self, turns: Sequence[CaptionTurn]) -> None:
-        """Generates all captions; rank 0 knows which images are missing, and the other ranks do as it says."""
+        """Generate all captions; the other ranks follow rank 0, which knows the missing images."""
         turns_of_first_rank = gather_json(list(turns), self._group)[0]
         turns = []
         for place, prompt, seed, settings in turns_of_first_rank:
@@ -147,7 +147,7 @@ class _EvaluationSession:
         with show_progress_bar(self._task.title, total, shown=is_first) as advance:
             for number, turn in enumerate(turns):
                 images = {}
-                # The original is generated in every turn, as latencies are ratios within a turn.
+                # The original is generated in every turn, because latencies are ratios within a turn.
                 for setting in rotate(list(dict.fromkeys([*originals, *turn.settings])), number):
                     image = self._generate(turn, setting, {})
                     if image is not None:
@@ -157,13 +157,13 @@ class _EvaluationSession:
                 advance(len(turn.settings))
 
     def _generate(self, turn: CaptionTurn, setting: EvaluationSetting, overrides: CallArguments) -> TimedImage | None:
-        """The image of a caption under a setting; None on ranks that do not get it.
+        """Generate the image of a caption under a setting; return None on ranks that do not get it.
 
         Raises:
             ModelError: if the cache could never skip anything.
         """
         call = self._base_call | {"prompt": turn.prompt, "output_type": "np"} | overrides
-        # On the CPU, so that the noise is the same on every device.
+        # The generator is on the CPU, so that the noise is the same on every device.
         call["generator"] = torch.Generator("cpu").manual_seed(turn.seed)
         plan = PLAIN
         if not setting.has_original_plan:
@@ -175,7 +175,7 @@ class _EvaluationSession:
             if target is None:
                 return None
             result, seconds = time_call(lambda: target(**call), self._device)
-            # Read before the cache is disabled, which happens at the end of the turn.
+            # This is read before the cache is disabled at the end of the turn.
             saved = 0.0
             if cache["cache_config"] is not None:
                 saved = _compute_saved_share(target)
@@ -184,9 +184,9 @@ class _EvaluationSession:
         return TimedImage((result.images * 255).round().astype(np.uint8), seconds, saved)
 
     def _write_turn(self, turn: CaptionTurn, images: Mapping[EvaluationSetting, TimedImage]) -> None:
-        """Writes the images of a turn, then their rows: a row says that its image is there."""
+        """Write the images of a turn, then their rows, because a row means that its image exists."""
         store = EvaluationFolder(Path(self._task.session.out))
-        # Here and not earlier: an evaluation that is refused leaves no folder.
+        # The folder is created here and not earlier, because a refused evaluation leaves no folder.
         store.create_folder(self._task.job)
         original = images.get(ORIGINAL)
         original_seconds = None
@@ -194,7 +194,7 @@ class _EvaluationSession:
         if original is not None:
             original_seconds = original.seconds
             path = store.image_path(ORIGINAL, turn.place)
-            # The image of an earlier session: it must be the same, or latencies are of another job.
+            # The image of an earlier session must be the same; otherwise the latencies belong to another job.
             if path.is_file() and ORIGINAL not in turn.settings:
                 earlier = np.asarray(read_picture(path, "out"))[None]
                 psnr_again = float(compute_psnr(original.image, earlier)[0])
@@ -236,7 +236,7 @@ class _EvaluationSession:
 
 
 def _compute_saved_share(target: Any) -> float:
-    """The share of all blocks of the last call that the cache skipped."""
+    """Compute the share of all blocks in the last call that the cache skipped."""
     saved = 0.0
     total = 0
     for report in summary(target, logging=False):

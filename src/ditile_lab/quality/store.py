@@ -28,7 +28,7 @@ JOB_FILE = "job.json"
 ROWS_FILE = "pictures.jsonl"
 IMAGES_FOLDER = "pictures"
 FIELD_TYPES = {"plan": str, "cache": str, "caption": int, "prompt": str, "seed": int}
-"""What a row must have."""
+"""The fields that a row must have."""
 ImageKey = tuple[EvaluationSetting, int]
 """A setting and the place of a caption."""
 
@@ -48,11 +48,11 @@ class EvaluationFolder:
         self.rows = RowFile(out / ROWS_FILE, "plan")
 
     def image_path(self, setting: EvaluationSetting, place: int) -> Path:
-        """The file of an image."""
+        """Return the file of an image."""
         return self.out / IMAGES_FOLDER / make_setting_slug(setting) / f"{place:05}.png"
 
     def check_same_job(self, job: Row) -> None:
-        """Raises `ModelError` if the folder has images of another job, `LoadError` if that cannot be read."""
+        """Raise `ModelError` if the folder has images of another job, `LoadError` if its job cannot be read."""
         path = self.out / JOB_FILE
         if not path.exists():
             if self.out.exists() and any(self.out.iterdir()):
@@ -69,7 +69,7 @@ class EvaluationFolder:
                 )
 
     def read_rows_on_disk(self, captions: Sequence[Caption], seed: int) -> dict[ImageKey, Row]:
-        """The rows of images whose files exist.
+        """Read the rows of images with an existing file.
 
         Raises:
             ModelError: if there are images of other captions or seeds.
@@ -81,7 +81,7 @@ class EvaluationFolder:
                 raise LoadError(f"{self.rows.path} has a line that is no image's; give another --out")
             setting = EvaluationSetting(row["plan"], row["cache"])
             place = row["caption"]
-            # Fewer captions than before are allowed: rows beyond them stay as they are.
+            # Fewer captions than before are allowed: rows beyond them stay unchanged.
             if 0 <= place < len(captions):
                 expected = (captions[place].text, seed + place)
                 if (row["prompt"], row["seed"]) != expected:
@@ -94,7 +94,7 @@ class EvaluationFolder:
         return rows_on_disk
 
     def create_folder(self, job: Row) -> None:
-        """Creates the folder, and writes the file of the job. Raises `ModelError` if it cannot be written."""
+        """Create the folder, and write the file of the job. Raises `ModelError` if it cannot be written."""
         try:
             self.out.mkdir(exist_ok=True)
             if not (self.out / JOB_FILE).exists():
@@ -103,29 +103,29 @@ class EvaluationFolder:
             raise ModelError(f"out={str(self.out)!r} cannot be written: {error.strerror}") from error
 
     def write_image_scores(self, judged: Mapping[ImageKey, Row], captions: Sequence[Caption], seed: int) -> None:
-        """Writes scores into the rows that the folder has now, to which another process may have added rows."""
+        """Write scores into the rows now in the folder, since another process may have added rows."""
         rows_on_disk = self.read_rows_on_disk(captions, seed)
         for key, row in rows_on_disk.items():
             for name in ("scores", "resize"):
-                # Settings that lack a caption are not judged.
+                # Settings without images of all captions are not judged.
                 if name in judged.get(key, {}):
                     row[name] = judged[key][name]
-        # Rows whose image is gone are dropped, so that it is generated again.
+        # Rows without an image are dropped, so that it is generated again.
         self.rows.replace(rows_on_disk.values())
 
 
 def make_setting_slug(setting: EvaluationSetting) -> str:
-    """The name of a setting's folder, which is readable and unique."""
+    """Return a readable, unique name for a setting's folder."""
     if setting == ORIGINAL:
         return str(setting)
-    # Two settings may have the same letters and other signs.
+    # A digest tells two settings with the same letters and different signs apart.
     digest = hashlib.sha256(json.dumps(setting).encode()).hexdigest()[:8]
     words = re.sub(r"[^\w.]+", "-", str(setting))[:60].strip("-")
     return f"{words}-{digest}"
 
 
 def list_complete_settings(rows: Iterable[ImageKey], count: int) -> list[EvaluationSetting]:
-    """The settings with images of the first `count` captions, the original first, others as they come."""
+    """Return the settings with images of the first `count` captions, the original first, others in their order."""
     places: dict[EvaluationSetting, set[int]] = {ORIGINAL: set()}
     for setting, place in rows:
         places.setdefault(setting, set()).add(place)
@@ -133,13 +133,13 @@ def list_complete_settings(rows: Iterable[ImageKey], count: int) -> list[Evaluat
 
 
 def summarize_settings(rows: Mapping[ImageKey, Row], settings: Iterable[EvaluationSetting], count: int) -> list[Row]:
-    """A row for each setting: means over captions of scores and shares, medians of seconds and of their ratios."""
+    """Summarize each setting: means over captions of scores and shares, medians of seconds and of their ratios."""
     summaries = []
     for setting in settings:
         setting_rows = [rows[setting, place] for place in range(count)]
         ratios = []
         for place, row in enumerate(setting_rows):
-            # In the same turn, or in its own session if there were no turns.
+            # The original's seconds are from the same turn, or from its own session if there were no turns.
             original_seconds = row["original_s"] or rows[ORIGINAL, place]["seconds"]
             ratios.append(row["seconds"] / original_seconds)
         median_ratio = statistics.median(ratios)
@@ -165,7 +165,7 @@ def summarize_settings(rows: Mapping[ImageKey, Row], settings: Iterable[Evaluati
 
 
 def select_pareto_front(rows: Iterable[Row]) -> list[Row]:
-    """The settings that no other beats in both latency and PSNR, the fastest first."""
+    """Select the settings that no other beats in both latency and PSNR, the fastest first."""
     pareto_rows: list[Row] = []
     for row in sorted(rows, key=lambda row: (row["latency_ratio"], -row["psnr"])):
         if not pareto_rows or row["psnr"] > pareto_rows[-1]["psnr"]:

@@ -1,1 +1,1 @@
-"""Derives what a family of models needs, and proves it."""
+"""Derives the structure of a family of models, and proves it."""

@@ -1,8 +1,8 @@
-"""Derives an `Anatomy` from recorded calls of a transformer, with no word about its family.
+"""Derives an `Anatomy` from recorded calls of a transformer, without any knowledge of its family.
 
-Calls that differ in the size of the image, in the text and in the number of images say what each dimension of each
+Calls that differ in the size of the image, in the text and in the number of images show what each dimension of each
 argument counts: its length follows that of the image tokens, of the text, of both, or of the batch. One more call, with
-latents of NaN and blocks that pass on what they are given, says where the image is in a sequence that has both.
+latents of NaN and blocks that pass on their inputs, shows where the image is in a sequence that has both.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from ditile_lab.study.record import (
 
 
 def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
-    """The anatomy of a transformer.
+    """Derive the anatomy of a transformer.
 
     Args:
-        transformer: with all its blocks; a small twin of the class will do.
-        calls: that differ in size, in text and, where the pipeline can, in the number of images; lengths of image,
-            text and batch must differ from each other.
+        transformer: with all its blocks; a small twin of the class is enough.
+        calls: that differ in size, in text and, if the pipeline can, in the number of images; lengths of image, text
+            and batch must differ from each other.
 
     Raises:
         ModelError: if something in it cannot be divided; the message names the block and the argument.
@@ -77,16 +77,16 @@ class _AttentionPlace(NamedTuple):
     turn: int
 
     def find_call(self, records: Sequence[BlockRecord]) -> AttentionCall:
-        """The call among the records of all blocks in one call of the transformer."""
+        """Find the call among the records of all blocks in one call of the transformer."""
         return records[self.block].attention[self.path][self.turn]
 
 
 class _Derivation:
-    """The lengths that each call has, and what follows from them.
+    """The lengths in each call, and the anatomy that follows from them.
 
     Args:
         transformer, chain, calls: the model, its blocks, and the arguments of its calls.
-        records: of each call, what each block was given.
+        records: of each call, the inputs of each block.
         poisoned: the same with latents of NaN.
     """
 
@@ -107,7 +107,7 @@ class _Derivation:
 
     def derive(self) -> Anatomy:
         self._refuse_convolutions()
-        # What blocks are given is matched with these lengths, so they come first.
+        # The inputs of blocks are matched with these lengths, so the lengths come first.
         self._lengths = self._measure_lengths()
         lists: dict[str, ListAnatomy] = {}
         joint: Joint = "none"
@@ -122,13 +122,13 @@ class _Derivation:
             kinds = self._match_argument(f"{self._name}.{name}", [call.get(name) for call in self._calls])
             if any(kinds):
                 inputs[name] = kinds
-        # Where no attention sees image and text in one sequence, either order will do.
+        # If no attention sees image and text in one sequence, either order is right.
         if joint == "none" and any(anatomy.text is not None for anatomy in lists.values()):
             joint = "text_first"
         return Anatomy(lists, joint, inputs, self._list_modes(), self._list_outside())
 
     def _list_outside(self) -> tuple[str, ...]:
-        """The modules within blocks that the forward computes with outside of them.
+        """List the modules within blocks with which the forward computes outside the blocks.
 
         Raises:
             ModelError: if one is not in the first block of its list: a model with more blocks would have it elsewhere.
@@ -145,7 +145,7 @@ class _Derivation:
         return tuple(paths)
 
     def _list_modes(self) -> dict[str, bool]:
-        """The modes of calls, where those of the first step have another one."""
+        """List the modes of calls, if the calls of the first step have another mode."""
         modes: dict[str, bool] = {}
         for call in self._calls:
             if isinstance(call, CapturedCall) and call.before:
@@ -163,7 +163,7 @@ class _Derivation:
     # Lengths
 
     def _measure_lengths(self) -> dict[str, tuple[int, ...]]:
-        """Letter of a kind -> its lengths in the calls."""
+        """Measure the lengths in the calls: letter of a kind -> lengths."""
         images = [record[0].arguments[self._chain[0].flow.image] for record in self._records]
         self._tokens_dim = self._find_tokens_dim(images)
         lengths = self._measure_streams(images)
@@ -182,7 +182,7 @@ class _Derivation:
         return lengths
 
     def _measure_streams(self, images: Sequence[Tensor]) -> dict[str, tuple[int, ...]]:
-        """Lengths of the image, of the text and of both; where no block returns a text, all is the image."""
+        """Measure the lengths of image, text and both; if no block returns a text, everything is the image."""
         dim = self._tokens_dim
         for index, block in enumerate(self._chain):
             if block.flow.text is None or "text" not in block.flow.returns:
@@ -195,16 +195,16 @@ class _Derivation:
         return {"N": tuple(x.shape[dim] for x in images)}
 
     def _find_tokens_dim(self, images: Sequence[Tensor]) -> int:
-        """The dimension that changes with the size of the image: the second call has another size alone.
+        """Find the dimension that changes with the size of the image, which is all that differs in the second call.
 
-        Where the size is the model's, the dimension that is as long as the queries of attention.
+        If the size is the model's own, it is the dimension as long as the queries of attention.
         """
         first = images[0].shape
         second = images[1].shape
         dims = [dim for dim in range(len(first)) if first[dim] != second[dim]]
         record = self._records[0][0]
         queries = {call.queries for call in itertools.chain(*record.attention.values())}
-        # The queries belong to the image, or to the text as well.
+        # The queries belong to the image only, or also to the text.
         lengths = {first[1]}
         text = record.arguments.get(self._chain[0].flow.text or "")
         if isinstance(text, Tensor) and text.ndim == 3:
@@ -219,7 +219,7 @@ class _Derivation:
         return dims[0]
 
     def _match_argument(self, where: str, values: Sequence[Any]) -> Kinds:
-        """The kinds of the leaves of an argument, from its values in the calls; None where a call had none."""
+        """Match the leaves of an argument with kinds, by its values in the calls; None if a call had none."""
         if self._has_item_for_each_row(values):
             return ("*",)
         leaves_of_call = {call: pytree.tree_leaves(value) for call, value in enumerate(values) if value is not None}
@@ -233,7 +233,7 @@ class _Derivation:
         return tuple(kinds)
 
     def _has_item_for_each_row(self, values: Sequence[Any]) -> bool:
-        """Whether an argument is a list, in each call as long as the batch."""
+        """Return whether an argument is a list with the batch's length in each call."""
         rows = self._lengths.get("B")
         if rows is None:
             return False
@@ -244,14 +244,14 @@ class _Derivation:
             if not isinstance(value, list) or len(value) != rows[call]:
                 return False
             counts.add(len(value))
-        # One length alone may be a coincidence.
+        # A single length may be a coincidence.
         return len(counts) > 1
 
     def _match_leaf(self, where: str, values: Mapping[int, Any]) -> str:
-        """The kind of a leaf, from its value in each call that has the argument."""
+        """Match a leaf with a kind, by its value in each call with the argument."""
         calls = [call for call, value in values.items() if value is not None]
         leaves = [values[call] for call in calls]
-        # A flag is an instance of int too, and counts nothing.
+        # A flag is also an instance of int, but does not count anything.
         if leaves and all(type(leaf) is int for leaf in leaves):
             kind = self._match_length(where, calls, leaves)
             if kind in TOKENS:
@@ -266,7 +266,7 @@ class _Derivation:
         return "".join(self._match_length(where, calls, sizes) for sizes in zip(*shapes, strict=True))
 
     def _match_length(self, where: str, calls: Sequence[int], sizes: Sequence[int]) -> str:
-        """The letter of a dimension that had these lengths in these calls."""
+        """Match the lengths of a dimension in these calls with a letter."""
         if set(sizes) == {1}:
             return "1"
         matching = []
@@ -277,7 +277,8 @@ class _Derivation:
                 matching.append(kind)
         if len(set(sizes)) == 1 and matching in ([], ["B"]):
             return "."
-        # A number of tokens that no call changes is taken for one wherever it occurs; the proof says whether it is.
+        # A number of tokens that no call changes is assumed to be one wherever it occurs; the proof shows whether it
+        # is.
         if len(matching) > 1:
             raise ModelError(f"{where}: recorded calls do not say what its lengths {tuple(sizes)} count")
         return matching[0] if matching else "C"
@@ -313,7 +314,7 @@ class _Derivation:
         returns = flow.returns
         if outputs is not None and len(outputs) != len(returns):
             raise ModelError(f"{self._name}: {block.name} returns {len(outputs)} values, and {returns} are known")
-        # A block that could return a text, but is given none, returns the image alone.
+        # A block that could return a text, but receives none, returns only the image.
         if outputs is None and text is None and "text" in returns:
             returns = ("image",)
         anatomy = ListAnatomy(
@@ -332,7 +333,7 @@ class _Derivation:
         return anatomy, order
 
     def _find_text_in_sequence(self, index: int, block: ChainBlock, text: str | None) -> Joint:
-        """Where the text is within the parameter of the image."""
+        """Find the place of the text within the parameter of the image."""
         if self._one_sequence or text is not None:
             return "none"
         orders: set[Joint] = set()
@@ -354,7 +355,7 @@ class _Derivation:
         return orders.pop()
 
     def _derive_attention(self, index: int, block: ChainBlock, path: str) -> tuple[Kinds, Joint]:
-        """The kind of each attention call of a module, and where the text is among keys that have both."""
+        """Derive the kind of each attention call of a module, and the place of the text among joint keys."""
         kinds: list[str] = []
         order: Joint = "none"
         where = f"{self._name}: {block.name}.{path}".rstrip(".")
@@ -393,20 +394,20 @@ class _Derivation:
         return tuple(kinds), order
 
     def _find_key_order(self, place: _AttentionPlace) -> Joint:
-        """Where the text is among the keys of an attention call; "none" where these do not show the image."""
+        """Find the place of the text among the keys of an attention call; "none" if these do not show the image."""
         call = place.find_call(self._poisoned[0])
         if call.poisoned is None or not 0 < len(call.poisoned) < call.keys:
             return "none"
         return _read_order(call.poisoned)
 
     def _find_further_keys(self, place: _AttentionPlace) -> str:
-        """The kind of an attention call whose keys are those of its own tokens and others; empty if it is none."""
+        """Find the kind of an attention call with its own tokens' keys and others; empty if it is not such a call."""
         calls = list(map(place.find_call, self._records))
         if all(call.keys <= call.queries for call in calls):
             return ""
         kinds = set[str]()
         for number, call in enumerate(calls):
-            # Keys that are finite although all streams are NaN are made of something else.
+            # Keys that are finite although all streams are NaN are made from something else.
             finite = place.find_call(self._without_streams[number]).finite
             if finite is None or len(finite) != call.keys - call.queries:
                 return ""
@@ -425,40 +426,40 @@ class _Derivation:
 
     @functools.cached_property
     def _without_streams(self) -> list[list[BlockRecord]]:
-        """The blocks of each call, which run on NaN in place of their streams."""
+        """Record the blocks of each call, with NaN in place of their streams."""
         records = []
         for call in self._calls:
             records.append(record_blocks(self._transformer, self._chain, call, bypass=True, poisons=("image", "text")))
         return records
 
     def _has_image_keys(self, place: _AttentionPlace) -> bool:
-        """Whether tokens of the image are among the keys of an attention call."""
+        """Return whether an attention call has image tokens among its keys."""
         poisoned = place.find_call(self._poisoned[0]).poisoned
         return poisoned is None or len(poisoned) > 0
 
     def _has_text_keys(self, place: _AttentionPlace) -> bool:
-        """Whether the keys of an attention call are made of text tokens that go through the blocks."""
+        """Return whether an attention call has keys made of text tokens that go through the blocks."""
         call = place.find_call(self._text_poisoned)
         return call.poisoned is None or len(call.poisoned) == call.keys
 
     @functools.cached_property
     def _text_poisoned(self) -> list[BlockRecord]:
-        """The first call, in which the text tokens before each block are NaN."""
+        """Record the first call with NaN for the text tokens before each block."""
         return record_blocks(self._transformer, self._chain, self._calls[0], bypass=True, poisons=("text",))
 
     def _mark_keys(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> ListAnatomy:
-        """Finds the arguments that stand for keys, by calling the block on a part of its tokens with them whole."""
+        """Find the arguments that stand for keys, by calling the block on a part of its tokens with them whole."""
         arguments = {}
         for name, kinds in anatomy.arguments.items():
             arguments[name] = tuple(map(_leave_pairs_whole, kinds))
         record = self._records[0][index]
-        # Without a mask nothing is as long as the keys.
+        # Without a mask, no argument is as long as the keys.
         if all(call.mask is None for call in itertools.chain(*record.attention.values())):
             return replace(anatomy, arguments=arguments)
         for name, kinds in arguments.items():
             if not is_cut(kinds):
                 continue
-            # Only what makes the block run where it did not run before is whole.
+            # An argument stays whole only if that makes the block run.
             if self._run_on_part(index, block, anatomy, arguments) is not None:
                 break
             with_whole = {**arguments, name: tuple(map(_leave_whole, kinds))}
@@ -467,7 +468,8 @@ class _Derivation:
         return replace(anatomy, arguments=arguments)
 
     def _refuse_mixing(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> None:
-        """Raises `ModelError` if a token depends on others besides attention, as where experts choose their tokens."""
+        """Raise `ModelError` if a token depends on others outside attention, like with experts that choose their
+        tokens."""
         part = self._run_on_part(index, block, anatomy, anatomy.arguments)
         if part is None:
             return
@@ -492,13 +494,13 @@ class _Derivation:
         return self._lengths["T"][0] if "T" in self._lengths else 0
 
     def _choose_part(self) -> tuple[range, range]:
-        """Some tokens of the image, and some of the text."""
+        """Choose some tokens of the image, and some of the text."""
         third = self._num_image // 3
         return range(third, 2 * third), range(min(DUMMY_TEXT, self._num_text))
 
     def _list_runs(self, anatomy: ListAnatomy, image: range, text: range) -> Runs:
-        """Where the tokens of a part lie among all tokens of each kind."""
-        # Where no text is in the sequence, either order will do.
+        """Return the places of a part's tokens among all tokens of each kind."""
+        # If the sequence has no text, either order is right.
         if anatomy.joint == "image_first":
             both = [image, range(self._num_image + text.start, self._num_image + text.stop)]
         else:
@@ -514,10 +516,10 @@ class _Derivation:
         image: range | None = None,
         text: range | None = None,
     ) -> Tensor | None:
-        """What a block makes of a part of its tokens with arguments that are cut so, and attention that gives zeros.
+        """Run a block on a part of its tokens, with arguments cut by these kinds and attention that gives zeros.
 
         Returns:
-            The image; None if the block does not run so.
+            The image; None if the block raises.
         """
         if image is None or text is None:
             image, text = self._choose_part()
@@ -551,34 +553,34 @@ class _Derivation:
         return image_out
 
     def _agree_on_order(self, where: str, known: Joint, order: Joint) -> Joint:
-        """The order of keys that two places have, of which "none" says nothing."""
+        """Return the common order of keys in two places; "none" agrees with any."""
         if "none" not in (known, order) and known != order:
             raise ModelError(f"{self._name}: {where}: the order of keys is {order}, and elsewhere {known}")
         return order if known == "none" else known
 
 
 def _read_order(image: range) -> Joint:
-    """Where the text is in a sequence that has the image at these places."""
+    """Return the place of the text in a sequence with the image at these places."""
     return "image_first" if image.start == 0 else "text_first"
 
 
 def _name_sequence(anatomy: ListAnatomy) -> str:
-    """The kind of the tokens in the parameter of the image."""
+    """Return the kind of the tokens in the parameter of the image."""
     return "N" if anatomy.joint == "none" else "J"
 
 
 def _have_real_pairs(calls: Sequence[AttentionCall]) -> bool:
-    """Whether calls have masks of pairs, and each of them pairs a query and a key that are both real."""
+    """Return whether calls have masks over pairs that only pair real queries with real keys."""
     pairs = []
     for call in calls:
-        # A mask with one row says the same to all queries.
+        # A mask with one row is the same for all queries.
         if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1:
             pairs.append(call.real_pairs)
     return bool(pairs) and all(pairs)
 
 
 def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
-    """Whether a mask that attention on a part of the tokens was given can be used for all keys.
+    """Return whether a mask given to attention on a part of the tokens can be used for all keys.
 
     Args:
         mask: `[B, keys]` or `[..., queries, keys]`.
@@ -592,14 +594,14 @@ def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
 
 
 def _leave_pairs_whole(word: str) -> str:
-    """A word in which pairs of queries and keys are whole: attention picks those of its own queries."""
+    """Return a word with whole pairs of queries and keys, in which attention selects its own queries."""
     if sum(letter in TOKENS for letter in word) < 2:
         return word
     return _leave_whole(word)
 
 
 def _leave_whole(word: str) -> str:
-    """A word whose token dimensions are left as they are."""
+    """Return a word with token dimensions that stay whole."""
     if word.startswith("#"):
         return word
     return word.translate(str.maketrans(TOKENS, "K" * len(TOKENS)))

@@ -1,4 +1,4 @@
-"""Merges what two calls say of one list of blocks: two of its blocks, or two pipelines that call it differently."""
+"""Merges the anatomies that two calls show for one list: of two of its blocks, or of two pipelines that use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ditile.plan.errors import ModelError
 
 
 def merge_lists(where: str, first: ListAnatomy, second: ListAnatomy) -> ListAnatomy:
-    """The anatomy of two blocks of a list, which may differ only in what one of them does not have."""
+    """Merge the anatomies of two blocks of a list, which may differ only in parts that one of them lacks."""
     for name in ("image", "tokens", "has_no_batch", "is_tuple", "joint"):
         if getattr(first, name) != getattr(second, name):
             raise ModelError(f"{where} has {name}={getattr(first, name)!r} and {getattr(second, name)!r}")
@@ -31,7 +31,7 @@ def merge_lists(where: str, first: ListAnatomy, second: ListAnatomy) -> ListAnat
 
 
 def merge_kinds(where: str, first: Kinds | None, second: Kinds | None) -> Kinds:
-    """The kinds of an argument's leaves; a call without the argument says nothing."""
+    """Merge the kinds of an argument's leaves; a call without the argument has no say."""
     if not first or not second or first == second:
         return first or second or ()
     if len(first) != len(second):
@@ -40,12 +40,12 @@ def merge_kinds(where: str, first: Kinds | None, second: Kinds | None) -> Kinds:
 
 
 def _merge_attention(where: str, first: Kinds, second: Kinds) -> Kinds:
-    """The kinds of a module's attention calls, which have further keys in one pipeline and may have none in another."""
-    # Nothing is done in local calls, however many a config makes.
+    """Merge the kinds of a module's attention calls, which may lack further keys in one pipeline."""
+    # Local calls need no division, however many a config makes.
     if {*first, *second} == {LOCAL}:
         return min(first, second, key=len)
     if _has_real_pairs(first) != _has_real_pairs(second):
-        # A mask of pairs that says more than which keys are real: it is whole in every pipeline then.
+        # A mask over pairs that says more than which keys are real stays whole in every pipeline.
         first = tuple(kind.removesuffix(REAL_PAIRS) for kind in first)
         second = tuple(kind.removesuffix(REAL_PAIRS) for kind in second)
     error = ModelError(f"{where} attends to {first} and to {second}")
@@ -73,7 +73,7 @@ def _merge_words(where: str, first: str, second: str) -> str:
     if has_one_word and len(first) == len(second):
         where = f"{where} ({first}, {second})"
         return "".join(_merge_letters(where, *letters) for letters in zip(first, second, strict=True))
-    # An argument that calls give with another number of dimensions has a word for each number.
+    # An argument with different numbers of dimensions in calls has a word for each number.
     words = {len(word): word for word in first.split("|")}
     for word in second.split("|"):
         if len(word) in words:
@@ -83,13 +83,13 @@ def _merge_words(where: str, first: str, second: str) -> str:
 
 
 def _merge_letters(where: str, first: str, second: str) -> str:
-    # A length that did not change in the calls of one pipeline may do so in those of another.
+    # A length that is constant in the calls of one pipeline may change in those of another.
     for weak in ("1", ".", "C"):
         if first == weak:
             return second
         if second == weak:
             return first
-    # Whole for a mask of pairs, from which attention picks.
+    # It stays whole for a mask over pairs, from which attention selects.
     if "K" in (first, second):
         return "K"
     if first != second:

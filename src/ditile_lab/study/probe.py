@@ -285,7 +285,7 @@ def _list_text_lengths(example: Mapping[str, Any]) -> list[int]:
 
 
 def _lengthen(value: Any, length: int) -> Any:
-    """Doubles each token of tensors with `length` tokens in their first or second dimension; padding stays last."""
+    """Double each token of tensors with `length` tokens in their first or second dimension; padding stays last."""
 
     def lengthen_leaf(leaf: Tensor) -> Tensor:
         if leaf.ndim < 2 or length not in leaf.shape[:2]:

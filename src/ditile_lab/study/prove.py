@@ -52,7 +52,7 @@ class StillScheduler:
     config: Mapping[str, Any] = {}
 
     def set_timesteps(self, num_inference_steps: int, **others: Any) -> None:
-        """Sets as many equal timesteps."""
+        """Set as many equal timesteps."""
         self.timesteps = torch.ones(num_inference_steps)
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = False) -> tuple[Tensor]:
@@ -177,7 +177,7 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
 
 
 def ensure_anatomies(pipe: Any, build: BuildRunner, example: Mapping[str, Any] | None = None) -> None:
-    """Derives and proves the anatomies of the models of a pipeline that are not in the table.
+    """Derive and proves the anatomies of the models of a pipeline that are not in the table.
 
     Torch's random state is then what it was: random numbers that follow do not depend on the plan.
 
@@ -315,7 +315,7 @@ def list_proofs(transformer: nn.Module, calls: Sequence[Mapping[str, Any]]) -> l
 def _check_proof(
     transformer: nn.Module, twin: nn.Module, branches: Sequence[Mapping[str, Any]], build: BuildRunner
 ) -> None:
-    """Raises `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
+    """Raise `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
     name = type(transformer).__name__
     remedy = "use a plan of data or cfg"
     cause: Exception | None = None

@@ -174,7 +174,7 @@ class _FlowWatch(TorchFunctionMode):
         self._by_heads: dict[str, tuple[int, frozenset[str]]] = {}
 
     def watch_block(self, stack: ExitStack, block: ChainBlock, of_list: ListAnatomy) -> None:
-        """Marks the arguments that a block is given, and learns its Linears and norms."""
+        """Mark the arguments that a block is given, and learns its Linears and norms."""
         for path, module in block.block.named_modules():
             name = f"{block.name}.{path}"
             self._modules[name] = module
