@@ -1,4 +1,5 @@
-"""Anatomy: what ditile must know of the tokens of a transformer, as a value. `ditile_lab/study/derive.py` derives it.
+"""Anatomy: what ditile must know about the tokens of a transformer, as a value. `ditile_lab/study/derive.py` derives
+it.
 
 The kind of each dimension of a tensor is a letter, so that a tensor's kinds are a word such as `BN.`:
 
@@ -33,14 +34,14 @@ LOCAL = "-"
 """The kind of an attention call whose keys every rank has: to a text that does not go through the blocks."""
 
 FURTHER = "+"
-"""In the kind of an attention call: where extra keys are among its own, which every rank has whole.
+"""A marker in the kind of an attention call for extra keys among its own, which every rank has whole.
 
 `+N` and `N+` are before the image and after it, `+J` and `J+` so with image and text; `T+N` and `N+T` are
 between. Some calls may have none.
 """
 
 REAL_PAIRS = "&"
-"""After the kind of an attention call: its mask has a pair for each query and key that are both real."""
+"""A marker after the kind of an attention call: its mask has a pair for each query and key that are both real."""
 
 Kinds = tuple[str, ...]
 """A word for each leaf of an argument."""
@@ -48,7 +49,7 @@ Kinds = tuple[str, ...]
 
 @functools.lru_cache(maxsize=4096)
 def select_word(words: str, num_dims: int) -> str | None:
-    """The word for a tensor with this number of dimensions; None if no word is known."""
+    """Return the word for a tensor with this number of dimensions. None if no word is known."""
     for word in words.split("|"):
         if len(word) == num_dims and not word.startswith("#"):
             return word
@@ -56,14 +57,14 @@ def select_word(words: str, num_dims: int) -> str | None:
 
 
 def drop_further_keys(kind: str) -> str:
-    """The kind of an attention call without its extra keys."""
+    """Return the kind of an attention call without its extra keys."""
     if FURTHER not in kind:
         return kind
     return "J" if sees_text(kind) else "N"
 
 
 def sees_text(kind: str) -> bool:
-    """Whether the tokens of an attention call of this kind are image and text in one sequence."""
+    """Return whether an attention call of this kind has image and text tokens in one sequence."""
     return kind.strip(FURTHER)[0] == "J" or (FURTHER in kind and "T" in kind)
 
 
@@ -97,7 +98,7 @@ class ListAnatomy:
 
 
 def describe_mode(inputs: Mapping[str, Any]) -> str:
-    """The mode of a call, which is what its arguments say in words, as in `kv_cache_mode=cached`."""
+    """Return the mode of a call: the words among its arguments, as in `kv_cache_mode=cached`."""
     words = [f"{name}={value}" for name, value in inputs.items() if isinstance(value, str)]
     return " ".join(words)
 
@@ -125,5 +126,5 @@ class Anatomy:
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether no block has text of its own, so that all of the sequence counts as the image."""
+        """Return whether no block has text of its own. All of the sequence then counts as the image."""
         return all((blocks.text, blocks.joint) == (None, "none") for blocks in self.lists.values())

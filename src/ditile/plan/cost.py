@@ -1,4 +1,4 @@
-"""What a rank sends and keeps, as formulas in the lengths of its tokens: for the table, the tests and `verify`.
+"""Formulas for what a rank sends and keeps, in the lengths of its tokens: for the table, the tests and `verify`.
 
 p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ranks of an axis, L layers; per call:
 
@@ -47,24 +47,24 @@ from ditile.plan.stages import select_local_blocks
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 ALIGNMENT = 16
-"""Bytes; where each tensor begins in a buffer."""
+"""The alignment of tensors in a buffer, in bytes."""
 
 KINDS = (
     "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "weights", "keys",
     "data", "result",
 )  # fmt: skip
-"""The kinds of traffic that have a formula here."""
+"""The kinds of traffic with a formula here."""
 PACKED_KINDS = ("activations", "ulysses", "ring", "distrifusion", "keys")
-"""The kinds whose numbers are sent in eight bits each, where `Plan.wire_dtype` says so."""
+"""The kinds whose numbers are sent in eight bits each under `Plan.wire_dtype`."""
 SCALE_BYTES = 2
 MOST_SCALED = 16
-"""At most this many numbers that are sent as int8 share a scale (distributed/wire.py says why)."""
+"""The most numbers that share a scale when sent as int8 (distributed/wire.py says why)."""
 
 
 def memoize_method(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Keeps the results of a method on its instance, by the arguments, for as long as the instance lives."""
+    """Keep the results of a method on its instance, by the arguments, for the lifetime of the instance."""
     attribute = f"_results_of_{method.__qualname__}"
 
     @wraps(method)
@@ -81,7 +81,7 @@ def memoize_method(
 
 
 class RepeatedExchange(NamedTuple):
-    """Equal exchanges of a kind within a call: the bytes of each, and how many there are."""
+    """Equal exchanges of a kind within a call: the bytes of each, and their number."""
 
     kind: str
     size: int
@@ -119,7 +119,7 @@ class PlannedCall:
 
     @cached_property
     def step_schedule(self) -> PatchSchedule:
-        """The order of work."""
+        """Return the order of work."""
         batch = self.shape.divide_batch(self.plan).batch
         schedule = PatchSchedule.from_plan(self.plan, self.shape.steps, batch)
         if not self.shape.references:
@@ -133,50 +133,52 @@ class PlannedCall:
         )
 
     def count_denoised_share(self, patch: int | None) -> float:
-        """The share of the latents that belongs to a patch; none of them belongs to reference images."""
+        """Return the share of the latents in a patch. Reference images have no latents."""
         if patch is None:
             return 1.0
         rows = self.shape.latent_rows
         return self.image_layout.count_rows(patch, rows) / rows
 
     def is_last_stage(self, place: RankCoordinates) -> bool:
-        """Whether a rank is of the stage with the model's end."""
+        """Return whether a rank is in the stage with the model's end."""
         return place.stage == self.plan.pipefusion - 1
 
     @memoize_method
     def compute_replica_shape(self, data: int) -> Shape:
-        """The shape of the calls of a replica's ranks: its images, and their half of the branches."""
+        """Return the shape of the calls of a replica's ranks: its images, and their half of the branches."""
         return self.shape.divide_batch(self.plan, data)
 
     def count_number_bytes(self, place: RankCoordinates) -> int:
-        """Bytes of one number of each row of a rank's batch."""
+        """Count the bytes of one number of each row of a rank's batch."""
         return self.compute_replica_shape(place.data).batch * self.shape.element_size
 
     def count_packed_bytes(self, place: RankCoordinates, channels: int) -> int:
-        """Bytes of a vector of each row of a rank's batch, in a message of one of `PACKED_KINDS`."""
+        """Count the bytes of a vector of each row of a rank's batch, in a message of one of `PACKED_KINDS`."""
         if self.plan.wire_dtype is None:
             return channels * self.count_number_bytes(place)
         scales = channels // find_scaled_run(self.plan.wire_dtype, channels)
         return (channels + scales * SCALE_BYTES) * self.compute_replica_shape(place.data).batch
 
     def count_calls_in_step(self, step: int) -> int:
-        """Transformer calls that a rank makes in a step: all of them in step 0, in which their number is learnt."""
+        """Count the transformer calls of a rank in a step. Step 0 has all of them, because their number is learnt in
+        it."""
         if step == 0:
             return self.shape.calls
         return self.compute_replica_shape(0).calls
 
     @cached_property
     def image_layout(self) -> Layout:
-        """The cuts of the image."""
+        """Return the cuts of the image."""
         return self.shape.build_layout(self.plan, self.spec)
 
     @cached_property
     def token_split(self) -> Split:
-        """How the tokens are split."""
+        """Return the split of the tokens."""
         return make_token_split(self.plan)
 
     def select_patch(self, micro: MicroStep) -> int | None:
-        """The patch that a micro-step computes: under DistriFusion the image alone where references are left out."""
+        """Select the patch that a micro-step computes. Under DistriFusion it is only the image where references are
+        left out."""
         schedule = self.step_schedule
         if self.plan.distrifusion > 1 and schedule.num_references and not schedule.computes_references(micro.step):
             return schedule.num_references
@@ -184,23 +186,23 @@ class PlannedCall:
 
     @memoize_method
     def shard_tokens(self, patch: int | None) -> tuple[TokenShard, ...]:
-        """What each rank has of a patch, or of the whole image (None)."""
+        """Return the tokens of each rank in a patch, or in the whole image (None)."""
         return self.token_split.shard_tokens(self.image_layout, patch)
 
     @cached_property
     def warmup_shards(self) -> tuple[TokenShard, ...]:
-        """What each stage of the warmup group has of the image in synchronous steps; none without a group."""
+        """Return the tokens of each stage of the warmup group in synchronous steps. Empty without a group."""
         group_size = self.step_schedule.warmup_group_size
         if group_size == 0:
             return ()
         return Split(group_size).shard_tokens(self.image_layout, None)
 
     def select_resident_blocks(self, place: RankCoordinates) -> range:
-        """The blocks whose weights a rank holds."""
+        """Select the blocks whose weights a rank holds."""
         return select_local_blocks(self.stages, place.stage, self.plan.num_whole_stages)
 
     def locate_rank(self, rank: int) -> RankCoordinates:
-        """The place of a rank."""
+        """Return the place of a rank."""
         place = compute_coordinates(self.plan, rank)
         return RankCoordinates(
             data=place["data"],
@@ -214,35 +216,36 @@ class PlannedCall:
 
     @cached_property
     def tensor_shares(self) -> tuple[int, ...]:
-        """The share of each rank of tensor, in equal parts of heads and features."""
+        """Return the share of each rank of tensor, in equal parts of heads and features."""
         if not self.plan.has_unlike_tensor_shares:
             return (1,) * self.plan.tensor
         return count_weighted_shares(self.weights.tensor_units, self.plan.list_tensor_weights())
 
     def compute_tensor_divisor(self, place: RankCoordinates) -> float:
-        """What tensor divides the heads and features by that a rank has: the number of ranks, of equal shares."""
+        """Return the whole number of heads and features over a rank's share. With equal shares it is the number of
+        ranks."""
         own = self.tensor_shares[place.tensor]
         return sum(self.tensor_shares) / own
 
     def count_tensor_heads(self, place: RankCoordinates) -> int:
-        """Heads of which a rank has the weights."""
+        """Count the heads whose weights a rank has."""
         own = self.tensor_shares[place.tensor]
         return self.shape.heads * own // sum(self.tensor_shares)
 
     def count_heads(self, place: RankCoordinates) -> int:
-        """Heads that a rank attends with."""
+        """Count the heads that a rank attends with."""
         weights = self.plan.head_weights or (1.0,) * self.plan.ulysses
         return len(pick_weighted_chunk(range(self.count_tensor_heads(place)), weights, place.ulysses))
 
     def has_shares_of(self, other: PlannedCall) -> bool:
-        """Whether each rank has the same blocks, tokens and heads as in another division by the same degrees."""
+        """Return whether each rank has the same blocks, tokens and heads as in another division by the same degrees."""
         if self.stages != other.stages or self.shard_tokens(None) != other.shard_tokens(None):
             return False
         places = map(self.locate_rank, range(self.plan.world))
         return all(self.count_heads(place) == other.count_heads(place) for place in places)
 
     def count_layers(self, place: RankCoordinates) -> Mapping[bool, int]:
-        """How many attention layers of a rank see the text (True), and how many do not."""
+        """Count the attention layers of a rank, with sight of the text (True) and without."""
         return self._count_layers_in_stage(place.stage)
 
     @memoize_method
@@ -253,13 +256,13 @@ class PlannedCall:
         return layers
 
     def count_tensor_exchanges(self, place: RankCoordinates) -> Mapping[tuple[str, str], int]:
-        """What tensor parallelism exchanges in a rank's blocks: ("sum" or "gather", stream) -> how often."""
+        """Count the exchanges of tensor parallelism in a rank's blocks, as ("sum" or "gather", stream) -> how often."""
         return self._count_exchanges_in_stage(place.stage)
 
     @memoize_method
     def _count_exchanges_in_stage(self, stage: int) -> Mapping[tuple[str, str], int]:
         exchanges = Counter[tuple[str, str]]()
-        # Weights without a tensor table have none.
+        # Weights without a tensor table have no exchanges.
         if self.weights.exchanges:
             for block in self.stages[stage]:
                 exchanges.update(self.weights.exchanges[block])
@@ -267,13 +270,13 @@ class PlannedCall:
 
 
 def make_token_split(plan: Plan) -> Split:
-    """How the ranks of a plan split the tokens."""
+    """Return how the ranks of a plan split the tokens."""
     return Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False, plan.token_weights)
 
 
 @lru_cache
 def find_scaled_run(wire_dtype: str, channels: int) -> int:
-    """How many neighbouring numbers of a vector share a scale."""
+    """Return the number of neighbouring numbers of a vector that share a scale."""
     # fp8 has exponents of its own, so that one scale is enough.
     if wire_dtype == "fp8":
         return channels
@@ -284,7 +287,7 @@ def find_scaled_run(wire_dtype: str, channels: int) -> int:
 
 
 def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
-    """Bytes that a rank sends in a whole call, by kind."""
+    """Count the bytes that a rank sends in a whole call, by kind."""
     place = job.locate_rank(rank)
     total = dict.fromkeys(KINDS, 0)
     for step in range(job.shape.steps):
@@ -298,7 +301,7 @@ def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
 
 
 def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, int]:
-    """Bytes that a rank sends in one step, by kind."""
+    """Count the bytes that a rank sends in one step, by kind."""
     place = job.locate_rank(rank)
     total = dict.fromkeys(KINDS, 0)
     replica_shape = job.compute_replica_shape(place.data)
@@ -320,7 +323,8 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
 
 
 def count_call_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> dict[str, tuple[int, int]]:
-    """(number, bytes) of a rank's exchanges within one transformer call, by kind; those between stages are left out."""
+    """Return (number, bytes) of a rank's exchanges within one transformer call, by kind. Those between stages are left
+    out."""
     by_kind: dict[str, tuple[int, int]] = {}
     for formula in _CALL_FORMULAS:
         for kind, size, times in formula(job, place, micro):
@@ -330,7 +334,7 @@ def count_call_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
 
 def count_activation_bytes(job: PlannedCall, place: RankCoordinates, patch: int) -> int:
-    """Bytes that a rank sends to the next stage for a patch, in one call."""
+    """Count the bytes that a rank sends to the next stage for a patch, in one call."""
     length = job.shard_tokens(patch)[place.rank].count_tokens()
     if job.plan.split_scheme == "sequence":
         length = len(pick_even_chunk(range(length), job.plan.tensor, place.tensor))
@@ -338,28 +342,31 @@ def count_activation_bytes(job: PlannedCall, place: RankCoordinates, patch: int)
 
 
 def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
-    """Bytes of a block's weights on their way to one other stage; see `parallel.pipefusion.weight_streaming`."""
+    """Count the bytes of a block's weights on their way to one other stage; see
+    `parallel.pipefusion.weight_streaming`."""
     return _count_flat_buffer_bytes(job.weights.tensors[block], job.shape.element_size)
 
 
 def count_group_key_bytes(job: PlannedCall, place: RankCoordinates, *, joint: bool) -> int:
-    """Bytes of a layer's keys and values that a stage of a warmup group sends to each other one, in one call."""
+    """Count the bytes of a layer's keys and values that a stage of a warmup group sends to each other one, in one
+    call."""
     return 2 * job.warmup_shards[place.stage].count_tokens(joint=joint) * _count_sent_key_bytes(job, place)
 
 
 def count_owner_key_bytes(job: PlannedCall, owner: int, *, joint: bool) -> int:
-    """Bytes of a layer's keys and values that a warmup group sends to the stage that owns it, in one call."""
+    """Count the bytes of a layer's keys and values that a warmup group sends to the layer's stage, in one call."""
     place = RankCoordinates(0, 0, owner, 0, 0, 0, 0)
     return 2 * job.image_layout.count_layer_tokens(joint=joint) * _count_sent_key_bytes(job, place)
 
 
 def count_prediction_bytes(job: PlannedCall, place: RankCoordinates) -> int:
-    """Bytes of the prediction of the tokens of one stage of a warmup group, in one call."""
+    """Count the bytes of the prediction of the tokens of one stage of a warmup group, in one call."""
     return job.warmup_shards[place.stage].image_tokens * job.shape.token_channels * job.count_number_bytes(place)
 
 
 def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Bytes of the own branches' prediction that a rank sends to the other half of guidance after a micro-step.
+    """Count the bytes of the own branches' prediction that a rank sends to the other half of guidance after a
+    micro-step.
 
     They are sent in each call; where branches are calls of their own, after all calls of a step, and not in step 0.
     """
@@ -378,7 +385,7 @@ def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
 
 def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[int, int]:
-    """Image and text tokens that a rank computes in a micro-step; dummy text counts."""
+    """Count the image and text tokens that a rank computes in a micro-step. Dummy text counts."""
     shard = job.shard_tokens(job.select_patch(micro))[place.rank]
     text = 0
     if job.spec.joint != "none":
@@ -387,12 +394,13 @@ def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: Mic
 
 
 def count_ulysses_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Tokens of all ranks on a rank's line along ulysses, each once."""
+    """Count the tokens of all ranks on a rank's line along ulysses, each once."""
     return sum(part.count_tokens() for part in _select_ulysses_shards(job, place, micro))
 
 
 def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> int:
-    """Bytes of the keys and values that a rank keeps: of its own layers and heads, with or without the text."""
+    """Count the bytes of the keys and values that a rank keeps: of its own layers and heads, with or without the
+    text."""
     if job.plan.distrifusion == 1 and not any(map(job.step_schedule.keeps_keys, range(job.shape.steps))):
         return 0
     place = job.locate_rank(rank)
@@ -413,7 +421,8 @@ def _iterate_activation_exchanges(
 
 
 def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
-    """An all-reduce after each row-parallel Linear; with split_scheme=sequence half of that, and gathers of tokens."""
+    """Yield an all-reduce after each row-parallel Linear. With split_scheme=sequence it is half of that, and gathers of
+    tokens."""
     n = job.plan.tensor
     if n == 1:
         return
@@ -444,7 +453,8 @@ def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: M
 def _iterate_ulysses_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
-    """A rank sends the others' heads of its tokens (q, k and v), and returns its own heads of their tokens."""
+    """Yield the exchanges of heads. A rank sends the others' heads of its tokens (q, k and v), and returns its own
+    heads of their tokens."""
     if job.plan.ulysses == 1:
         return
     # Heads of other ranks of tensor are not here, so they are not exchanged.
@@ -461,7 +471,8 @@ def _iterate_ulysses_exchanges(
 
 
 def _iterate_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
-    """Without a store a rank sends on all blocks but the next rank's; with one, it sends its own block to all."""
+    """Yield the exchanges of keys. Without a store a rank sends on all blocks but the next rank's; with one, it sends
+    its own block to all."""
     n = job.plan.ring
     if n == 1:
         return
@@ -472,7 +483,7 @@ def _iterate_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: Mic
         lengths = []
         for group in groups:
             lengths.append(sum(shard.count_tokens(joint=joint) for shard in group))
-        # Passed round the ring: all blocks but the next rank's own.
+        # Around the ring a rank passes all blocks but the next rank's own.
         tokens = sum(lengths) - lengths[(place.outer + 1) % n]
         if stores_keys:
             tokens = (n - 1) * lengths[place.outer]
@@ -505,7 +516,8 @@ def _iterate_prediction_exchanges(
 
 
 def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
-    """A stage sends its own blocks to all others, which keep none of them for the next call."""
+    """Yield the weights that a stage sends. It sends its own blocks to all others, which keep none of them for the next
+    call."""
     if job.step_schedule.mode == "sequence" and job.step_schedule.select_warmup_group(micro):
         for block in job.stages[place.stage]:
             yield RepeatedExchange("weights", (job.plan.pipefusion - 1) * count_weight_stream_bytes(job, block))
@@ -514,7 +526,8 @@ def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: M
 def _iterate_warmup_group_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
-    """What a warmup group sends in a call: keys of all layers to its members, and to other stages what these need."""
+    """Yield the messages of a warmup group in a call: keys of all layers to its members, and to other stages what these
+    need."""
     warmup_group = job.step_schedule.select_warmup_group(micro)
     last = job.plan.pipefusion - 1
     if place.stage in warmup_group:
@@ -530,7 +543,8 @@ def _iterate_warmup_group_exchanges(
 
 
 def _count_latent_receivers(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Members of a warmup group that get the whole latents from the last stage before a step; stage 0 gets patches."""
+    """Count the members of a warmup group that get the whole latents from the last stage before a step. Stage 0 gets
+    patches."""
     last = job.plan.pipefusion - 1
     if place.stage < last or micro.step == 0:
         return 0
@@ -538,7 +552,7 @@ def _count_latent_receivers(job: PlannedCall, place: RankCoordinates, micro: Mic
 
 
 def _select_ulysses_shards(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[TokenShard, ...]:
-    """The tokens of each rank on a rank's line along ulysses."""
+    """Select the tokens of each rank on a rank's line along ulysses."""
     first = place.outer * job.plan.ulysses
     return job.shard_tokens(job.select_patch(micro))[first : first + job.plan.ulysses]
 
@@ -549,21 +563,21 @@ def _count_flat_buffer_bytes(tensors: tuple[int, ...], size: int) -> int:
 
 
 def count_flat_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of one buffer for tensors of these bytes, each of which begins at a multiple of `ALIGNMENT`."""
+    """Count the bytes of one buffer for tensors of these sizes, each of which begins at a multiple of `ALIGNMENT`."""
     stop = 0
     for size in sizes:
-        # Rounded up to the alignment.
+        # Each start is rounded up to the alignment.
         stop = -(-stop // ALIGNMENT) * ALIGNMENT + size
     return stop
 
 
 def _count_token_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
-    """Bytes of a token's keys, or values, on a rank."""
+    """Count the bytes of a token's keys, or values, on a rank."""
     return _count_key_heads(job, place) * job.shape.head_dim * job.count_number_bytes(place)
 
 
 def _count_sent_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
-    """Bytes of the same in a message."""
+    """Count the bytes of a token's keys, or values, in a message."""
     return _count_key_heads(job, place) * job.count_packed_bytes(place, job.shape.head_dim)
 
 

@@ -21,11 +21,11 @@ from collections.abc import Iterable
 
 
 class DitileError(Exception):
-    """The root: `except DitileError` catches whatever ditile raises on purpose."""
+    """The root: `except DitileError` catches every error that ditile raises on purpose."""
 
 
 class PlanError(DitileError, ValueError):
-    """A plan that cannot run, alone or on this model, size or world."""
+    """A plan that cannot run at all, or not on this model, size or world."""
 
 
 class ModelError(DitileError, ValueError):
@@ -74,23 +74,24 @@ class RankError(DitileError):
 
 
 def join_error_lines(error: Exception, limit: int | None = None) -> str:
-    """An error's message on one line of at most `limit` letters; the name of its class, if it has no message."""
+    """Return an error's message on one line of at most `limit` letters. Without a message it is the name of the
+    class."""
     return (_join_lines(str(error)) or type(error).__name__)[:limit]
 
 
 def describe_class_and_text(error: BaseException) -> str:
-    """One line about an error that is not ditile's: its class, and at most 200 letters of its message."""
+    """Describe an error that is not ditile's on one line, by its class and at most 200 letters of its message."""
     return f"{type(error).__name__}: {_join_lines(str(error))[:200]}"
 
 
 def _join_lines(text: str) -> str:
     line = " ".join(text.split())
-    # It may quote names in a file, and none may move the cursor of a terminal.
+    # The text may quote names in a file, and none may move the cursor of a terminal.
     return "".join(letter for letter in line if letter.isprintable())
 
 
 def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:
-    """The hint in a message about an unknown name: "did you mean ...?", with the known name that is most like it.
+    """Return the hint in a message about an unknown name: "did you mean ...?", with the most similar known name.
 
     Args:
         otherwise: the hint if no known name is like it; by default the list of all known names.
@@ -106,5 +107,5 @@ def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = Non
 
 
 def find_nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that is most like `name`; None if no name is similar enough."""
+    """Return the known name that is most like `name`. None if no name is similar enough."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)

@@ -1,4 +1,4 @@
-"""The packages that ditile can do without: the extra that brings each, and the check before they are needed.
+"""Optional packages: the extra that brings each, and the check before they are needed.
 
     require_extra("lora", "lora='style.safetensors'")
 
@@ -28,19 +28,19 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "ray": ("ray",),
     "evaluate": ("torchmetrics",),
 }  # fmt: skip
-"""Extra of pyproject.toml -> the packages that it brings, by the names under which they are imported.
+"""The extras of pyproject.toml -> the packages that each brings, by the names under which they are imported.
 
 None of them may need torchvision: pip takes its newest release, which brings another torch in place of the one that the
 user installed for a driver."""
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found, without importing it."""
+    """Return whether a package can be found, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def require_extra(extra: str, purpose: str, packages: Sequence[str] = (), instead: str = "") -> None:
-    """Raises `ModelError` unless packages of an extra are installed.
+    """Raise `ModelError` unless packages of an extra are installed.
 
     Args:
         extra: of `EXTRAS`.
@@ -64,7 +64,7 @@ def require_torchvision(purpose: str) -> None:
 
 
 def advise_torchvision() -> str:
-    """Return the command of pip that installs torchvision and keeps torch as it is."""
+    """Return the pip command for a torchvision that fits this torch, which stays installed."""
     release, _, build = importlib.metadata.version("torch").partition("+")
     _, minor, patch = re.findall(r"\d+", release)[:3]
     # torchvision 0.15 was made for torch 2.0, and each release since for the next one.
@@ -74,17 +74,17 @@ def advise_torchvision() -> str:
 
 
 def import_lab(module: str) -> Any:
-    """Return a module of `ditile_lab`, which is imported when it is first needed."""
+    """Import a module of `ditile_lab` when it is first needed."""
     # The lab stands above the library, and imports it: nothing else of the library may reach for it.
     return importlib.import_module(f"ditile_lab.{module}")
 
 
 def require_quantizer(quant_type: str, purpose: str = "") -> None:
-    """Raises `ModelError` unless the package that quantizes to a type is installed; `purpose` is for the message."""
+    """Raise `ModelError` unless the package for a type of quantization is installed. `purpose` is for the message."""
     purpose = purpose or f"quant_type={quant_type}"
     if quant_type != "bitsandbytes_4bit":
         require_extra("quantize", purpose)
         return
-    # Needs a GPU of NVIDIA's or AMD's to be of use, and is in no extra.
+    # bitsandbytes needs a GPU of NVIDIA's or AMD's to be of use, and is in no extra.
     if not is_installed("bitsandbytes"):
         raise ModelError(f"{purpose} needs bitsandbytes, which is not installed; pip install 'bitsandbytes'")

@@ -19,7 +19,7 @@ from ditile.plan.option_classes import Seconds, get_option_types, iterate_litera
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Raises a `DitileError` for a wrong command line, without the usage lines.
+    """A parser that raises a `DitileError` for a wrong command line, without the usage lines.
 
     Args:
         essential: the fields whose flags `--help` shows, each on one line or two; `--help-all` shows all flags.
@@ -33,7 +33,7 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--help-all", action=_ShowAllFlags, nargs=0, help="show every flag and exit")
 
     def format_help(self) -> str:
-        """The help of the essential flags, without their defaults and what follows a semicolon."""
+        """Return the help of the essential flags, without their defaults and the text after a semicolon."""
         if not self.essential:
             return self.format_full_help()
         arguments = [f"[{action.metavar}]" for action in self._actions if not action.option_strings]
@@ -52,11 +52,12 @@ class FlagParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def format_full_help(self) -> str:
-        """The help of all flags."""
+        """Return the help of all flags."""
         return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but a flag with an optional value takes no word that is not a valid value, such as a prompt."""
+        """Parse like argparse, except for flags with an optional value. These take no word that is not a valid value,
+        such as a prompt."""
         words = []
         for word, following in itertools.pairwise([*(args or ()), None]):
             action = self._option_string_actions.get(word)
@@ -66,7 +67,7 @@ class FlagParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raises the message as a `PlanError`."""
+        """Raise the message as a `PlanError`."""
         flag = "--help-all" if self.essential else "--help"
         raise PlanError(f"{message}; see {self.prog} {flag}")
 
@@ -75,7 +76,7 @@ class _ShowAllFlags(argparse.Action):
     """The flag `--help-all`."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        """Prints the help of all flags and exits."""
+        """Print the help of all flags and exit."""
         assert isinstance(parser, FlagParser), "it is added to no other"
         print(parser.format_full_help(), end="")
         parser.exit()
@@ -90,18 +91,18 @@ def _can_read(action: Any, word: Any) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: Any, *, title: str, left_out: Sequence[str] = ()) -> None:
-    """Adds one flag per field of `cls` that is not left out; a flag that is not given leaves no attribute."""
+    """Add one flag per field of `cls` that is not left out. A flag that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
     types = get_option_types(cls)
     for field in dataclasses.fields(cls):
-        # SUPPRESS: a flag that is not used leaves the default to the class.
+        # With SUPPRESS a flag that is not used leaves the default to the class.
         if field.name not in left_out:
             names, settings = _describe_argument(cls, field, types[field.name])
             group.add_argument(*names, default=argparse.SUPPRESS, **settings)
 
 
 def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> tuple[list[str], dict[str, Any]]:
-    """The names and the keyword arguments of `add_argument` for an option."""
+    """Return the names and the keyword arguments of `add_argument` for an option."""
     metadata = field.metadata
     names = [format_flag(field.name), *metadata["aliases"]]
     settings = {"help": metadata["doc"]}
@@ -130,7 +131,8 @@ def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> t
 
 
 def _choose_metavar(field: dataclasses.Field[Any], kind: Any) -> str:
-    """S for seconds, N for a whole number, X for another one, FILE for what is read; otherwise the name's last word."""
+    """Choose S for seconds, N for a whole number, X for another one, FILE for what is read; otherwise the name's last
+    word."""
     kinds = [kind, *typing.get_args(kind)]
     if Seconds in kinds:
         return "S"
@@ -144,7 +146,8 @@ def _choose_metavar(field: dataclasses.Field[Any], kind: Any) -> str:
 
 
 def make_text_reader(cls: type, name: str) -> Any:
-    """What argparse calls for the text of an option; argparse shows the message of its error as it is."""
+    """Return a function that argparse calls for the text of an option. argparse shows the message of its error
+    unchanged."""
 
     def read(text: str) -> Any:
         try:
@@ -156,7 +159,7 @@ def make_text_reader(cls: type, name: str) -> Any:
 
 
 def collect_arguments(cls: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given flags of `cls` as keyword arguments."""
+    """Return the given flags of `cls` as keyword arguments."""
     values = {}
     for field in dataclasses.fields(cls):
         if hasattr(arguments, field.name):
@@ -167,7 +170,7 @@ def collect_arguments(cls: Any, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def list_flags(cls: Any) -> list[str]:
-    """The flags of `cls`, aliases included."""
+    """List the flags of `cls`, aliases included."""
     flags = []
     for field in dataclasses.fields(cls):
         if not field.metadata["positional"]:
@@ -176,12 +179,12 @@ def list_flags(cls: Any) -> list[str]:
 
 
 def format_flag(name: str) -> str:
-    """The flag of a field: `stage_blocks` is `--stage-blocks`."""
+    """Return the flag of a field: `stage_blocks` is `--stage-blocks`."""
     return "--" + name.replace("_", "-")
 
 
 def normalize_flags(argv: list[str]) -> list[str]:
-    """`--stage_blocks=1,2` as `--stage-blocks=1,2`: `-` and `_` are the same in a flag's name."""
+    """Turn `--stage_blocks=1,2` into `--stage-blocks=1,2`: `-` and `_` are the same in a flag's name."""
     words = []
     for word in argv:
         if word.startswith("--") and word != "--":

@@ -1,4 +1,4 @@
-"""When a step of a pipeline has a second branch of guidance, so that there is something for `cfg` to divide.
+"""Rules for when a step of a pipeline has a second branch of guidance, which `cfg` can divide.
 
 Pipelines decide it by their arguments: a scale, a negative prompt, or both. Guidance that is embedded in the model, or
 distilled into it, is no branch. `model/pipeline_calls.py` reads the rule of a class off its code.
@@ -17,7 +17,7 @@ FLAGS = {"true_cfg_scale": "--true-cfg", "guidance_scale": "--guidance"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuidanceRule:
-    """When a call of a class of pipelines has a second branch of guidance.
+    """The rule for when a call of a class of pipelines has a second branch of guidance.
 
     Attributes:
         scales: the arguments of which one must be above `above`; empty if no call of the class has a second branch.
@@ -31,7 +31,7 @@ class GuidanceRule:
     needs_negative_prompt: bool = False
 
     def is_guided(self, call: CallArguments) -> bool:
-        """Whether a call has a second branch.
+        """Return whether a call has a second branch.
 
         Args:
             call: its arguments, and the defaults of the others.
@@ -39,7 +39,8 @@ class GuidanceRule:
         return self._is_scale_enough(call) and self._has_prompt_enough(call)
 
     def explain_cfg_refusal(self, cfg: int, pipeline: str, call: CallArguments) -> str | None:
-        """Why the branches of a call cannot be divided over `cfg` halves, and what would work; None if they can.
+        """Explain why the branches of a call cannot be divided over `cfg` halves, and what would work. None if they
+        can.
 
         Args:
             cfg: the degree of the plan.
@@ -68,7 +69,7 @@ class GuidanceRule:
     def _is_scale_enough(self, call: CallArguments) -> bool:
         for name in self.scales:
             value = call.get(name)
-            # The pipeline refuses what is no number.
+            # A value that is not a number passes here, because the pipeline refuses it.
             if value is not None and (not is_number(value) or value > self.above):
                 return True
         return False

@@ -1,4 +1,4 @@
-"""Layout: where the tokens of one image are, how they are cut into patches, and how ranks split a patch.
+"""Layout: the positions of one image's tokens, their cuts into patches, and the split of a patch over ranks.
 
 Pure; every rank computes the same. A patch is a run of whole token rows; of a video, the same rows of every frame. In
 joint attention the text belongs to patch 0, which is made smaller for it. Tokens of reference images may be patches of
@@ -19,11 +19,11 @@ Joint = Literal["none", "text_first", "image_first"]
 
 # No model takes 0 tokens, and torch.compile specialises for 1.
 DUMMY_TEXT = 2
-"""Text tokens in a patch without text."""
+"""The number of text tokens in a patch without text."""
 
 
 def split_batch_evenly(batch_size: int, parts: int) -> list[range]:
-    """Splits the rows of a batch into at most `parts` runs, none of them empty; the first runs have one row more."""
+    """Split the rows of a batch into at most `parts` runs, none of them empty. The first runs have one row more."""
     parts = min(batch_size, parts)
     return [pick_even_chunk(range(batch_size), parts, index) for index in range(parts)]
 
@@ -43,11 +43,11 @@ class Grid(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """All tokens."""
+        """Return the number of all tokens."""
         return self.frames * self.rows * self.tokens_per_row
 
     def locate_rows(self, start: int, stop: int) -> tuple[range, ...]:
-        """The tokens of some rows: a run in each frame."""
+        """Return the tokens of some rows: a run in each frame."""
         runs = []
         for frame in range(self.frames):
             first_row = frame * self.rows
@@ -67,11 +67,11 @@ class TokenShard:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of the image."""
+        """Return the number of image tokens."""
         return sum(map(len, self.image))
 
     def count_tokens(self, *, joint: bool = True) -> int:
-        """Tokens in an attention layer that sees the text too, or the image alone."""
+        """Count the tokens in an attention layer. It sees the text too, or only the image."""
         if not joint:
             return self.image_tokens
         return self.image_tokens + len(self.text)
@@ -96,7 +96,7 @@ class Layout:
 
     @classmethod
     def cut_into_patches(cls, grid: Grid, patches: int, text: int, joint: Joint) -> Layout:
-        """Cuts a grid into patches of equal work, the text counted as work of patch 0."""
+        """Cut a grid into patches of equal work, the text counted as work of patch 0."""
         ends = [0]
         text_rows = text / (grid.tokens_per_row * grid.frames)
         for rows in balance_patch_rows(grid.rows, patches, text_rows):
@@ -107,7 +107,7 @@ class Layout:
     def cut_around_references(
         cls, grid: Grid, patches: int, text: int, joint: Joint, references: Collection[int], *, even: bool
     ) -> Layout:
-        """Cuts a grid into patches of reference images, which come first, and patches of the image.
+        """Cut a grid into patches of reference images, which come first, and patches of the image.
 
         Args:
             grid, text, joint: as of a layout.
@@ -150,7 +150,7 @@ class Layout:
         return cls(grid, text, joint, (*cuts, grid.rows), tuple(owners), num_references)
 
     def cut_alike(self, grid: Grid, text: int, shift: int) -> Layout:
-        """The layout of another branch of guidance, whose patches have the same part of the image.
+        """Return the layout of another branch of guidance, with the same part of the image in each patch.
 
         Args:
             shift: how many rows later the image begins in its sequence.
@@ -163,24 +163,24 @@ class Layout:
 
     @property
     def num_patches(self) -> int:
-        """The number of patches."""
+        """Return the number of patches."""
         if self.owners:
             return max(self.owners) + 1
         return len(self.cuts) - 1
 
     @property
     def image_tokens(self) -> int:
-        """Image tokens."""
+        """Return the number of image tokens."""
         return self.grid.num_tokens
 
     def count_layer_tokens(self, *, joint: bool) -> int:
-        """Tokens in an attention layer that sees the text too, or the image alone."""
+        """Count the tokens in an attention layer. It sees the text too, or only the image."""
         if not joint:
             return self.image_tokens
         return self.image_tokens + self.text
 
     def count_rows(self, patch: int, rows: int | None = None) -> int:
-        """The number of token rows of a patch; with `rows`, only of rows before that one."""
+        """Count the token rows of a patch. With `rows`, only rows before that one count."""
         count = 0
         for run in self._list_row_runs(patch):
             stop = run.stop if rows is None else min(run.stop, rows)
@@ -188,14 +188,14 @@ class Layout:
         return count
 
     def count_reference_tokens(self) -> int:
-        """Tokens of reference images that are patches of their own."""
+        """Count the tokens of reference images that are patches of their own."""
         count = 0
         for patch in range(self.num_references):
             count += sum(map(len, self.locate_tokens(patch)))
         return count
 
     def locate_tokens(self, patch: int) -> tuple[range, ...]:
-        """The image tokens of a patch, counted among image tokens."""
+        """Return the image tokens of a patch, counted among image tokens."""
         runs: list[range] = []
         for rows in self._list_row_runs(patch):
             runs += self.grid.locate_rows(rows.start, rows.stop)
@@ -211,11 +211,11 @@ class Layout:
         return runs
 
     def carries_text(self, patch: int | None) -> bool:
-        """Whether the text is computed with a patch (None: the whole image)."""
+        """Return whether the text is computed with a patch (None: the whole image)."""
         return self.joint != "none" and patch in (None, self.num_references)
 
     def locate_in_sequence(self, shard: TokenShard, *, joint: bool) -> tuple[range, ...]:
-        """The positions of a shard's tokens in an attention layer that sees the text too, or the image alone."""
+        """Return the positions of a shard's tokens in an attention layer. It sees the text too, or only the image."""
         if not joint:
             return shard.image
         is_text_first = self.joint == "text_first"
@@ -234,7 +234,7 @@ def _shift_runs(runs: Iterable[range], offset: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How ranks split the tokens of a patch; under DistriFusion each has a patch of rows, and all the text.
+    """The split of a patch's tokens over ranks; under DistriFusion each has a patch of rows, and all the text.
 
     Attributes:
         ring, distrifusion, ulysses: the degrees; ranks are counted with ulysses innermost.
@@ -250,11 +250,11 @@ class Split:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that split the tokens."""
+        """Return the number of ranks that split the tokens."""
         return self.ring * self.distrifusion * self.ulysses
 
     def shard_tokens(self, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
-        """What each rank has of a patch, or of the whole image (None).
+        """Return the tokens of each rank in a patch, or in the whole image (None).
 
         Raises:
             PlanError: if a rank would have no token of the image, or not as many as another and `uneven` is off.
@@ -262,15 +262,15 @@ class Split:
         return _look_up_shards(self, layout, patch)
 
     def count_patch_rows(self, rows: int) -> Sequence[int]:
-        """Rows of each patch of DistriFusion, of so many that the image has."""
+        """Return the rows of each patch of DistriFusion, for an image with `rows` rows."""
         shares = tuple(map(sum, self._group_weights()))
-        # As everywhere, equal weights are no weights.
+        # Here too, equal weights count as no weights.
         if len(set(shares)) == 1:
             return balance_patch_rows(rows, self.distrifusion)
         return count_weighted_shares(rows, shares)
 
     def _group_weights(self) -> list[tuple[float, ...]]:
-        """The weights of the ranks along ulysses, for each place along the outer axis."""
+        """Return the weights of the ranks along ulysses, for each place along the outer axis."""
         weights = self.weights or (1.0,) * self.num_ranks
         return [weights[first : first + self.ulysses] for first in range(0, self.num_ranks, self.ulysses)]
 
@@ -285,7 +285,7 @@ class Split:
         if self.distrifusion > 1:
             shards = self._shard_over_distrifusion(layout, text, runs_of_patches)
         else:
-            # Alone, a rank has the tokens of the image in the order of the model, not of the patches.
+            # A single rank has the tokens of the image in the order of the model, not of the patches.
             if patch is None and self.num_ranks == 1:
                 runs_of_patches = [(range(layout.image_tokens),)]
             shares = self.weights or (1.0,) * self.num_ranks
@@ -294,7 +294,7 @@ class Split:
             name = "the image" if patch is None else f"patch {patch}"
             num_ranks = self.num_ranks
             if self.distrifusion > 1:
-                # The rows of one rank, which only ulysses splits.
+                # These are the rows of one rank, which only ulysses splits.
                 name = f"a share of {name}"
                 num_ranks = self.ulysses
             raise PlanError(
@@ -308,7 +308,7 @@ class Split:
     def _shard_over_distrifusion(
         self, layout: Layout, text: range, runs_of_patches: Sequence[Sequence[range]]
     ) -> list[TokenShard]:
-        """The parts of the ranks, each of which has all the text, and rows of the image that ulysses splits."""
+        """Return the parts of the ranks: each has all the text, and rows of the image that ulysses splits."""
         inner_weights = self._group_weights()
         shares = tuple(map(sum, inner_weights))
         shards: list[TokenShard] = []
@@ -323,7 +323,7 @@ class Split:
         return shards
 
     def _check_even(self, shards: Sequence[TokenShard], patch: int | None) -> None:
-        """Raises `PlanError` if ranks that split the same tokens have unequal numbers of them."""
+        """Raise `PlanError` if ranks that split the same tokens have unequal numbers of them."""
         ranks = self.ring * self.ulysses
         for first in range(0, len(shards), ranks):
             group = shards[first : first + ranks]
@@ -339,7 +339,7 @@ class Split:
 
 
 def _pick_shard(text: range, image: Iterable[Sequence[range]], weights: tuple[float, ...], index: int) -> TokenShard:
-    """A rank's share of the text and of each patch, which is runs of image tokens."""
+    """Return a rank's share of the text and of each patch, which is runs of image tokens."""
     own_runs: list[range] = []
     for runs in image:
         own_runs += _pick_from_runs(runs, weights, index)
@@ -347,7 +347,7 @@ def _pick_shard(text: range, image: Iterable[Sequence[range]], weights: tuple[fl
 
 
 def _pick_from_runs(runs: Sequence[range], weights: tuple[float, ...], index: int) -> Iterator[range]:
-    """A rank's share of the tokens of some runs, one after the other."""
+    """Yield a rank's share of the tokens of some runs, one after the other."""
     share = pick_weighted_chunk(range(sum(map(len, runs))), weights, index)
     offset = 0
     for run in runs:
@@ -362,7 +362,7 @@ def _look_up_shards(split: Split, layout: Layout, patch: int | None) -> tuple[To
 
 
 def pick_even_chunk(items: range, ranks: int, index: int) -> range:
-    """A rank's even share of a run; the first ranks have one item more."""
+    """Return a rank's even share of a run. The first ranks have one item more."""
     base, more = divmod(len(items), ranks)
     # Each rank before this one has `base` items, and the first `more` of them one more.
     start = items.start + index * base + min(index, more)
@@ -370,7 +370,7 @@ def pick_even_chunk(items: range, ranks: int, index: int) -> range:
 
 
 def pick_weighted_chunk(items: range, weights: tuple[float, ...], index: int) -> range:
-    """A rank's share of a run, in proportion to its weight; no rank's is empty if there are enough items.
+    """Return a rank's share of a run, in proportion to its weight. No share is empty if there are enough items.
 
     Equal weights give the chunks of `pick_even_chunk`.
     """
@@ -383,7 +383,7 @@ def pick_weighted_chunk(items: range, weights: tuple[float, ...], index: int) ->
 
 @lru_cache(maxsize=4096)
 def count_weighted_shares(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """The sizes of shares of a run in proportion to weights; none is empty if there are enough items."""
+    """Return the sizes of shares of a run in proportion to weights. None is empty if there are enough items."""
     least = 1 if length >= len(weights) else 0
     shares: list[int] = []
     taken = 0
@@ -398,7 +398,7 @@ def count_weighted_shares(length: int, weights: tuple[float, ...]) -> tuple[int,
 
 
 def merge_ranges(runs: Iterable[range]) -> tuple[range, ...]:
-    """Drops empty runs, and joins runs that follow each other."""
+    """Drop empty runs, and join runs that follow each other."""
     merged: list[range] = []
     for run in runs:
         if merged and run and merged[-1].stop == run.start:
@@ -409,7 +409,8 @@ def merge_ranges(runs: Iterable[range]) -> tuple[range, ...]:
 
 
 def balance_patch_rows(rows: int, patches: int, text_rows: float = 0.0) -> list[int]:
-    """Rows of each patch, none empty, as equal as possible; patch 0 has `text_rows` rows' worth of text on top.
+    """Return the rows of each patch, none empty, in nearly equal numbers. Patch 0 has `text_rows` rows' worth of text
+    on top.
 
     `rows` must be at least `patches`.
     """

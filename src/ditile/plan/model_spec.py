@@ -1,4 +1,4 @@
-"""ModelSpec: what ditile must know of a family of transformers, as a table. The family's own forward runs."""
+"""ModelSpec: what ditile must know about a family of transformers, as a table. The family's own forward runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 Constant = Callable[[Hashable, Callable[[], Any]], Any]
-"""(key, make) -> what `make` returned when it was first asked for in this generation."""
+"""(key, make) -> the first result of `make` in this generation, for the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """How the blocks of a list pass tokens on, as a cache must know it to leave some out.
+    """The way the blocks of a list pass tokens on, for a cache that leaves some out.
 
     Attributes:
         returns: the streams in the order that a block returns them: "image", "text".
@@ -46,7 +46,7 @@ class BlockList(NamedTuple):
 
 
 class Conditioning(NamedTuple):
-    """What the arguments of a pipeline's call make of one image.
+    """The text, batch and calls that a pipeline's call needs for one image.
 
     Attributes:
         text: tokens of text in the sequence of joint attention.
@@ -61,7 +61,7 @@ class Conditioning(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A family.
+    """A family of transformers.
 
     Attributes:
         name: what people call it.

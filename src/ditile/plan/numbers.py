@@ -1,4 +1,4 @@
-"""Which values count as numbers, and how a number is written for a person."""
+"""Says which values count as numbers, and writes numbers for people."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any, TypeGuard
 
 
 def is_whole_number(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """Whether a value is an int and not a bool, and at least `least`."""
+    """Return whether a value is an int and not a bool, and at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         return False
     return least is None or value >= least
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value is an int or a float and not a bool; NaN and infinity count as numbers."""
+    """Return whether a value is an int or a float and not a bool. NaN and infinity count as numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes for a person."""
+    """Format a number of bytes for a person."""
     if count < 1000:
         return f"{count:.0f} B"
     for unit in ("KB", "MB"):
@@ -29,5 +29,5 @@ def format_bytes(count: float) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A number for a person, without an exponent below a million."""
+    """Format a number for a person, without an exponent below a million."""
     return f"{float(f'{value:.{digits}g}'):g}"

@@ -1,4 +1,4 @@
-"""Classes of options: frozen dataclasses that pydantic validates, from which flags, `--help` and JSON are made.
+"""Classes of options: frozen dataclasses that pydantic validates, with flags, `--help` and JSON made from them.
 
     @options(error=PlanError)
     class Plan:
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: Any) -> Callable[[Any], Any]:
-        """Does nothing at run time, as Python 3.10 lacks it; type checkers learn that `options` makes dataclasses."""
+        """Do nothing at run time, because Python 3.10 lacks it. Type checkers learn that `options` makes
+        dataclasses."""
         return lambda function: function
 
 
@@ -42,12 +43,12 @@ Value = TypeVar("Value")
 
 
 def drop_missing(values: Mapping[Key, Value | None]) -> dict[Key, Value]:
-    """What is there of some values: those that are not None."""
+    """Drop the entries that are None."""
     return {key: value for key, value in values.items() if value is not None}
 
 
 def _split_at_commas(value: Any) -> Any:
-    """Several numbers as a tuple, from the text of a flag or a list in JSON."""
+    """Turn several numbers into a tuple, from the text of a flag or a list in JSON."""
     if isinstance(value, str):
         return tuple(value.split(","))
     return tuple(value) if isinstance(value, list) else value
@@ -65,7 +66,7 @@ Scale = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_split_at_commas)]
 Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_at_commas)]
-# Sums of them stay finite, shares of a run exact, and products of three above 0.
+# Within these limits sums of them stay finite, shares of a run exact, and products of three above 0.
 Speed = Annotated[float, Field(ge=1e-9, le=1e9, allow_inf_nan=False)]
 Speeds = Annotated[tuple[Speed, ...], BeforeValidator(_split_at_commas)]
 
@@ -82,7 +83,7 @@ def define_option(
     implied: str | bool | None = None,
     repeats: bool = False,
 ) -> Any:
-    """A field of a class of options.
+    """Define a field of a class of options.
 
     Args:
         default: the value without the flag. A bool whose default is False is a switch; with the default None there is a
@@ -105,7 +106,7 @@ def define_option(
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT]], type[OptionsT]]:
-    """Turns a class into a frozen dataclass of options that raises `error` for an unknown name or a wrong value."""
+    """Turn a class into a frozen dataclass of options. It raises `error` for an unknown name or a wrong value."""
     config = ConfigDict(strict=True, extra="forbid")
 
     def build(cls: type[OptionsT]) -> type[OptionsT]:
@@ -127,7 +128,7 @@ def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT
 
 
 def _build_docstring(cls: Any, error: type[DitileError]) -> str:
-    """A class's docstring, with the `--help` texts of its fields, and the error that each of them may raise."""
+    """Build a class's docstring, with the `--help` texts of its fields, and the error that each of them may raise."""
     head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
     lines = [head.rstrip(), "", "Attributes:"]
     for field in dataclasses.fields(cls):
@@ -140,7 +141,7 @@ def _build_docstring(cls: Any, error: type[DitileError]) -> str:
 
 
 def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], kind: type[DitileError]) -> Exception:
-    """The error to raise for what pydantic found; an error of `__post_init__` is returned as it is."""
+    """Return the error to raise for pydantic's. An error of `__post_init__` is returned unchanged."""
     rows = invalid.errors(include_url=False)
     # PlanError and ModelError are ValueErrors, and pydantic wraps a ValueError of `__post_init__`.
     raised = rows[0].get("ctx", {}).get("error")
@@ -158,7 +159,7 @@ def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], k
 
 
 def describe_wrong_value(name: str, value: Any, rows: Sequence[ErrorDetails], example: Any, default: Any = None) -> str:
-    """One line that names the field, its value, what the value should be, and a value that works.
+    """Describe a wrong value in one line: the field, its value, the expected values, and a value that works.
 
     Args:
         name, value: the field or argument, and its value.
@@ -175,7 +176,7 @@ def describe_wrong_value(name: str, value: Any, rows: Sequence[ErrorDetails], ex
 
 
 def join_expectations(rows: Sequence[ErrorDetails]) -> str:
-    """What a value should be, in the words of pydantic: "a valid integer or 'auto'"."""
+    """Join the expectations of pydantic's errors in its words: "a valid integer or 'auto'"."""
     texts = []
     for row in rows:
         text = row["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
@@ -186,7 +187,7 @@ def join_expectations(rows: Sequence[ErrorDetails]) -> str:
 def check_value(
     kind: Any, value: Any, name: str, *, error: type[DitileError] = ModelError, example: Any = None
 ) -> None:
-    """Raises `error` unless `value` has the type `kind`, such as `Count | None`; the error proposes `example`."""
+    """Raise `error` unless `value` has the type `kind`, such as `Count | None`. The error proposes `example`."""
     try:
         adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
         adapter.validate_python(value, strict=True)
@@ -195,7 +196,7 @@ def check_value(
 
 
 def parse_option(cls: type, name: str, text: str) -> Any:
-    """Parses the text of an option. Raises `ValueError` with a message that says what the value should be."""
+    """Parse the text of an option. Raises `ValueError` with a message that says what the value should be."""
     try:
         return _build_text_adapter(cls, name).validate_python(text, strict=False)
     except ValidationError as invalid:
@@ -211,17 +212,17 @@ def _build_text_adapter(cls: type, name: str) -> TypeAdapter[Any]:
 
 
 def get_option_types(cls: type) -> dict[str, Any]:
-    """The types of a class's options, by name."""
+    """Return the types of a class's options, by name."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
 def find_option(cls: Any, name: str) -> dataclasses.Field[Any]:
-    """The field of an option."""
+    """Return the field of an option."""
     return next(field for field in dataclasses.fields(cls) if field.name == name)
 
 
 def iterate_literals(kind: Any) -> Iterator[Any]:
-    """The values of a `Literal` type, which may be optional; none for any other type."""
+    """Yield the values of a `Literal` type, which may be optional. Any other type has none."""
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
         yield from parts

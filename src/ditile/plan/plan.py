@@ -1,4 +1,4 @@
-"""Plan: how the work on one image is divided over the ranks.
+"""Plan: the division of the work on one image over the ranks.
 
 A plan is a value: it knows no process, device or model. Contradictions are refused when a plan is made; whether it fits
 a model is checked before it runs. `Plan.parse` is the inverse of `str(plan)`, which is one line.
@@ -47,7 +47,7 @@ WORTHWHILE_SHARE = 0.7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known of a model and a call. A field that is None is unknown, and a plan is not checked against it.
+    """The known facts of a model and a call. A field that is None is unknown, and a plan is not checked against it.
 
     Attributes:
         model: its name in messages.
@@ -156,7 +156,7 @@ class Plan:
             raise PlanError(contradiction)
 
     def _iterate_contradictions(self) -> Iterator[str]:
-        """Yields a line for each contradiction between fields, with what would work."""
+        """Yield a line for each contradiction between fields, with what would work."""
         if self.cfg > 2:
             yield f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once"
         yield from self._iterate_patch_contradictions()
@@ -174,7 +174,7 @@ class Plan:
         yield from self._iterate_offload_contradictions()
 
     def _iterate_offload_contradictions(self) -> Iterator[str]:
-        """Yields the contradictions that concern weights in the host's memory."""
+        """Yield the contradictions that concern weights in the host's memory."""
         ranks = self.offload_ranks
         if ranks is None:
             return
@@ -185,7 +185,7 @@ class Plan:
             yield f"{named} does not name ranks of this plan, each once; there are 0 to {self.world - 1}"
 
     def _iterate_share_contradictions(self) -> Iterator[str]:
-        """Yields the contradictions that concern the shares of stages and of ranks."""
+        """Yield the contradictions that concern the shares of stages and of ranks."""
         tokens = self.token_ranks * self.distrifusion
         token_degrees = f"ring={self.ring} x distrifusion={self.distrifusion} x ulysses={self.ulysses} are {tokens}"
         stages = (self.pipefusion, "stages", f"pipefusion={self.pipefusion}")
@@ -218,7 +218,7 @@ class Plan:
             )
 
     def _iterate_patch_contradictions(self) -> Iterator[str]:
-        """Yields the contradictions that concern the patches of PipeFusion and DistriFusion."""
+        """Yield the contradictions that concern the patches of PipeFusion and DistriFusion."""
         degree = self.distrifusion
         if degree > 1 and self.pipefusion > 1:
             yield (
@@ -238,7 +238,7 @@ class Plan:
             yield "references=0 computes them in synchronous steps alone, and warmup=0 has none; use warmup=1 or more"
 
     def _iterate_warmup_contradictions(self) -> Iterator[str]:
-        """Yields the contradictions that concern synchronous steps."""
+        """Yield the contradictions that concern synchronous steps."""
         stages = self.pipefusion
         mode = f"warmup_mode={self.warmup_mode}"
         if self.warmup_mode not in ("serial", AUTO) and stages == 1:
@@ -258,27 +258,28 @@ class Plan:
 
     @property
     def world(self) -> int:
-        """The number of ranks: the product of the degrees."""
+        """Return the number of ranks: the product of the degrees."""
         return math.prod(getattr(self, degree) for degree in AXES)
 
     @property
     def divides_the_batch_alone(self) -> bool:
-        """Whether each rank runs whole models on whole images, which models of any kind can do."""
+        """Return whether each rank runs whole models on whole images. Models of any kind can do so."""
         return self.world == self.data * self.cfg and self.num_patches == 1 and self.offload == "none"
 
     @property
     def divides_blocks(self) -> bool:
-        """Whether a rank holds only a part of the transformer's weights."""
+        """Return whether a rank holds only a part of the transformer's weights."""
         return self.pipefusion * self.tensor > 1
 
     @property
     def divides_weights(self) -> bool:
-        """Whether a rank holds less than the whole pipeline."""
+        """Return whether a rank holds less than the whole pipeline."""
         return self.divides_blocks or self.text != "each"
 
     @property
     def num_patches(self) -> int:
-        """M: `patches`, or as many as stages; one more if tokens of references are skipped in some steps."""
+        """Return M: `patches`, or the number of stages. It is one more if tokens of references are skipped in some
+        steps."""
         if self.patches is not None:
             return self.patches
         if self.references is not None and self.distrifusion == 1:
@@ -287,16 +288,17 @@ class Plan:
 
     @property
     def cuts_latents(self) -> bool:
-        """Whether the scheduler steps the latents patch by patch, or on one stage only."""
+        """Return whether the scheduler steps the latents patch by patch, or on one stage only."""
         return self.num_patches * self.pipefusion > 1
 
     @property
     def attends_to_stale_keys(self) -> bool:
-        """Whether patches attend to keys of the previous step after the warmup; a single patch has only fresh keys."""
+        """Return whether patches attend to keys of the previous step after the warmup. A single patch has only fresh
+        keys."""
         return self.num_patches * self.distrifusion > 1
 
     def predicts_whole(self, steps: int | None) -> bool:
-        """Whether no step of a call is computed patch by patch, so that each prediction is of one step as a whole.
+        """Return whether no step of a call is computed patch by patch. Each prediction is then of one step as a whole.
 
         Args:
             steps: None where the call does not say.
@@ -304,7 +306,7 @@ class Plan:
         return self.num_patches == 1 or not self.has_stale_steps(steps)
 
     def has_stale_steps(self, steps: int | None) -> bool:
-        """Whether keys are, or may be, stale in some steps of a call.
+        """Return whether keys are, or may be, stale in some steps of a call.
 
         Args:
             steps: None where the call does not say.
@@ -314,7 +316,7 @@ class Plan:
         return self.attends_to_stale_keys
 
     def resolve_warmup(self, *, streams: bool = True) -> Plan:
-        """The plan with another mode instead of `warmup_mode=auto`; any other plan is returned as it is.
+        """Return the plan with another mode instead of `warmup_mode=auto`. Any other plan is returned unchanged.
 
         Args:
             streams: whether the model allows the weights of its blocks to be sent from stage to stage.
@@ -328,40 +330,41 @@ class Plan:
 
     @property
     def num_whole_stages(self) -> int:
-        """The number of stages that hold the weights of all blocks, for warmup_mode=separate."""
+        """Return the number of stages that hold the weights of all blocks, for warmup_mode=separate."""
         if self.warmup_mode != "separate":
             return 0
         return self.warmup_ranks or 1
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether calls of its model can be recorded, which read weights in one place and decide nothing within."""
-        # A sequence that is split has hooks on parts of the model.
+        """Return whether calls of its model can be recorded. Such calls read weights in one place and decide nothing
+        within."""
+        # With split_scheme=sequence there are hooks on parts of the model.
         return self.offload == "none" and self.split_scheme != "sequence"
 
     def offloads_rank(self, rank: int) -> bool:
-        """Whether the weights of a rank's blocks stay in the host's memory."""
+        """Return whether the weights of a rank's blocks stay in the host's memory."""
         return self.offload == "blocks" and (self.offload_ranks is None or rank in self.offload_ranks)
 
     @property
     def has_unlike_ranks(self) -> bool:
-        """Whether ranks of one stage may differ in what they compute, or keep on their devices."""
+        """Return whether ranks of one stage may compute, or keep on their devices, different things."""
         unlike = (self.token_weights, self.tensor_weights, self.rank_weights, self.offload_ranks)
         return any(shares is not None for shares in unlike)
 
     @property
     def token_ranks(self) -> int:
-        """The number of ranks that split the tokens of a patch exactly: ring x ulysses."""
+        """Return the number of ranks that split the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses
 
     def find_token_place(self, coordinates: Mapping[str, int]) -> int:
-        """The place, by the coordinates of a rank, among the ranks that split tokens."""
+        """Find the place, by the coordinates of a rank, among the ranks that split tokens."""
         # A plan has only one of ring and distrifusion.
         return (coordinates["ring"] + coordinates["distrifusion"]) * self.ulysses + coordinates["ulysses"]
 
     @property
     def head_weights(self) -> tuple[float, ...] | None:
-        """Speed of each rank along ulysses, which splits the heads; None if its shares are equal."""
+        """Return the speed of each rank along ulysses, which splits the heads. None if its shares are equal."""
         if self.token_weights is None:
             return None
         # All ranks with one place along ulysses have the same heads.
@@ -369,11 +372,12 @@ class Plan:
 
     @property
     def divides_ends(self) -> bool:
-        """Whether ranks have shares of the decode or of the text encoders."""
+        """Return whether ranks have shares of the decode or of the text encoders."""
         return self.vae == "rows" or self.text == "split"
 
     def list_rank_weights(self) -> tuple[float, ...]:
-        """The weight of each rank of an image, by which rows or tiles of the decode and text encoders are divided."""
+        """Return the weight of each rank of an image. Rows or tiles of the decode, and text encoders, are divided by
+        these."""
         if self.rank_weights is not None:
             return self.rank_weights
         weights = []
@@ -390,23 +394,23 @@ class Plan:
         return tuple(weights)
 
     def list_tensor_weights(self) -> tuple[float, ...]:
-        """The share of each rank of tensor, in any unit."""
+        """Return the share of each rank of tensor, in any unit."""
         return self.tensor_weights or (1.0,) * self.tensor
 
     @property
     def has_unlike_tensor_shares(self) -> bool:
-        """Whether shares of tensor differ."""
+        """Return whether shares of tensor differ."""
         return len(set(self.list_tensor_weights())) > 1
 
     @property
     def rounds_otherwise(self) -> bool:
-        """Whether every step rounds differently than it does in one process."""
+        """Return whether every step rounds differently than in one process."""
         # With fewer tokens, matrix products have other shapes, and libraries choose other kernels for them.
         return self.token_ranks > 1
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The inverse of `to_json`.
+        """Build a plan from the result of `to_json`.
 
         Raises:
             PlanError: if the text is no JSON object of a plan's fields.
@@ -422,11 +426,11 @@ class Plan:
         return cls(**values)
 
     def to_json(self) -> str:
-        """The plan as a JSON object with all its fields."""
+        """Return the plan as a JSON object with all its fields."""
         return json.dumps(self.to_dict())
 
     def check_world(self, world: int) -> None:
-        """Raises `PlanError` unless the plan uses all of `world` ranks."""
+        """Raise `PlanError` unless the plan uses all of `world` ranks."""
         if world != self.world:
             start = f"start {self.world}"
             if world == 1:
@@ -437,7 +441,8 @@ class Plan:
             )
 
     def illegal(self, facts: Facts) -> list[str]:
-        """Why the plan does not fit a model and a call: a line for each reason, with what would work; empty if it fits.
+        """List why the plan does not fit a model and a call: a line for each reason, with what would work. Empty if it
+        fits.
 
         Each stage needs a block, each patch a row of tokens, each rank a token, each rank of the tensor axis whole
         heads, and each half of cfg a branch of guidance. A replica may have no images; it is idle then.
@@ -448,13 +453,13 @@ class Plan:
         return lines
 
     def check(self, facts: Facts) -> None:
-        """Raises `PlanError` with all reasons of `illegal`, if there are any."""
+        """Raise `PlanError` with all reasons of `illegal`, if there are any."""
         violations = self.illegal(facts)
         if violations:
             raise PlanError("; and ".join(violations))
 
     def advice(self, bound: float) -> str | None:
-        """A warning if warmup and the filling of the pipeline cost more than 30 % of the gain; otherwise None.
+        """Warn if warmup and the filling of the pipeline cost more than 30 % of the gain. Otherwise this is None.
 
         Args:
             bound: the speed-up over one rank that its stages can reach, from `bound_speedup`.
@@ -477,7 +482,7 @@ class Plan:
         )
 
     def to_dict(self) -> JsonObject:
-        """The plan as JSON types; `Plan(**d)` is its inverse."""
+        """Return the plan as JSON types; `Plan(**d)` is the inverse."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -491,7 +496,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The inverse of `str`: `Plan.parse("pipefusion=2 patches=4")`.
+        """Parse the result of `str`: `Plan.parse("pipefusion=2 patches=4")`.
 
         Raises:
             PlanError: if a word is not `name=value`, a name is unknown or repeated, or a value has the wrong type.
@@ -517,7 +522,7 @@ class Plan:
 
 
 def require_plan(plan: Any) -> Plan:
-    """Returns `plan` unchanged. Raises `PlanError` if it is not a `Plan`."""
+    """Return `plan` unchanged. Raises `PlanError` if it is not a `Plan`."""
     if isinstance(plan, Plan):
         return plan
     instead = "one, such as ditile.Plan(pipefusion=2)"
@@ -527,13 +532,13 @@ def require_plan(plan: Any) -> Plan:
 
 
 def suggest_whole_images(*, stale_keys: bool = False) -> str:
-    """The remedy if patches (and with `stale_keys` DistriFusion too) cannot work: a plan without them."""
+    """Suggest a plan without patches, where these cannot work. With `stale_keys` it is without DistriFusion too."""
     axes = "pipefusion, patches and distrifusion" if stale_keys else "pipefusion and patches"
     return f"a plan without {axes}, such as ulysses"
 
 
 def compute_coordinates(plan: Plan, rank: int) -> dict[str, int]:
-    """The coordinate of a rank on each axis of `AXES`."""
+    """Return the coordinate of a rank on each axis of `AXES`."""
     coordinates = {}
     # Neighbouring ranks differ in the last axis first.
     for name in reversed(AXES):
@@ -542,7 +547,7 @@ def compute_coordinates(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def list_subgroups(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """The groups of ranks that differ only on the axes `names`, in the order of their first ranks."""
+    """List the groups of ranks that differ only on the axes `names`, in the order of their first ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.world):
         coordinates = compute_coordinates(plan, rank)
@@ -612,7 +617,7 @@ def _check_token_rows(plan: Plan, facts: Facts) -> Iterator[str]:
 
 
 def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
-    """Yields a line if some rank would have no token of a patch."""
+    """Yield a line if some rank would have no token of a patch."""
     rows = facts.rows
     width = facts.tokens_per_row
     patches = max(plan.num_patches, plan.distrifusion)
@@ -642,5 +647,5 @@ def _check_guidance_branches(plan: Plan, facts: Facts) -> Iterator[str]:
 
 
 def format_divisors(number: int) -> str:
-    """The degrees that divide a number, as text."""
+    """Format the degrees that divide a number."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,4 +1,4 @@
-"""The schedule of PipeFusion as data: what each stage does, in order (arXiv 2405.14430, section 3.4, figures 3 and 4).
+"""The schedule of PipeFusion as data: the ops of each stage, in order (arXiv 2405.14430, section 3.4, figures 3 and 4).
 
 A step is synchronous (the whole image at once, exact) or asynchronous (patch by patch; keys and values of the patches
 that are not computed yet are from the step before). One iteration of the pipeline's loop is a `MicroStep`: a whole
@@ -32,7 +32,7 @@ class MicroStep(NamedTuple):
 
 
 class OpKind(Enum):
-    """What an `Op` does."""
+    """The kinds of an `Op`."""
 
     RECEIVE = "receive"  # activations of a patch, from the stage before
     COMPUTE = "compute"  # the stage's own blocks, on a patch or on the whole image (patch None)
@@ -59,7 +59,7 @@ SEND_OF_RECEIVE = {
 
 
 class Op(NamedTuple):
-    """One thing that one stage does.
+    """One operation of one stage.
 
     Attributes:
         kind, step, patch: what it does, and on what.
@@ -113,7 +113,7 @@ class PatchSchedule:
 
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> PatchSchedule:
-        """The schedule of a plan over `steps` steps, with `batch` rows in each transformer call."""
+        """Build the schedule of a plan over `steps` steps, with `batch` rows in each transformer call."""
         plan = plan.resolve_warmup()
         warmup_group_size = plan.num_whole_stages
         if plan.warmup_mode == "sequence":
@@ -132,7 +132,7 @@ class PatchSchedule:
         )
 
     def is_synchronous(self, step: int) -> bool:
-        """Whether nothing is stale in a step. With one patch nothing can be."""
+        """Return whether nothing is stale in a step. With one patch nothing can be."""
         return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
 
     @property
@@ -141,24 +141,25 @@ class PatchSchedule:
         return not all(map(self.is_synchronous, range(self.steps)))
 
     def computes_references(self, step: int) -> bool:
-        """Whether the patches of reference images are computed in a step; otherwise their keys stay as they are."""
+        """Return whether the patches of reference images are computed in a step. Otherwise their keys stay
+        unchanged."""
         if self.references is None or self.is_synchronous(step):
             return True
-        # With 0 they are computed in synchronous steps alone.
+        # With references=0 they are computed only in synchronous steps.
         return self.references > 0 and step % self.references == 0
 
     def reads_stale_keys(self, step: int) -> bool:
-        """Whether keys of the step before are read in a step."""
+        """Return whether keys of the previous step are read in a step."""
         return not self.is_synchronous(step)
 
     def keeps_keys(self, step: int) -> bool:
-        """Whether keys and values of a step are, or may be, read in the next one."""
+        """Return whether keys and values of a step are, or may be, read in the next one."""
         if step + 1 == self.steps:
             return False
         return self.reads_stale_keys(step + 1)
 
     def list_micro_steps(self, step: int) -> list[MicroStep]:
-        """The iterations of the pipeline's loop that make up a step."""
+        """List the iterations of the pipeline's loop in a step."""
         if self.is_synchronous(step) or self.distrifusion > 1:
             return [MicroStep(step, None)]
         first = 0
@@ -167,13 +168,13 @@ class PatchSchedule:
         return [MicroStep(step, patch) for patch in range(first, self.patches)]
 
     def find_micro_step(self, step: int, patch: int) -> MicroStep:
-        """The micro-step that computes a patch."""
+        """Find the micro-step that computes a patch."""
         if self.is_synchronous(step) or self.distrifusion > 1:
             return MicroStep(step, None)
         return MicroStep(step, patch)
 
     def find_following(self, micro: MicroStep) -> MicroStep | None:
-        """The micro-step after another; None after the last one."""
+        """Find the micro-step after another. None after the last one."""
         if not self.is_last_of_step(micro):
             assert micro.patch is not None
             return MicroStep(micro.step, micro.patch + 1)
@@ -182,20 +183,21 @@ class PatchSchedule:
         return self.list_micro_steps(micro.step + 1)[0]
 
     def split_micro_batches(self, micro: MicroStep) -> list[range]:
-        """The runs of rows that a call of a micro-step computes one after the other."""
+        """Return the runs of rows that a call of a micro-step computes one after the other."""
         is_split = self.mode == "pipelined" and micro.patch is None and self.distrifusion == 1
         parts = self.stages if is_split else 1
         return split_batch_evenly(self.batch, parts)
 
     def select_warmup_group(self, micro: MicroStep) -> range:
-        """The stages that compute a micro-step together, each its share of the tokens; empty if all do in turn."""
+        """Select the stages that compute a micro-step together, each its share of the tokens. Empty if all compute in
+        turn."""
         if micro.patch is not None:
             return range(0)
         return range(self.warmup_group_size)
 
     @property
     def latent_readers(self) -> range:
-        """The stages that the last one sends denoised patches to."""
+        """Return the stages that receive denoised patches from the last one."""
         if self.stages == 1:
             return range(0)
         if self.shares_latents:
@@ -203,22 +205,23 @@ class PatchSchedule:
         return range(1)
 
     def list_patches(self, micro: MicroStep) -> range:
-        """The patches that a micro-step computes."""
+        """List the patches that a micro-step computes."""
         if micro.patch is None:
             return range(self.patches)
         return range(micro.patch, micro.patch + 1)
 
     def list_denoised_patches(self, micro: MicroStep) -> list[int]:
-        """The patches that a micro-step computes and that have latents."""
+        """List the patches with latents that a micro-step computes."""
         first = self.num_references if self.distrifusion == 1 else 0
         return [patch for patch in self.list_patches(micro) if patch >= first]
 
     def is_last_of_step(self, micro: MicroStep) -> bool:
-        """Whether a micro-step is the last of its step."""
+        """Return whether a micro-step is the last of its step."""
         return micro.patch is None or micro.patch == self.patches - 1
 
     def compute_key_ages(self, micro: MicroStep) -> tuple[int, ...]:
-        """The age in steps of each patch's keys while a micro-step attends: 0 fresh, 1 from the step before.
+        """Return the age in steps of each patch's keys while a micro-step attends. 0 is fresh, 1 is from the previous
+        step.
 
         The fresh area grows within a step, as in figure 4 of the paper. Every stage and branch sees the same ages.
         Keys of references grow older in steps that leave them out.
@@ -230,14 +233,16 @@ class PatchSchedule:
         return tuple(ages)
 
     def compute_reference_age(self, step: int, least: int) -> int:
-        """How many steps ago references were last computed, and no less than `least`; one before the first if never."""
+        """Return how many steps ago references were last computed, at least `least`. If never, it is one before the
+        first step."""
         for age in range(least, step + 1):
             if self.computes_references(step - age):
                 return age
         return step + 1
 
     def iter_ops_before_call(self, stage: int, micro: MicroStep, calls: int = 1) -> Iterator[Op]:
-        """What a stage does before the pipeline computes a micro-step: a reader of latents takes the denoised patches.
+        """Yield the ops of a stage before the pipeline computes a micro-step. A reader of latents takes the denoised
+        patches in them.
 
         The other members of a warmup group get the whole latents.
         """
@@ -258,7 +263,7 @@ class PatchSchedule:
             yield Op(OpKind.RECEIVE_WHOLE_LATENTS, step, None, peer=last)
 
     def iter_takes(self, stage: int, micro: MicroStep, turn: int, calls: int) -> Iterator[Op]:
-        """The denoised patches that a reader of latents takes before a call, as soon as they may be back.
+        """Yield the denoised patches that a reader of latents takes before a call. It takes each when it may be back.
 
         A send waits for its receive, and a launch may wait for all messages of a device. Stages never wait for each
         other in a ring if each one takes a patch before it is far ahead of it.
@@ -277,7 +282,8 @@ class PatchSchedule:
             yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, self.num_references + patch, peer=self.stages - 1)
 
     def _find_call_before(self, micro: MicroStep, calls: int) -> tuple[MicroStep, int]:
-        """The last call of the micro-step before; of the first one, what is before its calls."""
+        """Find the last call of the previous micro-step. For the first micro-step it is the turn before its own
+        calls."""
         micro_steps = self.list_micro_steps(micro.step)
         index = micro_steps.index(micro)
         if index > 0:
@@ -287,7 +293,7 @@ class PatchSchedule:
         return self.list_micro_steps(micro.step - 1)[-1], calls - 1
 
     def count_taken_patches(self, stage: int, micro: MicroStep, turn: int, calls: int) -> int:
-        """The patches of all steps that a reader of latents has taken before a call; see `iter_takes`."""
+        """Count the patches of all steps that a reader of latents has taken before a call; see `iter_takes`."""
         step = micro.step
         references = self.num_references
         with_latents = self.patches - references
@@ -311,12 +317,12 @@ class PatchSchedule:
 
     @property
     def takes_ahead(self) -> bool:
-        """Whether the first stage may post the receive of one more denoised patch."""
+        """Return whether the first stage may post the receive of one more denoised patch."""
         comes_at_once = self.uneven_latents or self.shares_latents or bool(self.late)
         return self.patches > self.stages and self.warmup > 0 and not comes_at_once
 
     def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
-        """What a stage does in one call of the transformer, or in a micro-batch of it."""
+        """Yield the ops of a stage in one call of the transformer, or in a micro-batch of it."""
         # A warmup group does not use the channels between stages.
         if self.stages > 1 and self.select_warmup_group(micro):
             yield from self._iterate_warmup_group_ops(stage, micro, branch)
@@ -330,7 +336,8 @@ class PatchSchedule:
                 yield Op(OpKind.SEND, micro.step, patch, branch, stage + 1, micro_batch)
 
     def _iterate_warmup_group_ops(self, stage: int, micro: MicroStep, branch: int) -> Iterator[Op]:
-        """A call of a warmup group: predictions go to the last stage, keys to the stages that own their layers."""
+        """Yield the ops of a warmup group's call: predictions go to the last stage, keys to the stages that own their
+        layers."""
         step = micro.step
         last = self.stages - 1
         warmup_group = self.select_warmup_group(micro)
@@ -353,7 +360,8 @@ class PatchSchedule:
             yield Op(OpKind.SEND_PREDICTION, step, None, branch, last)
 
     def iter_ops_after_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
-        """What a stage does when the scheduler steps: the last one steps and sends the patches to the readers."""
+        """Yield the ops of a stage when the scheduler steps. The last stage steps, and sends the patches to the
+        readers."""
         if stage < self.stages - 1:
             return
         for patch in self.list_denoised_patches(micro):
@@ -364,7 +372,7 @@ class PatchSchedule:
                     yield Op(OpKind.SEND_STEPPED_PATCH, micro.step, patch, peer=reader)
 
     def iter_step_ops(self, stage: int, step: int, calls: int, branches: Sequence[int] | None = None) -> Iterator[Op]:
-        """All that a stage does in a step of `calls` transformer calls, or only in the calls `branches`."""
+        """Yield all ops of a stage in a step of `calls` transformer calls, or only those in the calls `branches`."""
         own = range(calls) if branches is None else branches
         for micro in self.list_micro_steps(step):
             yield from self.iter_ops_before_call(stage, micro, len(own))
@@ -376,7 +384,7 @@ class PatchSchedule:
             yield from self.iter_ops_after_call(stage, micro)
 
     def iter_program(self, stage: int, calls: int | Callable[[int], int] = 1) -> Iterator[Op]:
-        """All that a stage does in a generation; `calls` is the number of calls per step, or a function of it."""
+        """Yield all ops of a stage in a generation. `calls` is the number of calls per step, or a function of it."""
         for step in range(self.steps):
             calls_of_step = calls(step) if callable(calls) else calls
             yield from self.iter_step_ops(stage, step, calls_of_step)
@@ -384,7 +392,7 @@ class PatchSchedule:
 
 @lru_cache(maxsize=1024)
 def _count_calls_ahead(stages: int, patches: int, calls: int, stage: int, has_room: bool) -> int:
-    """After how many calls, from the first one for a patch, its denoised patch is taken.
+    """Count the calls, from the first one for a patch, after which its denoised patch is taken.
 
     It is back at the first stage after N - 1 + calls, and at each later stage one call earlier. The more calls are
     added, the less a late message delays the first stage. A model of NCCL says how many never hang
@@ -404,7 +412,8 @@ def _count_calls_ahead(stages: int, patches: int, calls: int, stage: int, has_ro
 def _count_early_patches(
     patch: int, turn: int, calls: int, ahead: int, patches: int, references: int, left_out: int, before: int
 ) -> int:
-    """Patches of its own step taken before a call of an asynchronous micro-step; negative if earlier ones are missing.
+    """Count the patches of its own step taken before a call of an asynchronous micro-step. Negative if earlier ones are
+    missing.
 
     Args:
         ahead: after how many calls a patch is taken.
@@ -418,7 +427,7 @@ def _count_early_patches(
     if newest >= 0:
         early = max(left_out + newest + 1 - references, 0)
     elif newest + patches - before >= 0:
-        # It belongs to the step before. In a whole step patches come back one after the other, too.
+        # It belongs to the previous step. In a whole step patches come back one after the other, too.
         early = max(patches + newest + 1 - references, 0) - with_latents
     else:
         early = -with_latents

@@ -20,15 +20,15 @@ from ditile.plan.option_classes import CallArguments, JsonObject, Pixels, check_
 from ditile.plan.plan import Facts, Plan
 
 FRAME_COUNTS = ("num_frames", "frames", "video_length")
-"""Names of a call's argument, of which a class has one at most."""
+"""The names of a call's argument for the number of frames; a class has at most one of them."""
 _PER_PROMPT = re.compile("num_[a-z]+_per_prompt")
 _ONE_FOR_EACH = re.compile("label|class|embed|cond|text|caption|prompt|^[cyz]$")
-"""In the names of arguments of a user's own pipeline that say what is generated."""
+"""Words in the names of arguments that say what a user's own pipeline generates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """What a transformer is made of.
+    """The parts of a transformer, counted.
 
     Attributes:
         blocks: parameters of each block.
@@ -50,13 +50,13 @@ class Weights:
     tensor_units: int = 1
 
     def count_stage_parameters(self, owned: range) -> int:
-        """Parameters of a stage."""
+        """Count the parameters of a stage."""
         return self.shared + sum(self.blocks[block] for block in owned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """One job.
+    """The numbers of one job.
 
     Attributes:
         height, width: pixels.
@@ -96,7 +96,7 @@ class Shape:
     def from_call(
         cls, spec: ModelSpec, config: JsonObject, vae_scale: int, element_size: int, call: CallArguments
     ) -> Shape:
-        """The shape of a call of a pipeline.
+        """Compute the shape of a call of a pipeline.
 
         Args:
             spec: the family.
@@ -135,11 +135,11 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a sequence, text included."""
+        """Return the number of tokens in a sequence, text included."""
         return self.grid.num_tokens + self.text
 
     def build_layout(self, plan: Plan, spec: ModelSpec) -> Layout:
-        """The cuts of the image. Raises `PlanError` if it has fewer token rows than the plan has patches."""
+        """Build the cuts of the image. Raises `PlanError` if it has fewer token rows than the plan has patches."""
         plan.check(Facts(rows=self.grid.rows))
         if plan.references is None or not self.references:
             return _look_up_layout(self.grid, plan.num_patches, self.text, spec.joint)
@@ -152,31 +152,31 @@ class Shape:
 
     @property
     def latent_rows(self) -> int:
-        """Token rows that are made of latents; the rows of reference images follow them."""
+        """Return the number of token rows made of latents. The rows of reference images follow them."""
         tokens = self.grid.num_tokens - (self.references or 0)
         return -(-tokens // (self.grid.tokens_per_row * self.grid.frames))
 
     @property
     def branches_per_call(self) -> int:
-        """Branches of guidance that share a call."""
+        """Return the number of branches of guidance that share a call."""
         return self.batch // self.images
 
     def divide_batch(self, plan: Plan, replica: int = 0) -> Shape:
-        """The shape of one replica's calls on one half of guidance. (In step 0 each half makes all calls.)"""
+        """Return the shape of one replica's calls on one half of guidance. (In step 0 each half makes all calls.)"""
         return _look_up_replica_shape(self, plan.data, plan.cfg, replica)
 
     @property
     def token_channels(self) -> int:
-        """The width of a token in the blocks."""
+        """Return the width of a token in the blocks."""
         return self.channels or self.heads * self.head_dim
 
     @property
     def latent_bytes(self) -> int:
-        """Bytes of the latents of all images."""
+        """Return the bytes of the latents of all images."""
         return self.images * self.latent_elements * self.element_size
 
     def collect_facts(self, model: str = "this model", blocks: int | None = None) -> Facts:
-        """The facts that a plan is checked against."""
+        """Collect the facts that a plan is checked against."""
         return Facts(
             model=model,
             blocks=blocks,
@@ -206,7 +206,7 @@ def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int) -> S
 
 
 def count_images(call: CallArguments) -> int:
-    """How many images, videos or sounds the arguments of a pipeline's call ask for.
+    """Count the images, videos or sounds that the arguments of a pipeline's call ask for.
 
     They have one for each entry of the first list or tensor that says what to generate: prompts, embeddings, classes,
     images to begin with. Pipelines that generate without any have `batch_size`; others mean the computation by it.
@@ -217,7 +217,7 @@ def count_images(call: CallArguments) -> int:
             per_prompt *= int(value)
     if call.get("prompt") is None and "image" not in call and isinstance(call.get("batch_size"), int):
         return int(call["batch_size"])
-    # Embeddings of each layer of a text encoder have the layer as their first dimension: others tell more.
+    # Embeddings of each layer of a text encoder have the layer as their first dimension, so others are preferred.
     embeds = sorted(name for name in call if name.startswith("prompt_embeds"))
     embeds.sort(key=lambda name: _count_dims(call[name]) > 3)
     for name in ("prompt", *embeds, "class_labels", "image_embeds", "image"):
@@ -241,12 +241,12 @@ def count_images(call: CallArguments) -> int:
 
 
 def _count_dims(value: Any) -> int:
-    """The dimensions of a tensor; 0 of anything else."""
+    """Return the number of dimensions of a tensor. Anything else has 0."""
     return getattr(value, "ndim", 0)
 
 
 def check_image_size(call: Mapping[str, Any], unit: int) -> None:
-    """Raises `ModelError` unless height and width, where the call has them, are whole numbers of tokens.
+    """Raise `ModelError` unless height and width, where the call has them, are whole numbers of tokens.
 
     Args:
         call: its arguments.
@@ -263,7 +263,7 @@ def check_image_size(call: Mapping[str, Any], unit: int) -> None:
 def fill_call_defaults(
     parameters: Mapping[str, inspect.Parameter], config: JsonObject, vae_scale: int, call: CallArguments
 ) -> CallArguments:
-    """Call arguments, completed by the pipeline's own defaults and its default size.
+    """Complete call arguments by the pipeline's own defaults and its default size.
 
     Args:
         vae_scale: pixels of a latent pixel's side.

@@ -1,4 +1,5 @@
-"""Runs a schedule without processes: when each op starts and ends, how long a generation takes, and a chart of it.
+"""Runs a schedule without processes: it finds when each op starts and ends, how long a generation takes, and draws a
+chart.
 
 The planner prices a plan by `simulate_schedule`. A schedule that would deadlock raises an error here, so tests find it
 without starting a rank. Several generations in flight on the same stages are simulated too: the executor runs one at a
@@ -17,7 +18,7 @@ from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, PatchSc
 
 _SENDS = frozenset(SEND_OF_RECEIVE.values())
 _FOLLOWING = _SENDS | {OpKind.STEP}
-"""What a stage does with what it has computed."""
+"""Ops that follow a computation on the same stage, with nothing between."""
 
 
 class Span(NamedTuple):
@@ -39,7 +40,7 @@ def simulate_schedule(
     generations: int = 1,
     in_flight: int = 1,
 ) -> list[Span]:
-    """Runs the programs of all stages against each other, each message as early as it can be.
+    """Run the programs of all stages against each other, with each message sent at the earliest time.
 
     A stage does one op at a time. Of several generations the one that is least far goes first, so that synchronous
     steps fill each other's gaps.
@@ -75,7 +76,7 @@ def simulate_schedule(
 
 
 class _StageRun:
-    """Stages that run the programs of generations in the order of time; the arguments are `simulate_schedule`'s.
+    """Stages that run the programs of generations in the order of time; see `simulate_schedule` for the arguments.
 
     Attributes:
         spans: the ops so far.
@@ -94,18 +95,18 @@ class _StageRun:
         self._calls = calls
         self._travel = travel
         self._clocks = [0.0] * schedule.stages
-        # When a generation ended on the stages that are done with it.
+        # The time at which a generation ended on the stages that are done with it.
         self._ends: dict[int, float] = {}
-        # By generation and stage, while there is something to do.
+        # The ops to come, by generation and stage.
         self._programs: dict[tuple[int, int], deque[Op]] = {}
-        # When the next op of a program may start, its step, its generation and its stage.
+        # The time at which the next op of a program may start, its step, its generation and its stage.
         self._ready: list[tuple[float, int, int, int]] = []
-        # A message -> when it arrives, or the generation and stage that wait for it.
+        # The time at which a message arrives; the second table has the generation and stage that wait for it.
         self._arrivals: dict[tuple[object, ...], float] = {}
         self._waiting: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def begin_generation(self, generation: int, now: float) -> None:
-        """All stages may begin a further generation."""
+        """Let all stages begin a further generation."""
         for stage in range(self._schedule.stages):
             program = deque(self._schedule.iter_program(stage, self._calls))
             # A stage outside of a warmup group does nothing if all steps are synchronous.
@@ -114,16 +115,16 @@ class _StageRun:
                 self._plan_next_op(generation, stage, now)
 
     def run_until_next_end(self) -> float:
-        """Runs ops until a generation has ended on all stages, and returns when."""
+        """Run ops until a generation has ended on all stages. Returns its end."""
         while self._ready:
             start, step, generation, stage = heapq.heappop(self._ready)
-            # Meanwhile the stage did something of another generation.
+            # A stage may have run something of another generation meanwhile.
             if start < self._clocks[stage]:
                 heapq.heappush(self._ready, (self._clocks[stage], step, generation, stage))
                 continue
             program = self._programs[generation, stage]
             self._run_next_op(program, generation, stage, start)
-            # Nothing of another generation comes between.
+            # Ops of another generation may not come between.
             while program and program[0].kind in _FOLLOWING:
                 self._run_next_op(program, generation, stage, self._clocks[stage])
             if program:
@@ -153,7 +154,7 @@ class _StageRun:
             self._plan_next_op(*receiver, arrival)
 
     def _plan_next_op(self, generation: int, stage: int, now: float) -> None:
-        """Notes when the next op of a program may start, or that it waits for a message that has not been sent."""
+        """Note when the next op of a program may start. It may also wait for a message that has not been sent."""
         op = self._programs[generation, stage][0]
         sender = SEND_OF_RECEIVE.get(op.kind)
         if sender is not None:
@@ -166,7 +167,7 @@ class _StageRun:
 
 
 class Occupancy(NamedTuple):
-    """How much of the time stages compute, with one generation at a time and with several in flight.
+    """The share of time in which stages compute, with one generation at a time and with several in flight.
 
     Attributes:
         idle_shares: of each stage, the share of one generation in which it does nothing.
@@ -177,7 +178,7 @@ class Occupancy(NamedTuple):
     gain: float
 
 
-# So many generations fill the stages before they are counted, and so many are counted, of each that is in flight.
+# This many generations fill the stages before any are counted, and this many are counted, times those in flight.
 _FILLING = 1
 _COUNTED = 2
 
@@ -189,7 +190,8 @@ def measure_occupancy(
     travel: Callable[[int, Op], float] | None = None,
     in_flight: int = 2,
 ) -> Occupancy:
-    """What gaps each stage has in a generation, and what generations in flight bring a server in which jobs wait.
+    """Measure the gaps of each stage in a generation, and the gain of generations in flight for a server in which jobs
+    wait.
 
     The arguments are those of `simulate_schedule`. Nothing outside of the steps counts: no text, no decode.
     """
@@ -209,7 +211,7 @@ def measure_occupancy(
 
 
 def _find_ends(spans: Sequence[Span]) -> Iterable[float]:
-    """When each generation ends."""
+    """Find the end of each generation."""
     ends: dict[int, float] = {}
     for span in spans:
         ends[span.generation] = max(ends.get(span.generation, 0.0), span.end)
@@ -217,7 +219,7 @@ def _find_ends(spans: Sequence[Span]) -> Iterable[float]:
 
 
 def _compute_unit_cost(schedule: PatchSchedule, op: Op, calls: int) -> float:
-    """The time of an op if a whole step takes 1 on one rank."""
+    """Return the time of an op if a whole step takes 1 on one rank."""
     if op.kind is not OpKind.COMPUTE:
         return 0.0
     if op.patch is None:
@@ -234,7 +236,7 @@ def _compute_unit_cost(schedule: PatchSchedule, op: Op, calls: int) -> float:
 
 
 def bound_speedup(schedule: PatchSchedule, calls: int = 1) -> float:
-    """The speed-up over one rank that no implementation exceeds, with equal stages and free messages.
+    """Return the upper bound of the speed-up over one rank, with equal stages and free messages.
 
     In serial mode with one call it is `S / (W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M))`. With W = 0 and
     M >= N the useful share of the stages' time is the paper's `M S / (M S + N - 1)`.
@@ -243,7 +245,8 @@ def bound_speedup(schedule: PatchSchedule, calls: int = 1) -> float:
 
 
 def compute_makespan(schedule: PatchSchedule, calls: int = 1) -> float:
-    """The time of a generation in units of one step on one rank: what `simulate_schedule` finds with unit costs.
+    """Compute the time of a generation in units of one step on one rank. `simulate_schedule` finds the same with unit
+    costs.
 
     In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
     max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
@@ -283,9 +286,10 @@ _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
-    """The first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of time."""
+    """Render the first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of
+    time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
-    # The longest time of which each op takes a whole multiple.
+    # A cell is the longest time of which each op takes a whole multiple.
     cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
     spans = []
     for span in simulate_schedule(schedule, calls=calls):

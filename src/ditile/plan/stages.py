@@ -22,7 +22,7 @@ def cut_stages(
     speeds: Sequence[float] | None = None,
     ends: tuple[float, float] = (0.0, 0.0),
 ) -> list[range]:
-    """The blocks of each stage.
+    """Cut the blocks into stages.
 
     Args:
         costs: the cost of each block, in any unit.
@@ -37,7 +37,7 @@ def cut_stages(
 
 
 def _make_ranges(stops: Iterable[int]) -> list[range]:
-    """The runs that end at these blocks."""
+    """Return the runs that end at these blocks."""
     ranges = []
     start = 0
     for stop in stops:
@@ -47,7 +47,7 @@ def _make_ranges(stops: Iterable[int]) -> list[range]:
 
 
 def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
-    """The plan with shares by which ranks of unlike speeds end together; as it is, where none differ.
+    """Return the plan with shares that let ranks of unlike speeds end together. It is unchanged where none differ.
 
     Args:
         plan: with equal shares.
@@ -78,7 +78,7 @@ def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
 
 
 def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
-    """The plan with weights by which ranks of unlike speeds end together in decode and text, where it divides them.
+    """Return the plan with weights that let ranks of unlike speeds end decode and text together, where it divides them.
 
     Args:
         plan: as `weigh_shares` or somebody else made it; where its other weights say the same, it is as it is.
@@ -96,7 +96,7 @@ def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
 
 
 def _round_weights(speeds: Sequence[float]) -> tuple[float, ...] | None:
-    """Speeds as multiples of the lowest one, in two decimals; None where they are alike."""
+    """Return speeds as multiples of the lowest one, in two decimals. None where they are alike."""
     lowest = min(speeds)
     if max(speeds) < ALIKE * lowest:
         return None
@@ -104,14 +104,14 @@ def _round_weights(speeds: Sequence[float]) -> tuple[float, ...] | None:
 
 
 def select_local_blocks(stages: Sequence[range], stage: int, warmup_group_size: int) -> range:
-    """The blocks whose weights a stage holds: its own, or all if it is one of a warmup group."""
+    """Select the blocks whose weights a stage holds. These are its own, or all if it is in a warmup group."""
     if stage < warmup_group_size:
         return range(stages[-1].stop)
     return stages[stage]
 
 
 def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple[float, float]) -> list[range]:
-    """The linear partition problem, by dynamic programming over (stages, blocks)."""
+    """Solve the linear partition problem, by dynamic programming over (stages, blocks)."""
     costs_before = [0.0, *accumulate(costs)]
     num_blocks = len(costs)
     last = len(speeds) - 1
@@ -124,9 +124,9 @@ def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple
             cost += ends[1]
         return cost / speeds[stage]
 
-    # At `stop`: the time of the slowest stage over the first `stop` blocks. At first one stage has them all.
+    # `slowest[stop]` is the time of the slowest stage over the first `stop` blocks. At first one stage has them all.
     slowest = [time_stage(0, 0, stop) for stop in range(num_blocks + 1)]
-    # For each later stage, at `stop`: where it begins if it ends there.
+    # For each later stage, an entry at `stop` is where the stage begins if it ends there.
     starts_of_stages = []
     for stage in range(1, len(speeds)):
         next_slowest = [float("inf")] * (num_blocks + 1)
@@ -138,7 +138,7 @@ def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple
                 if stage_time > next_slowest[stop]:
                     break
                 worst = max(slowest[start], stage_time)
-                # Of cuts that are alike, the one whose last stage is longest comes last, and stays.
+                # Of equally good cuts, the one whose last stage is longest comes last, and stays.
                 if worst <= next_slowest[stop]:
                     next_slowest[stop] = worst
                     starts[stop] = start
