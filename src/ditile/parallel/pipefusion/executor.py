@@ -556,7 +556,10 @@ class PipeFusion:
         return ops
 
     def _receive_messages(self, like: Tensor) -> list[Tensor]:
-        """The messages that a call waits for before its first block; only dtype and device of `like` count."""
+        """Receive the messages that a call needs before its first block.
+
+        Only dtype and device of `like` count.
+        """
         messages: list[Tensor] = []
         for op in self._take_receive_ops():
             assert self._activations_in is not None and op.patch is not None
