@@ -33,7 +33,7 @@ class Prediction(NamedTuple):
 
 
 def make_run_key(job: Row, cell: BenchCell) -> str:
-    """Make the key of a cell's runs, as text: all facts that could change their seconds and bytes."""
+    """Make the key of a cell's runs, as text, with all facts that could change their seconds and bytes."""
     # The link between hosts is part of every key, so that older folders are resumed; it is empty here.
     about = {"plan": cell.plan, "cache": cell.cache, "link": "", "height": cell.height, "width": cell.width}
     return json.dumps(dict(job) | about, sort_keys=True)

@@ -132,7 +132,7 @@ def choose_pipefusion_plan(ranks: int, fits: Fits) -> Plan:
 
 
 def make_fit_check(check: Callable[[Plan], object]) -> Fits:
-    """Make a `Fits` from a function that raises `DitileError` for a plan that does not fit."""
+    """Make a `Fits` from a check that raises `DitileError` for an unfit plan."""
     known = {}
 
     def check_fits(plan: Plan) -> bool:

@@ -267,7 +267,7 @@ def _time_shift(bench: Bench, group: dist.ProcessGroup, size: int) -> float:
 
 
 def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
-    """Time the seconds that a call adds to some work, after which ranks are not ready together, like in real calls."""
+    """Time the seconds that a call adds to some work. After work, ranks are not ready together, like in real calls."""
     x, weight, bias = bench.make_linear(128, 512, 512)
 
     def compute_linears() -> None:

@@ -98,8 +98,8 @@ class StepFit:
         forced: steps that must compute, the first among them.
         mean_square: of the final latents; errors are in dB below it.
         reuses: whether the newest output is reused unchanged, which suits a few steps.
-        corrects_drift: whether a forecast takes back what earlier ones have moved the latents. Only where `gains` are
-            exact: measured ones of UniPC made images worse with it.
+        corrects_drift: whether a forecast corrects the drift from earlier ones. Only if `gains` are exact: with the
+            measured ones of UniPC it made images worse.
     """
 
     def __init__(

@@ -201,7 +201,7 @@ def _read_pixels(path: Path, option: str) -> ImageArray:
 
 
 def find_reference_images(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:
-    """Return the reference images, and a phrase that says which these are.
+    """Return the reference images, and a phrase about their origin.
 
     They are the images that the captions describe if all of them exist, otherwise all images of the folder.
     """

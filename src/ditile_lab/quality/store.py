@@ -1,6 +1,6 @@
 """The folder of an evaluation: its job, a row for each image, and their means.
 
-    job.json          what all images have in common; another job is refused
+    job.json          facts that all images have in common; another job is refused
     pictures.jsonl    a line for each image: setting, caption, seed, seconds, scores
     pictures/         the images, a folder for each setting
     evaluation.json   the means (`summarize_settings`)

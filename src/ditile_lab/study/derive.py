@@ -195,7 +195,7 @@ class _Derivation:
         return {"N": tuple(x.shape[dim] for x in images)}
 
     def _find_tokens_dim(self, images: Sequence[Tensor]) -> int:
-        """Find the dimension that changes with the size of the image, which is all that differs in the second call.
+        """Find the dimension that changes with the size of the image: the second call differs only in that.
 
         If the size is the model's own, it is the dimension as long as the queries of attention.
         """

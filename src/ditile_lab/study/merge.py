@@ -9,7 +9,7 @@ from ditile.plan.errors import ModelError
 
 
 def merge_lists(where: str, first: ListAnatomy, second: ListAnatomy) -> ListAnatomy:
-    """Merge the anatomies of two blocks of a list, which may differ only in parts that one of them lacks."""
+    """Merge the anatomies of two blocks of a list; each may lack parts of the other."""
     for name in ("image", "tokens", "has_no_batch", "is_tuple", "joint"):
         if getattr(first, name) != getattr(second, name):
             raise ModelError(f"{where} has {name}={getattr(first, name)!r} and {getattr(second, name)!r}")

@@ -1,8 +1,7 @@
-"""Calls a pipeline so that its transformer's calls tell what their dimensions count: other sizes, texts, batches.
+"""Calls a pipeline with other sizes, texts and batches, to learn what the dimensions of its transformer's calls count.
 
-No call gets further than the transformer: it is left there. Sizes are small. A pipeline whose arguments ditile cannot
-make up, such as one without a text encoder, is called with those of an example, one thing of which is changed at a
-time.
+No call gets further than the transformer: it is left there. Sizes are small. If ditile cannot make up a pipeline's
+arguments, for example without a text encoder, it changes one thing at a time in those of an example.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ SIZES = ((6, 10), (10, 14))
 """Rows and columns of the small and the large image, in `UNIT` pixels of the VAE's latents."""
 UNIT = 2
 SEQUENCE_LENGTHS = (19, 29)
-"""Tokens of the short and the long text: numbers that no image, and no image with a text, has."""
+"""Tokens of the short and the long text: different from the tokens of any image, with or without a text."""
 REMEDY = "give parallelize the arguments of a call that works, as example=dict(...), or use a plan of data or cfg"
 
 
 def derive_from_pipeline(
     pipe: Any, transformer: nn.Module, twin: nn.Module, example: Mapping[str, Any] | None = None
 ) -> tuple[Anatomy, list[CapturedCall]]:
-    """The anatomy of a pipeline's transformer, and the calls that it was derived from.
+    """Derive the anatomy of a pipeline's transformer; also return the calls from which it was derived.
 
     Args:
         pipe: a pipeline that makes images or videos.
-        twin: a copy of it with few blocks, on which calls are run.
+        twin: a copy of the transformer with few blocks, which runs the calls.
         example: the arguments of a call of the pipeline; without them it is called with a prompt and a size.
 
     Raises:
-        ProbeError: if the pipeline cannot be called so.
+        ProbeError: if the pipeline cannot be called with these arguments.
         ModelError: if something in the transformer cannot be divided.
     """
 
@@ -66,7 +65,7 @@ def derive_from_pipeline(
         return derive_anatomy(twin, calls), calls
     except ModelError as error:
         raise ModelError(f"{error}; use a plan of data or cfg") from error
-    # Whatever the model runs into where its calls are made without the pipeline.
+    # The model may raise anything when its calls are made without the pipeline.
     except Exception as error:
         raise ModelError(
             f"{type(transformer).__name__} could not be called to learn what its dimensions count: "
@@ -78,7 +77,7 @@ Capture = Callable[[Mapping[str, Any]], CapturedCall]
 
 
 def _capture_known_calls(pipe: Any, transformer: nn.Module, capture: Capture) -> list[CapturedCall]:
-    """The calls of a pipeline that generates what a prompt says, in a size."""
+    """Capture the calls of a pipeline that takes a prompt and a size."""
     calls = []
     for variant, arguments in list_probe_arguments(pipe).items():
         try:
@@ -86,7 +85,7 @@ def _capture_known_calls(pipe: Any, transformer: nn.Module, capture: Capture) ->
         except ModelError:
             raise
         except Exception as error:
-            # Calls of two sizes are needed; others say more where the pipeline takes them.
+            # Calls of two sizes are needed; the others add information if the pipeline accepts them.
             if variant not in ("small", "large"):
                 continue
             raise ProbeError(
@@ -99,9 +98,9 @@ def _capture_known_calls(pipe: Any, transformer: nn.Module, capture: Capture) ->
 def _capture_variations(
     pipe: Any, transformer: nn.Module, capture: Capture, example: Mapping[str, Any]
 ) -> list[CapturedCall]:
-    """The calls of a pipeline with the arguments of an example, and with one thing of them changed.
+    """Capture the calls of a pipeline with the arguments of an example, also with one thing changed.
 
-    Small images are preferred. Where no change of the arguments changes the size, the size is the model's.
+    Small images are preferred. If no change of the arguments changes the size, the size is the model's.
     """
     latents = find_latents_parameter(transformer)
     try:
@@ -119,16 +118,16 @@ def _capture_variations(
         changes = _capture_changes(pipe, capture, shrunk, small, latents)
         if "size" in changes:
             return [small, *changes.values()]
-    # The small image is not taken, or says nothing of the size: the example itself is varied.
+    # The small image is refused, or does not show the size, so the example itself is varied.
     changes = _capture_changes(pipe, capture, example, whole, latents)
     return [whole, changes.pop("size", whole), *changes.values()]
 
 
 def _try_call(capture: Capture, arguments: Mapping[str, Any]) -> CapturedCall | None:
-    """The call of the model; None where the pipeline does not take such arguments together."""
+    """Capture a call of the model; return None if the pipeline does not accept these arguments together."""
     try:
         return capture(arguments)
-    # The call asked the pipeline for something that it does not support.
+    # The call requested something that the pipeline does not support, and may raise anything.
     except Exception:
         return None
 
@@ -140,22 +139,22 @@ def _count_numbers(call: CapturedCall, latents: str) -> int:
 def _capture_changes(
     pipe: Any, capture: Capture, example: Mapping[str, Any], first: CapturedCall, latents: str
 ) -> dict[str, CapturedCall]:
-    """Calls that differ from the first one: in the "size", and where arguments do so, in the "text" and the "rows"."""
+    """Capture calls with a changed "size", and if arguments can change them, "text" and "rows"."""
     changes = dict[str, CapturedCall]()
     for arguments in _list_variations(pipe, example):
         call = _try_call(capture, arguments)
         change = "" if call is None else describe_change(first, call, latents)
         if call is not None and change:
             changes.setdefault(change, call)
-        # All three kinds of change have been seen: of size, text and rows.
+        # All three kinds of change have been seen now: of size, text and rows.
         if len(changes) == 3:
             break
-    # The derivation takes the second call for the one of another size.
+    # The derivation expects the second call to have another size.
     return {change: changes[change] for change in ("size", "text", "rows") if change in changes}
 
 
 def describe_change(first: Mapping[str, Any], other: Mapping[str, Any], latents: str) -> str:
-    """What differs between two calls of a transformer: "size", "rows", "text", or nothing that counts.
+    """Describe the difference between two calls of a transformer: "size", "rows", "text", or nothing that counts.
 
     Args:
         first, other: the arguments, by parameter.
@@ -166,12 +165,12 @@ def describe_change(first: Mapping[str, Any], other: Mapping[str, Any], latents:
     if before != after:
         if isinstance(first.get(latents), list):
             return "rows" if set(before) == set(after) else "size"
-        # Latents of two dimensions are the tokens of all rows.
+        # Latents with two dimensions are the tokens of all rows.
         is_longer = any(len(shape) > 2 for shape in before) and _drop_rows(before) == _drop_rows(after)
         return "rows" if is_longer else "size"
     before = _list_shapes(list(first.values()))
     after = _list_shapes(list(other.values()))
-    # Rows of one argument alone are no other text: what they are joined with may be as many.
+    # If only one argument has more rows, the text is the same: the rows may belong to another argument joined with it.
     if before != after and _list_rows(before) == _list_rows(after):
         return "text"
     return ""
@@ -190,7 +189,7 @@ def _list_shapes(value: Any) -> list[tuple[int, ...]]:
 
 
 def _clean_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an example, of which probes change nothing: without callbacks, with generators of their own."""
+    """Copy the arguments of an example for probes: without callbacks, with new generators."""
     device = find_pipeline_device(pipe)
 
     def copy_leaf(leaf: Any) -> Any:
@@ -208,7 +207,7 @@ def _clean_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with which a pipeline makes a small image, where it says what a token of latents is in pixels."""
+    """Return arguments for a small image, if the pipeline tells the size of a token in pixels."""
     scale = _find_scale(pipe)
     if scale is None:
         return {}
@@ -220,7 +219,7 @@ def _shrink_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_variations(pipe: Any, example: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Calls in which one thing of an example is changed; what says most comes first."""
+    """Yield calls with one thing of an example changed, the most informative first."""
     defaults = {name: parameter.default for name, parameter in list_call_parameters(pipe).items()}
     values = {**defaults, **example}
     numbers = {name: value for name, value in values.items() if type(value) is int and value}
@@ -240,7 +239,7 @@ def _list_variations(pipe: Any, example: Mapping[str, Any]) -> Iterator[dict[str
             yield {**example, name: 2}
     rows = _count_rows(example)
     yield {**example, **{name: _repeat_rows(value, rows) for name, value in example.items()}}
-    # A number that its pipeline alone knows the meaning of, such as a number of frames or a label of the only row.
+    # Only the pipeline knows the meaning of such a number, for example a number of frames or a label of the only row.
     for name, value in numbers.items():
         yield {**example, name: 2 * value}
         if name in example:
@@ -251,7 +250,7 @@ def _list_variations(pipe: Any, example: Mapping[str, Any]) -> Iterator[dict[str
 
 
 def _widen(name: str, value: Any) -> Any:
-    """An image, a video, or latents, twice as wide."""
+    """Make an image, a video, or latents twice as wide."""
 
     def widen_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Image.Image):
@@ -274,7 +273,7 @@ def _replace_text(value: Any) -> Any:
 
 
 def _list_text_lengths(example: Mapping[str, Any]) -> list[int]:
-    """The lengths that embeddings of an example have: [B, T, C], or in a list [T, C] for each row."""
+    """List the lengths of an example's embeddings: [B, T, C], or in a list [T, C] for each row."""
     lengths = dict[int, None]()
     for value in example.values():
         least = 2 if isinstance(value, list | tuple) else 3
@@ -297,7 +296,7 @@ def _lengthen(value: Any, length: int) -> Any:
 
 
 def _count_rows(example: Mapping[str, Any]) -> int:
-    """The number of rows that most of what has rows has."""
+    """Return the most common number of rows in arguments with rows."""
     sizes = Counter(len(value) for value in example.values() if _has_rows(value))
     return sizes.most_common(1)[0][0] if sizes else 1
 
@@ -307,7 +306,7 @@ def _has_rows(value: Any) -> bool:
 
 
 def _repeat_rows(value: Any, rows: int) -> Any:
-    """An argument with its rows twice, if it has `rows` rows."""
+    """Repeat the rows of an argument, if it has `rows` rows."""
     if isinstance(value, dict):
         return {name: _repeat_rows(part, rows) for name, part in value.items()}
     if _has_rows(value) and len(value) == rows:
@@ -328,8 +327,8 @@ def _advise(transformer: nn.Module) -> str:
 
 
 def _run_twin(twin: nn.Module, **call: Any) -> Any:
-    """What a twin makes of a call, on the device and in the dtype of its latents."""
-    # Results go where the pipeline has its latents.
+    """Run a call on a twin, and return its result on the device and in the dtype of the latents."""
+    # Results have to be where the pipeline has its latents.
     latents = list_tensors(list(call.values()))[0]
     result = twin(**pytree.tree_map_only(Tensor, _convert_to_float32, call))
     return pytree.tree_map_only(Tensor, lambda x: x.to(latents.device, latents.dtype), result)
@@ -341,10 +340,10 @@ def _convert_to_float32(x: Tensor) -> Tensor:
 
 
 def list_probe_arguments(pipe: Any) -> dict[str, dict[str, Any]]:
-    """What a pipeline is called with, by what is special about the call.
+    """Make the arguments for a pipeline's probe calls, by the property that each varies.
 
     Raises:
-        ProbeError: if its call needs an argument that is not known.
+        ProbeError: if its call needs an unknown argument.
     """
     parameters = list_call_parameters(pipe)
     scale = _find_scale(pipe) or 8 * UNIT
@@ -362,7 +361,7 @@ def list_probe_arguments(pipe: Any) -> dict[str, dict[str, Any]]:
 
 
 def _find_scale(pipe: Any) -> int | None:
-    """How many pixels a pipeline's sizes are multiples of; None if it does not say so."""
+    """Return the number of pixels that a pipeline's sizes are multiples of; None if unknown."""
     factor = getattr(pipe, "vae_scale_factor", None) or getattr(pipe, "vae_scale_factor_spatial", None)
     return int(factor) * UNIT if factor else None
 

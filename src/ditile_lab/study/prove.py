@@ -1,8 +1,8 @@
 """Proves an anatomy: a call computed patch by patch, with keys that are stale but did not change, equals the whole.
 
 A pipeline of a few steps has a scheduler that stands still and inputs that never change. After a synchronous step,
-patches read keys of the step before, which equal the current ones. So every step must give what the whole model gives.
-The code that runs is the code of any other image: the loop, the rehearsal, the hooks, the keys and their masks.
+patches read keys of the step before, which equal the current ones. So every step must give the result of the whole
+model. The code is that of any other image: the loop, the rehearsal, the hooks, the keys and their masks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from ditile_lab.study.record import find_skip, list_chain
 from ditile_lab.study.tensor_cuts import derive_tensor_cuts
 
 TOLERANCE = 1e-4
-"""Of the largest prediction, in float32: anatomies that are right differ by units of the last place, others by 1e-2."""
+"""The largest error relative to the largest prediction, in float32: right anatomies differ by units of the last place,
+others by 1e-2."""
 
-# A synchronous step, and two with keys of the step before.
+# These are a synchronous step, and two with keys of the step before.
 STEPS = 3
 
 BuildRunner = Callable[[Any, Plan], Any]
@@ -56,7 +57,7 @@ class StillScheduler:
         self.timesteps = torch.ones(num_inference_steps)
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """The prediction."""
+        """Return the prediction."""
         return (model_output,)
 
 
@@ -77,7 +78,7 @@ class StillPipeline(DiffusionPipeline):
     def __call__(
         self, calls: Sequence[Mapping[str, Any]], latents: Sequence[Tensor], num_inference_steps: int = STEPS
     ) -> Any:
-        """The predictions of every step, of all branches together: `[steps, *latents.shape]` of each stream."""
+        """Return the predictions of every step, of all branches together: `[steps, *latents.shape]` of each stream."""
         self.scheduler.set_timesteps(num_inference_steps)
         schedulers = [self.scheduler]
         schedulers += [copy.deepcopy(self.scheduler) for _ in latents[1:]]
@@ -87,7 +88,8 @@ class StillPipeline(DiffusionPipeline):
             if earlier_calls and index == 0:
                 for call in earlier_calls:
                     self.transformer(**call)
-                # The result of an earlier call may have another shape; the call is made for what it keeps.
+                # The result of an earlier call may have another shape; the call is made only for the keys that it
+                # keeps.
                 predictions = latents
             else:
                 predictions = combine_predictions([self.transformer(**call) for call in calls])
@@ -100,7 +102,7 @@ class StillPipeline(DiffusionPipeline):
 
 
 def _list_earlier_calls(calls: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The calls whose keys the calls of a step read from a cache of the model."""
+    """List the calls that fill the cache of keys for the calls of a step."""
     earlier_calls = []
     for call in calls:
         if isinstance(call, CapturedCall) and call.before is not None:
@@ -109,7 +111,8 @@ def _list_earlier_calls(calls: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def combine_predictions(results: Sequence[Any]) -> list[Tensor]:
-    """Guidance of the branches of a step, each the result of a call: of a video, or of a video and its sound."""
+    """Combine the branches of a step by guidance, each the result of a call: of a video, or of a video and its
+    sound."""
     combined, *others = (list_predictions(result) for result in results)
     for other in others:
         combined = [2.0 * one - two for one, two in zip(combined, other, strict=True)]
@@ -119,16 +122,16 @@ def combine_predictions(results: Sequence[Any]) -> list[Tensor]:
 def prove_anatomy(
     transformer: nn.Module, calls: Sequence[Mapping[str, Any]], build: BuildRunner, *, patches: int = 3
 ) -> float:
-    """The largest difference of a patched call to the whole one, and of rows apart, relative to the largest prediction.
+    """Measure the largest error of a patched call and of separate rows, relative to the largest prediction.
 
     Args:
         transformer: in float32, whole, with an anatomy.
         calls: the arguments of the calls of one step: branches of guidance.
         build: makes a runner of a pipeline under a plan of one rank.
-        patches: how many.
+        patches: the number of patches.
 
     Raises:
-        DitileError: what a wrong anatomy runs into; others may do so too.
+        DitileError: raised by a wrong anatomy; other errors are possible too.
     """
     pipe = StillPipeline(transformer)
     with torch.no_grad():
@@ -149,14 +152,14 @@ def prove_anatomy(
     for steps, x in zip(actual, expected, strict=True):
         difference = (steps[ends] - x).abs().max()
         differences.append(float(difference / x.abs().max()))
-    # Keys that an earlier call kept have rows too.
+    # Keys that an earlier call kept also have rows, so these cannot be compared.
     if not has_earlier:
         differences += [_compare_rows(transformer, call) for call in calls]
     return max(differences)
 
 
 def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
-    """The difference of a call on each row of the batch alone to that on all, where its arguments are known."""
+    """Compare a call on separate rows of the batch with one on all, if the arguments' rows are known."""
     anatomy = find_anatomy(transformer)
     name = find_latents_parameter(transformer)
     rows = len(call[name])
@@ -177,9 +180,9 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
 
 
 def ensure_anatomies(pipe: Any, build: BuildRunner, example: Mapping[str, Any] | None = None) -> None:
-    """Derive and proves the anatomies of the models of a pipeline that are not in the table.
+    """Derive and prove the anatomies of a pipeline's models outside the table.
 
-    Torch's random state is then what it was: random numbers that follow do not depend on the plan.
+    Torch's random state is restored, so that later random numbers do not depend on the plan.
 
     Args:
         build: makes a runner of a pipeline under a plan of one rank.
@@ -187,7 +190,7 @@ def ensure_anatomies(pipe: Any, build: BuildRunner, example: Mapping[str, Any] |
 
     Raises:
         ProbeError: if the pipeline cannot be called with these arguments.
-        ModelError: if one cannot be derived, or does not hold.
+        ModelError: if an anatomy cannot be derived, or does not hold.
     """
     for transformer in list_unknown_models(pipe):
         refuse_wrapper(transformer)
@@ -196,14 +199,14 @@ def ensure_anatomies(pipe: Any, build: BuildRunner, example: Mapping[str, Any] |
 
 
 def prove_pipeline(pipe: Any, build: BuildRunner) -> float:
-    """The largest difference that the proof finds on twins of a pipeline's models, in calls that the pipeline makes.
+    """Measure the largest error of the proof on twins of a pipeline's models, in calls made by the pipeline.
 
     Args:
-        pipe: with anatomies that are known, shipped, derived or written by hand.
+        pipe: with known anatomies: shipped, derived or written by hand.
         build: makes a runner of a pipeline under a plan of one rank.
 
     Raises:
-        ModelError: if the pipeline cannot be called to see how it calls its models.
+        ModelError: if the pipeline cannot be called to observe its calls of the models.
         StateError: if a call cannot be computed patch by patch.
     """
     differences = []
@@ -220,7 +223,7 @@ def prove_pipeline(pipe: Any, build: BuildRunner) -> float:
 
 
 def _list_random_devices(pipe: Any) -> set[int]:
-    """The GPUs whose random numbers a pipeline may use: other ones need not get a context here."""
+    """Return the GPUs whose random numbers a pipeline may use; other ones need no context here."""
     if not torch.cuda.is_initialized():
         return set()
     devices = {torch.cuda.current_device()}
@@ -247,12 +250,13 @@ def _derive_and_prove(pipe: Any, transformer: nn.Module, build: BuildRunner, exa
 
 
 def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
-    """A copy of a transformer in float32 with few blocks and random weights, in which no gate is closed.
+    """Copy a transformer in float32 with few blocks and random weights, which leave no gate closed.
 
-    Of each list it has the first blocks, and one of each other type, such as blocks that have experts.
+    It has the first blocks of each list, and one of each other type, such as blocks with experts.
 
     Raises:
-        ModelError: if it has weights in blocks, as of GGUF, which cannot be copied and filled with random numbers.
+        ModelError: if it has weights in blocks, such as those of GGUF, which cannot be copied and filled with random
+            numbers.
     """
     for name, parameter in transformer.named_parameters():
         row_blocks = find_row_blocks(parameter)
@@ -265,20 +269,20 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
         for block_list in find_block_lists(transformer):
             path, _, name = block_list.name.rpartition(".")
             owner = transformer.get_submodule(path)
-            # Before the copy, which would take all blocks; the transformer gets its own list back.
+            # Before the copy, so that it does not take all blocks; the transformer gets its own list back later.
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, nn.ModuleList(_select_unlike_blocks(block_list.blocks, blocks)))
         twin = copy.deepcopy(transformer).float().cpu().eval()
-    # Zeros, as in gates of a new model, would hide what a wrong anatomy does.
+    # Zeros, like in the gates of a new model, would hide the effect of a wrong anatomy.
     generator = torch.Generator().manual_seed(0)
     for name, parameter in twin.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim > 1:
-            # Outputs are then about as large as inputs.
+            # This makes outputs about as large as inputs.
             noise = noise / parameter[0].numel() ** 0.5
         else:
             noise = noise * 0.1
-            # Weights of norms are near 1.
+            # Weights of norms stay near 1.
             if "norm" in name and "weight" in name:
                 noise = noise + 1
         parameter.data = noise
@@ -286,7 +290,7 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
 
 
 def _select_unlike_blocks(blocks: Sequence[nn.Module], number: int) -> list[nn.Module]:
-    """The first blocks, and the first of each other composition."""
+    """Select the first blocks, and the first of each other composition."""
     selected: list[nn.Module] = []
     compositions: list[list[type]] = []
     for index, block in enumerate(blocks):
@@ -298,7 +302,7 @@ def _select_unlike_blocks(blocks: Sequence[nn.Module], number: int) -> list[nn.M
 
 
 def list_proofs(transformer: nn.Module, calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The branches of guidance of each proof: each call alone, and the first with the next of equal latents."""
+    """List the guidance branches of each proof: each call by itself, and the first with the next of equal latents."""
     name = find_latents_parameter(transformer)
 
     def describe_latents(call: Mapping[str, Any]) -> list[Any]:
@@ -315,7 +319,7 @@ def list_proofs(transformer: nn.Module, calls: Sequence[Mapping[str, Any]]) -> l
 def _check_proof(
     transformer: nn.Module, twin: nn.Module, branches: Sequence[Mapping[str, Any]], build: BuildRunner
 ) -> None:
-    """Raise `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
+    """Raise `ModelError` unless a transformer's anatomy holds on a twin with the branches of a step."""
     name = type(transformer).__name__
     remedy = "use a plan of data or cfg"
     cause: Exception | None = None
@@ -338,7 +342,7 @@ def _check_proof(
 
 
 def _explain_skip(twin: nn.Module, call: Mapping[str, Any]) -> str:
-    """That tokens skip blocks, where they do; empty where they do not."""
+    """Explain that tokens skip blocks; empty if they do not."""
     try:
         skip = find_skip(twin, list_chain(twin), call)
     except Exception:  # NaN is no index: what refused the model is said without this reason

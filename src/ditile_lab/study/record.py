@@ -1,4 +1,4 @@
-"""Records calls of a transformer: what a pipeline gives it, what its blocks are given, and how these attend."""
+"""Records calls of a transformer: its arguments, the arguments of its blocks, and their attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ditile.plan.model_spec import Flow
 class AttentionCall(NamedTuple):
     """One call of scaled dot-product attention: queries, keys, the mask's shape, which keys are NaN and which are not.
 
-    `real_pairs` is whether a mask of pairs has one for each query and key that are both real.
+    `real_pairs` is whether a mask over pairs has one for each query and key that are both real.
     """
 
     queries: int
@@ -43,7 +43,7 @@ class AttentionCall(NamedTuple):
 class BlockRecord:
     """One call of a block: its arguments by parameter, and by path the attention calls within it.
 
-    `outside` has the paths of modules within it that were called outside of it.
+    `outside` has the paths of modules in the block that were called outside it.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class ChainBlock(NamedTuple):
 
 
 def list_chain(transformer: nn.Module) -> list[ChainBlock]:
-    """The blocks of a transformer, in order of execution; raises `ModelError` if they are not known."""
+    """List the blocks of a transformer in order of execution; raise `ModelError` if they are unknown."""
     chain = []
     for name, blocks, flow in find_block_lists(transformer):
         for index, block in enumerate(blocks):
@@ -78,12 +78,12 @@ def record_blocks(
     bypass: bool = False,
     poisons: Collection[str] = (),
 ) -> list[BlockRecord]:
-    """The arguments and attention calls of every block in one call of a transformer.
+    """Record the arguments and attention calls of every block in one call of a transformer.
 
     Args:
         transformer, chain, call: the model, its blocks, the arguments.
-        bypass: whether blocks pass on what they are given, though they run.
-        poisons: the streams, `image` and `text`, that are NaN as blocks are given them.
+        bypass: whether blocks pass their inputs on, although they run.
+        poisons: the streams, `image` and `text`, that are NaN in the blocks' inputs.
 
     Raises:
         ModelError: if a block is called twice, or not at all.
@@ -92,7 +92,7 @@ def record_blocks(
     path: list[tuple[BlockRecord, str]] = []
 
     def note(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
-        # Attention outside of all blocks is not theirs.
+        # Attention outside all blocks does not belong to them.
         if not path:
             return
         record, name = path[-1]
@@ -105,7 +105,7 @@ def record_blocks(
 
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        # Other backends of diffusers do not go through torch's attention, which is what is watched.
+        # Other backends of diffusers bypass torch's attention, which is watched here.
         stack.enter_context(attention_backend(AttentionBackendName.NATIVE))
         for record, (_, name, block, flow) in zip(records, chain, strict=True):
             for _, _, processor in find_attention_processors(block):
@@ -125,10 +125,10 @@ def record_blocks(
 
 
 def has_real_pairs(mask: Tensor | None) -> bool:
-    """Whether a mask pairs each query and key that are both real, and no others."""
+    """Return whether a mask pairs exactly the real queries with the real keys."""
     if mask is None or mask.dtype != torch.bool:
         return False
-    # A mask of keys alone has no pairs.
+    # A mask over keys has no pairs.
     if mask.ndim < 3 or mask.shape[-2] == 1:
         return False
     return torch.equal(mask, mask.any(dim=-2, keepdim=True) & mask.any(dim=-1, keepdim=True))
@@ -147,7 +147,8 @@ def track_path(
     module: nn.Module,
     note: Callable[[list[Any], Any], None] = lambda path, place: None,
 ) -> None:
-    """Until the stack is closed, `path` ends with `place` while a module's forward runs; `note` is called before."""
+    """Make `path` end with `place` while a module's forward runs, until the stack is closed; `note` is called
+    before."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -173,15 +174,15 @@ def _record_block(
     bypass: bool,
     poisons: Collection[str],
 ) -> None:
-    # The forward that records, below, wraps the one that tracks the path.
+    # The forward that records, below, wraps the forward that tracks the path.
     track_path(stack, path, (record, ""), block)
     forward = block.forward
-    # That of the class: an instance may have a forward that was replaced.
+    # This is the signature of the class, because an instance may have a replaced forward.
     signature = inspect.signature(type(block).forward)
 
     @functools.wraps(forward)
     def forward_and_record(*args: Any, **kwargs: Any) -> Any:
-        # A second call would be mixed with the first one.
+        # A second call would be mixed with the first one, so it is refused.
         if record.arguments:
             raise ModelError(f"block {name} is called more than once in a call of the transformer")
         record.arguments.update(signature.bind(block, *args, **kwargs).arguments)
@@ -198,7 +199,7 @@ def _record_block(
 
 
 def spread_arguments(block: nn.Module, arguments: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by parameter, as a call."""
+    """Turn arguments by parameter into the arguments of a call."""
     signature = inspect.signature(type(block).forward)
     bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **arguments})
     return bound.args[1:], bound.kwargs
@@ -216,7 +217,7 @@ def _poison_streams(arguments: Call, flow: Flow, poisons: Collection[str]) -> di
 
 
 def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
-    """What a block was given, in the form of what it returned."""
+    """Return the inputs of a block, in the form of its outputs."""
     streams = {"image": arguments[flow.image], "text": arguments.get(flow.text or "")}
     if not isinstance(out, tuple):
         return streams["image"]
@@ -228,13 +229,13 @@ def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
 
 
 def find_skip(transformer: nn.Module, chain: Sequence[ChainBlock], call: Call) -> tuple[str, str] | None:
-    """A block whose tokens reach something besides the next block, and what that is; None if there is none."""
+    """Find a block with tokens that reach anything but the next block, and name the receiver; None if there is none."""
     for at, source in enumerate(chain[:-1]):
         receivers: list[str] = []
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for place, block in enumerate(chain):
-                # Blocks in between return zeros, so NaN that arrives elsewhere did not go through them.
+                # Blocks in between return zeros, so NaN that arrives elsewhere did not pass through them.
                 fill = float("nan") if place == at else 0.0
                 receiver = block.name if place > at + 1 else ""
                 _replace_outputs(stack, block.block, fill, receiver, receivers)
@@ -246,7 +247,7 @@ def find_skip(transformer: nn.Module, chain: Sequence[ChainBlock], call: Call) -
 
 
 def _replace_outputs(stack: ExitStack, block: nn.Module, fill: float, receiver: str, receivers: list[str]) -> None:
-    """Until the stack is closed, a block returns one number everywhere, and `receiver` is noted if it is given NaN."""
+    """Make a block return one number everywhere until the stack is closed; note `receiver` if it receives NaN."""
     forward = block.forward
 
     @functools.wraps(forward)

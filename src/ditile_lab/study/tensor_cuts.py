@@ -1,4 +1,4 @@
-"""Derives how tensor parallelism cuts the Linears of blocks, from how numbers flow between them in one call.
+"""Derives the tensor parallel cuts of blocks' Linears, from the flow of numbers between them in one call.
 
 A Linear is cut by its inputs ("rowwise") if its input was made only by other Linears of the block, through attention,
 an activation or a gate, and not directly from the token streams. Those other Linears are cut by their outputs
@@ -40,35 +40,36 @@ from ditile_lab.study.record import ChainBlock, list_chain
 
 LOG = logging.getLogger("ditile")
 STREAM = "stream"
-"""The source of what is made of the tokens that a block is given."""
+"""The source of tensors made from the input tokens of a block."""
 _ARGUMENT = "@"
-"""Begins the source of what is made of another argument of a block."""
+"""The prefix of the source of tensors made from another argument of a block."""
 TOLERANCE = 1e-4
-"""Of the largest value of a prediction, in float32: what is cut wrongly differs by 1e-2 or ends in an error."""
+"""The largest error relative to a prediction's largest value, in float32: wrong cuts differ by 1e-2 or raise an
+error."""
 _PROVEN_DEGREES = (2, 3, 5, 7)
 """The numbers of ranks that a proof tries, fewest first; a tiny model may have three heads."""
 
 
 class Part(NamedTuple):
-    """Features that were joined with others in the last dimension: how many, and what they were made of."""
+    """Features that were joined with others in the last dimension: their number, and their sources."""
 
     width: int
     sources: frozenset[str]
 
 
 class Use(NamedTuple):
-    """A call of a Linear: what its input was made of, and the parts that it was joined of."""
+    """A call of a Linear: the sources of its input, and the parts that were joined in it."""
 
     sources: frozenset[str]
     parts: tuple[Part, ...]
 
 
 def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> Anatomy:
-    """The same anatomy with how tensor parallelism cuts the model; unchanged if divided ranks do not compute the same.
+    """Return the anatomy with the model's tensor parallel cuts; unchanged if divided ranks compute something else.
 
     Args:
-        transformer: with all its blocks; a small twin of the class will do.
-        anatomy: which arguments of its blocks are streams of tokens.
+        transformer: with all its blocks; a small twin of the class is enough.
+        anatomy: tells which arguments of its blocks are streams of tokens.
         call: the arguments of a call.
     """
     flow = _FlowWatch()
@@ -89,10 +90,10 @@ def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> 
 
 
 def _find_pattern(transformer: nn.Module, path: str | int) -> str | int:
-    """A path in which `*` stands for each place in a list whose modules are of one class; a number stays."""
+    """Return a path with `*` for each place in a list of modules of one class; a number stays."""
     if isinstance(path, int):
         return path
-    # What follows ":" or "/" names an argument of the module, or a part of its features.
+    # The part after ":" or "/" names an argument of the module, or a part of its features.
     end = re.search("[:/]|$", path)
     assert end is not None
     names = path[: end.start()].split(".")
@@ -103,14 +104,14 @@ def _find_pattern(transformer: nn.Module, path: str | int) -> str | int:
         siblings = transformer.get_submodule(".".join(names[:place]))
         if not isinstance(siblings, nn.ModuleList):
             continue
-        # A list of one says nothing of others.
+        # A list with one module does not show whether others would be alike.
         if len(siblings) > 1 and len(set(map(type, siblings))) == 1:
             pattern[place] = "*"
     return ".".join(pattern) + path[end.start() :]
 
 
 def prove_tensor_cuts(transformer: nn.Module, table: Mapping[str, Any], call: Call) -> bool:
-    """Whether ranks, in threads, predict what one rank does: as few ranks as the heads and features allow."""
+    """Return whether the fewest ranks that divide heads and features, in threads, predict the same as one rank."""
     size = _find_smallest_degree(transformer, table)
     if size is None:
         return False
@@ -131,14 +132,14 @@ def prove_tensor_cuts(transformer: nn.Module, table: Mapping[str, Any], call: Ca
         return False
     for predictions in results:
         for result, whole in zip(predictions, expected, strict=True):
-            # Written so that NaN is no proof.
+            # The comparison is written so that it fails for NaN.
             if not (result - whole).abs().max() <= TOLERANCE * whole.abs().max():
                 return False
     return True
 
 
 def _find_smallest_degree(transformer: nn.Module, table: Mapping[str, Any]) -> int | None:
-    """The fewest ranks that can share the model by a table; None if none of those that are tried can."""
+    """Return the fewest ranks that can share the model by a table; None if none of the tried numbers can."""
     for size in _PROVEN_DEGREES:
         try:
             TensorCuts.match_tensor_table(transformer, table, 0, size)
@@ -150,23 +151,23 @@ def _find_smallest_degree(transformer: nn.Module, table: Mapping[str, Any]) -> i
 
 
 class _FlowWatch(TorchFunctionMode):
-    """Notes of every tensor which Linears, streams and arguments it was made of since."""
+    """Records from which Linears, streams and arguments every tensor was made."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, frozenset[str]] = {}
         self._parts: dict[int, tuple[Part, ...]] = {}
-        # Tensors are known by their addresses, which must not be given twice.
+        # Tensors are known by their addresses, so they are kept alive to keep an address from being reused.
         self._kept: list[Tensor] = []
         self._linears: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._uses: dict[str, Use] = {}
         # Address of a tensor -> the Linear that made it, and its first feature.
         self._spans: dict[int, tuple[str, int]] = {}
-        # Where the parts end that lie side by side in what a Linear makes.
+        # These are the ends of the parts that lie side by side in the output of a Linear.
         self._ends: dict[str, set[int]] = {}
         self._norms: dict[str, Part] = {}
-        # Linears that are given one row for each image: of a time or a size.
+        # These Linears receive one row for each image: of a time or a size.
         self._modulations: list[str] = []
         # Source of an argument -> its shape, and a letter for each dimension.
         self._arguments: dict[str, tuple[torch.Size, str]] = {}
@@ -174,7 +175,7 @@ class _FlowWatch(TorchFunctionMode):
         self._by_heads: dict[str, tuple[int, frozenset[str]]] = {}
 
     def watch_block(self, stack: ExitStack, block: ChainBlock, of_list: ListAnatomy) -> None:
-        """Mark the arguments that a block is given, and learns its Linears and norms."""
+        """Mark the arguments that a block receives, and register its Linears and norms."""
         for path, module in block.block.named_modules():
             name = f"{block.name}.{path}"
             self._modules[name] = module
@@ -244,7 +245,7 @@ class _FlowWatch(TorchFunctionMode):
         return result
 
     def _note_product(self, x: Tensor, table: Tensor) -> None:
-        """An argument that is multiplied with what a Linear made has a dimension of heads, or of all their features."""
+        """Note an argument multiplied with the output of Linears: it has a dimension of heads, or of all features."""
         linears = frozenset(name for name in self._find_sources(x) if not name.startswith(_ARGUMENT))
         if STREAM in linears or not linears:
             return
@@ -264,11 +265,11 @@ class _FlowWatch(TorchFunctionMode):
                 self._by_heads[source] = dim, linears
 
     def _find_head_dim(self, source: str, features: Collection[Any], heads: Collection[int]) -> int | None:
-        """The dimension of an argument that counts features (the last one) or heads; None if there is none."""
+        """Return the dimension of an argument that counts features (the last one) or heads; None if there is none."""
         shape, word = self._arguments[source]
         last = len(shape) - 1
         for dim in (last, 1, 2):
-            # Dimensions that are known to count tokens or images are none.
+            # Dimensions that are known to count tokens or images are excluded.
             if dim > last or word[dim : dim + 1] in {*TOKENS, "B"}:
                 continue
             counts = features if dim == last else heads
@@ -287,7 +288,7 @@ class _FlowWatch(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         inputs: Sequence[Tensor],
     ) -> tuple[Part, ...]:
-        """What was joined in the last dimension of what a function makes."""
+        """Return the parts that were joined in the last dimension of a function's result."""
         if name in ("cat", "concat", "concatenate"):
             dim = kwargs.get("dim", 0)
             if len(args) > 1:
@@ -315,7 +316,7 @@ class _FlowWatch(TorchFunctionMode):
         self._uses[path] = Use(sources, parts)
 
     def _note_split(self, name: str, args: Any, result: Any) -> None:
-        """What a Linear made side by side is taken apart along the last dimension, in one step or several."""
+        """Note that a Linear's output is split along the last dimension, in one step or several."""
         x = args[0]
         span = self._find_span(x)
         if span is None:
@@ -323,7 +324,7 @@ class _FlowWatch(TorchFunctionMode):
         path, start = span
         width = x.shape[-1]
         if name in ("chunk", "split", "tensor_split"):
-            # Not one along another dimension.
+            # A split along another dimension is ignored.
             if any(part.shape[:-1] != x.shape[:-1] for part in result):
                 return
             for part in result:
@@ -336,7 +337,7 @@ class _FlowWatch(TorchFunctionMode):
             if last_index.step in (None, 1):
                 self._note_span(result, path, start + last_index.indices(width)[0])
         elif name in ("reshape", "view", "unflatten") and result.ndim == x.ndim + 2:
-            # Queries, keys and values, or two of them: [..., 3, heads, features of a head].
+            # The shape is that of queries, keys and values, or two of them: [..., 3, heads, features of a head].
             num_parts = result.shape[-3]
             part_width = math.prod(result.shape[-2:])
             if num_parts in (2, 3) and num_parts * part_width == width:
@@ -344,7 +345,7 @@ class _FlowWatch(TorchFunctionMode):
                 self._ends.setdefault(path, set()).update(ends)
 
     def _find_span(self, x: Tensor) -> tuple[str, int] | None:
-        """The Linear that made a tensor, and at which of its features the tensor begins."""
+        """Return the Linear that made a tensor, and the tensor's first feature in its output."""
         if id(x) in self._spans:
             return self._spans[id(x)]
         sources = self._find_sources(x)
@@ -361,12 +362,12 @@ class _FlowWatch(TorchFunctionMode):
         self._kept.append(part)
         ends = self._ends.setdefault(path, set())
         ends.add(start + part.shape[-1])
-        # What begins here ends the part before, if there is one.
+        # The start of this part is the end of the part before, if there is one.
         if start:
             ends.add(start)
 
     def _list_blocks(self, path: str) -> list[int]:
-        """The sizes of what a Linear makes side by side."""
+        """List the sizes of the parts in a Linear's output."""
         ends = sorted({*self._ends.get(path, ()), self._modules[path].out_features})
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -380,26 +381,26 @@ class _FlowWatch(TorchFunctionMode):
         width = args[0].shape[-1]
         if not isinstance(self._modules.get(source), nn.Linear):
             return
-        # A norm within each head has another width.
+        # A norm within each head has another width, and is not noted.
         if width in self._list_blocks(source):
             self._norms[path] = Part(width, sources)
 
     def list_styles(self) -> dict[str, list[Any]]:
-        """Path of a module, or of an argument of a block -> how it is cut."""
+        """Return the cut of each module and each argument of a block, by path."""
         styles: dict[str, list[Any]] = {}
         columns: set[str] = set()
         for path, use in self._uses.items():
             sources = {source for source in use.sources if not source.startswith(_ARGUMENT)}
             if not sources or STREAM in sources or path in columns:
                 continue
-            # After a rowwise Linear the ranks are summed: every rank has all of what it makes.
+            # After a rowwise Linear the ranks are summed, so every rank has all of its output.
             if any(styles.get(source, [""])[0] == "rowwise" for source in sources):
                 continue
             columns |= sources
             for source in sorted(sources):
                 styles[source] = ["colwise", *self._describe_columns(source)]
             inputs = [self._describe_part(part) for part in use.parts]
-            # One part of a plain number says nothing that the Linear does not.
+            # A single part that is a plain number adds nothing to the Linear.
             if len(inputs) == 1 and isinstance(inputs[0], int):
                 inputs = []
             styles[path] = ["rowwise", *inputs]
@@ -415,7 +416,7 @@ class _FlowWatch(TorchFunctionMode):
         for source, (dim, linears) in self._by_heads.items():
             if not linears.issubset(columns):
                 continue
-            # Tensors of one argument with one shape are alike, as the cosines and sines of a rotation.
+            # Tensors of one argument with the same shape are alike, such as the cosines and sines of a rotation.
             argument = source.rpartition(".")[0]
             shape = self._arguments[source][0]
             for sibling, (sibling_shape, _) in self._arguments.items():
@@ -423,7 +424,8 @@ class _FlowWatch(TorchFunctionMode):
                     styles[sibling.removeprefix(_ARGUMENT)] = ["heads", dim, min(linears)]
 
     def _describe_columns(self, path: str) -> list[Any]:
-        """What a Linear makes side by side: proportions, or where parts differ, what its owner calls their sizes."""
+        """Describe the parts of a Linear's output: proportions, or if parts differ, its owner's names of their
+        sizes."""
         blocks = self._list_blocks(path)
         if len(blocks) == 1:
             return []
@@ -432,8 +434,8 @@ class _FlowWatch(TorchFunctionMode):
         owner = self._modules.get(path.rpartition(".")[0])
         if owner is None or len(set(blocks)) == 1:
             return proportions
-        # Another config may have other proportions of parts that are not alike. Of several attributes with one value
-        # the first counts.
+        # Another config may have other proportions of parts that differ. If several attributes have the same value, the
+        # first counts.
         names: dict[int, str] = {}
         for name, value in vars(owner).items():
             if type(value) is int:
@@ -443,8 +445,9 @@ class _FlowWatch(TorchFunctionMode):
         return proportions
 
     def _describe_part(self, part: Part) -> str | int:
-        """The Linear that makes as many features, or that and which of its blocks; the number where none does."""
-        # In the order of calls, so that queries come first.
+        """Return the Linear with as many output features, or it and the index of the block; a number if there is
+        none."""
+        # The order is that of the calls, so that queries come first.
         for name in self._uses:
             if name not in part.sources:
                 continue
