@@ -1,4 +1,5 @@
-"""The backend of groups: NCCL where every rank has its own GPU, otherwise gloo; and gloo groups that share a thread.
+"""Chooses the backend of groups: NCCL where every rank has its own GPU, otherwise gloo; and makes gloo groups that
+share a thread.
 
 NCCL refuses two ranks on one GPU. What a rank sees of its machine does not tell whether it shares its GPU: some ranks
 see all GPUs, others only their own, as number 0 (Slurm with `--gpus-per-task=1`, or a CUDA_VISIBLE_DEVICES for each).
@@ -32,12 +33,13 @@ from ditile.plan.errors import PlanError
 LOG = logging.getLogger("ditile")
 NCCL = "cpu:gloo,cuda:nccl"
 PEER_TIMEOUT = datetime.timedelta(days=30)
-"""How long ranks wait for each other. It is long because one of them may load a model for hours; the parent ends a run
-in which no rank makes progress."""
+"""The time for which ranks wait for each other. It is long because one of them may load a model for hours; the parent
+ends a run in which no rank makes progress."""
 
 
 def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> str:
-    """The backend for all ranks, the same on each: NCCL for GPUs if no two ranks have the same one, otherwise gloo.
+    """Choose the backend for all ranks. It is the same on each: NCCL for GPUs if no two ranks have the same one,
+    otherwise gloo.
 
     Args:
         store: shared by all ranks; each waits here for all others, as long as the store's time limit.
@@ -49,21 +51,21 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
     shortage = _describe_gpu_shortage(gpus)
     if shortage is None:
         return NCCL
-    # Without any GPU there is nothing to warn of.
+    # Without any GPU gloo is expected, so there is no warning.
     if rank == 0 and any(gpus):
         LOG.warning(f"{shortage}: gloo carries all messages, through the CPU; for NCCL give each rank a GPU of its own")
     return "gloo"
 
 
 def _identify_gpu(device: torch.device) -> str | None:
-    """The identity of a GPU among the GPUs of all hosts; None for a CPU."""
+    """Return the identity of a GPU among the GPUs of all hosts. None for a CPU."""
     if device.type != "cuda":
         return None
     return f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}"
 
 
 def _describe_gpu_shortage(gpus: Sequence[str | None]) -> str | None:
-    """A sentence that names a rank without a GPU of its own; None if every rank has one."""
+    """Return a sentence that names a rank without a GPU of its own. None if every rank has one."""
     owners: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         if gpu is None:
@@ -84,7 +86,7 @@ def make_group_on_one_loop(
     *,
     links: bool = False,
 ) -> dist.ProcessGroup:
-    """Makes a group of some ranks; all ranks must call it.
+    """Make a group of some ranks; all ranks must call it.
 
     A group that is gloo's alone uses the device of the group of all ranks, where torch lets us read that.
     One that has NCCL for messages between stages alone takes few multiprocessors of the GPU.
@@ -115,7 +117,7 @@ def make_group_on_one_loop(
 
 
 def _is_gloo_only(backend: str | None) -> bool:
-    """Whether groups of a backend are gloo's on all devices."""
+    """Return whether groups of a backend use only gloo, on all devices."""
     if backend is not None:
         return backend == "gloo"
     config = dist.get_backend_config(dist.group.WORLD)
@@ -123,14 +125,14 @@ def _is_gloo_only(backend: str | None) -> bool:
 
 
 def has_nccl(backend: str | None) -> bool:
-    """Whether groups of a backend are NCCL's on GPUs."""
+    """Return whether groups of a backend use NCCL on GPUs."""
     if backend is None:
         backend = dist.get_backend_config(dist.group.WORLD)
     return "nccl" in backend
 
 
 LINK_CTAS = 2
-"""Blocks of threads that NCCL may run for a message between stages.
+"""The number of thread blocks that NCCL may run for a message between stages.
 
 Each takes a multiprocessor, and a posted receive keeps it until its message is there. By default there are up to 32,
 which is for hundreds of GB/s; a patch of FLUX.1 at 1024 px is 7 MB in some 4 ms, which is 2 GB/s.
@@ -138,7 +140,7 @@ which is for hundreds of GB/s; a patch of FLUX.1 at 1024 px is 7 MB in some 4 ms
 
 
 def _find_world_devices() -> list[Any]:
-    """Gloo's devices of the group of all ranks; none where it is not gloo's, or torch wraps it for debugging."""
+    """Return gloo's devices of the group of all ranks. Empty if it is not gloo's, or torch wraps it for debugging."""
     world_group: Any = dist.group.WORLD
     try:
         return list(world_group._get_backend(torch.device("cpu")).options._devices)
@@ -151,7 +153,7 @@ def _make_gloo_options(devices: Sequence[Any], timeout: datetime.timedelta | Non
     group_class: Any = dist.ProcessGroupGloo
     options = group_class._Options()
     options._devices = devices
-    # As many threads as torch itself gives a group.
+    # torch itself gives a group this many threads.
     options._threads = 2 * len(devices)
     if timeout is not None:
         options._timeout = timeout
@@ -160,7 +162,7 @@ def _make_gloo_options(devices: Sequence[Any], timeout: datetime.timedelta | Non
 
 @functools.cache
 def _register_backend() -> str:
-    """Makes the backend of these groups known to torch; returns its name."""
+    """Make the backend of these groups known to torch, and return its name."""
 
     def make_gloo_group(what: Any, options: Any) -> Any:
         return dist.ProcessGroupGloo(what.store, what.group_rank, what.group_size, options)
@@ -170,7 +172,7 @@ def _register_backend() -> str:
 
 
 def pick_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device of a rank: the requested one; otherwise its own GPU, a shared one, or the CPU, in this order.
+    """Pick the device of a rank: the requested one, its own GPU, a shared one, or the CPU, in this order.
 
     A rank that sees one GPU takes it, as number 0, whatever its number on the machine.
 
@@ -196,7 +198,7 @@ def pick_device(requested: str | torch.device | None, local_rank: int) -> torch.
 
 
 def make_device_current(device: torch.device) -> None:
-    """Makes a GPU torch's current one, for what names no device: batches of messages, pinned memory, streams."""
+    """Make a GPU torch's current one. Batches of messages, pinned memory and streams name no device, and use that."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -208,7 +210,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def release_memory() -> None:
-    """Free what nothing refers to any more, on the GPU too."""
+    """Free unreferenced memory, on the GPU too."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

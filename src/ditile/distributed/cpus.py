@@ -1,4 +1,5 @@
-"""The processor of this machine: its name, its cores and its memory, and threads that take cores while they wait."""
+"""Describes this machine's processor: its name, its cores and its memory, and threads that take cores while they
+wait."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from ditile.distributed import env
 LOG = logging.getLogger("ditile")
 CPUINFO = Path("/proc/cpuinfo")
 SPARE_CORES = 0.5
-"""Cores that other programs may use before threads that spin hold them up."""
+"""The number of cores that other programs may use before spinning threads hold them up."""
 
 
 def read_cpu_name() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     if CPUINFO.exists():
         for line in CPUINFO.read_text("utf-8", "replace").splitlines():
             key, _, value = line.partition(":")
@@ -28,17 +29,17 @@ def read_cpu_name() -> str:
 
 
 def count_memory_bytes() -> int:
-    """Bytes of this machine's memory."""
+    """Count the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def count_usable_cores() -> int:
-    """The cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(list_usable_cores())
 
 
 def list_usable_cores() -> list[int]:
-    """The numbers of the cores that this process may use."""
+    """List the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     # macOS does not say which cores a process may use.
@@ -46,7 +47,7 @@ def list_usable_cores() -> list[int]:
 
 
 def warn_of_spinning_threads() -> None:
-    """Warns once if OpenMP's threads of this process would spin on cores that other programs need.
+    """Warn once if OpenMP's threads of this process would spin on cores that other programs need.
 
     A script that has imported torch cannot be helped any more: OpenMP reads its variables when it is loaded.
     """

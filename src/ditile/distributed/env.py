@@ -44,7 +44,7 @@ class Torchrun(NamedTuple):
 
 
 def should_check_key_ages() -> bool:
-    """Whether `DITILE_CHECK=1` asks for the ages of keys to be asserted."""
+    """Return whether `DITILE_CHECK=1` asks for the ages of keys to be asserted."""
     return os.environ.get("DITILE_CHECK", "0") not in ("", "0")
 
 
@@ -61,30 +61,30 @@ def forbids_cuda_graphs() -> bool:
 
 
 def find_profile_path() -> Path:
-    """Where the profile of this machine is kept."""
+    """Return the path of this machine's profile."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("DITILE_PROFILE") or cache / "ditile" / "profile.json")
 
 
 def find_data_folder() -> Path:
-    """Where data of this user is kept that outlives a program."""
+    """Return the folder for data of this user that outlives a program."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ditile"
 
 
 def read_api_key() -> str | None:
-    """The key that a server asks for; None if the environment has none."""
+    """Return the key that a server asks for. None if the environment has none."""
     return os.environ.get("DITILE_API_KEY") or None
 
 
 def set_page_variables(folder: Path) -> None:
-    """Makes Gradio keep its files in a folder, and send no statistics; must be called before Gradio is imported."""
+    """Make Gradio keep its files in a folder, and send no statistics. This must be called before Gradio is imported."""
     os.environ["GRADIO_TEMP_DIR"] = str(folder)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 
 def read_link_fd() -> int | None:
-    """The descriptor of this rank's link to its parent; None where there is none."""
+    """Return the descriptor of this rank's link to its parent. None where there is none."""
     return _read_number("DITILE_LINK_FD")
 
 
@@ -94,7 +94,7 @@ def _read_number(name: str) -> int | None:
 
 
 def read_torchrun_place() -> Torchrun | None:
-    """This process's place by torchrun's variables; None outside torchrun, and where they name one process alone.
+    """Read this process's place from torchrun's variables. None outside torchrun, and where they name only one process.
 
     A script that sets them itself may leave out LOCAL_RANK, which is then RANK.
 
@@ -109,20 +109,21 @@ def read_torchrun_place() -> Torchrun | None:
         return None
     numbers = {}
     for name, value in values.items():
-        # Longer ones are no ranks, and Python refuses to read thousands of digits.
+        # Longer numbers are not ranks, and Python refuses to read thousands of digits.
         if value.isdecimal() and len(value) < 10:
             numbers[name] = int(value)
     if numbers.keys() != values.keys() or numbers["RANK"] >= numbers["WORLD_SIZE"]:
         listed = ", ".join(f"{name}={value[:20]!r}" for name, value in values.items())
         raise PlanError(f"{listed} of the environment are no rank among ranks; unset them, or start with torchrun")
     if numbers["WORLD_SIZE"] == 1:
-        # Containers and schedulers set both variables for a process that is alone.
+        # Containers and schedulers set both variables also for a single process.
         return None
     return Torchrun(numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK", numbers["RANK"]))
 
 
 def check_torchrun_world(plan: Plan) -> None:
-    """Raises `PlanError`, which names the variables, unless a plan uses all ranks that torchrun's variables promise."""
+    """Raise `PlanError` unless a plan uses all ranks that torchrun's variables promise. The error names the
+    variables."""
     place = read_torchrun_place()
     if place is None or place.world == plan.world:
         return
@@ -136,35 +137,35 @@ def check_torchrun_world(plan: Plan) -> None:
 
 
 def describe_master() -> str:
-    """Where the ranks of torchrun meet, as host:port."""
+    """Return the place where the ranks of torchrun meet, as host:port."""
     return f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
 
 
 def read_master_address() -> str:
-    """The address of the first rank: torchrun's, or this machine."""
+    """Return the address of the first rank: torchrun's, or this machine."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def is_first_on_host() -> bool:
-    """Whether this process is the first, or the only one, of those that torchrun started on this machine."""
+    """Return whether this process is the first, or the only one, of those that torchrun started on this machine."""
     return not is_under_torchrun() or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def read_local_world() -> int | None:
-    """How many ranks torchrun has started on this machine; None if the environment does not say."""
+    """Return the number of ranks that torchrun has started on this machine. None if the environment does not say."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdigit() else None
 
 
 def read_launched_local_rank() -> int | None:
-    """The place of this rank of `launch` among the ranks of this machine; None in another process."""
+    """Return the place of this rank of `launch` among the ranks of this machine. None in another process."""
     if read_shared_directory() is None:
         return None
     return int(os.environ["LOCAL_RANK"])
 
 
 def read_progress_fd() -> int | None:
-    """The file descriptor on which this rank reports to its watcher; None if it has no watcher."""
+    """Return the file descriptor for this rank's reports to its watcher. None if it has no watcher."""
     # A user may have exported it from a rank by mistake.
     text = os.environ.get("DITILE_PROGRESS_FD", "")
     if text and not (text.isdecimal() and len(text) < 10):
@@ -173,7 +174,7 @@ def read_progress_fd() -> int | None:
 
 
 def read_shared_directory() -> Path | None:
-    """The folder that the ranks of a `launch` share; None outside `launch`."""
+    """Return the folder that the ranks of a `launch` share. None outside `launch`."""
     text = os.environ.get("DITILE_DIRECTORY", "")
     return Path(text) if text else None
 
@@ -184,7 +185,7 @@ IMPORT_COMPLAINTS = {
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao`",
     "transformers.utils.import_utils": "requires torchvision (not installed)",
 }
-"""Logger -> a part of its complaints while diffusers imports torchao and transformers: torchao is built for another
+"""Loggers -> a part of their complaints while diffusers imports torchao and transformers. torchao is built for another
 torch, or cannot load kernels that are not used; images are prepared without torchvision."""
 
 
@@ -194,12 +195,12 @@ class PhraseFilter(NamedTuple):
     phrase: str
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is kept."""
+        """Return whether a record is kept."""
         return self.phrase not in str(record.msg)
 
 
 def silence_library_imports() -> None:
-    """Silences imports of transformers and torchao, in this process and in those that it starts.
+    """Silence imports of transformers and torchao, in this process and in those that it starts.
 
     It is for the command line: a user's script may want to see the messages of transformers.
     """
@@ -208,17 +209,17 @@ def silence_library_imports() -> None:
 
 
 WAITING = {"OMP_WAIT_POLICY": "passive"}
-"""How OpenMP's threads wait for each other, unless the user chooses. A thread that spins occupies the core that another
-one needs: with two threads and other programs on two cores, passes of an MLP took 4 to 45 times as long."""
+"""The way OpenMP's threads wait for each other, unless the user chooses. A thread that spins occupies the core that
+another one needs: with two threads and other programs on two cores, passes of an MLP took 4 to 45 times as long."""
 
 
 def prefer_passive_waiting() -> None:
-    """Lets threads of this process sleep while they wait for each other; it must come before torch is imported."""
+    """Let threads of this process sleep while they wait for each other. This must come before torch is imported."""
     os.environ.update(_choose_waiting())
 
 
 def lets_threads_spin() -> bool:
-    """Whether the environment leaves it to OpenMP how its threads wait for each other: they spin."""
+    """Return whether the environment leaves it to OpenMP how its threads wait for each other. They spin then."""
     return bool(_choose_waiting())
 
 
@@ -230,14 +231,14 @@ def _choose_waiting() -> dict[str, str]:
 
 
 def drop_import_complaints() -> None:
-    """Drops what torchao and transformers log because diffusers imports them; what else they log is kept."""
+    """Drop what torchao and transformers log because diffusers imports them. Their other messages are kept."""
     for name, phrase in IMPORT_COMPLAINTS.items():
         logging.getLogger(name).addFilter(PhraseFilter(phrase))
 
 
 @contextlib.contextmanager
 def redirect_native_stdout() -> Iterator[None]:
-    """Sends the standard output of torch's native code to standard error; groups are made within.
+    """Send the standard output of torch's native code to standard error; groups are made within.
 
     The gloo of torch 2.9 prints whom it has connected to, and standard output may be JSON that a program reads.
     """
@@ -255,41 +256,41 @@ def redirect_native_stdout() -> Iterator[None]:
 
 
 def report_progress() -> None:
-    """Reports progress of this rank to its watcher; does nothing where it has none."""
+    """Report progress of this rank to its watcher. Does nothing where it has none."""
     send_to_watcher(b".")
 
 
 def send_to_watcher(data: bytes) -> None:
-    """Sends bytes of `heartbeat` to this rank's watcher: `launch`'s parent, or `torchrun_watcher`'s process."""
+    """Send bytes of `heartbeat` to this rank's watcher: `launch`'s parent, or `torchrun_watcher`'s process."""
     fd = read_progress_fd()
     if fd is not None:
         os.write(fd, data)
 
 
 def read_network_fd() -> int | None:
-    """The descriptor of the private network of a run of `launch`; None where it has none."""
+    """Return the descriptor of the private network of a run of `launch`. None where it has none."""
     return _read_number("DITILE_NETWORK_FD")
 
 
 def set_network_fd(fd: int | None) -> None:
-    """Sets or forgets the descriptor of the private network."""
+    """Set or forget the descriptor of the private network."""
     os.environ["DITILE_NETWORK_FD"] = "" if fd is None else str(fd)
 
 
 def set_progress_fd(fd: int) -> None:
-    """Sets where this rank reports progress, under torchrun."""
+    """Set the descriptor on which this rank reports progress, under torchrun."""
     os.environ["DITILE_PROGRESS_FD"] = str(fd)
 
 
 def is_under_torchrun() -> bool:
-    """Whether torchrun started this process, or an ancestor of it."""
+    """Return whether torchrun started this process, or an ancestor of it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 MALLOC = {"hugetlb": 1, "mmap_threshold": 2**25, "trim_threshold": 2**29}
-"""How glibc allocates in ranks, unless GLIBC_TUNABLES says otherwise. Huge pages: with small ones the speed of a matrix
-product depends on which of them a process got, by up to 15 % on one core. Up to 512 MiB are kept: memory that goes back
-to the system after each operation must be mapped again for the next one."""
+"""The settings of glibc's allocation in ranks, unless GLIBC_TUNABLES says otherwise. Huge pages: with small ones the
+speed of a matrix product depends on which of them a process got, by up to 15 % on one core. Up to 512 MiB are kept:
+memory that goes back to the system after each operation must be mapped again for the next one."""
 
 
 def _merge_malloc_tunables() -> str:
@@ -302,7 +303,7 @@ def _merge_malloc_tunables() -> str:
 
 
 def build_host_environment(rank: int, world: int, master: str, interface: str) -> dict[str, str]:
-    """The whole environment of the one rank of a host; its connections go through `interface` to the others."""
+    """Build the whole environment of the one rank of a host. Its connections go through `interface` to the others."""
     place = _build_place_variables(rank, world, 0, 1, interface)
     # torch warns of hosts without names, as these are.
     log_level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -327,7 +328,7 @@ class RankPlace(NamedTuple):
 
 
 def build_rank_environment(rank: RankPlace, directory: str, link_fd: int | None, progress_fd: int) -> dict[str, str]:
-    """The whole environment of a rank that `launch` starts."""
+    """Build the whole environment of a rank that `launch` starts."""
     # Connections stay on the loopback device, also where variables of a run of several hosts are still exported.
     interface = "lo0" if sys.platform == "darwin" else "lo"
     # Empty where there is none, in place of a number that this process may have inherited.
@@ -343,7 +344,7 @@ def build_rank_environment(rank: RankPlace, directory: str, link_fd: int | None,
 
 
 def set_actor_place(place: RankPlace, master: str, port: int, interface: str) -> None:
-    """Gives this process, an actor of a cluster, the place of a rank; it must come before it joins the others.
+    """Give this process, an actor of a cluster, the place of a rank. This must come before it joins the others.
 
     Args:
         place: of this process; its local numbers are among the ranks of its run on this machine.
@@ -355,12 +356,12 @@ def set_actor_place(place: RankPlace, master: str, port: int, interface: str) ->
 
 
 def build_actor_environment() -> dict[str, str]:
-    """Variables of a process that is to become a rank and must have them before it starts."""
+    """Build the variables that a process must have before it starts, if it is to become a rank."""
     return _choose_waiting() | {"GLIBC_TUNABLES": _merge_malloc_tunables()}
 
 
 def prepare_ray() -> None:
-    """Keeps Ray from sending statistics, unless the user chose, and from connecting to a cluster by itself.
+    """Keep Ray from sending statistics, unless the user chose, and from connecting to a cluster by itself.
 
     It must be called before Ray is imported.
     """

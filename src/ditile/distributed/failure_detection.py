@@ -1,4 +1,5 @@
-"""When a run has failed, and which rank is to blame: rules shared by `launch` and the watch over torchrun's ranks."""
+"""Decides when a run has failed, and which rank is to blame: rules shared by `launch` and the watch over torchrun's
+ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ TERMINATED = "killed by SIGTERM"
 SILENT = "no sign of life"
 STALLED = "no progress"
 BUSY_LIMITS = 10
-"""How many times the stall limit a run may last in which ranks compute and none reports progress."""
+"""The longest run in which ranks compute and none reports progress, in multiples of the stall limit."""
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|socket closed|broken pipe|remote process|remoteerror",
@@ -30,7 +31,7 @@ _CONSEQUENCE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchLimits:
-    """How long each thing may take, in seconds."""
+    """The longest time for each thing, in seconds."""
 
     stall: float = 600.0
     """no rank reports progress, reads from a disk or computes; at least `start` while one is starting. Where ranks
@@ -58,12 +59,12 @@ class RankResult(NamedTuple):
 
 
 def is_consequence(failure: RankFailure) -> bool:
-    """Whether a rank failed because its connection to another one broke: then that other one failed first."""
+    """Return whether a rank failed because its connection to another one broke. That other one then failed first."""
     return bool(_CONSEQUENCE.search(f"{failure.message}\n{failure.traceback}"))
 
 
 def make_error(failure: RankFailure, rank: int) -> DitileError:
-    """What is raised for a rank's failure."""
+    """Make the error to raise for a rank's failure."""
     error = RankError(rank, failure.cause, failure.message, failure.traceback)
     if failure.plain:
         plain: DitileError = getattr(errors, failure.plain)(failure.message)
@@ -75,7 +76,7 @@ def make_error(failure: RankFailure, rank: int) -> DitileError:
 
 
 class RankState:
-    """What is known of one rank.
+    """The known state of one rank.
 
     Attributes:
         number: its place in the world.
@@ -89,7 +90,7 @@ class RankState:
         self.outcome: RankResult | RankFailure | None = None
 
     def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
-        """Sets `outcome` to a failure if the rank has been silent for too long.
+        """Set `outcome` to a failure if the rank has been silent for too long.
 
         Args:
             looked: when this process last looked for signs, before it read them: it may have been stopped since.
@@ -104,7 +105,7 @@ class RankState:
             self.outcome = RankFailure(time.monotonic(), SILENT, message)
 
     def is_stopped(self) -> bool:
-        """Whether the system says that the process is stopped."""
+        """Return whether the system says that the process is stopped."""
         return False
 
 
@@ -113,7 +114,8 @@ def find_first_failure(
     limits: LaunchLimits,
     looked: float,
 ) -> tuple[RankFailure, int] | None:
-    """The failure that ends a run, and its rank; None while the run may go on. `looked`: as in `detect_silence`."""
+    """Find the failure that ends a run, and its rank. None while the run may go on. `looked`: as in
+    `detect_silence`."""
     failures = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
     if failures:
         # Failures are compared by their times, which are the first field.
@@ -126,7 +128,8 @@ def find_first_failure(
 
 
 def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
-    """Causes first; then ranks that torchrun may have ended because of another; then those whose connection broke."""
+    """Order causes first; then ranks that torchrun may have ended because of another; then those whose connection
+    broke."""
     failure, number = entry
     if is_consequence(failure):
         return 2, failure.at, number
@@ -138,7 +141,7 @@ def _find_abandoned_call(
     limits: LaunchLimits,
     now: float,
 ) -> tuple[RankFailure, int] | None:
-    """The first rank that left a call by an error, if another one is still in that call and does nothing."""
+    """Find the first rank that left a call by an error, if another one is still in that call and does nothing."""
     # Errors of calls that every rank has left do not matter, and there may be any number of them.
     oldest = min(rank.signs.last_call for rank in ranks)
     failures = []
@@ -155,7 +158,7 @@ def _find_abandoned_call(
 
 
 def _is_awaited(call: int, failure: RankFailure, ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> bool:
-    """Whether a rank has been idle for too long in a call since another one left that call by an error."""
+    """Return whether a rank has been idle for too long in a call since another one left that call by an error."""
     for rank in ranks:
         # A rank that worked until after the error is idle only since then.
         idle_since = max(failure.at, rank.signs.last_activity)
@@ -165,7 +168,7 @@ def _is_awaited(call: int, failure: RankFailure, ranks: Sequence[RankState], lim
 
 
 def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> tuple[RankFailure, int] | None:
-    """The rank that has been without progress for longest, if no rank has made any for too long."""
+    """Find the rank that has been without progress for longest, if no rank has made any for too long."""
     running = [rank for rank in ranks if rank.outcome is None]
     if not running:
         return None
@@ -182,7 +185,7 @@ def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits, now: float) ->
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, by its return code, which is negative for a signal."""
+    """Describe the end of a process by its return code. The code is negative for a signal."""
     if code >= 0:
         return f"exited with code {code} before it returned"
     # Python has no names for real-time signals.
@@ -192,7 +195,7 @@ def describe_exit(code: int) -> str:
 
 
 def explain_kill(code: int, memory_kills: int) -> str:
-    """What is added to how a rank ended: that the system had no memory left, if it killed the rank for that.
+    """Explain a rank's end, if the kernel killed it because no memory was left.
 
     Args:
         code: its return code.
@@ -204,13 +207,14 @@ def explain_kill(code: int, memory_kills: int) -> str:
 
 
 def count_memory_kills() -> int:
-    """How many processes the kernel has killed for want of memory, in this control group or, if unknown, anywhere."""
+    """Count the processes that the kernel has killed for want of memory, in this control group or, if unknown,
+    anywhere."""
     paths = _list_memory_files() or [Path("/proc/vmstat")]
     return max(map(_read_kill_count, paths))
 
 
 def _list_memory_files() -> list[Path]:
-    """The files of this process's control groups that count kills."""
+    """List the files of this process's control groups that count kills."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -227,7 +231,7 @@ def _list_memory_files() -> list[Path]:
 
 
 def _read_kill_count(path: Path) -> int:
-    """The number after `oom_kill` in a file of the kernel."""
+    """Return the number after `oom_kill` in a file of the kernel."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -19,15 +19,15 @@ from typing import Any
 from ditile.plan.errors import ModelError
 
 MAX_TEXT_BYTES = 64 * 2**20
-"""Larger than any settings, captions or prompts."""
+"""The most bytes of a text, more than any settings, captions or prompts have."""
 OPEN_SECONDS = 2.0
-"""How long to wait for a writer of a pipe."""
+"""The time to wait for a writer of a pipe."""
 READ_SECONDS = 60.0
-"""How long to wait for the next bytes of a pipe that has a writer."""
+"""The time to wait for the next bytes of a pipe that has a writer."""
 
 
 def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """The content of a file, or what comes through a pipe.
+    """Read a file, or the data from a pipe.
 
     Raises:
         OSError: if it cannot be read, has more than `most` bytes, or is a pipe into which nothing comes.
@@ -44,7 +44,7 @@ def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def describe_error(error: BaseException) -> str:
-    """What an error says, without the path of a file that the message around it names already."""
+    """Describe an error without the path of a file. The message around it names that already."""
     return isinstance(error, OSError) and error.strerror or str(error)
 
 
@@ -76,7 +76,7 @@ def _wait_for_bytes(descriptor: int, seconds: float) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file in UTF-8, without the byte order mark that some editors write.
+    """Read the text of a file in UTF-8. The byte order mark that some editors write is left out.
 
     Raises:
         OSError: as `read_file`.
@@ -86,7 +86,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a text in JSON. Raises `ValueError` if it is none, or nested too deep."""
+    """Parse a text in JSON. Raises `ValueError` if it is not JSON, or nested too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -94,7 +94,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file in place of one that is there. Links stay links; a pipe or another special file is written to.
+    """Write a file in place of an existing one. Links stay links; a pipe or another special file is written to.
 
     Raises:
         OSError: if it cannot be written; the error names the file.
@@ -132,12 +132,12 @@ def _write_and_rename(path: Path, data: bytes) -> None:
 
 
 def write_json_file(path: Path, value: Any) -> None:
-    """Writes an indented file of JSON. Raises `OSError` if it cannot be written."""
+    """Write an indented file of JSON. Raises `OSError` if it cannot be written."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def check_different_files(read: Iterable[tuple[str, Path]], written: Iterable[tuple[str, Path]]) -> None:
-    """Raises `ModelError` if two files of a command are one, under whatever names, and one of them is written.
+    """Raise `ModelError` if two options of a command name one file, under any names, and it is written.
 
     Args:
         read, written: (option, path) of each file. Pipes and devices may be given several times.
@@ -156,7 +156,7 @@ def check_different_files(read: Iterable[tuple[str, Path]], written: Iterable[tu
 
 
 def identify_file(path: Path) -> Any:
-    """What is equal for all names of a file; None for pipes and devices."""
+    """Return a value that is equal for all names of a file. None for pipes and devices."""
     try:
         facts = os.stat(path)
     except ValueError:  # a name with a NUL

@@ -1,4 +1,4 @@
-"""What a rank reports about itself over a pipe, and what its watcher reads: heartbeats, progress and notes.
+"""Reports of a rank about itself over a pipe, which its watcher reads: heartbeats, progress and notes.
 
 `failure_detection.py` judges from them which rank hangs.
 
@@ -40,9 +40,10 @@ COMPUTING = b"\2"
 PROGRESS = b"."
 
 PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError", "JoinError", "StoppedError")
-"""What a rank may raise that needs no traceback: its watcher raises the same type with the same message."""
+"""The errors of a rank that need no traceback: its watcher raises the same type with the same message."""
 BUSY = 0.05
-"""The share of a core that a rank uses at least while it computes. One that waits uses less."""
+"""The smallest share of a core that a rank uses while it computes. One that waits uses less. One that waits uses
+less."""
 MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
 MEMORY_MESSAGE = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory|[Cc]an't allocate memory")
 _NOTE = re.compile(rb"\{[^\n]*\n")
@@ -52,7 +53,7 @@ _MESSAGE_SIZE = 1000
 
 
 class RankFailure(NamedTuple):
-    """How a rank failed.
+    """The failure of a rank.
 
     Attributes:
         at: when, on the monotonic clock that the processes of one machine share.
@@ -70,7 +71,7 @@ class RankFailure(NamedTuple):
 
 
 def describe_error(error: BaseException) -> RankFailure:
-    """An exception of a rank as its failure."""
+    """Describe an exception of a rank as its failure."""
     error_class = type(error)
     cause = error_class.__qualname__
     if error_class.__module__ != "builtins":
@@ -89,11 +90,12 @@ def describe_error(error: BaseException) -> RankFailure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that no memory is left. torch's allocator raises a RuntimeError, the system an OSError.
+    """Return whether an error says that no memory is left. torch's allocator raises a RuntimeError, the system an
+    OSError.
 
     Code that takes an error to mean bad input (a model, a LoRA) must let these pass.
     """
-    # By name, so that torch need not be imported for its OutOfMemoryError.
+    # The error is recognized by its name, so that torch need not be imported for its OutOfMemoryError.
     names = {base.__name__ for base in type(error).__mro__}
     return not names.isdisjoint(MEMORY_ERRORS) or MEMORY_MESSAGE.search(str(error)) is not None
 
@@ -124,7 +126,8 @@ class RankSigns:
         self._partial = b""
 
     def read_signs(self, data: bytes) -> int:
-        """Reads what has come; returns how often progress was reported, not counting the first: that it has started."""
+        """Read what has come, and count the reports of progress. The first report is not counted: it says that the rank
+        has started."""
         now = time.monotonic()
         self.last_sign_of_life = now
         data = self._partial + data
@@ -177,7 +180,7 @@ COUNT = CallCount()
 
 @contextmanager
 def note_shared_call() -> Iterator[None]:
-    """A context around what all ranks must do together.
+    """Run what all ranks must do together within this context.
 
     If one rank leaves it by an error, even by one that the user's code catches, the others are told, as they would wait
     for it. `StoppedError` does not count: all ranks raise it together.
@@ -208,22 +211,22 @@ def note_shared_call() -> Iterator[None]:
 
 
 def note_work_alone() -> None:
-    """Notes that in the rest of a shared call each rank works for itself: an error there concerns no other."""
+    """Note that in the rest of a shared call each rank works for itself. An error there concerns no other."""
     COUNT.is_alone = True
 
 
 def shorten_failure(failure: RankFailure) -> RankFailure:
-    """The failure with as much of its texts as a note may have."""
+    """Shorten the texts of a failure to the length that a note may have."""
     return failure._replace(message=failure.message[:_MESSAGE_SIZE], traceback=failure.traceback[-_TRACEBACK_SIZE:])
 
 
 def send_note(**note: Any) -> None:
-    """Sends a note about this rank; does nothing if it has no watcher."""
+    """Send a note about this rank. Does nothing if it has no watcher."""
     env.send_to_watcher(json.dumps(note).encode() + b"\n")
 
 
 def send_heartbeats(pipe: int) -> NoReturn:
-    """Sends a heartbeat every second, forever."""
+    """Send a heartbeat every second, forever."""
     reads = _count_disk_reads()
     cpu_seconds = _measure_cpu_seconds()
     sent_at = time.monotonic()
@@ -244,13 +247,15 @@ def send_heartbeats(pipe: int) -> NoReturn:
 
 
 def _count_disk_reads() -> int:
-    """Page faults of this process that waited for a disk (or a network's), and blocks that it has read."""
+    """Count the page faults of this process that waited for a disk (or a network's), and the blocks that it has
+    read."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_majflt + used.ru_inblock
 
 
 def _measure_cpu_seconds() -> float:
-    """CPU seconds of this process, and of those that it started; with a GPU, only of those that it started.
+    """Measure the CPU seconds of this process, and of those that it started. With a GPU it is only those that it
+    started.
 
     A thread that waits for a GPU uses its core while it waits. Threads that carry messages do not compute.
     """
@@ -266,7 +271,7 @@ def _measure_cpu_seconds() -> float:
 
 
 def _measure_messenger_seconds() -> float:
-    """CPU seconds of gloo's threads, where the system tells them apart."""
+    """Measure the CPU seconds of gloo's threads, where the system tells them apart."""
     seconds = 0.0
     for folder in Path("/proc/self/task").glob("*"):
         # gloo's reading thread spins as long as there is a message that no rank has posted a receive for.
@@ -276,7 +281,7 @@ def _measure_messenger_seconds() -> float:
 
 
 def _list_children(process: str) -> list[str]:
-    """The processes that a process has started, where the system tells."""
+    """List the processes that a process has started, where the system tells."""
     children = []
     for file in Path("/proc", process, "task").glob("*/children"):
         children += _read_words(file)
@@ -291,12 +296,12 @@ def _measure_process_seconds(pid: str) -> float:
 
 
 def _read_used_seconds(folder: Path) -> float:
-    """CPU seconds that a process or a thread used, by its folder in /proc; 0 if it has ended."""
+    """Return the CPU seconds of a process or a thread, by its folder in /proc. 0 if it has ended."""
     # Counted from the end, because the name at the beginning may have spaces.
     words = _read_words(folder / "stat")[-50:]
     if len(words) < 50:
         return 0.0
-    # Fields 14 and 15 of proc(5).
+    # The two words are fields 14 and 15 of proc(5).
     user_ticks = int(words[11])
     system_ticks = int(words[12])
     return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
@@ -310,6 +315,7 @@ def _read_words(path: Path) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Lets Linux kill this process when its parent dies, even while this process holds its interpreter's lock."""
+    """Let Linux kill this process when its parent dies. This works even while this process holds its interpreter's
+    lock."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -53,7 +53,7 @@ def launch(
     check: Callable[[], None] | None = None,
     local_ranks: tuple[int, int] | None = None,
 ) -> list[Any]:
-    """Runs `fn(*args)` in each of `ranks` new processes; returns their results in the order of the ranks.
+    """Run `fn(*args)` in each of `ranks` new processes, and return the results in the order of the ranks.
 
     Args:
         fn: a function that can be imported by its module and name, from a script's `__main__` too.
@@ -120,12 +120,12 @@ def run_rank_process(
     descriptors: Sequence[int],
     prepare: dict[str, Any],
 ) -> None:
-    """Runs a rank from its start to its end. Its command line ends with the numbers of its three pipes."""
+    """Run a rank from its start to its end. Its command line ends with the numbers of its three pipes."""
     place = RankPlace(*numbers)
-    # Before there is a second thread: a process with several cannot enter a user namespace.
+    # This comes before there is a second thread: a process with several cannot enter a user namespace.
     network = _join_network(descriptors)
     control, report, heartbeats = map(int, sys.argv[-3:])
-    # A Ctrl-C reaches all processes of a terminal; the parent alone decides what it means.
+    # A Ctrl-C reaches all processes of a terminal; only the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     # What the rank starts must not keep the pipes open after the rank has ended.
@@ -140,14 +140,14 @@ def run_rank_process(
         threading.Thread(target=_wait_for_dismissal, args=(control, dismissed), daemon=True).start()
         threading.Thread(target=send_heartbeats, args=(heartbeats,), daemon=True).start()
         try:
-            # Before the imports of the script: the parent has shown these complaints already.
+            # This comes before the imports of the script: the parent has shown these complaints already.
             env.drop_import_complaints()
             multiprocessing.spawn.prepare(prepare)
             _set_up_process_group(place, directory, network)
             fn, args = pickle.loads(job)
             del job
             outcome = pickle.dumps(RankResult(fn(*args)), pickle.HIGHEST_PROTOCOL)
-        # SystemExit too: whatever ends a rank must be reported.
+        # SystemExit is caught too: whatever ends a rank must be reported.
         except BaseException as error:
             outcome = pickle.dumps(describe_error(error))
         # The result is not lost if the reader of the standard output has gone.
@@ -157,12 +157,12 @@ def run_rank_process(
         # The connections stay open until all ranks are done: a peer that sees them closed would fail as well.
         dismissed.wait()
         _destroy_process_group()
-        # Before its file is closed.
+        # The handler must be off before its file is closed.
         faulthandler.disable()
 
 
 def _join_network(descriptors: Sequence[int]) -> int | None:
-    """The descriptor of the run's private network, if this process may enter that."""
+    """Return the descriptor of the run's private network, if this process may enter that."""
     if not descriptors:
         return None
     for fd in descriptors:
@@ -202,7 +202,7 @@ def _set_up_process_group(place: RankPlace, directory: str, network: int | None)
 
 
 def pin_to_own_cores(number: int, world: int, threads: int) -> None:
-    """Pins a rank to cores of its own, if the ranks fill all cores; otherwise the system may move it."""
+    """Pin a rank to its own cores, if the ranks fill all cores. Otherwise the system may move it."""
     # A rank that is moved to a core of another one makes the whole pipeline wait. Where cores are to spare, other
     # programs may run on them.
     cores = cpus.list_usable_cores()
@@ -218,7 +218,7 @@ def _destroy_process_group() -> None:
 
 
 def _wait_for_dismissal(control: int, dismissed: threading.Event) -> None:
-    """Waits for the byte that lets this rank leave; ends the process if the parent has gone."""
+    """Wait for the byte that lets this rank leave. Ends the process if the parent has gone."""
     if not os.read(control, 1):
         os._exit(1)
     dismissed.set()
@@ -242,7 +242,7 @@ def _write_frame(fd: int, payload: bytes) -> None:
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The frame of a call. Plain pickle: multiprocessing's would send tensors through shared memory."""
+    """Pickle a call as a frame. Plain pickle: multiprocessing's would send tensors through shared memory."""
     if not callable(fn):
         raise StateError(f"fn={fn!r} is no function; give one at the top of a module")
     if not isinstance(args, tuple | list):
@@ -258,7 +258,8 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _find_main_module(job: bytes, name: str) -> dict[str, str]:
-    """How `multiprocessing.spawn.prepare` finds the parent's `__main__`; empty if `job` needs none.
+    """Return the arguments by which `multiprocessing.spawn.prepare` finds the parent's `__main__`. Empty if `job` needs
+    none.
 
     Raises:
         StateError: if it is in no file; `name` is the function's.
@@ -267,7 +268,7 @@ def _find_main_module(job: bytes, name: str) -> dict[str, str]:
     if b"__main__" not in job:
         return {}
     main = sys.modules["__main__"]
-    # Of a script that was started by `python -m`.
+    # A script that was started by `python -m` has a spec.
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         return {"init_main_from_name": spec.name}
@@ -283,7 +284,7 @@ def _find_main_module(job: bytes, name: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def unwind_on_signals() -> Iterator[Callable[[], None]]:
-    """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that no process or file is left.
+    """Make SIGTERM and SIGHUP raise SystemExit while ranks run, so that no process or file is left.
 
     Yields a function that raises KeyboardInterrupt after a Ctrl-C that was lost. (Python prints an exception in a
     destructor and goes on.)
@@ -323,7 +324,8 @@ _OPEN_LINE = "open-line"
 
 @contextlib.contextmanager
 def mark_open_line(*, shown: bool = True) -> Iterator[None]:
-    """Tells the parent of this rank that a progress bar stands on the last line, which a killed rank does not end."""
+    """Tell the parent of this rank that a progress bar stands on the last line. A killed rank does not end that
+    line."""
     folder = env.read_shared_directory()
     if folder is None or not shown:
         yield
@@ -337,6 +339,6 @@ def mark_open_line(*, shown: bool = True) -> Iterator[None]:
 
 
 def end_open_line(folder: Path) -> None:
-    """Ends the line of a progress bar that a rank left open, so that what is printed next begins one of its own."""
+    """End the line of a progress bar that a rank left open. The next print then begins a new line."""
     if (folder / _OPEN_LINE).exists():
         print(file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
 LINKS = ("latents", "links", "even links", "odd links")
-"""The purposes of groups in which stages send messages to each other and nothing else."""
+"""The purposes of groups in which stages only send messages to each other."""
 EVERYONE = "everyone"
 """The purpose of the group of all ranks between calls."""
 
@@ -55,7 +55,7 @@ class Axis:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
 
@@ -101,7 +101,7 @@ class Mesh:
         return self.axes[name]
 
     def connect_groups(self, plan: Plan, device: torch.device) -> None:
-        """Makes the communicators and the connections between ranks that an image needs. All ranks must call it."""
+        """Make the communicators and the connections between ranks that an image needs. All ranks must call it."""
         # NCCL would make both when they are first used: in the middle of an image, while kernels wait for messages, so
         # that ranks would wait for each other forever.
         pairs = self._list_message_groups(plan)
@@ -111,12 +111,12 @@ class Mesh:
         self.host_rows.allocate_rows(device)
 
     def renew_groups(self, plan: Plan) -> None:
-        """Replaces groups that may have messages of a failed call by the groups of the current epoch.
+        """Replace groups that may have messages of a failed call by the groups of the current epoch.
 
         All ranks must call it.
         """
         renewed = _make_mesh_groups(plan, self.rank, self.groups)
-        # In place: other objects have these axes.
+        # Axes are changed in place, because other objects have them.
         for name, axis in self.axes.items():
             axis.group = renewed.axes[name].group
         self.sequence.group = renewed.sequence.group
@@ -128,12 +128,12 @@ class Mesh:
         self.epoch = renewed.epoch
 
     def close_groups(self) -> None:
-        """Destroys the groups, and with them their threads, unless other meshes share them. All ranks must be done."""
+        """Destroy the groups, and with them their threads, unless other meshes share them. All ranks must be done."""
         if not self.shared:
             self.groups.destroy_groups()
 
     def _list_message_groups(self, plan: Plan) -> list[dist.ProcessGroup]:
-        """The groups in which a plan starts several messages at once; tensor parallelism never does."""
+        """List the groups in which a plan starts several messages at once. Tensor parallelism never does."""
         axes = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)]
         axes.append(self.sequence)
         # Stages exchange such messages in these warmup modes; in the others they have channels, which connect one by
@@ -146,21 +146,21 @@ class Mesh:
 
     @property
     def stage_index(self) -> int:
-        """The coordinate on the pipefusion axis."""
+        """Return the coordinate on the pipefusion axis."""
         return self.axes["pipefusion"].index
 
     @property
     def num_stages(self) -> int:
-        """The size of the pipefusion axis."""
+        """Return the size of the pipefusion axis."""
         return self.axes["pipefusion"].num_ranks
 
     def select_downstream_group(self, stage: int) -> dist.ProcessGroup:
-        """The group in which a stage sends to the stages after it."""
+        """Select the group in which a stage sends to the stages after it."""
         return self.pipeline_groups[stage % len(self.pipeline_groups)]
 
 
 def _deduplicate_groups(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    """The groups without None, each once."""
+    """Return the groups without None, each once."""
     return list(dict.fromkeys(group for group in groups if group is not None))
 
 
@@ -169,12 +169,12 @@ BROKEN_WORLDS: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def is_world_broken() -> bool:
-    """Whether messages of a call that failed are on the GPU, so that work after them would wait forever."""
+    """Return whether messages of a failed call are on the GPU. Work after them would wait forever."""
     return dist.is_initialized() and dist.group.WORLD in BROKEN_WORLDS
 
 
 def check_world_unbroken() -> None:
-    """Raises `StateError` where messages of a call that failed are on the GPU."""
+    """Raise `StateError` where messages of a failed call are on the GPU."""
     if is_world_broken():
         raise StateError(
             "an earlier call raised in the middle of an image, and its messages are still under way; start the ranks "
@@ -199,7 +199,7 @@ class Communicators:
         self.epoch = 0
 
     def note_failed_call(self, *, has_begun: bool) -> None:
-        """Notes that a call has failed on this rank.
+        """Note that a call has failed on this rank.
 
         Args:
             has_begun: whether messages of an image were under way.
@@ -211,7 +211,7 @@ class Communicators:
             BROKEN_WORLDS.add(dist.group.WORLD)
 
     def begin_epoch(self) -> None:
-        """Destroys all groups but the one of all ranks between calls; others replace them. All ranks must call it."""
+        """Destroy all groups except the one of all ranks between calls. Others replace them. All ranks must call it."""
         kept = {}
         given_up = []
         for key, group in self._groups.items():
@@ -225,7 +225,7 @@ class Communicators:
         self.epoch += 1
 
     def get_or_make_group(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-        """The group of some ranks; all ranks must call it, in one order."""
+        """Return the group of some ranks. All ranks must call it, in one order."""
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
             with make_groups():
@@ -234,7 +234,7 @@ class Communicators:
         return self._groups[key]
 
     def destroy_groups(self) -> None:
-        """Destroys all groups. All ranks must be done with them."""
+        """Destroy all groups. All ranks must be done with them."""
         _destroy_groups(self._groups.values())
         self._groups.clear()
 
@@ -247,7 +247,7 @@ def _destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _read_world_timeout() -> datetime.timedelta | None:
-    """The time limit of the group of all ranks; None where the backend does not have it."""
+    """Return the time limit of the group of all ranks. None where the backend does not have it."""
     # Without a limit torch gives each new group one of its own: 30 minutes for gloo.
     world_group: Any = dist.group.WORLD
     try:
@@ -258,7 +258,7 @@ def _read_world_timeout() -> datetime.timedelta | None:
 
 
 def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.device | None = None) -> Mesh:
-    """The mesh of a plan over the existing group of all ranks: torchrun's, `launch`'s or the script's own.
+    """Build the mesh of a plan over the existing group of all ranks: torchrun's, `launch`'s or the script's own.
 
     Args:
         groups: shared with other runners; by default groups of its own.
@@ -268,7 +268,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         PlanError: if the plan does not use all ranks, or ranks have different plans.
         JoinError: if torchrun's ranks cannot connect to each other.
     """
-    # Refuses a wrong number of ranks before this rank waits for others that are never started.
+    # This refuses a wrong number of ranks before this rank waits for others that are never started.
     find_process_rank(plan)
     join_torchrun(device=device)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -280,7 +280,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
     rank = dist.get_rank()
     communicators = groups or Communicators()
     everyone = communicators.get_or_make_group(EVERYONE, range(world), "gloo")
-    # Before ranks of different plans make different groups, and wait for each other.
+    # This comes before ranks of different plans make different groups, and wait for each other.
     if _agree_on_plan(plan, communicators.is_spoiled, everyone):
         communicators.begin_epoch()
     mesh = _make_mesh_groups(plan, rank, communicators)
@@ -290,11 +290,11 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
 
 
 def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Mesh:
-    """The mesh of a rank of several, without the group of all ranks between calls."""
+    """Make the mesh of a rank of several, without the group of all ranks between calls."""
     axes = {name: _make_axis(name, plan, rank, communicators) for name in AXES}
 
     def merge_axes(name: str, names: Sequence[str]) -> Axis:
-        """Several axes as one; where only one of them is used, that one."""
+        """Merge several axes into one. If only one of them is used, it is that one."""
         used_axes = [axes[axis_name] for axis_name in names if axes[axis_name].num_ranks > 1]
         if len(used_axes) == 1:
             return used_axes[0]
@@ -318,7 +318,7 @@ def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Me
 
 
 def _agree_on_plan(plan: Plan, is_spoiled: bool, everyone: dist.ProcessGroup) -> bool:
-    """Whether the groups of any rank are spoiled.
+    """Agree on the plan, and return whether the groups of any rank are spoiled.
 
     Raises:
         PlanError: on every rank, if two ranks have different plans.
@@ -339,11 +339,11 @@ def _agree_on_plan(plan: Plan, is_spoiled: bool, everyone: dist.ProcessGroup) ->
 
 
 def find_local_rank() -> int:
-    """This process's rank on its machine; in a script's own group its rank, as nothing else is known."""
+    """Find this process's rank on its machine. In a script's own group it is its rank, as nothing else is known."""
     place = env.read_torchrun_place()
     if place is not None:
         return place.local_rank
-    # Of a run of one rank, which the variables of torchrun do not count as a rank among others.
+    # This is for a run of one rank, which the variables of torchrun do not count as a rank among others.
     launched = env.read_launched_local_rank()
     if launched is not None:
         return launched
@@ -351,7 +351,7 @@ def find_local_rank() -> int:
 
 
 def find_process_rank(plan: Plan) -> int:
-    """This process's rank, before or after it has joined a group.
+    """Find this process's rank, before or after it has joined a group.
 
     Raises:
         PlanError: if the plan does not use all ranks.
@@ -368,8 +368,8 @@ def find_process_rank(plan: Plan) -> int:
 
 
 def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
-    """This rank's line along an axis. The only axis of a plan uses the group of all ranks, under NCCL."""
-    # It saves memory of the GPU. Groups of gloo are cheap, and must be new in each epoch.
+    """Make this rank's line along an axis. The only axis of a plan uses the group of all ranks, under NCCL."""
+    # Sharing saves memory of the GPU. Groups of gloo are cheap, and must be new in each epoch.
     if getattr(plan, name) == plan.world and backends.has_nccl(None):
         return Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
     return _make_subgroup_axis(name, (name,), plan, rank, groups)
@@ -384,7 +384,7 @@ def _make_subgroup_axis(
     *,
     backend: str | None = None,
 ) -> Axis:
-    """This rank's line along some axes, with its group."""
+    """Make this rank's line along some axes, with its group."""
     # torch wants every rank to make the groups of all lines, in one order.
     own_axis = Axis(name, (rank,))
     for ranks in list_subgroups(plan, names):
@@ -397,14 +397,14 @@ def _make_subgroup_axis(
 
 
 def _make_pipeline_groups(plan: Plan, rank: int, stages: Axis, groups: Communicators) -> tuple[dist.ProcessGroup, ...]:
-    """The groups for messages down the pipeline: one, or two in turn."""
+    """Make the groups for messages down the pipeline: one, or two in turn."""
     if stages.group is None:
         return ()
     one_queue = has_one_queue()
     if not one_queue and not backends.has_nccl(None):
         return (stages.group,)
-    # Not the group of the axis, whose exchanges need more of a GPU than links do. Where a group has one queue, a stage
-    # must not send in the group in which it waits to receive. Two stages have one link.
+    # The group of the axis is not used, as its exchanges need more of a GPU than links do. Where a group has one queue,
+    # a stage must not send in the group in which it waits to receive. Two stages have one link.
     names = ["links"]
     if one_queue:
         names = ["even links", "odd links"][: stages.num_ranks - 1]
@@ -417,7 +417,7 @@ def _make_pipeline_groups(plan: Plan, rank: int, stages: Axis, groups: Communica
 
 
 def has_one_queue() -> bool:
-    """Whether a rank's collectives and messages in a group are one queue.
+    """Return whether a rank's collectives and messages in a group are one queue.
 
     They are in NCCL's groups after `init_process_group(device_id=...)`, which makes communicators at once. Otherwise
     each pair of ranks gets a communicator of its own for messages.
@@ -433,7 +433,8 @@ def make_subgroup(
     *,
     backend: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """A group of its own for the ranks along some axes; None where this rank is alone on them. All ranks must call it.
+    """Make a separate group for the ranks along some axes. None where this rank is alone on them. All ranks must call
+    it.
 
     Args:
         purpose: what it is for; meshes that share their groups share it.

@@ -1,4 +1,4 @@
-"""A network of their own for gloo's ports, so that no other user of the machine can connect to them.
+"""Makes a private network for gloo's ports, so that no other user of the machine can connect to them.
 
 gloo listens on the loopback device, does not authenticate connections, and takes whatever connects first for a rank.
 On Linux a process can make a network that only processes with a descriptor of it can enter; `launch` makes one for each
@@ -22,7 +22,7 @@ from typing import Any
 
 from ditile.distributed import env
 
-# Flags of unshare(2). Python has both calls from 3.12 on; 3.10 is supported.
+# These are flags of unshare(2). Python has both calls from 3.12 on; 3.10 is supported.
 _NEW_USER = 0x10000000
 _NEW_NET = 0x40000000
 _MAKE = f"""
@@ -43,7 +43,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def create_private_network() -> Iterator[tuple[int, ...] | None]:
-    """Makes a network; yields its descriptor and, unless root made it, its user namespace's; None where it may not.
+    """Make a network, and yield its descriptor and, unless root made it, its user namespace's. None where it may not.
 
     The network lasts as long as a process has its descriptor. A machine with NVIDIA GPUs gets one from root alone: what
     their driver does in a user namespace is not known.
@@ -76,7 +76,7 @@ def create_private_network() -> Iterator[tuple[int, ...] | None]:
 
 
 def join_user_space(fd: int) -> bool:
-    """Moves this process into a user namespace, so that it may enter its networks; False if it may not.
+    """Move this process into a user namespace, so that it may enter its networks. Returns False if it may not.
 
     The process must have one thread alone.
     """
@@ -85,7 +85,7 @@ def join_user_space(fd: int) -> bool:
 
 @contextlib.contextmanager
 def make_groups() -> Iterator[None]:
-    """A context in which a rank makes process groups: in the run's private network if it has one.
+    """Make process groups within this context: in the run's private network if it has one.
 
     What torch's native code prints goes to the standard error.
     """
@@ -105,6 +105,6 @@ def make_groups() -> Iterator[None]:
 
 
 def _set_space(fd: int, space_type: int) -> bool:
-    """Moves the calling thread, or for a user namespace the process, into a namespace."""
+    """Move the calling thread, or for a user namespace the process, into a namespace."""
     library: Any = ctypes.CDLL(None, use_errno=True)
     return bool(library.setns(fd, space_type) == 0)
