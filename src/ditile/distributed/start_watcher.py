@@ -51,7 +51,7 @@ START_SECONDS = 120.0
 
 
 def begin_watch(stall: float | None) -> None:
-    """Starts the watcher of this rank, if torchrun started this process with others and it has none yet.
+    """Start the watcher of this rank, if torchrun started this process with others and it has none yet.
 
     Args:
         stall: seconds without progress after which the run is ended; None for a script, whose own work
@@ -87,13 +87,13 @@ def begin_watch(stall: float | None) -> None:
 
 
 def needs_watch() -> bool:
-    """Whether torchrun started this process with others, and it has no watcher yet."""
+    """Return whether torchrun started this process with others, and it has no watcher yet."""
     return env.is_under_torchrun() and env.read_progress_fd() is None and env.read_torchrun_place() is not None
 
 
 @functools.cache
 def start_watcher() -> subprocess.Popen[bytes]:
-    """Starts this rank's watcher, not yet connected to others. From now on the rank ends when torchrun does."""
+    """Start this rank's watcher, not yet connected to others. From now on the rank ends when torchrun does."""
     die_with_parent()
     code = f"import sys; sys.path[:] = {sys.path}; from {run_watcher.__module__} import run_watcher; run_watcher()"
     return subprocess.Popen(
@@ -105,7 +105,7 @@ def start_watcher() -> subprocess.Popen[bytes]:
 
 
 def report_failure(failure: RankFailure, code: int) -> bool:
-    """Lets the watchers print, once for the whole run, why this rank ends; returns False if it has no watcher."""
+    """Let the watchers print, once for the whole run, why this rank ends. Returns False if it has no watcher."""
     if not env.is_under_torchrun() or env.read_progress_fd() is None:
         return False
     send_note(failed=list(shorten_failure(failure)[1:]), code=code)
@@ -126,14 +126,14 @@ def _report_uncaught(
 
 
 def _obey_watcher(process: subprocess.Popen[bytes]) -> None:
-    """Exits with the code that the watcher sends; with 1 if the watcher was killed and sends none."""
+    """Exit with the code that the watcher sends. The code is 1 if the watcher was killed and sends none."""
     assert process.stdout is not None
     code = os.read(process.stdout.fileno(), 1) or b"\1"
     os._exit(code[0])
 
 
 def _start_hub(process: subprocess.Popen[bytes], task: dict[str, Any]) -> dict[str, Any]:
-    """Makes the watcher of rank 0 the hub; returns where it listens, and its secret."""
+    """Make the watcher of rank 0 the hub, and return its address and its secret."""
     assert process.stdin is not None and process.stdout is not None
     addresses = ["127.0.0.1"]
     if env.read_local_world() != task["world"]:
@@ -157,7 +157,7 @@ NOTICE_SECONDS = 10.0
 
 
 def open_torchrun_store(place: env.Torchrun, timeout: float) -> Any:
-    """A connection to the store that all of torchrun's ranks share.
+    """Connect to the store that all of torchrun's ranks share.
 
     Raises:
         JoinError: if it cannot be reached within `timeout` seconds.
@@ -173,7 +173,7 @@ def open_torchrun_store(place: env.Torchrun, timeout: float) -> Any:
 
 @contextlib.contextmanager
 def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
-    """Raises `JoinError` for torch's errors while ranks connect; logs once if connecting takes long."""
+    """Raise `JoinError` for torch's errors while ranks connect. Logs once if connecting takes long."""
     try:
         with _notice_long_wait(place):
             yield
@@ -189,7 +189,7 @@ def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _notice_long_wait(place: env.Torchrun) -> Iterator[None]:
-    """Logs once that this rank is waiting for the others, if they have not connected after `NOTICE_SECONDS`."""
+    """Log once that this rank is waiting for the others, if they have not connected after `NOTICE_SECONDS`."""
     timer = threading.Timer(
         NOTICE_SECONDS,
         LOG.warning,

@@ -37,14 +37,14 @@ from ditile.distributed.failure_detection import (
 from ditile.distributed.heartbeat import RankFailure
 
 STACK_SIGNAL = signal.SIGUSR1
-"""What makes a rank write the Python stacks of its threads into its stack file."""
+"""The signal for a rank to write the Python stacks of its threads into its stack file."""
 LEAVE = b"!"
 HEADER = 8
 """Bytes of a frame's length, little-endian, before its pickle."""
 CHUNK = 1 << 16
 """Bytes that are read from or written to a pipe at a time, as many as a pipe of Linux holds."""
 STACK_SECONDS = 0.5
-"""How long ranks may take to write their stacks."""
+"""The time that ranks have for writing their stacks."""
 
 
 class RankProcess(RankState):
@@ -94,7 +94,7 @@ class RankProcess(RankState):
                 os.close(fd)
 
     def register_pipes(self, selector: selectors.BaseSelector, progress: Callable[[int, int], None] | None) -> None:
-        """Adds its three pipes; the data of each is a function that handles it, and returns False at its end."""
+        """Add its three pipes. The data of each is a function that handles it, and returns False at its end."""
         for fd in (self._control, self._report, self._heartbeats):
             os.set_blocking(fd, False)
         selector.register(self._control, selectors.EVENT_WRITE, self._send_frame_chunk)
@@ -102,7 +102,7 @@ class RankProcess(RankState):
         selector.register(self._heartbeats, selectors.EVENT_READ, lambda: self._read_heartbeats(progress))
 
     def is_stopped(self) -> bool:
-        """Whether the system says that the process is stopped."""
+        """Return whether the system says that the process is stopped."""
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -110,7 +110,7 @@ class RankProcess(RankState):
         return state == "T"
 
     def detect_failure(self, limits: LaunchLimits, looked: float) -> None:
-        """Sets `outcome` to a failure if the process is gone, or has been silent for too long."""
+        """Set `outcome` to a failure if the process is gone, or has been silent for too long."""
         code = self.process.poll()
         if code is not None and self.outcome is None:
             # Its last report may still be in the pipe.
@@ -124,30 +124,30 @@ class RankProcess(RankState):
         self.detect_silence(limits, looked)
 
     def read_stack_file(self) -> str:
-        """What the rank wrote into its stack file so far."""
+        """Return the present content of the rank's stack file."""
         # A rank makes the file once it has started.
         if not self.stacks.exists():
             return ""
         return self.stacks.read_text(errors="replace")
 
     def signal_process_group(self, number: signal.Signals) -> None:
-        """Sends a signal to the rank and to whatever it started."""
+        """Send a signal to the rank and to the processes that it started."""
         # macOS has EPERM for a group of zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
     def allow_exit(self) -> None:
-        """Lets a rank that returned leave."""
+        """Let a rank that returned leave."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._control, LEAVE)
 
     def wait_for_exit(self, deadline: float) -> None:
-        """Returns when the process has ended, or at `deadline`."""
+        """Wait until the process has ended, or until `deadline`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
 
     def close_pipes(self) -> None:
-        """Closes the parent's ends of the pipes."""
+        """Close the parent's ends of the pipes."""
         for fd in (self._control, self._report, self._heartbeats):
             os.close(fd)
 
@@ -186,7 +186,7 @@ def watch_ranks(
     progress: Callable[[int, int], None] | None,
     checks: Sequence[Callable[[], None]],
 ) -> list[Any]:
-    """Waits for all ranks; returns their results in order. `checks` may raise to end the run.
+    """Wait for all ranks, and return their results in order. `checks` may raise to end the run.
 
     Raises:
         RankError: for the first rank that fails, is silent or stalls.
@@ -202,7 +202,8 @@ def watch_ranks(
             for key, _ in selector.select(timeout=0.1):
                 if not key.data():
                     selector.unregister(key.fd)
-            # After the pipes were emptied: this process may have been stopped too, and then all ranks seem silent.
+            # Failures are looked for after the pipes were emptied: this process may have been stopped too, and then all
+            # ranks seem silent.
             for rank in ranks:
                 rank.detect_failure(limits, looked)
             _raise_first_failure(ranks, limits, looked)
@@ -215,14 +216,14 @@ def watch_ranks(
 
 
 def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
-    """Ends every rank, however it is blocked, and the processes that it started; returns when none is left."""
+    """End every rank, even a blocked one, and the processes that it started. Returns when none is left."""
     try:
         deadline = time.monotonic() + limits.term
         for rank in ranks:
             rank.signal_process_group(signal.SIGTERM)
         for rank in ranks:
             rank.wait_for_exit(deadline)
-    # Also when a second Ctrl-C comes while it waits.
+    # This runs also when a second Ctrl-C comes while it waits.
     finally:
         for rank in ranks:
             rank.signal_process_group(signal.SIGKILL)
@@ -242,7 +243,7 @@ def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits, loo
 
 
 def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
-    """The Python stacks of every rank at this moment."""
+    """Collect the Python stacks of every rank at this moment."""
     for rank in ranks:
         # Before the rank has made its file it has no handler, and the signal would end it.
         if rank.process.poll() is None and rank.stacks.exists():

@@ -1,4 +1,4 @@
-"""What torchrun's ranks do together outside of a call: join, leave, and take decisions that depend on files of a host.
+"""Joins and leaves torchrun's ranks, and takes decisions for all of them that depend on files of a host.
 
 Hosts have their own profiles and folders. If each rank decided for itself, ranks of several hosts would choose
 different plans and wait for each other forever. So rank 0 decides and sends the result to all ranks.
@@ -26,7 +26,7 @@ STALL_SECONDS = 600.0
 
 
 def join_torchrun(timeout: float | None = None, device: torch.device | None = None) -> None:
-    """Joins the ranks that torchrun started, if there are others and no group exists yet.
+    """Join the ranks that torchrun started, if there are others and no group exists yet.
 
     Args:
         timeout: seconds without progress after which the run is ended; None for a script (see `begin_watch`).
@@ -45,7 +45,7 @@ def join_torchrun(timeout: float | None = None, device: torch.device | None = No
 
 
 def join_process_group(place: env.Torchrun, timeout: float, device: torch.device | None = None) -> None:
-    """Joins the group that torchrun's variables describe.
+    """Join the group that torchrun's variables describe.
 
     Args:
         timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
@@ -71,7 +71,7 @@ def join_process_group(place: env.Torchrun, timeout: float, device: torch.device
 
 
 def leave_process_group() -> None:
-    """Leaves the group when all ranks are done."""
+    """Leave the group when all ranks are done."""
     if dist.is_initialized():
         # A rank that left earlier would break the connections of the others.
         dist.barrier()
@@ -79,7 +79,7 @@ def leave_process_group() -> None:
 
 
 def decide_on_first_rank(decide: Callable[[int], Any], timeout: float) -> Any:
-    """The return value of `decide(number of hosts)` on the first of torchrun's ranks, on every rank.
+    """Return, on every rank, the value of `decide(number of hosts)` on the first of torchrun's ranks.
 
     Args:
         decide: returns JSON types.
@@ -108,7 +108,7 @@ def decide_on_first_rank(decide: Callable[[int], Any], timeout: float) -> Any:
 
 
 def list_ranks_by_host() -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, as torchrun counts them: one host after the other."""
+    """List the ranks of each host, as torchrun counts them: one host after the other."""
     place = env.read_torchrun_place()
     assert place is not None
     ranks: dict[int, list[int]] = {}
@@ -120,7 +120,7 @@ def list_ranks_by_host() -> tuple[tuple[int, ...], ...]:
 
 
 def _count_even_hosts(hosts: tuple[tuple[int, ...], ...]) -> int:
-    """The number of hosts. Raises `PlanError` unless all have the same number of ranks, which the planner assumes."""
+    """Count the hosts. Raises `PlanError` unless all have the same number of ranks, which the planner assumes."""
     sizes = [len(ranks) for ranks in hosts]
     if len(set(sizes)) > 1:
         listed = ", ".join(map(str, sizes))

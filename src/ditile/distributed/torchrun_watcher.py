@@ -34,7 +34,8 @@ from ditile.distributed.failure_detection import (
 from ditile.distributed.heartbeat import RankFailure
 
 LINK_ALIVE = b"\3"
-"""What a watcher sends to the hub every second. It shows that the link works, and says nothing about the rank."""
+"""The byte that a watcher sends to the hub every second. It shows that the link works, and says nothing about the rank.
+It shows that the link works, and says nothing about the rank."""
 GRACE = 0.5
 """Seconds that the hub waits after the first failure. It is short: torchrun ends a host's other ranks at once."""
 # A connection that does not know the secret may take neither time nor memory from the hub.
@@ -48,7 +49,7 @@ STAT_WORDS = 50
 
 
 def run_watcher() -> None:
-    """Runs a watcher. Its standard input comes from its rank, and its standard output goes to its rank."""
+    """Run a watcher. Its standard input comes from its rank, and its standard output goes to its rank."""
     # A signal that ends the ranks must not end the process that reports why.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -67,7 +68,7 @@ def run_watcher() -> None:
 
 
 def read_line(fd: int) -> bytes:
-    """Reads one line and nothing after it; empty if the other side has closed the pipe."""
+    """Read one line and nothing after it. Empty if the other side has closed the pipe."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(fd, 1)
@@ -78,7 +79,7 @@ def read_line(fd: int) -> bytes:
 
 
 def print_line(message: str) -> None:
-    """Prints why a run failed, after a line break because a progress bar may be on the current line."""
+    """Print why a run failed. A line break comes first, because a progress bar may be on the current line."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nditile: {message}\n".encode())
 
@@ -101,21 +102,21 @@ class WatchedProcess:
                 self._pidfd = os.pidfd_open(pid)
 
     def register_process(self, selector: selectors.BaseSelector) -> None:
-        """Adds its pipe and, where the system has one, the descriptor that becomes readable at its end."""
+        """Add its pipe and, where the system has one, the descriptor that becomes readable at its end."""
         os.set_blocking(0, False)
         selector.register(0, selectors.EVENT_READ, self.read_signs)
         if self._pidfd is not None:
             selector.register(self._pidfd, selectors.EVENT_READ, self.read_signs)
 
     def unregister_ended(self, selector: selectors.BaseSelector) -> None:
-        """Removes its descriptors once it has ended, because they would stay readable forever."""
+        """Remove its descriptors once it has ended. They would stay readable forever."""
         if self.has_ended:
             own_descriptors = [key.fileobj for key in selector.get_map().values() if key.data == self.read_signs]
             for descriptor in own_descriptors:
                 selector.unregister(descriptor)
 
     def read_signs(self) -> bytes:
-        """The bytes that it has sent; after its end, a last note that says how it ended."""
+        """Read the bytes that it has sent. After its end this is a last note about how it ended."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(0, 1 << 16)
             if data:
@@ -128,7 +129,7 @@ class WatchedProcess:
         return json.dumps({"ended": self._explain_end()}).encode() + b"\n"
 
     def print_early_end(self) -> None:
-        """Prints how the rank ended, if a signal killed it before it had joined the other ranks."""
+        """Print how the rank ended, if a signal killed it before it had joined the other ranks."""
         end = self._explain_end()
         if end is None or not end[0].startswith("killed") or end[0] == TERMINATED:
             return
@@ -137,7 +138,7 @@ class WatchedProcess:
         print_line(f"rank {rank}: {end[1]}")
 
     def end_process(self, code: int) -> None:
-        """Asks the process to exit with a code, and kills it if it does not."""
+        """Ask the process to exit with a code, and kill it if it does not."""
         with contextlib.suppress(OSError):
             os.write(1, bytes([code]))
         deadline = time.monotonic() + LaunchLimits().term
@@ -153,7 +154,7 @@ class WatchedProcess:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _read_stat(self) -> list[str]:
-        """The words of its /proc/PID/stat; empty if it is gone, or the system has no /proc."""
+        """Return the words of its /proc/PID/stat. Empty if it is gone, or the system has no /proc."""
         try:
             with open(f"/proc/{self._pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()
@@ -161,7 +162,7 @@ class WatchedProcess:
             return []
 
     def _explain_end(self) -> tuple[str, str] | None:
-        """The cause and the message of its failure; None if it exited with code 0."""
+        """Return the cause and the message of its failure. None if it exited with code 0."""
         words = self._read_stat()
         if len(words) < STAT_WORDS:
             # torchrun has collected its exit status already, or this is not Linux.
@@ -174,7 +175,7 @@ class WatchedProcess:
 
 
 class WatchedRank(RankState):
-    """What the hub knows of a rank from the messages of its watcher.
+    """The hub's knowledge of a rank from the messages of its watcher.
 
     Attributes:
         host: its host; empty before its watcher has connected.
@@ -189,7 +190,7 @@ class WatchedRank(RankState):
         self.code = 1
 
     def read_link(self, data: bytes) -> None:
-        """Processes bytes that its watcher has passed on."""
+        """Process bytes from its watcher."""
         self.last_word = time.monotonic()
         data = data.replace(LINK_ALIVE, b"")
         if not data:
@@ -207,7 +208,7 @@ class WatchedRank(RankState):
             self.outcome = RankResult(None)
 
     def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
-        """Sets `outcome` to a failure if the rank, or the link to its host, has been silent for too long."""
+        """Set `outcome` to a failure if the rank, or the link to its host, has been silent for too long."""
         silence = looked - self.last_word
         if self.outcome is None and self.host and silence > limits.silence:
             self.outcome = RankFailure(time.monotonic(), "no link", _describe_lost_link(silence))
@@ -240,7 +241,7 @@ class Hub:
         os.write(1, b"%d\n" % self._server.getsockname()[1])
 
     def watch_until_end(self) -> dict[str, Any] | None:
-        """Watches until all ranks have ended; if one fails, returns the line to print and the exit code."""
+        """Watch until all ranks have ended. If one fails, returns the line to print and the exit code."""
         last_sent = 0.0
         while not all(isinstance(rank.outcome, RankResult) for rank in self._ranks):
             looked = time.monotonic()
@@ -268,7 +269,7 @@ class Hub:
         return None
 
     def _allow_idle_script(self) -> None:
-        """Restarts the time limits while no rank is in a call: between calls a script may take any time."""
+        """Restart the time limits while no rank is in a call. Between calls a script may take any time."""
         if any(rank.signs.call is not None for rank in self._ranks):
             return
         for rank in self._ranks:
@@ -276,7 +277,7 @@ class Hub:
             rank.signs.last_progress = time.monotonic()
 
     def _announce_failure(self, failure: RankFailure, number: int) -> dict[str, Any]:
-        """Sends the line and the exit code of the run to all watchers, and returns them."""
+        """Send the line and the exit code of the run to all watchers, and return them."""
         rank = self._ranks[number]
         hosts = {state.host for state in self._ranks if state.host}
         message = str(make_error(failure, number))
@@ -307,7 +308,7 @@ class Hub:
             self._selector.register(stranger, selectors.EVENT_READ, self._greet_stranger)
 
     def _greet_stranger(self, stranger: socket.socket) -> None:
-        """Reads the first line of a connection, and closes it unless the line contains the secret."""
+        """Read the first line of a connection, and close it unless the line contains the secret."""
         since, received = self._strangers[stranger]
         data = _receive(stranger)
         received += data
@@ -316,7 +317,7 @@ class Hub:
             return
         line, _, rest = received.partition(b"\n")
         secret, _, hello = line.partition(b" ")
-        # Compared in constant time, so that the secret cannot be guessed letter by letter.
+        # The secret is compared in constant time, so that it cannot be guessed letter by letter.
         if not hmac.compare_digest(secret, self._secret):
             self._drop_stranger(stranger)
             return
@@ -357,7 +358,7 @@ class Hub:
 
 
 def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, Any] | None:
-    """Passes the reports of a rank other than 0 to the hub; if the hub ends the run, returns the line and exit code.
+    """Pass the reports of a rank other than 0 to the hub. If the hub ends the run, returns the line and exit code.
 
     It returns None when all ranks have ended. A hub that is silent for too long ends the run as well.
     """
@@ -405,7 +406,7 @@ def _pass_on(link: socket.socket, data: bytes) -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    """Listens on a free port of `address`, or of all addresses of this host if `address` is not one of them."""
+    """Listen on a free port of `address`, or of all addresses of this host if `address` is not one of them."""
     try:
         return socket.create_server((address, 0), backlog=1024)
     except OSError:
@@ -425,7 +426,7 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:
 
 
 def _receive(link: socket.socket) -> bytes:
-    """Reads the bytes that have arrived; empty at the end of a connection."""
+    """Read the bytes that have arrived. Empty at the end of a connection."""
     try:
         return link.recv(1 << 16)
     except OSError:

@@ -1,4 +1,4 @@
-"""Trace: when each op of the schedule ran on this rank, for Chrome's trace viewer (chrome://tracing, Perfetto).
+"""Trace: the times of each op of the schedule on this rank, for Chrome's trace viewer (chrome://tracing, Perfetto).
 
 On CUDA the times come from the GPU's own events, read after the call, so that tracing never synchronises. The
 transport records every wait for a message, in every method; `measure_waits` says how long each step waited.
@@ -35,7 +35,8 @@ _NULL_CONTEXT = nullcontext()
 
 
 class DeviceClock:
-    """Points in time at which a device arrives: on CUDA events in its stream, which cost no wait until they are read.
+    """Measures when a device reaches points in time: on a GPU by CUDA events in its stream, which cost no wait until
+    they are read.
 
     Args:
         device: whose; None is the current GPU, or the CPU where there is none.
@@ -44,16 +45,16 @@ class DeviceClock:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._is_cuda = (device is None or device.type == "cuda") and torch.cuda.is_available()
-        # Events measure times from each other alone: this one stands for a time of the machine's clock.
+        # Events only measure times from each other: this one stands for a time of the machine's clock.
         self._origin_seconds = time.perf_counter()
         self._origin = record_cuda_event(device) if self._is_cuda else None
 
     def mark_point(self) -> Any:
-        """The point in time that the device has reached when it has done all work so far."""
+        """Mark the point in time at which the device has done all its work so far."""
         return record_cuda_event(self._device) if self._is_cuda else time.perf_counter()
 
     def convert_to_seconds(self, point: Any) -> float:
-        """A point in seconds of the machine's monotonic clock. Waits until a GPU has passed it."""
+        """Convert a point to seconds of the machine's monotonic clock. Waits until a GPU has passed it."""
         if self._origin is None:
             return float(point)
         point.synchronize()
@@ -61,7 +62,8 @@ class DeviceClock:
 
 
 def record_cuda_event(device: torch.device | None) -> torch.cuda.Event:
-    """An event that a GPU passes when it has done all work so far of its current stream; None is the current GPU."""
+    """Record an event that a GPU passes when it has done all work so far of its current stream. None is the current
+    GPU."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
@@ -84,19 +86,19 @@ class GenerationTrace:
         self._clock: DeviceClock | None = None
 
     def clear_records(self) -> None:
-        """Forgets what was recorded."""
+        """Forget all records."""
         self._events.clear()
         self._waits.clear()
         self._marks.clear()
         self._clock = None
 
     def mark_step(self) -> None:
-        """Records that the first step begins, or that a step has ended."""
+        """Record that the first step begins, or that a step has ended."""
         if self.on:
             self._marks.append(self.mark_point())
 
     def record_wait(self, kind: str) -> AbstractContextManager[None]:
-        """Records that this rank waits for messages of a kind within."""
+        """Record that this rank waits for messages of a kind within."""
         return self._record_wait(kind) if self.on else _NULL_CONTEXT
 
     @contextmanager
@@ -107,13 +109,13 @@ class GenerationTrace:
 
     @contextmanager
     def record_span(self, kind: str, step: int, patch: int | None, branch: int = 0) -> Iterator[None]:
-        """Records what happens within."""
+        """Record the op within this context."""
         start = self.mark_point()
         yield
         self.record_op(kind, step, patch, branch, start)
 
     def mark_point(self) -> Any:
-        """A point in time on the device's own clock; None while the trace is off."""
+        """Mark a point in time on the device's own clock. None while the trace is off."""
         if not self.on:
             return None
         if self._clock is None:
@@ -121,20 +123,20 @@ class GenerationTrace:
         return self._clock.mark_point()
 
     def record_op(self, kind: str, step: int, patch: int | None, branch: int, start: Any) -> None:
-        """Records an op that began at `start` and ends now."""
+        """Record an op that began at `start` and ends now."""
         if self.on and start is not None:
             self._events.append(TraceEvent(kind, step, patch, branch, start, self.mark_point()))
 
     def list_events(self) -> list[TraceEvent]:
-        """The ops that were recorded. Waits for the GPU."""
+        """List the recorded ops. Waits for the GPU."""
         return [self._read_clock(event) for event in self._events]
 
     def list_waits(self) -> list[TraceEvent]:
-        """The waits, as events. Waits for the GPU."""
+        """List the waits as events. Waits for the GPU."""
         return [self._read_clock(wait)._replace(kind=f"wait {wait.kind}") for wait in self._waits]
 
     def measure_waits(self) -> tuple[list[float], dict[str, list[float]]]:
-        """The seconds of each step, and how many of them this rank waited, by kind. Waits for the GPU."""
+        """Measure the seconds of each step, and this rank's waits among them, by kind. Waits for the GPU."""
         if self._clock is None:
             return [], {}
         marks = [self._clock.convert_to_seconds(mark) for mark in self._marks]
@@ -149,7 +151,7 @@ class GenerationTrace:
 
 
 def sum_waits_by_step(waits: Sequence[TraceEvent], marks: Sequence[float]) -> dict[str, list[float]]:
-    """Seconds of waiting in each step, by kind.
+    """Sum the seconds of waiting in each step, by kind.
 
     Args:
         waits: in any order. Where two overlap, the time counts for the one that began first.
@@ -168,7 +170,7 @@ def sum_waits_by_step(waits: Sequence[TraceEvent], marks: Sequence[float]) -> di
 
 
 def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]]) -> None:
-    """Writes a Chrome trace: one row per rank, one slice per op, times in microseconds from the first.
+    """Write a Chrome trace: one row per rank, one slice per op, times in microseconds from the first.
 
     Raises:
         OSError: if it cannot be written.

@@ -33,14 +33,14 @@ IncomingShapes = Sequence[tuple[int, Sequence[int]]]
 StartWorks = Callable[[], Sequence[dist.Work]]
 """Starts messages in memory that it knows."""
 Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], StartWorks]
-"""(what is sent, memory for what arrives) -> what starts the messages."""
+"""(tensors to send, memory for what arrives) -> a function that starts the messages."""
 KeepMessage = Callable[[int, Sequence[int], Tensor], Tensor]
 """(number of a message, its shape, like) -> memory that stays from step to step."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and messages that this rank has sent, by kind.
+    """The bytes and messages that this rank has sent, by kind.
 
     Attributes:
         trace: records the times of waits while it is on; code that waits for messages runs within its `record_wait`.
@@ -53,18 +53,18 @@ class Traffic:
     packings: Mapping[str, VectorPacking] = field(default_factory=dict, compare=False)
 
     def count_message(self, kind: str, size: int) -> None:
-        """Adds one message."""
+        """Add one message."""
         self.bytes[kind] = self.bytes.get(kind, 0) + size
         self.calls[kind] = self.calls.get(kind, 0) + 1
 
     def reset_counts(self) -> None:
-        """Starts from zero."""
+        """Reset the counts to zero."""
         self.bytes.clear()
         self.calls.clear()
 
 
 class PostedReceive(NamedTuple):
-    """A receive that was posted."""
+    """A posted receive."""
 
     key: Any
     work: dist.Work
@@ -73,7 +73,7 @@ class PostedReceive(NamedTuple):
     unpack: Unpack | None
 
     def wait_for_message(self) -> Tensor:
-        """The message, on the device of `like`, as it was given to `post_receive`."""
+        """Wait for the message, and return it on the device of `like` of `post_receive`."""
         self.work.wait()
         message = self.buffer.to(self.device)
         return message if self.unpack is None else self.unpack(message)
@@ -105,7 +105,7 @@ class PeerChannel:
         self._traffic = traffic
         self._shared = shared
         self._packing = traffic.packings.get(kind)
-        # With each message the tensor that it was made of, which is another one where gloo sends from the CPU.
+        # Each message is kept with the tensor that it was made of, which is another one where gloo sends from the CPU.
         self._sending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
         self._sent = 0
@@ -113,20 +113,20 @@ class PeerChannel:
 
     @property
     def num_open_receives(self) -> int:
-        """Receives that were posted and whose message was not yet asked for."""
+        """Count the receives whose message was not yet asked for."""
         return len(self._posted)
 
     def occupies_device(self, device: torch.device) -> bool:
-        """Whether a receive for a device runs on it until its message is there, as NCCL's do."""
+        """Return whether a receive for a device runs on it until its message is there, like NCCL's."""
         return is_on_gpu(device, self._group)
 
     def open_connection(self, device: torch.device, *, sends: bool) -> None:
-        """Sends or receives one uncounted byte: NCCL makes the communicator of a pair when it is first used."""
+        """Send or receive one uncounted byte. NCCL makes the communicator of a pair when it is first used."""
         byte = torch.zeros(1, dtype=torch.uint8, device=choose_transfer_device(device, self._group))
         self._start_transfer(byte, sends=sends).wait()
 
     def send_tensor(self, message: Tensor) -> None:
-        """Starts to send; returns at once."""
+        """Start to send, and return at once."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         if self._packing is not None:
@@ -144,7 +144,7 @@ class PeerChannel:
         self._traffic.count_message(self._kind, staged.nbytes)
 
     def _wait_for_send(self, message: Tensor) -> None:
-        """Waits until a tensor has left, if it is being sent."""
+        """Wait until a tensor has left, if it is being sent."""
         # Sends end in their order, so those that began later may stay under way.
         for later_sends, (_, _, sent) in enumerate(reversed(self._sending)):
             if sent is message:
@@ -152,13 +152,13 @@ class PeerChannel:
                 return
 
     def release_old_sends(self) -> None:
-        """Releases tensors that were sent before the last call; they must have arrived, so that it never waits."""
+        """Release tensors that were sent before the last call. They must have arrived, so this never waits."""
         # gloo reports that a message has arrived only to code that waits for it: otherwise all of them would be kept.
         self._wait_for_sends(self._sent - self._sent_before)
         self._sent_before = self._sent
 
     def post_receive(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
-        """Starts to receive the next message, of a shape and `like`'s dtype and device."""
+        """Start to receive the next message, of a shape and `like`'s dtype and device."""
         dtype = like.dtype
         unpack: Unpack | None = None
         if self._packing is not None:
@@ -169,7 +169,7 @@ class PeerChannel:
         self._posted.append(PostedReceive(key, self._start_transfer(buffer, sends=False), buffer, like.device, unpack))
 
     def receive_message(self, key: Any) -> Tensor:
-        """Waits for the first posted message. Raises `RuntimeError` if it was not posted as `key`'s."""
+        """Wait for the first posted message. Raises `RuntimeError` if it was not posted as `key`'s."""
         receipt = self._posted.popleft()
         if receipt.key != key:
             raise RuntimeError(f"message {key} was expected and {receipt.key} was posted first")
@@ -177,12 +177,12 @@ class PeerChannel:
             return receipt.wait_for_message()
 
     def flush_sends(self) -> None:
-        """Waits until all sends are done."""
+        """Wait until all sends are done."""
         with self._traffic.trace.record_wait(self._kind):
             self._wait_for_sends(0)
 
     def _wait_for_sends(self, remaining: int) -> None:
-        """Waits until no more than so many sends are under way."""
+        """Wait until at most `remaining` sends are under way."""
         while len(self._sending) > remaining:
             work, *messages = self._sending.popleft()
             work.wait()
@@ -202,7 +202,7 @@ class PeerChannel:
 
 
 class AsyncReduction:
-    """Whole numbers of all ranks of a group that are being reduced, to the largest by default.
+    """A reduction under way of whole numbers of all ranks of a group, to the largest by default.
 
     Args:
         group: the ranks; None is this rank alone.
@@ -223,7 +223,7 @@ class AsyncReduction:
             traffic.count_message("control", self._numbers.nbytes)
 
     def wait_for_numbers(self) -> list[int]:
-        """Waits for all ranks and returns what the numbers were reduced to."""
+        """Wait for all ranks, and return the reduced numbers."""
         if self._work is not None:
             with self._traffic.trace.record_wait("control"):
                 self._work.wait()
@@ -269,7 +269,7 @@ class PendingMessages:
     recorded: PendingMessages | None = None
 
     def start(self) -> PendingMessages:
-        """Starts the messages, now and whenever the call that is recorded is played."""
+        """Start the messages, now and whenever the recorded call is played."""
         recording = CURRENT.recording
         if recording is not None and not CURRENT.is_exchanging:
             borrowed = [recording.borrow(x) for x in self.sent]
@@ -288,7 +288,7 @@ class PendingMessages:
                 self.staged = [x.to(transfer_device) for x in self.sent]
                 self.landing = [torch.empty_like(x, device=transfer_device) for x in self.received]
             self.start_works = self.prepare(self.staged, self.landing)
-        # A tape starts the works again, which send from the memory that was staged first.
+        # When a tape starts the works again, they send from the memory that was staged first.
         elif self.staged is not self.sent:
             for copy, x in zip(self.staged, self.sent, strict=True):
                 copy.copy_(x)
@@ -296,7 +296,7 @@ class PendingMessages:
         return self
 
     def wait_for_tensors(self) -> list[Tensor]:
-        """Waits; returns the received tensors, in order."""
+        """Wait, and return the received tensors, in order."""
         if CURRENT.recording is None:
             self.wait_for_works()
         elif self.recorded is not None:
@@ -306,7 +306,7 @@ class PendingMessages:
         return self.list_received()
 
     def list_received(self) -> list[Tensor]:
-        """The received tensors, in order, once their messages were waited for."""
+        """Return the received tensors, in order, after the wait for their messages."""
         tensors = self.received
         if self.own_part is not None:
             rank, own = self.own_part
@@ -316,7 +316,7 @@ class PendingMessages:
         return [self.unpack(x) for x in tensors]
 
     def wait_for_works(self) -> None:
-        """Waits; what arrives is in its memory then."""
+        """Wait until everything that arrives is in its memory."""
         messages = self.recorded or self
         works = messages.works
         # A work must not be waited for twice: gloo would wait for another message.
@@ -341,7 +341,7 @@ def start_all_to_all(
     traffic: Traffic,
     kind: str,
 ) -> PendingMessages:
-    """Starts to send consecutive runs of vectors to the ranks of a group, and to receive runs from them.
+    """Start to send consecutive runs of vectors to the ranks of a group, and to receive runs from them.
 
     Args:
         x: `[vectors, n]`, contiguous: the runs to send, in rank order.
@@ -377,7 +377,7 @@ def start_exchange(
     kind: str,
     keep: KeepMessage | None = None,
 ) -> PendingMessages:
-    """Starts messages to and from several peers at once.
+    """Start messages to and from several peers at once.
 
     Args:
         sends: what goes to whom.
@@ -415,7 +415,7 @@ def start_gather(
     traffic: Traffic,
     kind: str,
 ) -> PendingMessages:
-    """Starts to exchange `x` with every rank of a group; theirs have these shapes. All arrive, in rank order.
+    """Start to exchange `x` with every rank of a group. Theirs have these shapes. All arrive, in rank order.
 
     Counted as one message, of the bytes of `x` times the number of other ranks.
     """
@@ -429,7 +429,7 @@ def start_gather(
         shapes = [packing.pack_shape(shape) for shape in shapes]
         x = packing.pack_vectors(x)
     size = (len(shapes) - 1) * x.nbytes
-    # `all_gather` takes parts of one shape alone.
+    # `all_gather` takes only parts of one shape.
     if len(set(shapes)) == 1:
         x = x.contiguous()
         everyone = [torch.empty_like(x) for _ in shapes]
@@ -448,7 +448,7 @@ def start_gather(
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False) -> None:
-    """Exchanges one uncounted byte in a group: NCCL makes a communicator when all ranks first use it.
+    """Exchange one uncounted byte in a group. NCCL makes a communicator when all ranks first use it.
 
     Args:
         group: the group; all its ranks must call this.
@@ -471,7 +471,7 @@ def start_shift(
     traffic: Traffic,
     kind: str,
 ) -> PendingMessages:
-    """Starts to send `x` to the next rank of a ring, and to receive from the rank before, in this shape."""
+    """Start to send `x` to the next rank of a ring, and to receive from the rank before, in this shape."""
     own_rank = dist.get_rank(group)
     next_rank = (own_rank + 1) % group.size()
     rank_before = (own_rank - 1) % group.size()
@@ -490,7 +490,7 @@ def _start_messages(
     keep: KeepMessage | None = None,
     unpack: Unpack | None = None,
 ) -> PendingMessages:
-    """Starts all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones never go.
+    """Start all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones never go.
 
     `sizes` are the bytes of each message, as they are counted.
     """
@@ -507,7 +507,7 @@ def _start_messages(
         if keep is None:
             received.append(torch.empty(shape, dtype=like.dtype, device=like.device))
         else:
-            # The first ones are sent.
+            # The first messages are sent, so received ones are counted after them.
             received.append(keep(len(messages) + index, shape, like))
 
     def prepare(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
@@ -528,7 +528,7 @@ def _start_messages(
 
 
 def _keep_messages(messages: list[Tensor], keep: KeepMessage) -> list[Tensor]:
-    """The same messages in memory that stays; one that goes to several peers is copied once."""
+    """Copy messages to memory that stays. One that goes to several peers is copied once."""
     kept: dict[int, Tensor] = {}
     for index, message in enumerate(messages):
         if id(message) not in kept:
@@ -547,7 +547,7 @@ def _start_collective(collective: Callable[..., dist.Work | None], *tensors: Any
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
-    """Starts to send `x` of group rank `source` to all others, where it has the same shape. One tensor arrives."""
+    """Start to send `x` of group rank `source` to all others, where it has the same shape. One tensor arrives."""
     sizes = []
     if dist.get_rank(group) == source:
         sizes.append((group.size() - 1) * x.nbytes)
@@ -562,7 +562,7 @@ def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: T
 
 
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
-    """`tensor` of group rank `source`, on every rank; the others give one of the same shape and dtype."""
+    """Broadcast `tensor` of group rank `source` to every rank. The others give one of the same shape and dtype."""
     staged = tensor.contiguous().to(choose_transfer_device(tensor.device, group))
     with traffic.trace.record_wait(kind):
         dist.broadcast(staged, group=group, group_src=source)
@@ -574,7 +574,7 @@ def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traf
 
 
 def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Traffic, kind: str) -> Tensor:
-    """A small CPU tensor of every rank of a CPU group, stacked in rank order: `[ranks, ...]`."""
+    """Gather a small CPU tensor of every rank of a CPU group, stacked in rank order: `[ranks, ...]`."""
     if group is None:
         return numbers[None]
     everyone = [torch.empty_like(numbers) for _ in range(group.size())]
@@ -585,7 +585,7 @@ def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Tr
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank. It goes as JSON over a CPU group; no pickle."""
+    """Gather `value` of every rank, in rank order, on every rank. It goes as JSON over a CPU group; no pickle."""
     if group is None:
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -604,7 +604,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def describe_dtype(tensor: Tensor) -> str:
-    """The dtype of a tensor, as it travels in JSON: its name in `torch`."""
+    """Return the name of a tensor's dtype in `torch`, in which form it travels in JSON."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -615,7 +615,8 @@ def broadcast_named_tensors(
     device: torch.device,
     traffic: Traffic,
 ) -> dict[str, Tensor]:
-    """Named tensors of group rank 0 for a callback, on every rank, whatever their shapes. The headers are JSON."""
+    """Broadcast named tensors of group rank 0 for a callback to every rank. They may have any shape. The headers are
+    JSON."""
     if group is None:
         return tensors
     own_headers = {name: [describe_dtype(t), list(t.shape)] for name, t in tensors.items()}
@@ -640,12 +641,12 @@ def _require_work(work: dist.Work | None) -> dist.Work:
 
 
 def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether the GPU itself sends and receives messages of a device, as NCCL's."""
+    """Return whether the GPU itself sends and receives messages of a device, like NCCL's."""
     return choose_transfer_device(device, group).type != "cpu"
 
 
 def choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """The device on which a message must be: gloo cannot see a GPU, and NCCL alone sees nothing else."""
+    """Choose the device on which a message must be. gloo cannot see a GPU, and NCCL by itself sees nothing else."""
     backends = dist.get_backend_config(group)
     if device.type == "cuda" and "nccl" not in backends:
         return torch.device("cpu")
@@ -673,10 +674,10 @@ class HostCopy:
             self._done.record(torch.cuda.current_stream(numbers.device))
 
     def wait_for_numbers(self) -> Tensor:
-        """The numbers, on the CPU."""
+        """Wait for the numbers, and return them on the CPU."""
         if not self.is_read:
             self._done.synchronize()
-            # A copy, because another one may use the row from now on.
+            # The numbers are copied, because another copy may use the row from now on.
             self._numbers = self._numbers.clone()
             self.is_read = True
         return self._numbers
@@ -697,18 +698,18 @@ class HostRows:
         self._copies: dict[int, ReferenceType[HostCopy]] = {}
 
     def allocate_rows(self, device: torch.device) -> None:
-        """Allocates the rows, once, if the device is a GPU."""
+        """Allocate the rows, once, if the device is a GPU."""
         if device.type == "cuda" and not self._rows:
             self._rows = list(torch.empty(self.COUNT, self.BYTES, dtype=torch.uint8, pin_memory=True))
 
     def start_copy(self, numbers: Tensor) -> HostCopy:
-        """Starts to copy numbers of any device to the host."""
+        """Start to copy numbers of any device to the host."""
         if numbers.device.type != "cuda":
             return HostCopy(numbers, None)
         index = self._find_free_row(numbers.nbytes)
         row = self._rows[index][: numbers.nbytes].view(numbers.dtype).view(numbers.shape)
         copy = HostCopy(numbers, row)
-        # A weak reference: a copy that nobody will read leaves its row to others.
+        # The reference is weak: a copy that nobody will read leaves its row to others.
         self._copies[index] = ref(copy)
         return copy
 

@@ -1,4 +1,4 @@
-"""Messages in fewer bytes: numbers of eight bits, and their scales in the same message.
+"""Sends messages in fewer bytes: numbers of eight bits, and their scales in the same message.
 
 A message `[..., n]` travels as bytes `[..., n + 2 g]`: the n codes of a vector, and after them g scales in bf16, by
 which the largest number of each run of n / g gets the largest code. A vector is a token's activation, or a head of its
@@ -29,14 +29,14 @@ from ditile.plan.plan import Plan
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 """The scale of numbers that are all zero."""
 ROUND_UP = 1 + torch.finfo(torch.bfloat16).eps
-"""A scale that was rounded down would make codes that are too large."""
+"""A factor on each scale: one that was rounded down would make codes that are too large."""
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST_CODE = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": torch.iinfo(torch.int8).max}
 
 
 @dataclass(frozen=True, slots=True)
 class VectorPacking:
-    """How vectors are packed.
+    """The packing of vectors.
 
     Attributes:
         wire_dtype: "fp8" or "int8".
@@ -45,7 +45,7 @@ class VectorPacking:
     wire_dtype: str
 
     def pack_vectors(self, x: Tensor) -> Tensor:
-        """`[..., n]` of any floating type to bytes `[..., n + 2 g]`."""
+        """Pack `[..., n]` of any floating type into bytes `[..., n + 2 g]`."""
         shape = x.shape[:-1]
         size = x.shape[-1]
         code_dtype = CODES[self.wire_dtype]
@@ -64,7 +64,7 @@ class VectorPacking:
         return packed
 
     def unpack_vectors(self, packed: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        """Bytes `[..., n + 2 g]` to `[..., n]` of a type, where n is `size`."""
+        """Unpack bytes `[..., n + 2 g]` to `[..., n]` of a type, with n as `size`."""
         # A copy, because bytes that follow others need not begin where a number of two bytes may.
         scales = packed[..., size:].contiguous().view(torch.bfloat16).to(torch.float32)
         codes = packed[..., :size].view(CODES[self.wire_dtype]).to(torch.float32)
@@ -73,13 +73,13 @@ class VectorPacking:
         return codes.to(dtype)
 
     def pack_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a message of this shape, packed."""
+        """Return the shape of a packed message."""
         size = shape[-1]
         return (*shape[:-1], size + size // find_scaled_run(self.wire_dtype, size) * SCALE_BYTES)
 
 
 def select_packings(plan: Plan) -> Mapping[str, VectorPacking]:
-    """How messages of each kind are packed under a plan; kinds that are not there travel as they are."""
+    """Select the packing of each kind of messages under a plan. Kinds that are not there travel unpacked."""
     if plan.wire_dtype is None:
         return {}
     return dict.fromkeys(PACKED_KINDS, VectorPacking(plan.wire_dtype))

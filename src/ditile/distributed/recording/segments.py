@@ -1,4 +1,4 @@
-"""The operators of a call: which of them cannot be recorded, and what they read and write."""
+"""Watches the operators of a call: which of them cannot be recorded, and what they read and write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNFIT_TAGS = {
     torch.Tag.dynamic_output_shape: "whose numbers decide on a size",
     torch.Tag.nondeterministic_seeded: "which is random",
 }
-"""Operators of these kinds would give what they gave when they were recorded."""
+"""Operators of these kinds would repeat what they gave when they were recorded."""
 INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 """Operators whose sizes depend on numbers only where they index by a mask."""
 
@@ -50,14 +50,14 @@ class OperatorWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: compiled code stays compiled under the watch."""
+        """Return True: compiled code stays compiled under the watch."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Quantized weights do it by operators on their parts, which come here again.
+        # Quantized weights run their operators on their parts, which come here again.
         if any(map(has_own_operators, types)):
             return NotImplemented
-        # What messages do to tensors is not part of a segment.
+        # Operations of messages on tensors are not part of a segment.
         if CURRENT.is_exchanging:
             return func(*args, **(kwargs or {}))
         if func in OPERATORS_IN_PYTHON:
@@ -86,12 +86,12 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def has_own_operators(tensor_class: type) -> bool:
-    """Whether tensors of a class consist of others, as quantized weights do."""
+    """Return whether tensors of a class consist of others, as quantized weights do."""
     return hasattr(tensor_class, "__tensor_flatten__")
 
 
 def list_written_tensors(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call of an operator writes in place."""
+    """List the tensors that a call of an operator writes in place."""
     written: list[Tensor] = []
     if operator._schema.is_mutable:
         for index, argument in enumerate(operator._schema.arguments):
@@ -104,7 +104,7 @@ def list_written_tensors(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _find_operator_problem(operator: Any, inputs: list[Tensor], outputs: list[Tensor]) -> str:
-    """Why a call of an operator cannot be recorded, or nothing."""
+    """Return the reason why a call of an operator cannot be recorded. Empty if it can."""
     name = operator._schema.name
     is_by_mask = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
     # Attention counts as random because of its dropout, which models of diffusers do not use.
@@ -124,5 +124,5 @@ def _find_operator_problem(operator: Any, inputs: list[Tensor], outputs: list[Te
 
 
 def list_tensors(values: Any) -> list[Tensor]:
-    """The tensors within nested values, in order."""
+    """List the tensors within nested values, in order."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""Tapes: what a call of the model does on this rank, captured once and played in later steps.
+"""Tapes: the actions of a call of the model on this rank, captured once and played in later steps.
 
 A tape is a list of actions. Segments of what the device computes are captured, as CUDA graphs are; between them are
 messages, which the host starts and waits for each time. To play a tape runs no Python code of the call.
@@ -33,17 +33,17 @@ class Segments(Protocol):
         """Begin a segment; after an error none is open."""
 
     def close(self) -> Action | None:
-        """End the segment, of which nothing was computed; return what computes it, or None if there is nothing."""
+        """End the segment, of which nothing was computed. Returns what computes it, or None if there is nothing."""
 
     def abandon(self) -> None:
-        """End the segment, if one is open: what was captured is of no use. Never raises."""
+        """End the segment, if one is open. Its capture is dropped. Never raises."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """Return the same memory, which may be used for something else once the call has dropped the tensor."""
+        """Return the same memory. It may be used for something else once the call has dropped the tensor."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that segments share, as far as they did not get them from outside."""
+        """Return the bytes that segments share, except those from outside."""
 
 
 class Message(NamedTuple):
@@ -74,7 +74,7 @@ class Tape:
         self.num_messages = 0
 
     def play(self) -> None:
-        """Do what the call did, on the same memory."""
+        """Repeat the call on the same memory."""
         for action in self.actions:
             action()
 
@@ -97,7 +97,7 @@ class CodeCall:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Hear the messages of this thread within."""
+        """Record the messages of this thread within this context."""
         CURRENT.recording = self
         try:
             yield
@@ -105,13 +105,13 @@ class CodeCall:
             CURRENT.recording = None
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """Return the tensor: the call's code keeps what it needs."""
+        """Return the tensor unchanged. The call's code keeps what it needs."""
         return tensor
 
     def exchange(
         self, action: Action, sent: Sequence[Tensor], received: Sequence[Tensor], wait: Action | None = None
     ) -> None:
-        """Do an action on messages; `wait` waits for them, if they are under way after it."""
+        """Do an action on messages. `wait` waits for them, if they are under way after it."""
         with hide_from_recording():
             copies = self._keep_all(sent)
             action()
@@ -123,14 +123,14 @@ class CodeCall:
         self.exchange(partial(send, tensor), [tensor], [])
 
     def receive_tensors(self, receive: Callable[[], Sequence[Tensor]], pass_over: Action) -> list[Tensor]:
-        """Return what an action returns."""
+        """Return the tensors that an action returns."""
         with hide_from_recording():
             received = list(receive())
             self.messages.append(Message([], self._keep_all(received)))
         return received
 
     def note(self, action: Action, *, captures: bool = True) -> None:
-        """Do what changes numbers of the host alone."""
+        """Do an action that changes only numbers of the host."""
         action()
 
     def _keep_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -163,7 +163,7 @@ class Recording:
 
     @contextmanager
     def record_within(self) -> Iterator[None]:
-        """Capture what this thread does within."""
+        """Capture the work of this thread within this context."""
         self._segments.open()
         CURRENT.recording = self
         try:
@@ -182,7 +182,7 @@ class Recording:
             self.tape.num_segments += 1
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """Return the memory of a tensor for messages; the call must keep the tensor until they are over."""
+        """Return the memory of a tensor for messages. The call must keep the tensor until they are over."""
         with hide_from_recording():
             return self._segments.borrow(tensor)
 
@@ -214,7 +214,7 @@ class Recording:
         self.exchange(copy_and_send, [message], [])
 
     def receive_tensors(self, receive: Callable[[], Sequence[Tensor]], pass_over: Action) -> list[Tensor]:
-        """Return memory that stays for what an action returns: in each play it comes in other memory.
+        """Return memory that stays for the tensors of an action. In each play they come in other memory.
 
         `pass_over` does what the action does to numbers of the host.
         """
@@ -222,7 +222,7 @@ class Recording:
         pass_over()
         landed: list[Tensor] = []
         with hide_from_recording():
-            # The message of the code that has the same number.
+            # This is the message of the code with the same number.
             for heard in self._code.messages[self.tape.num_messages].received:
                 landed.append(torch.empty_like(heard, device=self._device))
 
@@ -236,7 +236,7 @@ class Recording:
         return landed
 
     def note(self, action: Action, *, captures: bool = True) -> None:
-        """Put what changes numbers of the host alone into the tape; no segment ends."""
+        """Put an action that changes only numbers of the host into the tape. No segment ends."""
         self.notes.add(len(self.tape.actions))
         self.tape.actions.append(action)
         if captures:
@@ -265,7 +265,7 @@ CURRENT = _Current()
 
 @contextmanager
 def hide_from_recording() -> Iterator[None]:
-    """Hide from a recorded call what is done within: messages, and what is computed once for several calls."""
+    """Hide from a recorded call the work within this context: messages, and what is computed once for several calls."""
     was_exchanging = CURRENT.is_exchanging
     CURRENT.is_exchanging = True
     try:
@@ -275,7 +275,7 @@ def hide_from_recording() -> Iterator[None]:
 
 
 def exchange_tensors(action: Callable[..., None], sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """Do an action on messages in these tensors; if a call is recorded, do it whenever its tape is played.
+    """Do an action on messages in these tensors. If a call is recorded, do it whenever its tape is played.
 
     Args:
         action: called with the tensors.
@@ -292,7 +292,7 @@ def exchange_tensors(action: Callable[..., None], sent: Sequence[Tensor], receiv
 
 
 def note_action(action: Action, *, captures: bool = True) -> None:
-    """Do what changes numbers of the host alone; if a call is recorded, do it whenever its tape is played.
+    """Do an action that changes only numbers of the host. If a call is recorded, do it whenever its tape is played.
 
     `captures` says whether it is also done while the call is captured, after its code has done it.
     """
