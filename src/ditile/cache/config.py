@@ -71,7 +71,11 @@ class Fields:
     as_dict = values
 
     def update(self, **changes: Any) -> None:
-        """Raise `ModelError`: a config does not change; `reset` makes another one."""
+        """Refuse to change a config; `reset` makes another one.
+
+        Raises:
+            ModelError: always.
+        """
         raise ModelError(f"a {type(self).__name__} does not change; write config = config.reset(..)")
 
     empty = update

@@ -135,7 +135,7 @@ def locate_number(weight: Any, dim: int, number: int) -> int:
 def unpack_weight(linear: Any) -> Tensor:
     """Return the weight of a Linear in the form its own forward multiplies."""
     weight: Tensor = linear.weight
-    # The weights of torchao unpack themselves.
+    # The weights of torchao unpack themselves when they are multiplied.
     if type(weight).__name__ != "GGUFParameter":
         return weight
     from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor

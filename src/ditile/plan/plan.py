@@ -430,7 +430,11 @@ class Plan:
         return json.dumps(self.to_dict())
 
     def check_world(self, world: int) -> None:
-        """Raise `PlanError` unless the plan uses all of `world` ranks."""
+        """Check that the plan uses all of `world` ranks.
+
+        Raises:
+            PlanError: if it uses another number.
+        """
         if world != self.world:
             start = f"start {self.world}"
             if world == 1:
@@ -453,7 +457,11 @@ class Plan:
         return lines
 
     def check(self, facts: Facts) -> None:
-        """Raise `PlanError` with all reasons of `illegal`, if there are any."""
+        """Check the plan against a model and a call.
+
+        Raises:
+            PlanError: with all reasons of `illegal`, if there are any.
+        """
         violations = self.illegal(facts)
         if violations:
             raise PlanError("; and ".join(violations))

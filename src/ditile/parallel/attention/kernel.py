@@ -220,7 +220,7 @@ def run_fused_kernel(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     bias = None if mask is None else _make_additive_mask(mask, q, k)
     if not name:
-        # Flash takes no mask.
+        # Flash does not take a mask, so a call with one uses another kernel.
         name = choose_fused_kernel(q.device, q.dtype, size) if bias is None else "efficient"
     if is_on_cpu:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)

@@ -34,7 +34,7 @@ from ditile.model.hooks.pieces import Piece, list_predictions
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
 
-# Bytes are counted under these kinds.
+# Traffic is counted in bytes under these kinds.
 CFG = "cfg"
 LATENTS = "data"
 PICTURES = "pictures"

@@ -205,11 +205,11 @@ class PipeFusion:
         self._taken.clear()
         del self.generation
 
-    # The loop calls the methods below.
+    # The loop of the pipeline calls the methods below.
 
     def prepare_step(self, step: int, schedule: PatchSchedule) -> None:
         """Prepare for a step; `schedule` now says for certain whether another one follows."""
-        # Messages sent two steps ago have arrived, because the last step began with what they led to.
+        # Messages sent two steps ago have arrived, because the last step began with their consequences.
         for channel in self._list_send_channels():
             channel.release_old_sends()
         if self.warmup_group is not None:
@@ -657,7 +657,7 @@ class PipeFusion:
                     f"blocks made {message.dtype} of {self._dtype}, which the next stage waits for, as under "
                     "torch.autocast they may; give the pipeline one dtype instead, or use pipefusion=1"
                 )
-            # The shape is explained in `_compute_activation_shape`.
+            # The reason for this shape is explained in `_compute_activation_shape`.
             self._activations_out.send_tensor(message.unflatten(1, (-1, math.gcd(*widths))))
 
     def _record_compute(self) -> None:

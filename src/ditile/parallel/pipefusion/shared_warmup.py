@@ -223,7 +223,7 @@ class WarmupGroup:
                 f"{layer} masks keys, which warmup_mode=separate does not gather along a group of {self.size}; use "
                 "warmup_ranks=1 or another warmup_mode"
             )
-        # Some backends cannot send booleans.
+        # Some backends cannot send booleans, so they are sent as bytes.
         flat = own.to(torch.uint8) if own.dtype == torch.bool else own
         shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
         parts = start_gather(flat, shapes, self._axis.group, self._traffic, MASKS).wait_for_tensors()

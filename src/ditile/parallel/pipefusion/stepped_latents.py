@@ -170,7 +170,7 @@ class SteppedLatents:
                 f"the patches of {self._name} overlap in its latents, or leave some out, as {cause}; {remedy} "
                 f"{suggest_whole_images()}"
             )
-        # The first sample has the initial latents; the others are what the pipeline makes from the same latents.
+        # The first sample has the initial latents; the others have the pipeline's changes to the same latents.
         first, second, *later = self._samples
         self.is_blended = not torch.equal(first, second)
         if any(not torch.equal(second, sample) for sample in later):

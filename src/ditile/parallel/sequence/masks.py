@@ -107,7 +107,7 @@ class GatheredKeyMaskSource:
         return KeyPaddingMask(tuple(ring_masks))
 
     def _gather_rank_masks(self, mask: Tensor, tokens: LayerTokens) -> list[Tensor]:
-        # Some backends cannot send booleans.
+        # Some backends cannot send booleans, so they are sent as bytes.
         flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         shapes = [(*mask.shape[:3], length) for length in tokens.rank_lengths]
         parts = start_gather(flat, shapes, self._axis.group, self._traffic, KIND).wait_for_tensors()

@@ -124,7 +124,7 @@ class UlyssesExchange(HeadExchange):
         v_BPNH = self._repeat_uneven_heads(v_BPNH, num_heads)
         if keys is tokens:
             return self._exchange_tensors((q_BPNH, k_BPNH, v_BPNH), tokens)
-        # If the queries are of other tokens than the keys, they travel in a separate message.
+        # If the queries belong to other tokens than the keys, they are sent in a separate message.
         queries = self._exchange_tensors((q_BPNH,), tokens)
         return queries + self._exchange_tensors((k_BPNH, v_BPNH), keys)
 

@@ -67,7 +67,7 @@ class TensorCollectives:
         self._count_traffic(2 * x.nbytes)
         if staged is not x:
             x.copy_(staged)
-        # torch does not count what messages write.
+        # torch does not count writes by messages in a tensor's version.
         torch.autograd.graph.increment_version(x)
 
     def sum_and_scatter(self, x: Tensor, streams: Sequence[int]) -> Tensor:

@@ -401,7 +401,7 @@ def _gather_features(cuts: TensorCuts, over_ranks: TensorMap, share: Tensor) -> 
 
 def _norm_across_ranks(norm: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Tensor) -> Tensor:
     """Compute an RMS norm over channels on all ranks, by summing their squares over the ranks."""
-    # The dtypes follow diffusers' RMSNorm.
+    # The dtypes are those of diffusers' RMSNorm, so that results are the same.
     wide = x.float()
     sum_of_squares = over_ranks(wide.square().sum(-1, keepdim=True))
     mean_of_squares = sum_of_squares / cuts.measure_whole(x.shape[-1])

@@ -231,7 +231,7 @@ def _find_own_module(encoder: nn.Module, path: str) -> nn.Module | None:
         if following is None:
             break
         module = following
-        # The module is on another rank.
+        # The module is on another rank, so its weights are not a surplus here.
         if is_placeholder(module):
             return None
     return None if module is encoder else module

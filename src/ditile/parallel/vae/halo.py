@@ -214,7 +214,7 @@ class GroupLinks:
 
     Args:
         axis: the ranks of an image.
-        traffic: counts what is sent, as "vae".
+        traffic: counts the sent bytes under "vae".
     """
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
@@ -367,7 +367,7 @@ class Strip:
         if self._rank == 0:
             receives = []
             for rank, size in enumerate(self.rows.rows_per_rank):
-                # A rank without rows sends nothing.
+                # A rank without rows sends nothing, so nothing is expected from it.
                 if rank and size:
                     receives.append((rank, replace_height(x, size)))
             strips = self._links.start_exchange([], receives, x).wait_for_tensors()

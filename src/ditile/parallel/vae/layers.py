@@ -399,7 +399,7 @@ class RowFunctions(TorchFunctionMode):
                 f"a coder attends to {length} tokens in {own} rows of {self._width} and {self._frames} frames"
                 f"{causally}, so that it cannot be divided by rows; use vae=whole"
             )
-        # One message carries keys and values.
+        # One message is enough for keys and values.
         pairs = torch.cat([key, value], dim=-1).movedim(-2, 0)
         # Every rank must take part in the gather, even one without rows of its own.
         gathered = self._strip.start_strip_gather(pairs, units=tokens_per_row).wait_for_tensors()

@@ -55,7 +55,7 @@ class ParallelVAE:
     Args:
         vae: the same autoencoder on every rank; slicing and tiling work as before, and each slice or tile is divided.
         axis: the ranks, which must all make the same calls with the same images. It may have one rank.
-        traffic: counts what is sent, as "vae".
+        traffic: counts the sent bytes under "vae".
         block_size: how many rows a convolution makes at a time, to lower the peak of its kernel and of its normalized
             input rows further; None for all.
         gather: who gets the decoded image: "all", or "first". With "first" the others get zeros around their own rows,
