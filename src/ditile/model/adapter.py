@@ -125,7 +125,7 @@ def validate_adapter(adapter: BlockAdapter) -> None:
     """Refuse unknown or contradictory fields.
 
     Raises:
-        ModelError: with the field, its value, and what would work.
+        ModelError: with the field, its value, and a remedy.
     """
     if adapter.pipe is None and adapter.transformer is None:
         raise ModelError("BlockAdapter has neither pipe nor transformer; give one of them")

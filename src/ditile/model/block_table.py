@@ -38,7 +38,7 @@ class TransformerEntry:
         lists: path of a `ModuleList` -> the flow of its blocks.
         apart: path of a list -> the attribute of the transformer with the number of its last blocks that are called on
             another stream, and so are not in the chain.
-        mirrored: whether the last blocks read what the first ones returned, in reverse order: the last block reads the
+        mirrored: whether the last blocks read the results of the first ones, in reverse order: the last block reads the
             result of the first.
         has_rows: whether the first dimension of the tokens, and of all that goes with them, is the batch.
         note: other facts that a cache must know.

@@ -73,7 +73,7 @@ def capture_call(
                 f"{type(transformer).__name__} does not fit its pipeline: {type(pipe).__name__} could not be called to "
                 f"look at it, as it gives its model other arguments than this takes ({error}); give it its own model"
             ) from error
-        # A call in another mode reads what the call in the step before kept.
+        # A call in another mode reads the keys that the call in the step before kept.
         if stepped and describe_mode(call) != describe_mode(captured[0]):
             call.before = captured[0]
             captured.insert(0, call)

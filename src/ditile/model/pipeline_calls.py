@@ -1,6 +1,6 @@
 """Questions that ditile asks of a pipeline of either kind: one class with one call, or a tree of modular blocks.
 
-A modular pipeline (diffusers' `ModularPipeline`) has no code of its own. Its inputs, its loop over timesteps and the
+A modular pipeline (diffusers' `ModularPipeline`) has no code itself. Its inputs, its loop over timesteps and the
 progress bar of that loop belong to the blocks of its tree, of which a user may call any part as a pipeline.
 """
 
@@ -150,7 +150,7 @@ def list_schedulers(pipe: Any) -> list[Any]:
 def list_denoiser_names(pipe: Any) -> list[str]:
     """Return a pipeline's attributes for the models of its loop, first its transformer or U-Net.
 
-    A modular pipeline may have names of its own for two checkpoints of a model.
+    A modular pipeline may use its own names for two checkpoints of a model.
     """
     names = ["transformer", "transformer_2", "unet", "unet_2"]
     if is_modular(pipe):
@@ -536,7 +536,7 @@ def replace_call_globals(
 ) -> Callable[..., Any]:
     """Return a pipeline's call with other values for some global names; its modules stay unchanged.
 
-    Blocks of a modular pipeline that use such a name get a class of their own until the stack is closed.
+    Blocks of a modular pipeline that use such a name get their own class until the stack is closed.
 
     Args:
         pipeline_call: the function of the pipeline's class.

@@ -1,4 +1,4 @@
-"""What ditile knows of FLUX.1, SD3 and PixArt beyond their anatomies: `ModelSpec`s, which are refinements.
+"""Refinements of FLUX.1, SD3 and PixArt beyond their anatomies: their `ModelSpec`s.
 
 Every family is divided by the anatomy derived from it. These specs make three families faster, allow
 `split_scheme=sequence`, or refuse calls that they cannot compute exactly.
@@ -345,7 +345,7 @@ SD3 = ModelSpec(
 # PixArt-alpha and PixArt-sigma: self attention over the image, cross attention to the text (constant per image).
 
 KEY_UNIT = 64
-"""Text keys are left out in units of this size: torch's kernels sum a unit in one order, whatever follows it."""
+"""Text keys are left out in units of this size: torch's kernels sum a unit in one order, independent of later keys."""
 MASKED_BELOW = -9000.0
 """A mask value below it means an attention weight of 0: diffusers writes -10000, which is -9984 in bfloat16."""
 

@@ -122,7 +122,7 @@ def read_block_calls(transformer: nn.Module) -> dict[str, BlockCall]:
     bases = type(transformer).__mro__
     for cls in bases[: bases.index(nn.Module)]:
         functions = [function for function in _parse_methods(cls, lists) if function.name not in overridden]
-        # A class may define a name twice, as a property and its setter; only what a subclass redefines is hidden.
+        # A class may define a name twice, as a property and its setter; only names redefined by a subclass are hidden.
         overridden |= {function.name for function in functions}
         for function in functions:
             for name, call in _find_block_loops(function):

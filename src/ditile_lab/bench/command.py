@@ -47,7 +47,7 @@ class BenchResult:
 
     Attributes:
         tables: for a terminal.
-        remarks: what a reader of the tables must know.
+        remarks: notes that a reader of the tables needs.
     """
 
     tables: list[Table | str]

@@ -1,7 +1,7 @@
 """Measures this machine for a profile: curves of one device, links between ranks, and a fit to real calls.
 
-Every rank computes with the same number of threads. One rank measures the curves. The curves do not show what a kernel
-costs besides its work, so that is fitted to calls of the bundled models.
+Every rank computes with the same number of threads. One rank measures the curves. The curves do not show the cost of a
+kernel besides its work, so it is fitted to calls of the bundled models.
 """
 
 from __future__ import annotations

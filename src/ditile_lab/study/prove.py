@@ -335,7 +335,7 @@ def _check_proof(
     except DitileError as error:
         cause = error
         problem = f"{str(error).replace(StillPipeline.__name__, name)}; or {remedy}"
-    except Exception as error:  # whatever the model runs into where it is given too much or too little
+    except Exception as error:  # the model may raise anything for inputs with too many or too few tokens
         cause = error
         problem = f"it cannot be computed patch by patch: {describe_class_and_text(error)}; {remedy}"
     raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or problem}") from cause
@@ -345,7 +345,7 @@ def _explain_skip(twin: nn.Module, call: Mapping[str, Any]) -> str:
     """Explain that tokens skip blocks; empty if they do not."""
     try:
         skip = find_skip(twin, list_chain(twin), call)
-    except Exception:  # NaN is no index: what refused the model is said without this reason
+    except Exception:  # NaN is not a valid index; the refusal then lacks this reason
         return ""
     if skip is None:
         return ""

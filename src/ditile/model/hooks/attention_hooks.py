@@ -1,4 +1,4 @@
-"""Brings the attention of a block's layers to the cores of a plan, by whatever way the block calls attention.
+"""Routes the attention of a block's layers to the cores of a plan, however the block calls attention.
 
 Layers that go through diffusers' `dispatch_attention_fn`: diffusers passes `processor._parallel_config` verbatim to the
 backend that `processor._attention_backend` names. Layers that call torch's scaled dot-product attention themselves:
@@ -95,7 +95,7 @@ class MaskOfRealPairs:
     """Attention with a mask over pairs, which holds a pair if query and key are both real: a mask of keys says the
     same.
 
-    Nobody reads what padded queries attend to.
+    The results of padded queries are not read.
     """
 
     overlaps = False
@@ -233,7 +233,7 @@ class AttentionRedirect(TorchFunctionMode):
 
 
 NoteAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor | None]
-"""(query, key, value, mask, whether it is causal) -> what a call returns in place of attention; None for attention."""
+"""(query, key, value, mask, whether it is causal) -> the result of a call in place of attention; None for attention."""
 
 
 class AttentionWatch(TorchFunctionMode):

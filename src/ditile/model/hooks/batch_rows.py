@@ -32,7 +32,7 @@ LOG = logging.getLogger("ditile")
 TensorPath = tuple[Any, ...]
 """The path of a tensor in the arguments of a call, in pytree's keys: the argument's name, then keys and indices."""
 _MOST_TABLES = 2
-"""How many arguments may be as long as the batch without having rows."""
+"""The most arguments that may be as long as the batch without having rows."""
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
 """Errors that a model raises if its arguments do not fit each other."""
 _VALUE_NEEDED = (
@@ -134,7 +134,7 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
             for tables in _list_subsets(candidates, noisy):
                 rows = set(_exclude_arguments(candidates, tables))
                 if not probe.is_possible(rows, size):
-                    # If the call is not possible as it is, no other call tells more.
+                    # If the unchanged call is not possible, no other call tells more.
                     if not tables and not probe.is_possible((), batch_size):
                         return None
                     continue

@@ -3,7 +3,7 @@
 The model's own forward keeps tensors of full size. Between consecutive blocks the hooks hand the patch's tokens on
 directly, and the full-size tensors that came in pass through the forward unchanged. Where the forward makes new tokens
 between two blocks (a concatenation, a slice, a ControlNet's residual), and after the last block, it gets a full-size
-tensor with the patch's tokens in their places. So what it does there must act on each token separately.
+tensor with the patch's tokens in their places. So its operations there must act on each token separately.
 
 In a first, cheap pass of each kind of call, blocks return their inputs: it finds how many tokens there are and where
 the forward makes new ones. A rehearsal of a patch writes NaN to the places of its tokens after the last block: the
@@ -71,7 +71,7 @@ class BlockPass(Protocol):
 
 
 class SurveyWatch(Protocol):
-    """Remembers what modules outside of blocks return, such as `OutputMemoizer`."""
+    """Remembers the outputs of modules outside of blocks, such as `OutputMemoizer`."""
 
     def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any: ...
 
@@ -80,9 +80,9 @@ class BlockCalls:
     """The calls of one transformer in a pipeline's call.
 
     Args:
-        anatomy: what its dimensions count.
+        anatomy: the meaning of its dimensions.
         now: the generation under way.
-        memo: remembers what modules outside of blocks return.
+        memo: remembers the outputs of modules outside of blocks.
         read_grid: (transformer, arguments) -> the rows of tokens, which patches do not cut; None where any row may be
             cut.
     """
@@ -247,7 +247,7 @@ class BlockCalls:
 
     def _survey_call(self, forward: Forward, inputs: dict[str, Any], known: CallForm | None, checks: bool) -> CallForm:
         """Run the forward with blocks that pass their inputs on, to learn the form of a call."""
-        # A family declares its rows of tokens; those of any other video model are found.
+        # A family declares its rows of tokens; in any other video model they are found.
         grid = None
         if self._read_grid is not None:
             grid = self._read_grid(self._transformer, inputs)
@@ -497,7 +497,7 @@ def _leave_inference_mode(forward: Forward) -> Forward:
     def forward_outside(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_inference_mode_enabled():
             return forward(*args, **kwargs)
-        # To leave the mode turns gradients on.
+        # Leaving the mode turns gradients on.
         with torch.inference_mode(False), torch.no_grad():
             args, kwargs = pytree.tree_map_only(Tensor, _copy_inference_tensor, (args, kwargs))
             return forward(*args, **kwargs)
@@ -648,7 +648,7 @@ class _DividedPass:
         self._joined = None
 
     def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
-        """Cut this rank's tokens before a block out of what the forward made."""
+        """Cut this rank's tokens before a block out of the tensors that the forward made."""
         full = self._split_streams(now.form.text, hook.anatomy, image, text)
         # Whether a rank has all tokens changes from step to step, and not within a call.
         if hook.index == 0:

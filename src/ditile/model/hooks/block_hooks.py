@@ -83,7 +83,7 @@ WrapForward = Callable[[Generation, BlockHook, bool, ForwardCall], ForwardCall]
 """(generation, block, whether anything but the next block reads its result, forward) -> the extended forward."""
 
 FuseBlock = Callable[[ExitStack, BlockHook], None]
-"""Makes fewer and larger kernels of what a block computes, until the stack is closed."""
+"""Fuses the kernels of a block into fewer and larger ones, until the stack is closed."""
 
 
 class TransformerHooks:
@@ -97,7 +97,7 @@ class TransformerHooks:
     Attributes:
         batch_dims: finds which dimension of each argument of the transformer is the batch.
         replacement_blocks: for placeholders that are nevertheless computed here, with streamed weights.
-        guards: what the transformer refuses until it is whole again; see `guard_calls` and `guard_saving`.
+        guards: make the transformer refuse some uses until it is whole again; see `guard_calls` and `guard_saving`.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class BlockHook:
 
     Attributes:
         name: its path in the transformer.
-        anatomy: what the dimensions of the tensors of that list count.
+        anatomy: the meaning of the dimensions of that list's tensors.
     """
 
     index: int
@@ -119,7 +119,7 @@ def list_adapter_calls(processor: Any) -> tuple[str, ...]:
 
 
 class BlockPolicy(Protocol):
-    """What a plan's strategy does while a transformer runs. The hooks on the model call these methods.
+    """The behaviour of a plan's strategy while a transformer runs. The hooks on the model call these methods.
 
     Attributes:
         plan: how the model's work is divided.
@@ -173,7 +173,7 @@ class BlockPolicy(Protocol):
 
 
 class SurveyedBlocks(Protocol):
-    """What the blocks receive during a survey.
+    """The inputs of the blocks during a survey.
 
     Attributes:
         has_begun: whether the first block has been called.
@@ -188,7 +188,7 @@ class SurveyedBlocks(Protocol):
 
 
 class CallForm(NamedTuple):
-    """The layout of the tokens in a call of the transformer, and what the forward does between the blocks.
+    """The layout of the tokens in a call of the transformer, and the forward's operations between the blocks.
 
     Attributes:
         grid: the rows of image tokens; a patch consists of whole rows.

@@ -4,7 +4,7 @@ Under a plan a model is not one graph: tokens are cut, sent and kept between its
 the module itself, and the compiler of the whole compiles the forward of each block. `torch.compile` must not trace or
 guard the position of the pipeline or the messages. There are two ways to hide that:
 
-- `exclude_from_compile(fn)`: dynamo runs the function as it is and breaks the graph around it. This is for code
+- `exclude_from_compile(fn)`: dynamo runs the function unchanged and breaks the graph around it. This is for code
   between blocks.
 - `CustomOp(fn)`: tensors in, one tensor out, within a compiled block. It is an operator, so the graph stays whole: a
   break inside attention makes four graphs of a block, each with guards to check at every call.
@@ -297,11 +297,11 @@ def set_compile_configs(
 
     Args:
         recompile_limit: graphs of one function after which dynamo gives up on it; a higher limit that is set stays.
-        compute_comm_overlap: inductor moves collectives in a graph away from what waits for them.
+        compute_comm_overlap: inductor moves collectives in a graph away from the operators that wait for them.
         descent_tuning: tunes tiles by coordinate descent and does not fuse epilogues; compiling takes long.
         cuda_graphs: replays graphs, but not those of blocks under a plan: attention writes one of their inputs, and
             inductor runs such graphs eagerly.
-        force_disable_compile_caches: compiles again what an earlier process compiled.
+        force_disable_compile_caches: recompiles graphs that an earlier process compiled.
         torch_flags: more flags of inductor or dynamo that are on or off, by their names in torch: use_fast_math,
             fx_graph_cache, capture_scalar_outputs and others. None, like a missing flag, leaves the flag as it is.
 

@@ -4,7 +4,7 @@ q, k and v: their weights are adjacent in memory and stay three parameters with 
 in place, as when a LoRA is fused, changes its part of the whole, and no weight is in memory twice, unlike with
 diffusers' `fuse_qkv_projections`.
 
-Linear and GELU, on CPUs: as a kernel of its own, the GELU takes half as long as the product. oneDNN's kernel differs
+Linear and GELU, on CPUs: as a separate kernel, the GELU takes half as long as the product. oneDNN's kernel differs
 from torch's two kernels by units of the last place. So it runs only where the image differs from the plain pipeline's
 in the last bits anyway: in steps with stale keys, and where ranks split the tokens, whose products have other shapes.
 

@@ -218,7 +218,7 @@ class DryIteration:
         bit: in a rehearsal that finds which rows of tokens reach the result: rows whose number has this bit are NaN.
         blended_step: the step for which the pipeline blends its latents again; None in any other iteration.
         called_models: by branch.
-        results: what the transformer's calls returned, by branch.
+        results: of the transformer's calls, by branch.
         recognises_call: (its branch, model, names and shapes, as in `Findings.forms`; its arguments; the name of the
             first) -> whether `results` has its result, so that it is not made; None where every call is made.
         surveys_again: whether calls that were surveyed before are surveyed again.
@@ -303,7 +303,7 @@ class Generation:
         shares: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
         memory: keys, values and constants.
-        is_read: whether anybody reads what the model returns, as of the last stage.
+        is_read: whether the model's result is read, as on the last stage.
         recorder: records calls of the model and plays them in later steps; None where each runs its code.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
 
@@ -387,7 +387,7 @@ class Generation:
         self.micro_step = micro
         self.token_patch = micro.patch
         if schedule.distrifusion > 1 and schedule.num_references and not schedule.computes_references(micro.step):
-            # The patches before this one are references, whose keys stay as they are.
+            # The patches before this one are references, whose keys do not change.
             self.token_patch = schedule.num_references
         self.is_stale = schedule.reads_stale_keys(micro.step)
         self.keeps_keys = schedule.keeps_keys(micro.step)

@@ -62,7 +62,7 @@ class KeyStore:
     Args:
         length: tokens of the whole sequence.
         segments: patches that are written apart.
-        make_zeros: (what it is for, shape, like) -> zeros.
+        make_zeros: (purpose, shape, like) -> zeros.
 
     Attributes:
         buffers: keys and values of the whole sequence; None before the first are written.
@@ -216,7 +216,7 @@ class KeyStore:
 
 
 class StoreState(NamedTuple):
-    """What the host knows of the keys of a layer: see `KeyStore`."""
+    """The host's knowledge of a layer's keys: see `KeyStore`."""
 
     written: list[int]
     incoming: PendingMessages | None
@@ -380,9 +380,9 @@ class GenerationMemory:
         kept_buffers: where keys and values stay from one generation to the next, if they do.
 
     Attributes:
-        constants: what was made in this generation and does not change in it, see `get_constant`.
+        constants: values made in this generation that do not change in it, see `get_constant`.
         outputs: of modules that need not compute them again.
-        epoch: replaced by another object after whatever may have changed the model.
+        epoch: replaced by another object after anything that may have changed the model.
         begun_models: models and branches of guidance that were called, as recorded calls note them.
     """
 
@@ -527,7 +527,7 @@ class GenerationMemory:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
 
     def copy_store_states(self, branch: int) -> dict[tuple[int, str], StoreState]:
-        """Return what the host knows of the keys of each layer of a branch."""
+        """Return the host's knowledge of the keys of a branch's layers."""
         states: dict[tuple[int, str], StoreState] = {}
         for key, store in self._stores.items():
             if key[0] == branch:

@@ -31,7 +31,7 @@ class WatchedMethod:
 
     Args:
         watch: is called in place of the method, with the method as its first argument.
-        on_copy: (plain method of the copy) -> what the copy has instead; called when the instance is copied.
+        on_copy: (plain method of the copy) -> the method to put there instead; called when the instance is copied.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ def find_first_input(names: Sequence[str]) -> str:
 
 def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:
     """Return the owner and attribute of our override of the forward, which hooks may have moved; None if it is gone."""
-    # The hooks of accelerate and diffusers move the old forward to an attribute of their own.
+    # The hooks of accelerate and diffusers move the old forward to their own attribute.
     places: list[tuple[Any, str]] = [(module, "forward"), (module, ACCELERATE_FORWARD)]
     for reference in _list_hook_references(module):
         places += [(reference, "forward"), (reference, "original_forward")]

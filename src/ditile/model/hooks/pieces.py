@@ -1,4 +1,4 @@
-"""Pieces: the elements of latents or a prediction that belong to a patch, whatever their layout."""
+"""Pieces: the elements of latents or a prediction that belong to a patch, in any layout."""
 
 from __future__ import annotations
 
