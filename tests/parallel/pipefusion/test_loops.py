@@ -247,7 +247,9 @@ def indexed() -> None:
         for bar in (False, True):
             with divided(pipe, patches=2, warmup=warmup) as runner:
                 got = runner(inputs, counted := [], bar=bar)
-            assert counted == [0] * 5 + iterations, "behind a rehearsal of each patch, and three without a model"
+            assert counted == [0, 1, 2, 3] + [0] * 4 + iterations, (
+                "behind a rehearsal of each step of a loop of the user's"
+            )
             if warmup == 4:
                 same(got, wanted, bar)
             assert torch.isfinite(got).all()
