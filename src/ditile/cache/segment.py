@@ -25,8 +25,7 @@ from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.protocols import SkipAgreement
 
 ROTARY_ARGUMENTS = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
-"""Arguments of blocks that belong to tokens. As `[tokens, channels]` they have no batch, whatever their length. As
-`[tokens, channels]` they have no batch, whatever their length."""
+"""Arguments of blocks that belong to tokens. As `[tokens, channels]` they have no batch, whatever their length."""
 
 
 class Segment:

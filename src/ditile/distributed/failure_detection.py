@@ -128,8 +128,8 @@ def find_first_failure(
 
 
 def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
-    """Order causes first; then ranks that torchrun may have ended because of another; then those whose connection
-    broke."""
+    """Return a sort key for blame: causes first; then ranks ended by torchrun, perhaps for another; then broken
+    connections."""
     failure, number = entry
     if is_consequence(failure):
         return 2, failure.at, number
@@ -141,7 +141,7 @@ def _find_abandoned_call(
     limits: LaunchLimits,
     now: float,
 ) -> tuple[RankFailure, int] | None:
-    """Find the first rank that left a call by an error, if another one is still in that call and does nothing."""
+    """Find the first rank with an error in a call, if another rank is still in that call and does nothing."""
     # Errors of calls that every rank has left do not matter, and there may be any number of them.
     oldest = min(rank.signs.last_call for rank in ranks)
     failures = []

@@ -42,8 +42,7 @@ PROGRESS = b"."
 PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError", "JoinError", "StoppedError")
 """The errors of a rank that need no traceback: its watcher raises the same type with the same message."""
 BUSY = 0.05
-"""The smallest share of a core that a rank uses while it computes. One that waits uses less. One that waits uses
-less."""
+"""The smallest share of a core that a rank uses while it computes. One that waits uses less."""
 MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
 MEMORY_MESSAGE = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory|[Cc]an't allocate memory")
 _NOTE = re.compile(rb"\{[^\n]*\n")

@@ -34,8 +34,7 @@ from ditile.distributed.failure_detection import (
 from ditile.distributed.heartbeat import RankFailure
 
 LINK_ALIVE = b"\3"
-"""The byte that a watcher sends to the hub every second. It shows that the link works, and says nothing about the rank.
-It shows that the link works, and says nothing about the rank."""
+"""The byte that a watcher sends to the hub every second. It shows only that the link works, and nothing about the rank."""
 GRACE = 0.5
 """Seconds that the hub waits after the first failure. It is short: torchrun ends a host's other ranks at once."""
 # A connection that does not know the secret may take neither time nor memory from the hub.
@@ -102,7 +101,7 @@ class WatchedProcess:
                 self._pidfd = os.pidfd_open(pid)
 
     def register_process(self, selector: selectors.BaseSelector) -> None:
-        """Add its pipe and, where the system has one, the descriptor that becomes readable at its end."""
+        """Add its pipe and the descriptor for its end, if the system has one. That becomes readable at its end."""
         os.set_blocking(0, False)
         selector.register(0, selectors.EVENT_READ, self.read_signs)
         if self._pidfd is not None:

@@ -93,7 +93,7 @@ class GenerationTrace:
         self._clock = None
 
     def mark_step(self) -> None:
-        """Record that the first step begins, or that a step has ended."""
+        """Record the beginning of the first step, or the end of a step."""
         if self.on:
             self._marks.append(self.mark_point())
 

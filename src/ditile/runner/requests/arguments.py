@@ -1,4 +1,4 @@
-"""The arguments of a runner's call, from the options of a request and the model's own."""
+"""Builds the arguments of a runner's call, from the options of a request and the model's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base: CallArguments) -> CallArguments:
-    """The call arguments that are plain values: the model's own options, overridden by the request.
+    """Build the call arguments that are plain values: the model's own options, overridden by the request.
 
     Raises:
         ModelError: if this pipeline does not take an argument that is given, cannot make the size or the frames, or
@@ -53,7 +53,7 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
 def merge_call_arguments(
     pipeline: Any, request: GenerateOptions, base: CallArguments, config: JsonObject | None = None
 ) -> CallArguments:
-    """The same for a class of pipelines with some config, without a check of the size."""
+    """Merge the same arguments for a class of pipelines with some config, without a check of the size."""
     return collect_call_facts(pipeline, config).merge_arguments(request, base)
 
 
@@ -65,7 +65,8 @@ def build_object_arguments(
     conditions: Mapping[str, Any] | None = None,
     alone: bool | None = None,
 ) -> CallArguments:
-    """The call arguments that are objects: generators, the same on every rank, and what the call starts from.
+    """Build the call arguments that are objects: generators, the same on every rank, and the inputs that the call
+    starts from.
 
     With several generators the call makes as many images, each with the noise of its own generator.
 
@@ -93,7 +94,7 @@ def build_batch_call(
     *,
     conditions: Mapping[str, Any] | None = None,
 ) -> CallArguments:
-    """One call that makes several images of one shape, each of a prompt and a seed of its own.
+    """Build one call that makes several images of one shape, each with its own prompt and seed.
 
     Args:
         bases: the arguments of each image, which differ in the prompts alone.
@@ -109,7 +110,7 @@ def build_batch_call(
 
 
 def check_guidance(pipe: Any, request: GenerateOptions, base: CallArguments) -> None:
-    """Raises `ModelError` for a scale that a model does not embed: its pipeline would ignore it.
+    """Raise `ModelError` for a scale that a model does not embed. Its pipeline would ignore it.
 
     Servers do not check it: clients of other interfaces send a scale with every request.
     """
@@ -125,7 +126,7 @@ def check_guidance(pipe: Any, request: GenerateOptions, base: CallArguments) -> 
 
 
 def check_rotary_table(pipe: Any, call: CallArguments) -> None:
-    """Raises `ModelError` for a size with more rows, columns or frames of tokens than a model has rotations for."""
+    """Raise `ModelError` for a size with more rows, columns or frames of tokens than a model has rotations for."""
     config = getattr(getattr(pipe, "transformer", None), "config", None)
     table_rows = getattr(config, "rope_max_seq_len", None)
     patch = getattr(config, "patch_size", None)
@@ -147,7 +148,7 @@ def check_rotary_table(pipe: Any, call: CallArguments) -> None:
 
 
 def _check_picture_size(pipe: Any, call: CallArguments) -> None:
-    """Checks the size if a `ModelSpec` knows a token's side; other pipelines check it (see `convert_value_errors`)."""
+    """Check the size if a `ModelSpec` knows a token's side. Other pipelines check it (see `convert_value_errors`)."""
     from ditile.model.registry import find_model_spec
 
     transformer: Any = getattr(pipe, "transformer", None)

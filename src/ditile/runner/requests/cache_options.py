@@ -65,7 +65,7 @@ _SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
 
 
 class LoraChoice(NamedTuple):
-    """A LoRA as an option names it, `FILE:0.8` or `transformer_2=FILE:0.8`.
+    """A LoRA in the form of an option, `FILE:0.8` or `transformer_2=FILE:0.8`.
 
     Attributes:
         source: a file, a folder or a hub id.
@@ -79,7 +79,7 @@ class LoraChoice(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, known: Collection[str] | None = None) -> LoraChoice:
-        """Reads the text of an option; without a scale it is 1.
+        """Parse the text of an option. Without a scale it is 1.
 
         Args:
             text: of the option.
@@ -102,7 +102,7 @@ class LoraChoice(NamedTuple):
                 )
             return cls.parse(rest, known)._replace(component=component)
         if known is None:
-            # The shell leaves a home that stands behind the sign of a flag.
+            # The shell does not expand ~ after the = of a flag.
             text = os.path.expanduser(text)
         source, colon, scale_text = text.rpartition(":")
         # The name of a file may have a colon, and so does one with the letter of a drive.
@@ -117,7 +117,7 @@ class LoraChoice(NamedTuple):
         return cls(source, scale)
 
     def describe(self, name_source: Callable[[str], str] = str) -> str:
-        """The text of an option that would name it, with another name of its source."""
+        """Return the text of an option that would name it, with another name of its source."""
         name = name_source(self.source)
         if self.component != TRANSFORMER:
             name = f"{self.component}={name}"
@@ -125,25 +125,26 @@ class LoraChoice(NamedTuple):
 
 
 def read_lora_source(text: str) -> str:
-    """The file, folder or hub id in the text of an option."""
+    """Return the file, folder or hub id in the text of an option."""
     return LoraChoice.parse(text).source
 
 
 def define_cache_flag(name: str, metavar: str | None = "N") -> Any:
-    """An option with the default of a config's field."""
+    """Define an option with the default of a config's field."""
     row = CACHE_FLAGS[name]
     default = row.config.__dataclass_fields__[str(row.field)].default
     return define_option(default, row.help, aliases=row.aliases, metavar=metavar)
 
 
 def define_method_flag(word: str) -> Any:
-    """An option that stands for a cache in one line, of this word."""
+    """Define an option for a cache in one line, of this word."""
     return define_option(None, METHOD_FLAGS[word], metavar="X")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions(Fields):
-    """Which cache, quantization and LoRA to use. A flag wins over what --config says.
+    """The options for cache, quantization and LoRA. A flag wins over what --config says. A flag wins over what --config
+    says.
 
     Raises:
         ModelError: if a value is out of its range, or a flag needs another one that is not given.
@@ -208,7 +209,7 @@ class CacheOptions(Fields):
     )
 
     def __post_init__(self) -> None:
-        # A table alone would be ignored.
+        # A table without its method would be ignored.
         if "mag_ratios" in self.given and "mag" not in self.given:
             raise ModelError(f"--mag-ratios {self.mag_ratios} is for --mag; add it")
         for line in self._list_cache_lines():
@@ -217,7 +218,7 @@ class CacheOptions(Fields):
         calibrators = [name for name in CALIBRATOR_CONFIGS if getattr(self, name)]
         if len(calibrators) > 1:
             raise ModelError(f"{' and '.join(map(format_flag, calibrators))}: there is one forecast; give one of them")
-        # A setting alone would be ignored.
+        # A setting without a cache would be ignored.
         if not (self.cache or self.prune or self.config):
             for name in _SAYS_HOW:
                 if name in self.given:
@@ -233,7 +234,7 @@ class CacheOptions(Fields):
         self._check_packages(self.build_cache_arguments())
 
     def build_cache_arguments(self) -> CallArguments:
-        """The keyword arguments of `enable_cache`, from --config and the flags.
+        """Build the keyword arguments of `enable_cache`, from --config and the flags.
 
         Returns:
             cache_config, None without a cache; and calibrator_config, quantize_config and attention_backend if they
@@ -244,7 +245,7 @@ class CacheOptions(Fields):
             ModelError: if a value is not known or out of its range.
         """
         arguments = self._load_config_file()
-        # `collect_plan_values` takes it.
+        # This entry belongs to `collect_plan_values`.
         arguments.pop("parallelism_config", None)
         for line in self._list_cache_lines():
             arguments.pop("calibrator_config", None)
@@ -262,7 +263,7 @@ class CacheOptions(Fields):
         return arguments
 
     def _list_cache_lines(self) -> list[str]:
-        """The cache in one line, as a list of at most one. Raises `ModelError` if there are several."""
+        """List the cache in one line, as a list of at most one. Raises `ModelError` if there are several."""
         # A flag of a method is a line of its word; --schedule goes with a line that says how many steps compute.
         flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_FLAGS if name in self.given}
         if self.mag_ratios is not None and self.mag is not None:
@@ -275,7 +276,7 @@ class CacheOptions(Fields):
         return lines
 
     def _build_schedule_config(self, config: CacheConfig | None) -> FittedScheduleConfig:
-        """The config of --schedule, with the steps of --cache-line or --config."""
+        """Build the config of --schedule, with the steps of --cache-line or --config."""
         if config is None and not (self.cache or self.prune):
             config = FittedScheduleConfig()
         if not isinstance(config, FittedScheduleConfig):
@@ -283,12 +284,13 @@ class CacheOptions(Fields):
                 f"--schedule {self.schedule} says which steps call the model, and another cache is given too; give "
                 "one of them"
             )
-        # It also refuses a file that is no schedule, before ranks start.
+        # Reading also refuses a file that is not a schedule, before ranks start.
         Schedule.read(str(self.schedule))
         return config.reset(schedule=self.schedule)
 
     def _check_packages(self, arguments: CallArguments) -> None:
-        """Raises `ModelError` unless the packages that these options need are installed: before ranks are started."""
+        """Raise `ModelError` unless the packages that these options need are installed. This comes before ranks are
+        started."""
         for choice in self.loras.values():
             require_extra("lora", f"lora={choice.source!r}")
         if "quantize_config" not in arguments:
@@ -300,16 +302,17 @@ class CacheOptions(Fields):
 
     @property
     def loras(self) -> dict[str, LoraChoice]:
-        """The LoRAs of every call, by the names of their adapters. Raises `ModelError` if a scale is no number."""
+        """Return the LoRAs of every call, by the names of their adapters. Raises `ModelError` if a scale is not a
+        number."""
         return {f"lora_{number}": LoraChoice.parse(text) for number, text in enumerate(self.lora or (), 1)}
 
     @property
     def lora_scales(self) -> dict[str, float]:
-        """The scales of the LoRAs of every call, by the names of their adapters."""
+        """Return the scales of the LoRAs of every call, by the names of their adapters."""
         return {name: choice.scale for name, choice in self.loras.items()}
 
     def describe_settings(self, name_source: Callable[[str], str] = str) -> JsonObject:
-        """The settings that change an image, as JSON types; empty if there are none.
+        """Describe the settings that change an image, as JSON types. Empty if there are none.
 
         Args:
             name_source: the name of a LoRA's file, folder or hub id that others may see.
@@ -328,7 +331,7 @@ class CacheOptions(Fields):
         return settings
 
     def choose_attention_backend(self, flag_value: str | None) -> str | None:
-        """The attention kernel: by its own flag, otherwise by --config."""
+        """Choose the attention kernel by its own flag, otherwise by --config."""
         arguments = self._load_config_file()
         parallelism = arguments.get("parallelism_config")
         name = flag_value or arguments.get("attention_backend")
@@ -338,12 +341,12 @@ class CacheOptions(Fields):
 
     @property
     def cp_plan(self) -> Mapping[str, Any] | None:
-        """The `cp_plan` of --config, which says what is split over tokens; None if it has none."""
+        """Return the `cp_plan` of --config, the table of splits over tokens. None if it has none."""
         parallelism = self._load_config_file().get("parallelism_config")
         return None if parallelism is None else parallelism.cp_plan
 
     def collect_plan_values(self, flag_values: dict[str, Any]) -> dict[str, Any]:
-        """The values of a `Plan`: from its own flags, from --parallel-type, and from --config.
+        """Collect the values of a `Plan` from its own flags, from --parallel-type, and from --config.
 
         Raises:
             PlanError: if --parallel-type is given without torchrun, or its ranks cannot be divided so.
@@ -365,7 +368,7 @@ class CacheOptions(Fields):
         return values
 
     def _count_parallel_ranks(self, degree: str, values: Mapping[str, Any]) -> int:
-        """The degree of --parallel-type: all ranks of torchrun over the other degrees."""
+        """Count the ranks of --parallel-type: all ranks of torchrun over the other degrees."""
         place = env.read_torchrun_place()
         if place is None:
             raise PlanError(
@@ -389,7 +392,7 @@ class CacheOptions(Fields):
         return arguments
 
     def _check_cache_line(self, line: str) -> None:
-        """Raises `ModelError` if another flag or --config describes a cache too, or the line cannot be read."""
+        """Raise `ModelError` if another flag or --config describes a cache too, or the line cannot be read."""
         other = None
         if self._load_config_file()["cache_config"] is not None:
             other = f"--config {self.config}"
@@ -402,7 +405,7 @@ class CacheOptions(Fields):
         parse_cache_line(line)
 
     def _build_cache_config(self) -> DBCacheConfig:
-        """The config of the cache that the flags describe."""
+        """Build the config of the cache that the flags describe."""
         values = {}
         for name, row in CACHE_FLAGS.items():
             if row.config is DBCacheConfig and name in self.given:
@@ -424,7 +427,7 @@ class CacheOptions(Fields):
 
 
 def name_flags(message: str) -> str:
-    """An error about a config in terms of the flags that were typed: --Fn=0 in place of Fn_compute_blocks=0."""
+    """Rewrite an error about a config in terms of the typed flags: --Fn=0 in place of Fn_compute_blocks=0."""
     for name, row in CACHE_FLAGS.items():
         message = re.sub(rf"\b{row.field}\b", format_flag(name), message)
     return message

@@ -1,4 +1,4 @@
-"""What a call starts from in addition to words: images, a mask, a video.
+"""Conditions: the inputs of a call in addition to words, which are images, a mask or a video.
 
 What a class takes is read from the parameters of its call; `COMPOSING` lists what only its source says. Nothing here
 imports torch by itself.
@@ -23,7 +23,7 @@ ARGUMENTS = {
     "video": ("video",),
     "last_image": ("last_image",),
 }
-"""Condition, as the option of a request -> the names that calls of diffusers have for it."""
+"""Condition, as the option of a request -> its names in calls of diffusers."""
 COMPOSING = frozenset(
     {
         "BriaFibo2Pipeline",
@@ -42,12 +42,12 @@ _CONTROL_MASK = "control_mask"
 _KEYFRAMES = "conditions"
 _REFERENCES = "references"
 MOST_PICTURES = 16
-"""Images of one edit, where a class composes several."""
+"""The most images of one edit, where a class composes several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallConditions:
-    """What the call of a class starts from.
+    """The inputs that the call of a class starts from.
 
     Attributes:
         needed: the conditions without which it cannot run.
@@ -64,14 +64,15 @@ class CallConditions:
 
 
 def read_call_conditions(pipeline: Any) -> CallConditions:
-    """What the call of a class of pipelines, or of a modular pipeline, starts from."""
+    """Read the inputs of the call of a class of pipelines, or of a modular pipeline."""
     if isinstance(pipeline, type):
         return _read_class_call(pipeline)
     return _read_modular_call(pipeline)
 
 
 def _read_modular_call(pipe: Any) -> CallConditions:
-    """What a modular pipeline starts from: its blocks choose by what is there, so most of it is not needed."""
+    """Read the inputs of a modular pipeline. Its blocks choose by the inputs that are there, so it needs few of
+    them."""
     from ditile.model.pipeline_calls import list_call_parameters, list_required_inputs
 
     parameters = list_call_parameters(pipe)
@@ -81,7 +82,7 @@ def _read_modular_call(pipe: Any) -> CallConditions:
     max_pictures = 0
     if "image" in arguments:
         image = parameters[arguments["image"]]
-        # What noise is added to, and the first frame of a video, is a single image.
+        # An image that noise is added to, or that is the first frame of a video, is a single one.
         is_start = "strength" in parameters or (returns_videos(pipe) and image.name == "image")
         takes_list = "list" in str(image.annotation) and not is_start
         max_pictures = MOST_PICTURES if takes_list or reference is not None else 1
@@ -94,21 +95,21 @@ def _read_modular_call(pipe: Any) -> CallConditions:
 
 
 def _find_arguments(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Condition -> the name of its argument, for the conditions that a call takes."""
+    """Find the names of the arguments for the conditions of a call, as condition -> name."""
     arguments = {}
     for condition, names in ARGUMENTS.items():
         for name in names:
             if name in parameters:
                 arguments[condition] = name
                 break
-    # Without an image, a mask is laid over something else.
+    # Without an image, the mask is for something else.
     if "image" not in parameters:
         arguments.pop("mask", None)
     return arguments
 
 
 def _find_reference_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:
-    """The class of an image among a call's references, which is a list of any of their classes (MiniMax-H3)."""
+    """Find the class of an image among a call's references. These are a list of any of their classes (MiniMax-H3)."""
     if _REFERENCES not in parameters:
         return None
     for base in get_args(parameters[_REFERENCES].annotation):
@@ -127,7 +128,7 @@ def _read_class_call(pipeline: type) -> CallConditions:
         return CallConditions(arguments=arguments, max_pictures=1, keyframe=keyframe)
     arguments = _find_arguments(parameters)
     if _CONTROL_MASK in parameters and "image" not in parameters:
-        # A ControlNet that fills in: the image that it is shown is the one to fill.
+        # This is a ControlNet that fills in: the image that it is shown is the one to fill.
         arguments |= {"image": arguments.pop("control_image"), "mask": _CONTROL_MASK}
     required = {"control_image"}
     for name, argument in arguments.items():
@@ -136,7 +137,7 @@ def _read_class_call(pipeline: type) -> CallConditions:
     if arguments.get("mask") in ("mask_image", _CONTROL_MASK):
         required |= {"image", "mask"}
     start = [name for name in ("image", "video") if name in arguments]
-    # `strength` says how far the result may depart from the input, so there has to be one.
+    # `strength` says how far the result may depart from the input, so an input is needed.
     if "strength" in parameters and len(start) == 1:
         required.add(start[0])
     return CallConditions(
@@ -147,7 +148,7 @@ def _read_class_call(pipeline: type) -> CallConditions:
 
 
 def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:
-    """The class of a call's keyframes, if it has frames and the index, in latent frames, of the first of them."""
+    """Find the class of a call's keyframes, if it has frames and the index, in latent frames, of the first of them."""
     if _KEYFRAMES not in parameters:
         return None
     for cls in get_args(parameters[_KEYFRAMES].annotation):
@@ -157,7 +158,7 @@ def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | 
 
 
 def _count_pictures(pipeline: type, argument: str | None) -> int:
-    """How many images a call takes at most."""
+    """Return the largest number of images that a call takes."""
     if argument is None:
         return 0
     if argument.endswith("s") or pipeline.__name__ in COMPOSING:
@@ -168,7 +169,7 @@ def _count_pictures(pipeline: type, argument: str | None) -> int:
 
 
 def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: int | None = None) -> CallArguments:
-    """The arguments of a call for what it starts from.
+    """Build the arguments of a call for its conditions.
 
     Args:
         call: what the class takes.
@@ -201,7 +202,7 @@ def _make_keyframe(keyframe: Any, name: str, value: Any) -> Any:
 def _bind_images(
     call: CallConditions, images: Sequence[Any], copies: int | None, *, has_last_image: bool
 ) -> CallArguments:
-    """The arguments for the images of a call."""
+    """Build the arguments for the images of a call."""
     argument = call.arguments["image"]
     if len(images) > 1 and call.reference is not None:
         if has_last_image:
@@ -215,13 +216,13 @@ def _bind_images(
 
 
 def _repeat(call: CallConditions, image: Any, copies: int | None) -> Any:
-    """An image once for each generator of a call, where a list of images is a batch."""
+    """Repeat an image for each generator of a call, where a list of images is a batch."""
     if copies is None or call.max_pictures != 1:
         return image
     return [image] * copies
 
 
 def check_picture_count(pipeline: str, most: int, count: int) -> None:
-    """Raises `ModelError` for more images than a class takes at most; one is left to the class."""
+    """Raise `ModelError` for more images than a class takes. A single image is left to the class."""
     if count > max(1, most):
         raise ModelError(f"{pipeline} starts from {max(1, most)} at most, and not from {count} images")

@@ -1,4 +1,4 @@
-"""What the command line prints: tables for people, JSON for programs."""
+"""Prints the output of the command line: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 LINE_PERIOD = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 STATUS_SECONDS = 2.0
-"""Seconds after which a line says what takes so long."""
+"""Seconds after which a line names the work that takes so long."""
 LINE_WIDTH = 80
 """Columns of a terminal for which tables are made."""
 
 
 def make_console(*, stderr: bool = False, piped_width: int = 160) -> Console:
-    """Where tables go. Into a pipe they are as wide as a table needs, up to so many columns."""
+    """Make the console for tables. Into a pipe they are as wide as a table needs, up to `piped_width` columns."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -35,13 +35,13 @@ def make_console(*, stderr: bool = False, piped_width: int = 160) -> Console:
 
 
 def print_parts(console: Console, parts: Iterable[Table | str]) -> None:
-    """Prints tables, which are as wide as the terminal at most, and lines, which are never cut."""
+    """Print tables and lines. Tables are as wide as the terminal at most, and lines are never cut."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
 
 
 def print_tables_and_json(parts: Iterable[Table | str], text: str, json: str | None) -> None:
-    """Tables and lines for people, and JSON where it is asked for: into a file, or with `-` on the standard output.
+    """Print tables and lines for people, and JSON on request. It goes into a file, or with `-` to the standard output.
 
     Raises:
         ModelError: if the file cannot be written.
@@ -57,7 +57,7 @@ def print_tables_and_json(parts: Iterable[Table | str], text: str, json: str | N
 
 
 def make_numbered_tables(labels: Sequence[str], columns: Mapping[str, Sequence[str]]) -> list[Table | str]:
-    """A row of numbers for each label, in tables for 80 columns; then the labels, which can be copied.
+    """Make tables for 80 columns with a row of numbers for each label, and then the labels, which can be copied.
 
     Args:
         labels: a line or several of each row, such as a plan.
@@ -92,7 +92,7 @@ def make_numbered_tables(labels: Sequence[str], columns: Mapping[str, Sequence[s
 def show_progress_bar(
     title: str, total: int, *, completed: int = 0, shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """Shows on the standard error what is done and left: a bar on a terminal, otherwise a line now and then.
+    """Show progress on the standard error: a bar on a terminal, otherwise a line now and then.
 
     Yields a function that advances it by a count. Where more is done than the total, what is left is not known.
     """
@@ -119,7 +119,7 @@ def show_progress_bar(
 
 @contextlib.contextmanager
 def _print_progress_lines(title: str, total: int, completed: int) -> Iterator[Callable[[int], None]]:
-    """Prints a line every `LINE_PERIOD` seconds, also while nothing advances; none for work that takes less."""
+    """Print a line every `LINE_PERIOD` seconds, also while nothing advances. Work that takes less prints none."""
     done = completed
     began = time.monotonic()
     ended = threading.Event()
@@ -148,7 +148,7 @@ def _print_progress_lines(title: str, total: int, completed: int) -> Iterator[Ca
 
 
 class Status:
-    """Says on the standard error of one process what it does, unless that is over within `STATUS_SECONDS`.
+    """A line on the standard error of one process about its work, unless that is over within `STATUS_SECONDS`.
 
     So a run of a small model, and a refusal, print nothing else.
 
@@ -171,11 +171,11 @@ class Status:
         self.end()
 
     def end(self) -> None:
-        """Says nothing from now on."""
+        """Print nothing from now on."""
         self._timer.cancel()
 
     def follow_up(self, text: str) -> None:
-        """Says more if the line was printed."""
+        """Print more text if the line was printed."""
         if self.is_shown:
             print(text, file=sys.stderr, flush=True)
 
@@ -185,6 +185,6 @@ class Status:
 
 
 def is_writing_process() -> bool:
-    """Whether this process is the one that writes: torchrun's other ranks may be on machines without the folder."""
+    """Return whether this process writes the output. torchrun's other ranks may be on machines without the folder."""
     place = env.read_torchrun_place()
     return place is None or place.rank == 0

@@ -1,4 +1,4 @@
-"""What a model's calls take, as JSON: collected where the model is loaded, read by processes without torch.
+"""Facts about a model's calls, as JSON: collected where the model is loaded, read by processes without torch.
 
 Most requests that a pipeline would refuse are refused by its facts, before anything runs. Nothing here imports
 torch, but `collect_facts` and `collect_call_facts` are called where diffusers is.
@@ -37,7 +37,7 @@ _NEEDED_WORDS = {"image": "an image", "mask": "a mask", "video": "a video"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFacts:
-    """What the call of a class of pipelines takes.
+    """The arguments and inputs of a class of pipelines.
 
     Attributes:
         pipeline: the class's name.
@@ -56,11 +56,11 @@ class CallFacts:
     max_pictures: int = 0
 
     def find_argument(self, names: tuple[str, ...]) -> str | None:
-        """The first of these names that the call takes."""
+        """Find the first of these names that the call takes."""
         return next((name for name in names if name in self.defaults), None)
 
     def merge_arguments(self, request: GenerateOptions, base: CallArguments) -> CallArguments:
-        """The call arguments that are plain values: the model's own options, overridden by the request.
+        """Merge the call arguments that are plain values: the model's own options, overridden by the request.
 
         Raises:
             ModelError: if this pipeline does not take an argument of the request, or starts from what it lacks.
@@ -90,7 +90,7 @@ class CallFacts:
             raise ModelError(f"{self.pipeline} starts from {what} and a prompt; give a PROMPT, or --prompts-file FILE")
 
     def _rename_arguments(self, request: GenerateOptions, arguments: CallArguments) -> CallArguments:
-        """With the frames, the rate and the strength under the names of this class."""
+        """Rename the frames, the rate and the strength to the names of this class."""
         renamed = dict(arguments)
         count = self.find_argument(FRAME_COUNTS)
         if count is not None and "num_frames" in renamed:
@@ -110,7 +110,7 @@ class CallFacts:
         return renamed
 
     def heeds_negative_prompt(self, base: CallArguments, guidance: float | None) -> bool:
-        """Whether a negative prompt changes the result.
+        """Return whether a negative prompt changes the result.
 
         Args:
             base: the model's own options.
@@ -126,7 +126,7 @@ class CallFacts:
         return rule is None or rule.is_guided(call)
 
     def _find_negative_rule(self) -> GuidanceRule | None:
-        """When a negative prompt has an effect; None where a component of the pipeline decides it."""
+        """Find the rule for when a negative prompt has an effect. None where a component of the pipeline decides it."""
         if self.guidance is not None:
             return self.guidance
         scale = self.find_argument(("true_cfg_scale", "guidance_scale"))
@@ -150,7 +150,7 @@ class CallFacts:
             )
 
     def check_cfg(self, plan: Plan, call: CallArguments) -> None:
-        """Raises `PlanError` for a call without the branches of guidance that a plan divides, where that is known."""
+        """Raise `PlanError` for a call without the branches of guidance that a plan divides, where that is known."""
         if self.guidance is None:
             return
         reason = self.guidance.explain_cfg_refusal(plan.cfg, self.pipeline, {**self.defaults, **call})
@@ -169,7 +169,7 @@ class CallFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What a served model is and takes, in the types of JSON.
+    """The facts about a served model and its calls, in the types of JSON.
 
     Attributes:
         plan: the plan's text.
@@ -203,31 +203,31 @@ class ModelFacts:
     has_second_transformer: bool = False
 
     def to_json(self) -> JsonObject:
-        """As JSON types."""
+        """Return the facts as JSON types."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: JsonObject) -> ModelFacts:
-        """What `to_json` gave."""
+        """Build the facts from the result of `to_json`."""
         return TypeAdapter(cls).validate_python(values)
 
     def takes(self, argument: str) -> bool:
-        """Whether the call of any of its pipelines takes an argument, by its name in diffusers."""
+        """Return whether the call of any of its pipelines takes an argument, by its name in diffusers."""
         calls = filter(None, (self.call, self.edit, self.inpaint))
         return any(argument in call.defaults for call in calls)
 
     @property
     def needs_picture(self) -> bool:
-        """Whether it needs an image to start from."""
+        """Return whether it needs an image to start from."""
         return "image" in self.call.needed
 
     @property
     def max_pictures(self) -> int:
-        """How many images an edit starts from at most; 0 without edits."""
+        """Return the largest number of images for an edit. 0 without edits."""
         return 0 if self.edit is None else self.edit.max_pictures
 
     def find_default(self, *names: str) -> Any:
-        """The value of an argument, which may have several names, where a request does not give it."""
+        """Find the value of an argument, which may have several names, for requests without it."""
         for values in (self.base, self.call.defaults):
             for name in names:
                 if values.get(name) is not None:
@@ -235,12 +235,13 @@ class ModelFacts:
         return None
 
     def count_frames(self, seconds: float, fps: float | None = None) -> int:
-        """The number of frames that the model can make whose length is nearest to some seconds."""
+        """Count the frames of a video whose length is nearest to some seconds."""
         frames = seconds * (fps or self.fps)
         return 1 + max(0, round((frames - 1) / self.frames_ratio)) * self.frames_ratio
 
     def check_options(self, request: GenerateOptions) -> None:
-        """Raises `ModelError` for what the model cannot do, as far as that is known before a rank tries."""
+        """Raise `ModelError` for options that the model cannot serve, before a rank tries. Some are known only
+        there."""
         call_facts = self._choose_call(request)
         call = call_facts.merge_arguments(request, self.base)
         call_facts.check_cfg(Plan.parse(self.plan), call)
@@ -265,7 +266,7 @@ class ModelFacts:
 
 
 def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
-    """The facts of a loaded pipeline; it imports diffusers.
+    """Collect the facts of a loaded pipeline. This imports diffusers.
 
     Args:
         pipe: the pipeline that starts from text, or the model's only one.
@@ -286,7 +287,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     conditioned: list[CallFacts | None] = []
     for conditions in (["image"], ["image", "mask"]):
         pipeline_class = find_pipeline_class_for(own, conditions, config)
-        # Not every family generates from images.
+        # Some families do not generate from images.
         facts = None if pipeline_class is None else collect_call_facts(pipeline_class, config)
         conditioned.append(facts)
     edit, inpaint = conditioned
@@ -310,7 +311,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
 
 
 def collect_call_facts(pipeline: Any, config: JsonObject | None = None) -> CallFacts:
-    """The arguments of the call of a class of pipelines with some config, or of a modular pipeline."""
+    """Collect the arguments of the call of a class of pipelines with some config, or of a modular pipeline."""
     from ditile.model.pipeline_calls import list_call_parameters, read_guidance_rule
 
     call_defaults = {}
@@ -332,7 +333,8 @@ def collect_call_facts(pipeline: Any, config: JsonObject | None = None) -> CallF
 
 
 def collect_request_arguments(request: GenerateOptions, base: CallArguments) -> CallArguments:
-    """The given arguments. --guidance sets true guidance if the model's own options do and --true-cfg is not given."""
+    """Collect the given arguments. --guidance sets true guidance if the model's own options do and --true-cfg is not
+    given."""
     arguments = request.to_call_arguments()
     if request.guidance is not None:
         scale = "guidance_scale"
@@ -343,13 +345,13 @@ def collect_request_arguments(request: GenerateOptions, base: CallArguments) -> 
 
 
 def build_dry_run_call(request: GenerateOptions, base: CallArguments) -> CallArguments:
-    """The call of a dry run or of the planner, which have no pipeline to ask."""
+    """Build the call of a dry run or of the planner, which have no pipeline to ask."""
     call = {**base, **collect_request_arguments(request, base), "num_images_per_prompt": request.num_images}
     return fill_negative_prompt(call)
 
 
 def count_request_steps(request: GenerateOptions) -> int:
-    """The steps of a request: its own, its model's, or the default of its pipeline, which imports diffusers.
+    """Count the steps of a request: its own, its model's, or the default of its pipeline. The last imports diffusers.
 
     Raises:
         LoadError, ModelError: if the model's files cannot be read, or name no class of diffusers' that has steps.
@@ -367,7 +369,7 @@ def count_request_steps(request: GenerateOptions) -> int:
 
 
 def fill_negative_prompt(call: CallArguments) -> CallArguments:
-    """A call with an empty negative prompt where it has a scale of true guidance, for which pipelines require one."""
+    """Add an empty negative prompt to a call with a scale of true guidance. Pipelines require one for it."""
     if "true_cfg_scale" in call:
         return {"negative_prompt": "", **call}
     return dict(call)
@@ -382,12 +384,12 @@ _FLAG_NAMES = {
 
 
 def _flag_of_argument(argument: str) -> str:
-    """The flag that sets an argument of a pipeline's call."""
+    """Return the flag that sets an argument of a pipeline's call."""
     return format_flag(_FLAG_NAMES.get(argument, argument))
 
 
 def _find_default_size(pipe: Any, call: CallArguments) -> list[int]:
-    """Width and height where a request has neither; empty if the pipeline decides by other things."""
+    """Find the width and height for a request without them. Empty if the pipeline decides by other things."""
     width = call.get("width")
     height = call.get("height")
     if is_whole_number(width) and is_whole_number(height):
@@ -401,7 +403,8 @@ def _find_default_size(pipe: Any, call: CallArguments) -> list[int]:
 
 
 def find_size_multiple(pipe: Any) -> int:
-    """Pixels of a token's side; of a transformer without a `ModelSpec`, by what its config calls a patch."""
+    """Return the pixels of a token's side. Without a `ModelSpec` it follows from the patch in the transformer's
+    config."""
     from ditile.model.registry import find_model_spec
 
     transformer: Any = getattr(pipe, "transformer", None)
@@ -410,7 +413,7 @@ def find_size_multiple(pipe: Any) -> int:
         return int(pipe.vae_scale_factor * spec.latent_per_token(transformer.config))
     scale = getattr(pipe, "vae_scale_factor_spatial", getattr(pipe, "vae_scale_factor", 1))
     patch = getattr(getattr(transformer, "config", None), "patch_size", 1)
-    # Of a video it is (frames, rows, columns).
+    # For a video the patch is (frames, rows, columns).
     if isinstance(patch, list | tuple) and patch:
         patch = patch[-1]
     if is_whole_number(scale) and is_whole_number(patch):

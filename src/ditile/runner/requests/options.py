@@ -33,7 +33,7 @@ GIF_MOST_FPS = 100
 
 
 def _make_tuple(value: Any) -> Any:
-    """Several paths as a tuple: of JSON they are a list."""
+    """Turn several paths into a tuple. In JSON they are a list."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -49,7 +49,7 @@ TRUE_CFG = "the same with a second branch, for models whose --guidance is embedd
 
 @options()
 class SourceOptions:
-    """Where the weights of a command's model are."""
+    """The places of the weights of a command's model."""
 
     model: ModelName = define_option(
         "shapes-pixart", "a bundled or published model, a folder or a hub id", metavar="NAME", reads=True
@@ -66,7 +66,7 @@ class SourceOptions:
 
     @property
     def components(self) -> dict[str, str]:
-        """Component -> the file with its weights.
+        """Return the files with weights of components, as component -> file.
 
         Raises:
             ModelError: if a text has no name or no file, or a component has two files.
@@ -83,7 +83,7 @@ class ModelOptions(SourceOptions):
     width: Pixels | None = define_option(None, "pixels; the model's own size by default")
 
     def to_generate_options(self, **changes: Any) -> GenerateOptions:
-        """The options of `ditile generate` with the same values, as far as it has the fields.
+        """Return the options of `ditile generate` with the same values, as far as it has the fields.
 
         Args:
             changes: fields with other values.
@@ -107,7 +107,7 @@ class DeviceOptions:
 
 @options()
 class EngineOptions(DeviceOptions):
-    """How ranks compute, besides the plan and the cache."""
+    """The way ranks compute, besides the plan and the cache."""
 
     attention: str | None = define_option(
         None, "attention kernel: native, flash, sage, ..; by default the model's own", metavar="NAME"
@@ -183,12 +183,12 @@ class GenerateOptions(ModelOptions):
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What it starts from besides words: option -> its file, of `image` all files."""
+        """Return the inputs besides words, as option -> its file. For `image` it is all files."""
         values = {name: getattr(self, name) for name in ("image", "mask", "control_image", "video", "last_image")}
         return drop_missing(values)
 
     def to_call_arguments(self) -> CallArguments:
-        """The values under the names that diffusers uses, without guidance, conditions and the rate."""
+        """Return the values under the names that diffusers uses, without guidance, conditions and the rate."""
         values = {
             "prompt": self.prompt,
             "num_inference_steps": self.steps,
@@ -206,7 +206,7 @@ class GenerateOptions(ModelOptions):
 class VerifyOptions(DeviceOptions, ModelOptions):
     """The options of `ditile verify`: a model and a short call of it."""
 
-    # Fewer steps leave nothing to be stale.
+    # With fewer steps nothing could be stale.
     steps: Annotated[int, Field(ge=3, le=10_000)] = define_option(6, "denoising steps, at least 3", example=6)
     guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
     true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
@@ -219,7 +219,7 @@ class VerifyOptions(DeviceOptions, ModelOptions):
 
 
 ALONE_HERE = "here"
-"""In place of a file: ranks are measured alone on this machine."""
+"""A value in place of a file: ranks are measured one by one on this machine."""
 
 
 @options()
@@ -242,7 +242,7 @@ class FitOptions(DeviceOptions, ModelOptions):
     out: str | None = define_option(None, "the file to write; schedule-MODEL-STEPS.json by default", metavar="FILE")
 
     def choose_file(self, num_steps: int) -> str:
-        """The file to write."""
+        """Choose the file to write."""
         if self.out is not None:
             return self.out
         name = re.sub(r"[^\w.-]+", "-", self.model.rstrip("/").rpartition("/")[2])
@@ -251,7 +251,7 @@ class FitOptions(DeviceOptions, ModelOptions):
 
 @options()
 class CalibrateOptions:
-    """What `ditile calibrate` measures."""
+    """The options of `ditile calibrate`, which measures a machine."""
 
     out: str | None = define_option(
         None, "where to keep it; where `ditile plan` looks for it by default", metavar="FILE"
@@ -282,7 +282,7 @@ class CalibrateOptions:
 
 @options()
 class ModelsOptions:
-    """What `ditile models` shows."""
+    """The options of `ditile models`, which shows models."""
 
     name: str | None = define_option(
         None,

@@ -1,4 +1,4 @@
-"""Where a command runs and what it writes: `RunOptions`, and the checks of output files before anything runs."""
+"""Options for where a command runs and what it writes, and the checks of output files before anything runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ditile.plan.option_classes import define_option, options
 from ditile.runner.requests.options import EngineOptions, GenerateOptions
 
 MAX_OUTPUTS_TRIED = 64
-"""Outputs that are opened before a run; the images of a file of prompts are in one folder."""
+"""The most outputs that are opened before a run; the images of a file of prompts are in one folder."""
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".webp", ".gif")
 PLACEHOLDERS = ("seed", "index", "model")
-"""Of the name of an output file."""
+"""The placeholders in the name of an output file."""
 NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
-"""How a placeholder of a number may be written, such as 04."""
+"""The form of a number's placeholder, such as 04."""
 COCO_PREFIX = "coco:"
-"""Before the name of a file of captions that is one of COCO's annotations."""
+"""The prefix of the name of a file of captions that is one of COCO's annotations."""
 
 
 @options()
 class RunOptions(EngineOptions):
-    """Where to run, and what to write."""
+    """The place to run, and the files to write."""
 
     plan: str | None = define_option(
         None,
@@ -65,7 +65,7 @@ class RunOptions(EngineOptions):
             )
 
     def name_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
-        """The options with a file to write, of an image or of a video.
+        """Name the file to write, of an image or of a video, and return the options with it.
 
         Without a given one, it is none of those that the call starts from.
 
@@ -74,7 +74,7 @@ class RunOptions(EngineOptions):
         """
         if self.out is None:
             return self._choose_output(request, video=video)
-        # False for a name that no file can have; that is reported when it is opened.
+        # This is False for a name that no file can have; that is reported when it is opened.
         if os.path.isdir(self.out):
             raise ModelError(f"out={self.out!r} is a folder; give a file in it")
         path = Path(self.out)
@@ -89,7 +89,7 @@ class RunOptions(EngineOptions):
         return dataclasses.replace(self, out=str(path))
 
     def _choose_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
-        """The options with the default file, numbered where that is one of the inputs."""
+        """Choose the default file, numbered where that is one of the inputs."""
         inputs = {files.identify_file(Path(path)) for _, path in list_named_paths(request)}
         stem = "ditile-video" if video else "ditile-image"
         suffix = ".mp4" if video else ".png"
@@ -106,13 +106,13 @@ class RunOptions(EngineOptions):
             number += 1
 
     def list_image_paths(self, count: int, seed: int, model: str) -> list[Path]:
-        """The paths of `count` images or videos, of which the first has this seed."""
+        """List the paths of `count` images or videos. The first has this seed."""
         if count == 1:
             return [self._fill_placeholders(0, seed, model)]
         return [self.build_image_path(k, seed + k, model) for k in range(count)]
 
     def build_image_path(self, index: int, seed: int, model: str, *, digits: int = 1) -> Path:
-        """The path of one image or video of several; its number has at least `digits` digits."""
+        """Build the path of one image or video of several. Its number has at least `digits` digits."""
         path = self._fill_placeholders(index, seed, model)
         number = f"{index:0{digits}}"
         if self.out_dir is not None:
@@ -126,7 +126,7 @@ class RunOptions(EngineOptions):
         return Path(self.out.format(index=index, seed=seed, model=Path(model).name))
 
     def check_output_paths(self, paths: Sequence[Path], *others: Any, video: bool) -> None:
-        """Raises `ModelError` unless these images and all other output files can be written, each to its own file.
+        """Raise `ModelError` unless these images and all other output files can be written, each to its own file.
 
         Args:
             paths: of the images, or of the videos, which have posters.
@@ -153,12 +153,12 @@ class RunOptions(EngineOptions):
 
 
 def list_placeholders(name: str) -> list[str]:
-    """The placeholders of the name of an output file."""
+    """List the placeholders in the name of an output file."""
     return [field for _, field, _, _ in string.Formatter().parse(name) if field is not None]
 
 
 def check_placeholders(name: str) -> None:
-    """Raises `ModelError` unless all braces of the name of an output file are known placeholders."""
+    """Raise `ModelError` unless all braces of the name of an output file are known placeholders."""
     known = "there are {seed}, {index} and {model}; write {{ for a brace"
     try:
         parts = list(string.Formatter().parse(name))
@@ -174,7 +174,7 @@ def check_placeholders(name: str) -> None:
 
 
 def check_output_files(written: Sequence[tuple[str, Path]], *options: Any) -> None:
-    """Raises `ModelError` unless each output of a command can be written, and is neither another one nor an input.
+    """Raise `ModelError` unless each output of a command can be written, and is neither another one nor an input.
 
     Args:
         written: (option, path) of each output.
@@ -186,12 +186,13 @@ def check_output_files(written: Sequence[tuple[str, Path]], *options: Any) -> No
 
 
 def list_input_files(*options: Any) -> Iterator[tuple[str, Path]]:
-    """(option, path) of the files that options name; of a folder, such as a model's, those that belong to it."""
+    """Yield (option, path) of the files that options name. A folder, such as a model's, yields the files that belong to
+    it."""
     for part in options:
         for name, value in list_named_paths(part):
             path = Path(value.removeprefix(COCO_PREFIX))
             yield name, path
-            # Unlike the method of Path it is False for a name that is too long.
+            # Unlike the method of Path, this is False for a name that is too long.
             if not os.path.isdir(path):
                 continue
             own_files = (path / "model_index.json", path / "generation.json")
@@ -201,7 +202,7 @@ def list_input_files(*options: Any) -> Iterator[tuple[str, Path]]:
 
 
 def list_named_paths(options: Any) -> Iterator[tuple[str, str]]:
-    """(option, text) of the files and folders that options name to be read."""
+    """Yield (option, text) of the files and folders that options name to be read."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         reads = field.metadata.get("reads")
@@ -215,7 +216,7 @@ def list_named_paths(options: Any) -> Iterator[tuple[str, str]]:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Raises `ModelError` unless a file can be written."""
+    """Raise `ModelError` unless a file can be written."""
     if "\0" in str(path):
         raise ModelError(f"{name}={str(path)!r} is no name of a file: it has a NUL")
     try:
