@@ -34,7 +34,7 @@ from ditile.distributed.failure_detection import (
 from ditile.distributed.heartbeat import RankFailure
 
 LINK_ALIVE = b"\3"
-"""The byte that a watcher sends to the hub every second. It shows only that the link works, and nothing about the rank."""
+"""The byte that a watcher sends to the hub every second. It shows that the link works, and nothing about the rank."""
 GRACE = 0.5
 """Seconds that the hub waits after the first failure. It is short: torchrun ends a host's other ranks at once."""
 # A connection that does not know the secret may take neither time nor memory from the hub.

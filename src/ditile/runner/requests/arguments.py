@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base: CallArguments) -> CallArguments:
-    """Build the call arguments that are plain values: the model's own options, overridden by the request.
+    """Build the plain values of the call arguments: the model's own options, overridden by the request.
 
     Raises:
         ModelError: if this pipeline does not take an argument that is given, cannot make the size or the frames, or
@@ -65,8 +65,7 @@ def build_object_arguments(
     conditions: Mapping[str, Any] | None = None,
     alone: bool | None = None,
 ) -> CallArguments:
-    """Build the call arguments that are objects: generators, the same on every rank, and the inputs that the call
-    starts from.
+    """Build the objects among the call arguments: generators, the same on every rank, and the call's inputs.
 
     With several generators the call makes as many images, each with the noise of its own generator.
 
@@ -94,7 +93,7 @@ def build_batch_call(
     *,
     conditions: Mapping[str, Any] | None = None,
 ) -> CallArguments:
-    """Build one call that makes several images of one shape, each with its own prompt and seed.
+    """Build one call for several images of one shape, each with its own prompt and seed.
 
     Args:
         bases: the arguments of each image, which differ in the prompts alone.

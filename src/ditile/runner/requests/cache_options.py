@@ -143,8 +143,7 @@ def define_method_flag(word: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions(Fields):
-    """The options for cache, quantization and LoRA. A flag wins over what --config says. A flag wins over what --config
-    says.
+    """The options for cache, quantization and LoRA. A flag wins over what --config says.
 
     Raises:
         ModelError: if a value is out of its range, or a flag needs another one that is not given.
@@ -312,7 +311,7 @@ class CacheOptions(Fields):
         return {name: choice.scale for name, choice in self.loras.items()}
 
     def describe_settings(self, name_source: Callable[[str], str] = str) -> JsonObject:
-        """Describe the settings that change an image, as JSON types. Empty if there are none.
+        """Describe the settings with an effect on the image, in JSON types. Empty if there are none.
 
         Args:
             name_source: the name of a LoRA's file, folder or hub id that others may see.

@@ -60,7 +60,7 @@ class CallFacts:
         return next((name for name in names if name in self.defaults), None)
 
     def merge_arguments(self, request: GenerateOptions, base: CallArguments) -> CallArguments:
-        """Merge the call arguments that are plain values: the model's own options, overridden by the request.
+        """Merge the plain values of the call arguments: the model's own options, overridden by the request.
 
         Raises:
             ModelError: if this pipeline does not take an argument of the request, or starts from what it lacks.
@@ -150,7 +150,8 @@ class CallFacts:
             )
 
     def check_cfg(self, plan: Plan, call: CallArguments) -> None:
-        """Raise `PlanError` for a call without the branches of guidance that a plan divides, where that is known."""
+        """Raise `PlanError` for a call without the branches of guidance that a plan divides. Calls with an unknown rule
+        pass."""
         if self.guidance is None:
             return
         reason = self.guidance.explain_cfg_refusal(plan.cfg, self.pipeline, {**self.defaults, **call})
@@ -203,7 +204,7 @@ class ModelFacts:
     has_second_transformer: bool = False
 
     def to_json(self) -> JsonObject:
-        """Return the facts as JSON types."""
+        """Return the facts in JSON types."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -66,7 +66,7 @@ class SourceOptions:
 
     @property
     def components(self) -> dict[str, str]:
-        """Return the files with weights of components, as component -> file.
+        """Return the files with weights of components: component -> file.
 
         Raises:
             ModelError: if a text has no name or no file, or a component has two files.
@@ -83,7 +83,7 @@ class ModelOptions(SourceOptions):
     width: Pixels | None = define_option(None, "pixels; the model's own size by default")
 
     def to_generate_options(self, **changes: Any) -> GenerateOptions:
-        """Return the options of `ditile generate` with the same values, as far as it has the fields.
+        """Return the options of `ditile generate` with the same values, in the fields that it has.
 
         Args:
             changes: fields with other values.
@@ -183,7 +183,7 @@ class GenerateOptions(ModelOptions):
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Return the inputs besides words, as option -> its file. For `image` it is all files."""
+        """Return the inputs besides words: option -> its file. For `image` it is all files."""
         values = {name: getattr(self, name) for name in ("image", "mask", "control_image", "video", "last_image")}
         return drop_missing(values)
 

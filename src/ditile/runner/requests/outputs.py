@@ -89,7 +89,7 @@ class RunOptions(EngineOptions):
         return dataclasses.replace(self, out=str(path))
 
     def _choose_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
-        """Choose the default file, numbered where that is one of the inputs."""
+        """Choose the default file. It gets a number where that is one of the inputs."""
         inputs = {files.identify_file(Path(path)) for _, path in list_named_paths(request)}
         stem = "ditile-video" if video else "ditile-image"
         suffix = ".mp4" if video else ".png"

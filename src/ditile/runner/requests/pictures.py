@@ -1,4 +1,5 @@
-"""Images as files, which keep how they were made: PNG in its text chunks, JPEG and WebP in their EXIF.
+"""Reads and writes images as files, with texts about how they were made: in a PNG's text chunks, or in the EXIF of a
+JPEG or WebP.
 
 Only decoding all of a file shows whether it is an image: it may be cut short, or claim a billion pixels.
 """
@@ -24,17 +25,17 @@ from ditile.plan.errors import ModelError
 
 PARAMETERS = "parameters"
 """The key of AUTOMATIC1111's text, which other programs read."""
-# Tags of EXIF.
+# These are tags of EXIF.
 IMAGE_DESCRIPTION = 0x010E
 EXIF_IFD = 0x8769
 USER_COMMENT = 0x9286
 MAX_EXIF_BYTES = 2**16 - 64
-"""A segment of a JPEG has no room for more."""
+"""The most bytes of EXIF: a segment of a JPEG has no room for more."""
 MAX_PICTURE_BYTES = 2**30
 PICTURE_FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 """Ending of a file -> the format in which an image is written."""
 FILE_QUALITY = 95
-"""Of JPEG and WebP files of the command line: a loss is hardly seen."""
+"""The quality of JPEG and WebP files of the command line: a loss is hardly seen."""
 DECODE_ERRORS = (
     *(OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError),
     *(RuntimeError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
@@ -44,7 +45,7 @@ DECODE_ERRORS = (
 
 
 def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Image.Image:
-    """The image in a file that an option names, upright and in RGB; a mask in gray, as of `convert_mask`.
+    """Read the image in a file that an option names, upright and in RGB. A mask is in gray, see `convert_mask`.
 
     Raises:
         ModelError: if it cannot be read, is cut short, or has more pixels than Pillow decodes.
@@ -63,14 +64,15 @@ def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Ima
 
 
 def convert_mask(image: Image.Image) -> Image.Image:
-    """A mask in gray, white where the image is generated again: where an alpha channel is transparent."""
+    """Convert a mask to gray, white where the image is generated again. That is where an alpha channel is
+    transparent."""
     if "A" in image.getbands() or "transparency" in image.info:
         return ImageOps.invert(image.convert("RGBA").getchannel("A"))
     return image.convert("L")
 
 
 def encode_png(image: Image.Image, texts: Mapping[str, str]) -> bytes:
-    """An image as the bytes of a PNG, with texts in its text chunks."""
+    """Encode an image into the bytes of a PNG, with texts in its text chunks."""
     info = PngInfo()
     for key, text in texts.items():
         info.add_text(key, text)
@@ -80,7 +82,7 @@ def encode_png(image: Image.Image, texts: Mapping[str, str]) -> bytes:
 
 
 def encode_picture(image: Image.Image, format: str, quality: int, texts: Mapping[str, str]) -> bytes:
-    """An image as the bytes of a file.
+    """Encode an image into the bytes of a file.
 
     Args:
         image: in RGB.
@@ -96,7 +98,7 @@ def encode_picture(image: Image.Image, format: str, quality: int, texts: Mapping
 
 
 def save_picture_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
-    """Writes an image in the format that the path's ending names, with how it was made.
+    """Write an image in the format of the path's ending, with texts about how it was made.
 
     Raises:
         OSError: if the file cannot be written.
@@ -106,7 +108,7 @@ def save_picture_with_texts(image: Image.Image, path: Path, texts: Mapping[str, 
 
 
 def save_figure(figure: Any, path: Path, **options: Any) -> None:
-    """Writes a figure of matplotlib, in the format that the path's ending names; `options` are passed to `savefig`.
+    """Write a figure of matplotlib, in the format of the path's ending. `options` are passed to `savefig`.
 
     Raises:
         OSError: if the file cannot be written.
@@ -117,7 +119,8 @@ def save_figure(figure: Any, path: Path, **options: Any) -> None:
 
 
 def read_picture_texts(path: Path) -> dict[str, str]:
-    """How an image was made; empty if there is no such file, or its data or checksums are wrong."""
+    """Read the texts about how an image was made. Empty if there is no such file, or its data or checksums are
+    wrong."""
     formats = sorted({format.upper() for format in PICTURE_FORMATS.values()})
     try:
         content = files.read_file(path, MAX_PICTURE_BYTES)
@@ -134,7 +137,8 @@ def read_picture_texts(path: Path) -> dict[str, str]:
 
 
 def encode_exif(texts: Mapping[str, str]) -> bytes:
-    """The EXIF of a JPEG or a WebP: all texts as JSON, and AUTOMATIC1111's as the comment; empty if it is too long."""
+    """Encode texts in the EXIF of a JPEG or a WebP: all texts in JSON, and AUTOMATIC1111's in the comment. Empty if it
+    is too long."""
     exif = Image.Exif()
     exif[IMAGE_DESCRIPTION] = json.dumps(dict(texts))
     if PARAMETERS in texts:
@@ -147,7 +151,7 @@ def encode_exif(texts: Mapping[str, str]) -> bytes:
 
 
 def decode_exif(image: Image.Image) -> dict[str, str]:
-    """The texts that `encode_exif` kept; empty if there are none. Raises `ValueError` if they are no JSON."""
+    """Decode the texts of `encode_exif`. Empty if there are none. Raises `ValueError` if they are not JSON."""
     description = image.getexif().get(IMAGE_DESCRIPTION)
     if not isinstance(description, str):
         return {}
@@ -156,7 +160,8 @@ def decode_exif(image: Image.Image) -> dict[str, str]:
 
 
 def describe_weight_files(components: Mapping[str, str]) -> dict[str, str]:
-    """Component -> its file as images name it: it may be larger than the memory, so its time stands for its content.
+    """Describe the weight files of components in the form that images keep. A file may be larger than the memory, so
+    its time stands for its content.
 
     Raises:
         OSError: if there is no such file.
@@ -172,7 +177,8 @@ def describe_weight_files(components: Mapping[str, str]) -> dict[str, str]:
 
 
 def hide_local_path(name: str) -> str:
-    """A name as images keep it: of a local path only the last part, with a digest that tells it from others.
+    """Return a name in the form that images keep. For a local path it is the last part, with a digest that tells it
+    from others.
 
     Images are sent to other people, and a path says names of users and projects.
     """

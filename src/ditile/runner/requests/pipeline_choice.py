@@ -42,7 +42,7 @@ JOINING = frozenset(
 """Classes of videos whose call joins a condition to the channels of the latents: their transformers have more input
 channels, so that other weights of the family do not work there. A test compares this with their source."""
 _NOT_JOINING_IF = "expand_timesteps"
-"""Switch of a pipeline's config with which WanImageToVideoPipeline joins nothing."""
+"""The switch of a pipeline's config with which WanImageToVideoPipeline joins nothing."""
 _TASK = re.compile("ControlNet|Condition|Img2Img|ImageToVideo|Image2Video|VideoToVideo|Inpaint(ing)?")
 """The words of a task in the name of a class."""
 
@@ -50,7 +50,7 @@ _TASK = re.compile("ControlNet|Condition|Img2Img|ImageToVideo|Image2Video|VideoT
 def choose_pipeline_class(
     pipeline: Any, conditions: Collection[str], config: JsonObject, *, has_controlnet: bool = False
 ) -> Any:
-    """The class that runs with some conditions: this one if it takes them, otherwise one of its family.
+    """Choose the class that runs with some conditions: this one if it takes them, otherwise one of its family.
 
     Args:
         pipeline: the model's own class; or a modular pipeline, which has no relatives.
@@ -80,14 +80,15 @@ def choose_pipeline_class(
 
     best = min(candidates, key=rank_class)
     missing = [name for name in read_call_conditions(best).needed if name not in conditions]
-    # The model's own class says itself what it lacks.
+    # The model's own class reports by itself what it lacks.
     if missing and best is not pipeline:
         raise ModelError(f"{best.__name__}, which takes {_join_flags(conditions)}, needs {_join_flags(missing)} too")
     return best
 
 
 def choose_requested_class(request: GenerateOptions) -> tuple[Any, Any, JsonObject]:
-    """The class that runs a request, by the files of its model alone, the model's own, and its config.
+    """Choose the class that runs a request, only by the files of its model. The model's own class and its config are
+    returned too.
 
     Returns:
         None for both classes if the model's files name no pipeline of diffusers.
@@ -111,7 +112,7 @@ def choose_requested_class(request: GenerateOptions) -> tuple[Any, Any, JsonObje
 def find_pipeline_class_for(
     pipeline: Any, conditions: Collection[str], config: JsonObject, *, has_controlnet: bool = False
 ) -> Any:
-    """As `choose_pipeline_class`; None if diffusers has none."""
+    """Choose a class like `choose_pipeline_class`. None if diffusers has none."""
     try:
         return choose_pipeline_class(pipeline, conditions, config, has_controlnet=has_controlnet)
     except ModelError:
@@ -119,7 +120,7 @@ def find_pipeline_class_for(
 
 
 def describe_choice(chosen: Any, own: Any, conditions: Collection[str]) -> str:
-    """Why a class runs with some conditions, on one line."""
+    """Explain in one line why a class runs with some conditions."""
     if name_pipeline(chosen) == name_pipeline(own):
         return f"{name_pipeline(chosen)}, the model's own, takes {_join_flags(conditions)}"
     own_arguments = read_call_conditions(own).arguments
@@ -131,7 +132,7 @@ def describe_choice(chosen: Any, own: Any, conditions: Collection[str]) -> str:
 
 
 def find_transformer_class(pipeline: Any) -> type | None:
-    """The class of a pipeline's transformer, as its signature says, or the blocks of a modular pipeline."""
+    """Find the class of a pipeline's transformer in its signature, or in the blocks of a modular pipeline."""
     if not hasattr(pipeline, "_get_signature_types"):
         specs = getattr(pipeline, "_component_specs", {})  # of a modular pipeline
         return getattr(specs.get("transformer"), "type_hint", None)
@@ -140,10 +141,10 @@ def find_transformer_class(pipeline: Any) -> type | None:
 
 
 def _list_relatives(pipeline: Any) -> Iterator[type]:
-    """The classes of diffusers whose names differ from this one only in the words of the task."""
+    """Yield the classes of diffusers whose names differ from this one only in the words of the task."""
     import diffusers
 
-    # A modular pipeline has none.
+    # A modular pipeline has no relatives.
     if not isinstance(pipeline, type):
         return
     stem = _TASK.sub("", pipeline.__name__)
@@ -153,7 +154,7 @@ def _list_relatives(pipeline: Any) -> Iterator[type]:
 
 
 def _has_parts(cls: Any, pipeline: Any, has_controlnet: bool) -> bool:
-    """Whether a class can be made of what another one has, and uses a ControlNet if there is one."""
+    """Return whether a class can be made of another one's parts, and uses a ControlNet if there is one."""
     if hasattr(cls, "component_names"):  # a modular pipeline
         return not has_controlnet or "controlnet" in cls.component_names
     parts = {*inspect.signature(pipeline.__init__).parameters, *cls._optional_components}
@@ -174,13 +175,13 @@ def _joins_channels(pipeline: type, config: JsonObject) -> bool:
 
 @lru_cache(maxsize=1)
 def read_class_conditions() -> Mapping[str, Mapping[str, Any]]:
-    """Class of pipelines of diffusers -> what it starts from besides words; see `build_matrix`."""
+    """Read the inputs besides words of diffusers' pipeline classes, by class; see `build_matrix`."""
     matrix: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
     return matrix["conditions"]
 
 
 def _explain_refusal(pipeline: Any, conditions: Collection[str], config: JsonObject, has_controlnet: bool) -> str:
-    """What a family does not take, and which classes with the same transformer do."""
+    """Explain a refusal of conditions by a family, and name the classes with the same transformer that take them."""
     flags = _join_flags(conditions)
     name = name_pipeline(pipeline)
     if not has_controlnet and "control_image" in conditions:
@@ -196,7 +197,7 @@ def _explain_refusal(pipeline: Any, conditions: Collection[str], config: JsonObj
 
 
 def _list_alternatives(pipeline: Any, conditions: Collection[str]) -> list[str]:
-    """Classes for the same transformer that take some conditions; modular ones only if there are no others."""
+    """List the classes for the same transformer that take some conditions. Modular ones only if there are no others."""
     transformer = find_transformer_class(pipeline)
     if transformer is None:
         return []
@@ -211,7 +212,7 @@ def _list_alternatives(pipeline: Any, conditions: Collection[str]) -> list[str]:
 def _find_superfluous_condition(
     pipeline: Any, conditions: Collection[str], config: JsonObject, has_controlnet: bool
 ) -> str | None:
-    """Which one of several conditions to leave out, so that a class takes the others; None if there is none."""
+    """Find a condition to leave out so that a class takes the others. None if there is none."""
     if len(conditions) == 1:
         return None
     for name in reversed(ARGUMENTS):
@@ -225,7 +226,7 @@ def _find_superfluous_condition(
 
 
 def _join_flags(names: Collection[str]) -> str:
-    """Flags of conditions as a list in words: --image, --mask and --video."""
+    """Join the flags of conditions in words: --image, --mask and --video."""
     flags = [format_flag(name) for name in ARGUMENTS if name in names]
     if len(flags) == 1:
         return flags[0]

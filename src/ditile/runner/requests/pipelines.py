@@ -21,9 +21,9 @@ from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.model_files import find_model_source
 
 VIDEO_FIELDS = ("frames", "video", "videos")
-"""Names of the field of a result that holds videos."""
+"""The names of a result's field that holds videos."""
 FRAME_RATES = ("frame_rate", "fps")
-"""Names of the argument for a video's rate; a class has at most one of them."""
+"""The names of the argument for a video's rate; a class has at most one of them."""
 _TEMPORAL_RATIOS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 _VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
 """VAEs that can decode only in tiles, and otherwise raise after the last step. They are not causal, and their pipelines
@@ -31,7 +31,7 @@ cut off extra frames."""
 
 
 def draws_videos(model: str) -> bool:
-    """Whether a model makes videos instead of images. For a bundled model this needs no torch.
+    """Return whether a model makes videos instead of images. For a bundled model this needs no torch.
 
     Raises:
         ModelError: if its class is known to return neither.
@@ -45,7 +45,7 @@ def draws_videos(model: str) -> bool:
 
 
 def returns_videos(pipeline: Any) -> bool:
-    """Whether a class of pipelines returns videos instead of images; a class that is not known returns images.
+    """Return whether a class of pipelines returns videos instead of images. A class that is not known returns images.
 
     Args:
         pipeline: the class, or a modular pipeline; None if it is not known.
@@ -67,12 +67,12 @@ def returns_videos(pipeline: Any) -> bool:
 
 
 def name_pipeline(pipeline: Any) -> str:
-    """The name of a class of pipelines, or of the class of a modular pipeline."""
+    """Return the name of a class of pipelines, or of the class of a modular pipeline."""
     return str(getattr(pipeline, "__name__", type(pipeline).__name__))
 
 
 def check_model_packages(model: str) -> None:
-    """Raises `ModelError` if the class of a model needs a package that is not installed. Bundled ones need none."""
+    """Raise `ModelError` if the class of a model needs a package that is not installed. Bundled ones need none."""
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
         return
@@ -84,7 +84,7 @@ def check_model_packages(model: str) -> None:
 
 
 def check_prompt_cleaner(pipeline: Any) -> None:
-    """Raises `ModelError` if a class cleans prompts by ftfy, which is not installed: its call would fail."""
+    """Raise `ModelError` if a class cleans prompts by ftfy, which is not installed. Its call would fail."""
     clean = getattr(sys.modules.get(getattr(pipeline, "__module__", "")), "basic_clean", None)
     names = getattr(getattr(clean, "__code__", None), "co_names", ())
     if pipeline is None or "ftfy" not in names or "is_ftfy_available" in names:
@@ -93,14 +93,14 @@ def check_prompt_cleaner(pipeline: Any) -> None:
 
 
 def enable_required_tiling(pipe: Any) -> None:
-    """Turns on tiles for a VAE that cannot decode without them."""
+    """Turn on tiles for a VAE that cannot decode without them."""
     vae: Any = getattr(pipe, "vae", None)
     if type(vae).__name__ in _VAES_OF_TILES:
         vae.enable_tiling()
 
 
 def find_argument(pipe: Any, names: tuple[str, ...]) -> str | None:
-    """The first of these names that a pipeline's call takes."""
+    """Find the first of these names that a pipeline's call takes."""
     from ditile.model.pipeline_calls import list_call_parameters
 
     parameters = list_call_parameters(pipe)
@@ -108,7 +108,7 @@ def find_argument(pipe: Any, names: tuple[str, ...]) -> str | None:
 
 
 def find_frame_rate(pipe: Any, call: CallArguments) -> float | None:
-    """The frames per second of a call, or the default of its class; None if the class has no such argument."""
+    """Find the frames per second of a call, or the default of its class. None if the class has no such argument."""
     from ditile.model.pipeline_calls import list_call_parameters
 
     name = find_argument(pipe, FRAME_RATES)
@@ -119,7 +119,8 @@ def find_frame_rate(pipe: Any, call: CallArguments) -> float | None:
 
 
 def find_frames_ratio(pipe: Any) -> int:
-    """How many frames a VAE makes from each latent frame after the first; 1 if any number of frames is possible."""
+    """Return the number of frames that a VAE makes from each latent frame after the first. 1 if any number of frames is
+    possible."""
     if type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_TILES:
         return 1
     for name in _TEMPORAL_RATIOS:
@@ -130,7 +131,7 @@ def find_frames_ratio(pipe: Any) -> int:
 
 
 def check_num_frames(pipe: Any, call: CallArguments) -> None:
-    """Raises `ModelError` for a number of frames that the pipeline's VAE cannot make."""
+    """Raise `ModelError` for a number of frames that the pipeline's VAE cannot make."""
     from ditile.model.pipeline_calls import list_call_parameters
 
     name = find_argument(pipe, FRAME_COUNTS)
@@ -140,7 +141,8 @@ def check_num_frames(pipe: Any, call: CallArguments) -> None:
 
 
 def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
-    """Raises `ModelError` for a number of frames that a causal VAE cannot make: the first alone, then groups.
+    """Raise `ModelError` for a number of frames that a causal VAE cannot make. It makes the first by itself, then
+    groups.
 
     Args:
         pipeline: the name of the class.
@@ -158,7 +160,7 @@ def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
 
 @contextlib.contextmanager
 def convert_value_errors(pipe: Any) -> Iterator[None]:
-    """Turns a `ValueError` of the pipeline's own code, as of a size, into a `ModelError`; others are bugs."""
+    """Turn a `ValueError` of the pipeline's own code, such as about a size, into a `ModelError`. Others are bugs."""
     from ditile.model.pipeline_calls import iterate_blocks
 
     try:
@@ -176,7 +178,8 @@ def convert_value_errors(pipe: Any) -> Iterator[None]:
 
 
 def _list_output_fields(pipeline: Any) -> list[str]:
-    """The fields of all output classes in the module of a class; for a modular pipeline, the outputs of its blocks."""
+    """List the fields of all output classes in the module of a class. For a modular pipeline these are the outputs of
+    its blocks."""
     from diffusers.utils.outputs import BaseOutput
 
     from ditile.model.pipeline_calls import is_modular, list_output_names
@@ -191,6 +194,6 @@ def _list_output_fields(pipeline: Any) -> list[str]:
 
 
 def _find_raising_module(error: BaseException) -> str:
-    """The module of the code that raised an error."""
+    """Return the module of the code that raised an error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__"))

@@ -20,7 +20,7 @@ from ditile.runner.requests.pipeline_choice import choose_requested_class
 
 
 def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> None:
-    """Checks options together, and the files that they name, without torch.
+    """Check options together, and the files that they name, without torch.
 
     Raises:
         LoadError: if files cannot be read.
@@ -28,7 +28,7 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
         PlanError: if the plan does not fit a model that is known by name.
     """
     has_prompt = request.prompt is not None or request.prompts_file is not None
-    # Some classes start from an image alone; the call facts refuse the others.
+    # Some classes start only from an image; the call facts refuse the others.
     if not has_prompt and not request.conditions and not run.dry_run:
         raise ModelError("there is nothing to generate; give a PROMPT, or --prompts-file FILE")
     if run.dry_run and run.json is not None:
@@ -48,13 +48,13 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
 
 
 def read_condition_files(request: GenerateOptions) -> CallArguments:
-    """What a request starts from: condition -> an image; of `image` all images, of `video` its frames.
+    """Read the inputs of a request, by condition: an image; for `image` all images, for `video` its frames.
 
     Raises:
         LoadError, ModelError: if a file is no image or video, or the mask has another size than its image; if no
             class of the model's takes them, that is what is said of their sizes.
     """
-    # It needs numpy, which the process of a server does without.
+    # This module needs numpy, which the process of a server does without.
     from ditile.runner.requests.videos import read_video
 
     contents: CallArguments = {}
@@ -89,7 +89,8 @@ def _check_freed_encoders(request: GenerateOptions, run: RunOptions, cache: Cach
 
 
 def check_known_model(request: GenerateOptions, plan: Plan) -> None:
-    """Raises `ModelError` or `PlanError` for what needs no class of diffusers: guidance, and models known by name."""
+    """Raise `ModelError` or `PlanError` for faults that need no class of diffusers: of guidance, and of models known by
+    name."""
     if plan.cfg > 1 and request.true_cfg is not None and request.true_cfg <= 1:
         raise PlanError(
             f"cfg={plan.cfg} divides the branches of guidance, and --true-cfg {request.true_cfg:g} makes no second "
@@ -101,7 +102,7 @@ def check_known_model(request: GenerateOptions, plan: Plan) -> None:
 
 
 def check_request_by_files(request: GenerateOptions, plan: Plan, cache: CacheOptions) -> None:
-    """Checks a request against the class of pipelines that the model's files name; it imports diffusers.
+    """Check a request against the class of pipelines that the model's files name. This imports diffusers.
 
     Raises:
         LoadError: if the files cannot be read.
@@ -118,7 +119,7 @@ def check_request_by_files(request: GenerateOptions, plan: Plan, cache: CacheOpt
 
 
 def check_cache_steps(cache: CacheOptions, call: CallArguments) -> None:
-    """Raises `ModelError` for a step mask that is too short, or steps that must all compute."""
+    """Raise `ModelError` for too short a step mask, or for steps that must all compute."""
     from ditile.cache.build import explain_idle_steps
 
     config = cache.build_cache_arguments()["cache_config"]

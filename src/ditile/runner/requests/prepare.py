@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LEAST_STEPS = 4
 STALE_STEPS = 2
-"""Steps after the synchronous ones: the first of them differs from those that follow."""
+"""The number of steps after the synchronous ones: the first of them differs from those that follow."""
 
 
 def prepare_runner(
@@ -41,7 +41,7 @@ def prepare_runner(
     controlnet: str | None = None,
     components: Mapping[str, str] | None = None,
 ) -> tuple[Any, Runner]:
-    """A pipeline on this rank, divided, quantized and with its cache. All ranks call it.
+    """Prepare a pipeline on this rank: divided, quantized and with its cache. All ranks call it.
 
     Args:
         model: a bundled model, a folder or a hub id.
@@ -75,7 +75,7 @@ def prepare_runner(
         load_loras(pipe, cache)
     if engine.compile:
         set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
-    # After the load, whose time differs from rank to rank: from here on ranks wait for each other.
+    # This comes after the load, whose time differs from rank to rank: from here on ranks wait for each other.
     join_torchrun(engine.stall_timeout)
     runner = parallelize(
         pipe,
@@ -96,13 +96,13 @@ def prepare_runner(
 
 
 def _check_pipeline_class(source: Path | str, plan: Plan, cache: CacheOptions) -> None:
-    """Raises `ModelError` for a class that cannot run here, and `PlanError` for cfg without guidance to divide."""
+    """Raise `ModelError` for a class that cannot run here, and `PlanError` for cfg without guidance to divide."""
     from ditile.model.pipeline_calls import read_guidance_rule
     from ditile.runner.load import find_pipeline_kind, read_model_index
 
     _check_lora_components(source, cache)
     pipeline = find_pipeline_kind(source)
-    # It refuses a class that returns neither images nor videos.
+    # This refuses a class that returns neither images nor videos.
     returns_videos(pipeline)
     check_prompt_cleaner(pipeline)
     if plan.cfg == 1 or pipeline is None:
@@ -117,7 +117,7 @@ def _check_pipeline_class(source: Path | str, plan: Plan, cache: CacheOptions) -
 
 
 def _describe_weights(source: Path | str) -> str:
-    """How many bytes of weights a model's folder has; nothing for one of the hub, which may not be fetched yet."""
+    """Describe the bytes of weights in a model's folder. Empty for a model of the hub, which may not be fetched yet."""
     if not isinstance(source, Path):
         return ""
     return f", {format_bytes(sum(path.stat().st_size for path in source.glob('*/*.safetensors')))} of weights"
@@ -126,7 +126,7 @@ def _describe_weights(source: Path | str) -> str:
 def switch_to_conditions(
     pipe: Any, conditions: Collection[str], controlnet: str | None = None, dtype: str | None = None
 ) -> Any:
-    """The pipeline of the family of another one, on the same models, whose call takes some conditions.
+    """Return a pipeline of the same family on the same models, with a call that takes some conditions.
 
     Raises:
         LoadError, ModelError: if diffusers has none, or the ControlNet cannot be loaded or is of another family.
@@ -149,7 +149,7 @@ def switch_to_conditions(
 
 
 def load_controlnet(source: str, dtype: Any) -> Any:
-    """A ControlNet of diffusers, from a folder or the hub: of safetensors, and without code of its own.
+    """Load a ControlNet of diffusers from a folder or the hub, of safetensors and without code of its own.
 
     Raises:
         LoadError, ModelError: if it is none, or its files are missing or corrupt.
@@ -181,7 +181,7 @@ def load_controlnet(source: str, dtype: Any) -> Any:
 
 
 def silence_libraries() -> None:
-    """Silences progress bars and empty warnings of libraries, and the log of diffusers on all ranks but rank 0."""
+    """Silence progress bars and empty warnings of libraries, and the log of diffusers on all ranks except rank 0."""
     env.silence_library_imports()
     # diffusers gives this argument to huggingface_hub, which warns of it.
     warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
@@ -189,7 +189,7 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
     from transformers.utils import logging
 
-    # Before diffusers is imported, which transformers would warn about.
+    # This comes before diffusers is imported, which transformers would warn about.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     from diffusers.utils import logging as diffusers_logging
@@ -198,7 +198,7 @@ def silence_libraries() -> None:
     # diffusers warns of each cast to a type, and then lists the modules that should not be cast: often none.
     models_log = diffusers_logging.get_logger("diffusers.models.modeling_utils")
     models_log.addFilter(env.PhraseFilter("should be kept in float32: []"))
-    # It warns where a LoRA leaves a text encoder as it is; what is not applied of a LoRA is named by ditile.
+    # diffusers warns where a LoRA leaves a text encoder as it is; ditile names the unapplied parts of a LoRA itself.
     for name in ("diffusers.loaders.lora_base", "diffusers.loaders.peft"):
         diffusers_logging.get_logger(name).addFilter(env.PhraseFilter("No LoRA keys associated to"))
     place = env.read_torchrun_place()
@@ -207,12 +207,12 @@ def silence_libraries() -> None:
 
 
 def _check_lora_components(source: Path | str, cache: CacheOptions) -> None:
-    """Raises `ModelError` if a LoRA is for a second transformer, and the pipeline has one alone."""
+    """Raise `ModelError` if a LoRA is for a second transformer, and the pipeline has only one."""
     from ditile.runner.load import read_model_index
 
     names = []
     for choice in cache.loras.values():
-        # The first one has other names in some pipelines.
+        # The first transformer has other names in some pipelines.
         if choice.component != TRANSFORMER:
             names.append(choice.component)
     if names:
@@ -220,7 +220,7 @@ def _check_lora_components(source: Path | str, cache: CacheOptions) -> None:
 
 
 def load_loras(pipe: Any, cache: CacheOptions) -> None:
-    """Loads the LoRAs of every call with their scales, and adds them to the weights if the options say so.
+    """Load the LoRAs of every call with their scales, and add them to the weights if the options say so.
 
     Raises:
         ModelError: if one cannot be read, does not fit the model, or cannot be added to its weights.
@@ -232,7 +232,7 @@ def load_loras(pipe: Any, cache: CacheOptions) -> None:
     components = [choice.component for choice in cache.loras.values()]
     second = DENOISERS[1]
     for name, choice in cache.loras.items():
-        # Of this it is warned that the second transformer gets nothing.
+        # With None a warning says that the second transformer gets nothing.
         into_second = None
         if second in components:
             into_second = choice.component == second
@@ -243,7 +243,7 @@ def load_loras(pipe: Any, cache: CacheOptions) -> None:
 
 
 def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
-    """Quantizes this rank's weights, and enables the cache.
+    """Quantize this rank's weights, and enable the cache.
 
     Raises:
         ModelError: also if nothing could be left out, for which the API only warns.
@@ -252,7 +252,7 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
     from ditile.runner.caching import enable_cache
 
     arguments = cache.build_cache_arguments()
-    # `parallelize` has set it.
+    # `parallelize` has set this one already.
     arguments.pop("attention_backend", None)
     if arguments["cache_config"] is None and "quantize_config" not in arguments:
         return
@@ -265,7 +265,8 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
 
 
 def choose_warm_steps(plan: Plan, *, is_cached: bool, num_preparing_steps: int = 0) -> int | None:
-    """The steps of a call that meets all shapes of a longer one; None for all of its steps, on which a cache counts.
+    """Choose the steps of a call that meets all shapes of a longer one. None for all of its steps, on which a cache
+    counts.
 
     Args:
         is_cached: whether a cache is enabled.
@@ -277,7 +278,7 @@ def choose_warm_steps(plan: Plan, *, is_cached: bool, num_preparing_steps: int =
 
 
 def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None:
-    """Makes a call of few steps, and throws its result away; every rank calls it.
+    """Make a call of few steps, and drop its result. Every rank calls it.
 
     Args:
         call: the arguments of the call that follows. Nothing remains of its prompt, seed or numbers.
@@ -303,7 +304,8 @@ def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None
 
 @contextmanager
 def silence_advice() -> Iterator[None]:
-    """Log errors alone within it: advice on a plan does not fit the few steps of a check or of a short call."""
+    """Log only errors within this context. Advice on a plan does not fit the few steps of a check or of a short
+    call."""
     log = logging.getLogger("ditile")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A file of prompts: one image per line, named by its number, and the lines whose images are still missing.
+"""Files of prompts: one image per line, named by its number, and the lines whose images are still missing.
 
 An image is not generated again if its file is whole and says that it was made from the same prompt, seed and settings.
 So the same command resumes a run that was stopped. Line k has seed + k.
@@ -26,7 +26,7 @@ from ditile.runner.requests.videos import build_poster_path
 
 MIN_DIGITS = 4
 MAX_HASHED_BYTES = 2**36
-"""More than any LoRA has."""
+"""The most bytes of a file that is hashed, more than any LoRA has."""
 FIELDS_NOT_COMPARED = ("prompt", "prompts_file", "seed", "num_images", "transformer", "component")
 
 
@@ -39,7 +39,7 @@ class PromptLine(NamedTuple):
 
 
 def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
-    """The prompts of a file that an option names: its lines without blank ones and those that begin with #.
+    """Read the prompts in an option's file: its lines without blank ones and those that begin with #.
 
     Raises:
         ModelError: if it cannot be read, is not UTF-8, or has none.
@@ -50,7 +50,7 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
         raise ModelError(f"{option}={name!r} cannot be read as text: {files.describe_error(error)}") from error
     prompts = []
     for line in map(str.strip, text.splitlines()):
-        # Empty lines and comments are no prompts.
+        # Empty lines and comments are not prompts.
         if line and not line.startswith("#"):
             prompts.append(line)
     if not prompts:
@@ -59,7 +59,7 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
 
 
 def list_prompt_lines(request: GenerateOptions, run: RunOptions) -> list[PromptLine]:
-    """A line for every prompt of the file; without a seed the first is 0, so that the same command resumes.
+    """List a line for every prompt of the file. Without a seed the first is 0, so that the same command resumes.
 
     Raises:
         ModelError: as `read_prompts`.
@@ -78,7 +78,8 @@ def list_prompt_lines(request: GenerateOptions, run: RunOptions) -> list[PromptL
 def describe_request(
     request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, own: CallArguments
 ) -> str:
-    """All that an image depends on besides its prompt and seed, as JSON; images with equal text are the same.
+    """Describe in JSON everything that an image depends on, besides its prompt and seed. Images with equal text are the
+    same.
 
     It has the contents of given files, the dtype that this machine chooses, and no `data`, on which no image depends.
     It is kept in images, so it has no local paths.
@@ -116,7 +117,7 @@ def describe_request(
 
 
 def _describe_file(name: str) -> dict[str, str]:
-    """The name of a file without its folder -> a digest of its content; nothing for a folder or a hub id."""
+    """Map the name of a file without its folder to a digest of its content. Empty for a folder or a hub id."""
     if not Path(name).is_file():
         return {}
     try:
@@ -127,7 +128,7 @@ def _describe_file(name: str) -> dict[str, str]:
 
 
 def select_missing_lines(all_lines: Sequence[PromptLine], description: str, *, has_posters: bool) -> list[PromptLine]:
-    """The lines whose image is missing, is not whole, or was made by another request.
+    """Select the lines whose image is missing, is not whole, or was made by another request.
 
     Args:
         all_lines: of the file.

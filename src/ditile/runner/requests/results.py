@@ -1,4 +1,4 @@
-"""From a call's result to files: images and videos, with how they were made."""
+"""Writes a call's result to files: images and videos, with texts about how they were made."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build_png_texts(
     conditions: Mapping[str, Any] | None,
     promise: JsonObject | None,
 ) -> dict[str, str]:
-    """The texts in an image's file that say how it was made, without its prompt and seed.
+    """Build the texts of an image's file about how it was made, without its prompt and seed.
 
     Args:
         conditions: what it starts from, as of `bind_conditions`.
@@ -90,7 +90,7 @@ def add_picture_texts(
     seed: int,
     drawn: Image.Image | Video,
 ) -> dict[str, str]:
-    """The texts of one image or video: from its request, its prompt and seed, and what AUTOMATIC1111 writes.
+    """Return the texts of one image or video: from its request, its prompt and seed, and those of AUTOMATIC1111.
 
     Args:
         texts: as of `build_png_texts`.
@@ -119,7 +119,7 @@ def add_picture_texts(
 def format_parameters(
     call: CallArguments, *, prompt: str, seed: int, size: tuple[int, int], model: str, scheduler: str
 ) -> str:
-    """The text that AUTOMATIC1111 keeps in an image.
+    """Format the text that AUTOMATIC1111 keeps in an image.
 
     Args:
         call: the arguments of the call, those by default included.
@@ -139,13 +139,13 @@ def format_parameters(
     lines = [prompt]
     if call.get("negative_prompt"):
         lines.append(f"Negative prompt: {call['negative_prompt']}")
-    # The programs that read it look for "Steps: " at the beginning of the last line.
+    # The programs that read this text look for "Steps: " at the beginning of the last line.
     lines.append(", ".join(f"{name}: {_quote_value(value)}" for name, value in values.items() if value is not None))
     return "\n".join(lines)
 
 
 def _quote_value(value: Any) -> str:
-    """A value as AUTOMATIC1111 writes it: what would be taken for several is quoted."""
+    """Quote a value like AUTOMATIC1111, if it would be taken for several."""
     text = str(value)
     if set(text).isdisjoint(",:\n"):
         return text
@@ -153,7 +153,7 @@ def _quote_value(value: Any) -> str:
 
 
 def _describe_conditions(request: GenerateOptions, conditions: Mapping[str, Any]) -> dict[str, str]:
-    """What it was made from, by size and content: a server keeps the inputs of requests under names of its own."""
+    """Describe the inputs by size and content. A server keeps the inputs of requests under names of its own."""
     described: dict[str, Any] = {}
     for name, value in conditions.items():
         if name == "image":
@@ -170,7 +170,7 @@ def _describe_conditions(request: GenerateOptions, conditions: Mapping[str, Any]
 
 
 def _describe_frames(frames: Sequence[Image.Image], *, is_video: bool = False) -> str:
-    """The size of an image or of a video's frames, how many these are, and a digest of the pixels."""
+    """Describe an image or a video's frames by size, number, and a digest of the pixels."""
     digest = hashlib.sha256()
     for frame in frames:
         digest.update(frame.convert("RGB").tobytes())
@@ -181,7 +181,7 @@ def _describe_frames(frames: Sequence[Image.Image], *, is_video: bool = False) -
 
 
 def list_drawn(result: Any) -> Sequence[Image.Image | Video]:
-    """The images or the videos of a pipeline's result; none of None, which the other ranks have."""
+    """List the images or the videos of a pipeline's result. The other ranks have None, which has none."""
     if result is None:
         return []
     images: Sequence[Image.Image] | None = getattr(result, "images", None)
@@ -192,7 +192,7 @@ def list_drawn(result: Any) -> Sequence[Image.Image | Video]:
 
 
 def choose_fps(pipe: DiffusionPipeline, request: GenerateOptions, call: CallArguments) -> float:
-    """Frames a second of a video: as given, otherwise by the model's files or its class."""
+    """Choose the frames a second of a video: of the request, otherwise of the model's files or its class."""
     model_rate = read_generation_defaults(request.model).get(FRAME_RATE)
     return float(request.fps or model_rate or find_frame_rate(pipe, call) or videos.DEFAULT_FPS)
 
@@ -200,7 +200,8 @@ def choose_fps(pipe: DiffusionPipeline, request: GenerateOptions, call: CallArgu
 def encode_drawn(
     drawn: Image.Image | Video, format: str, quality: int, fps: float, texts: Mapping[str, str]
 ) -> tuple[bytes, bytes | None]:
-    """An image or a video as the bytes of a file, and the poster of a video; see `encode_picture`, `encode_video`."""
+    """Encode an image or a video as the bytes of a file, and the poster of a video. See `encode_picture`,
+    `encode_video`."""
     from PIL import Image
 
     if isinstance(drawn, Image.Image):
@@ -209,7 +210,7 @@ def encode_drawn(
 
 
 def write_drawn(drawn: Image.Image | Video, path: str, fps: float, texts: dict[str, str]) -> None:
-    """Writes an image, or a video and its poster."""
+    """Write an image, or a video and its poster."""
     from PIL import Image
 
     try:

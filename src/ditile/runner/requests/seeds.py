@@ -1,4 +1,4 @@
-"""The seeds of a request: where the first one comes from, which seed each image gets, and the generators of noise.
+"""The seeds of a request: the choice of the first one, the seed of each image, and the generators of noise.
 
 Nothing here imports torch by itself.
 """
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SEED_LIMIT = 2**31
-"""A random seed is below it, as JSON and other programs keep seeds in 32 bits with a sign."""
+"""The limit of a random seed, which is below it: JSON and other programs keep seeds in 32 bits with a sign."""
 
 
 def choose_random_seed() -> int:
-    """A seed for a request that names none."""
+    """Choose a seed for a request without one."""
     return secrets.randbelow(SEED_LIMIT)
 
 
 def agree_on_seed(seed: int | None, group: ProcessGroup | None) -> int:
-    """The seed of a request; if it names none, a random one that rank 0 chooses and sends to all ranks of a group."""
+    """Agree on the seed of a request. If it names none, rank 0 chooses a random one and sends it to all ranks of a
+    group."""
     from ditile.distributed.transport import gather_json
 
     if seed is not None:
@@ -32,12 +33,13 @@ def agree_on_seed(seed: int | None, group: ProcessGroup | None) -> int:
 
 
 def list_seeds(first: int, num_images: int) -> list[int]:
-    """The seeds of the images of a request: each image's seed is one more than the seed of the image before it."""
+    """List the seeds of the images of a request. Each image's seed is one more than the seed of the previous image."""
     return list(range(first, first + num_images))
 
 
 def make_generators(seeds: Sequence[int]) -> list[Generator]:
-    """One generator of noise for each seed; on the CPU, so that every rank and every device draws the same noise."""
+    """Make one generator of noise for each seed. It is on the CPU, so that every rank and every device generates the
+    same noise."""
     import torch
 
     return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]

@@ -1,5 +1,5 @@
-"""Videos as files: MP4 by PyAV, animated WebP and GIF by Pillow, each with a poster: a PNG of the first frame, which
-keeps how the video was made.
+"""Reads and writes videos as files: MP4 by PyAV, animated WebP and GIF by Pillow, each with a poster, which is a PNG of
+the first frame and keeps how the video was made.
 
 Nothing here imports torch, and PyAV is imported only to write an MP4.
 """
@@ -28,21 +28,21 @@ from ditile.runner.requests.pictures import DECODE_ERRORS, MAX_PICTURE_BYTES, en
 Video = NDArray[np.uint8]  # [F, H, W, 3]
 
 DEFAULT_FPS = 16.0
-"""Frames a second of a video whose pipeline says nothing of it."""
+"""The frames a second of a video whose pipeline says nothing about it."""
 MAX_FRAMES = 2048
-"""Of a video that is read."""
+"""The most frames of a video that is read."""
 SHEET_COLUMNS = 4
-"""Frames in a row of a spritesheet."""
+"""The number of frames in a row of a spritesheet."""
 SHEET_WIDTH = 256
-"""Pixels of the longer side of a frame of a spritesheet, at most."""
+"""The most pixels of the longer side of a frame of a spritesheet."""
 CRF = "16"
-"""Of x264: at this constant rate factor a loss can hardly be seen."""
+"""The constant rate factor of x264: with this one a loss can hardly be seen."""
 _MAX_DENOMINATOR = 1001
-"""Of the rates of television, such as 30000 / 1001."""
+"""The largest denominator of a rate; those of television are such as 30000 / 1001."""
 
 
 def check_encoder(path: Path, fps: float | None) -> None:
-    """Raises `ModelError` if what writes a video to this path is not installed, or its format has no such rate.
+    """Raise `ModelError` if the writer for a video's path is not installed, or its format has no such rate.
 
     A package is looked for, not imported.
     """
@@ -54,12 +54,12 @@ def check_encoder(path: Path, fps: float | None) -> None:
 
 
 def build_poster_path(path: Path) -> Path:
-    """Where the poster of a video is."""
+    """Build the path of a video's poster."""
     return path.with_suffix(".png")
 
 
 def convert_to_videos(frames: Any) -> list[Video]:
-    """The videos of a pipeline's result, as uint8.
+    """Convert a pipeline's result to uint8 videos.
 
     Args:
         frames: a list of videos, of which each is a list of Pillow's images, an array [F, H, W, 3] or a tensor
@@ -86,26 +86,26 @@ def _convert_video(frames: Any) -> Video:
 
 
 def _convert_to_array(frame: Any) -> Any:
-    """An array of a tensor, which may be on a GPU and of a type that numpy lacks."""
+    """Convert a tensor to an array. It may be on a GPU, and of a type that numpy lacks."""
     if hasattr(frame, "detach"):
         return frame.detach().float().cpu().numpy()
     return np.asarray(frame)
 
 
 def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[str, str]) -> None:
-    """Writes a video in the format that the path's ending names, and its poster with the texts.
+    """Write a video in the format of the path's ending, and its poster with the texts.
 
     Raises:
         OSError: if a file cannot be written.
     """
-    # Before the video: a poster says that its video is whole.
+    # The poster goes before the video is written: a poster says that its video is whole.
     build_poster_path(path).unlink(missing_ok=True)
     files.write_atomically(path, encode_video(video, path.suffix.lower().removeprefix("."), fps, texts))
     files.write_atomically(build_poster_path(path), encode_poster(video, fps, texts))
 
 
 def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]) -> bytes:
-    """A video as the bytes of a file.
+    """Encode a video into the bytes of a file.
 
     Args:
         video: [F, H, W, 3].
@@ -119,12 +119,13 @@ def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]
 
 
 def encode_poster(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
-    """The first frame of a video as the bytes of a PNG, with the texts, the number of frames and the rate."""
+    """Encode the first frame of a video into the bytes of a PNG, with the texts, the number of frames and the rate."""
     return encode_png(Image.fromarray(video[0]), {**texts, "frames": str(len(video)), "fps": f"{fps:g}"})
 
 
 def encode_spritesheet(video: Video) -> bytes:
-    """Up to 16 frames of a video, spread over its length, as the bytes of one PNG: row by row, four in a row."""
+    """Encode up to 16 frames of a video, spread over its length, into the bytes of one PNG: row by row, four in a
+    row."""
     count = min(len(video), SHEET_COLUMNS**2)
     frames = []
     for place in np.linspace(0, len(video) - 1, count):
@@ -142,7 +143,7 @@ def encode_spritesheet(video: Video) -> bytes:
 
 
 def read_video(path: str | Path, option: str, most: int | None = None) -> list[Image.Image]:
-    """The frames of a video that an option names, in RGB: a GIF or WebP by Pillow, others by PyAV.
+    """Read the frames of a video that an option names, in RGB: a GIF or WebP by Pillow, others by PyAV.
 
     Args:
         path, option: the file, and the option.
@@ -219,6 +220,7 @@ def _encode_animation(video: Video, format: str, fps: float) -> bytes:
 
 
 def _divide_time(count: int, fps: float, unit_ms: int) -> list[int]:
-    """How long each frame stays, in milliseconds; whole units that do not drift from the rate."""
+    """Divide the time of a video over its frames, in milliseconds. These are whole units that do not drift from the
+    rate."""
     ends = [round(1000 * k / fps / unit_ms) * unit_ms for k in range(count + 1)]
     return [max(unit_ms, end - begin) for begin, end in itertools.pairwise(ends)]
