@@ -1,6 +1,6 @@
 """Connects caches with a runner: they read the steps from its generation, and all ranks of an image decide alike.
 
-Where the rules alone decide, each rank does so by itself. Otherwise ranks of a stage sum what they measured. Under
+Where only the rules decide, each rank does so by itself. Otherwise ranks of a stage sum what they measured. Under
 PipeFusion the stage that has the last block of the probe decides for each patch by itself. Each stage sends the
 decision to the next one on a CPU group, a few bytes ahead of the activations. Blocks that are left out still pass
 tokens on, so the messages between stages do not depend on decisions.
@@ -204,7 +204,7 @@ class StageAgreement(SkipAgreement):
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """Sum over all ranks that decide together. Every rank adds the same numbers in the same order."""
-        # gloo sums on the CPU.
+        # gloo sums on the CPU, so the sums go there first.
         sums = self._mesh.host_rows.start_copy(sums).wait_for_numbers()
         return self._gather_from_ranks(sums.double()).sum(dim=0)
 

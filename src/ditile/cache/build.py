@@ -142,7 +142,7 @@ def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
 
 def _explain_idle_blocks(name: str, blocks: int, config: BlockCacheConfig) -> str | None:
     """Explain why these settings always compute all blocks, and what would work. None if some may be skipped."""
-    # Other methods leave out all blocks.
+    # Other methods leave out all blocks of a step, so none of them is idle.
     if not isinstance(config, DBCacheConfig):
         return None
     first = config.Fn_compute_blocks

@@ -478,7 +478,7 @@ class TransformerCache(ModelCache):
         batch_size = len(sample)
         kind = _describe_input((*args, *kwargs.values()))
         control = None
-        # Measuring it reads all arguments.
+        # Control is measured only on demand, because that reads all arguments.
         if any(chain.needs_control for _, chain in self._chains):
             control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
         scheduler = self._find_scheduler()
@@ -547,7 +547,7 @@ def build_transformer_cache(
 
     def build_contexts(changed: BlockCacheConfig, calibrator: Calibration | None) -> list[CacheContext]:
         if len(modifiers) < 2:
-            # All lists decide together.
+            # With at most one modifier all lists decide together, in one context.
             for modifier in modifiers:
                 changed, calibrator = modifier.over(changed, calibrator)
             return [build_context("+".join(hooks_by_list), hooks, changed, calibrator)]

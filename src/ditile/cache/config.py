@@ -102,7 +102,7 @@ class CacheConfig(Fields):
     """The settings that all methods of leaving out work share.
 
     Attributes:
-        num_inference_steps: steps of a generation where there is no pipeline to say so.
+        num_inference_steps: steps of a generation, for a transformer without a pipeline.
         enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
             with one it is seen from the calls.
     """
@@ -171,7 +171,7 @@ class BlockCacheConfig(CacheConfig, abc.ABC):
     """The settings that all methods of leaving out blocks share.
 
     Attributes:
-        couple: what is decided on together: each row of the batch alone, each image with all its rows of guidance, or
+        couple: what is decided on together: each row of the batch, each image with all its rows of guidance, or
             the whole batch.
         store_dtype: the type in which values of computed steps are kept; None is their own.
 
@@ -202,15 +202,15 @@ class DBCacheConfig(BlockCacheConfig):
             0 never caches, 1 or more always.
         max_warmup_steps: the first steps, which compute; all others may be cached.
         warmup_interval: compute every n-th warmup step.
-        max_cached_steps: cached steps of a generation at most; -1 is no limit.
-        max_continuous_cached_steps: cached steps in a row at most; -1 is no limit.
+        max_cached_steps: cached steps of a generation at most; -1 sets no limit.
+        max_continuous_cached_steps: cached steps in a row at most; -1 sets no limit.
         max_accumulated_residual_diff_threshold: a step computes where the sum of its difference and the differences of
-            all cached steps reaches this; None is no budget.
+            all cached steps reaches this; None sets no budget.
         accumulated_resets: the sum begins again at each computed step (as in TeaCache, arXiv 2411.19108); otherwise
             there is one sum for the whole generation.
         steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any
             number of steps: slow, medium, fast, ultra. A warmup longer than the mask's leading 1s is cut to
-            them. None is no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
+            them. None uses no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
         steps_computation_policy: steps of the mask that are 0 are cached where the difference is small (dynamic), or
             always (static). A step without anything stored computes.
         cfg_compute_first: accepted and not used: branches keep the pipeline's order.

@@ -162,7 +162,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
 
     Args:
         path_or_dict: a `.json` file, or one in YAML; or its content. A file without sections is a cache_config.
-        return_dict: False returns the values alone, in the order below.
+        return_dict: False returns only the values, in the order below.
         reset: accepted and not used: a config knows the fields that it was given.
 
     Returns:

@@ -150,7 +150,7 @@ def build_forecaster(
     """Build the forecaster of a stream from a config. It is `Reuse` where the config enables none.
 
     Args:
-        config: None is no calibrator.
+        config: None stands for no calibrator.
         stream: "image" or "text", which have a switch each.
         store_dtype: the type of snapshots; None is the type of the values.
         total: sums a small matrix over the ranks that hold parts of the stream, for forecasts that look at all of it.
@@ -444,7 +444,7 @@ class Modes:
         first = float(singular[0])
         num_known = int((singular > NOISE * first).sum())
         count = min(num_known, rank or len(singular))
-        # Snapshots of zeros have no modes.
+        # Snapshots of zeros have no modes, nor do those with NaN or infinity.
         if not first > 0 or not math.isfinite(first):
             return
         inverse = vectors.flip(1)[:, :count] / (singular[:count] + ridge * first)

@@ -45,7 +45,7 @@ class ContextReport:
     Attributes:
         name: the names of their lists.
         settings: in one word, as `strify` says them.
-        middle: the number of those that could be left out.
+        middle: the number of blocks that could be left out.
         steps: the number of steps in which they were called.
         kept_bytes: bytes that all contexts of the model remembered when the generation ended.
         decisions: one for each image, branch and patch.
@@ -67,7 +67,7 @@ class ContextReport:
         """Build a report from the result of `to_dict`."""
         decisions = []
         for decision in values["decisions"]:
-            # JSON has no tuples.
+            # JSON has no tuples, so pairs are lists there.
             differences = [(int(step), float(difference)) for step, difference in decision["differences"]]
             decisions.append(Decisions(**{**decision, "differences": differences}))
         return cls(**{**values, "decisions": decisions})

@@ -161,7 +161,7 @@ class Segment:
 
     def _forecast_state(self, hook: CacheHook, start: TokenState) -> TokenState:
         image = self.residuals.forecast_tokens("image", self._call, start.image)
-        # A dummy text is never computed.
+        # A dummy text is never computed, so it has no forecast.
         if not hook.has_text or not self._call.moment.has_text():
             return TokenState(image, start.text)
         if not self.residuals.has_stream("text", self._call):
@@ -258,7 +258,7 @@ class Residuals:
         unit = unit or call.units[0]
         patches = call.moment.patches
         if stream != "image":
-            # Text belongs to the first patch.
+            # Text belongs to the first patch, so only that one has a forecast of it.
             patches = patches[:1]
         parts = [self._get_forecaster(stream, call, patch, unit).forecast_value(call.step) for patch in patches]
         forecast = parts[0]

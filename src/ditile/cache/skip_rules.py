@@ -1,4 +1,4 @@
-"""The rules for leaving out a step: masks, warmup, limits and the threshold, for one image at a time. Pure. Pure.
+"""The rules for leaving out a step: masks, warmup, limits and the threshold, for one image at a time. Pure.
 
 The rules apply in this order, and the first one that has an answer decides:
 
@@ -76,7 +76,7 @@ class SkipRules:
             return RuleVerdict.COMPUTE
         if self.mask is not None and self.is_static:
             return RuleVerdict.SKIP
-        # A limit of -1 is none.
+        # A limit of -1 never applies.
         if 0 <= config.max_cached_steps <= len(record.skipped):
             return RuleVerdict.COMPUTE
         if 0 <= config.max_continuous_cached_steps <= record.streak:

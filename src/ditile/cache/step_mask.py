@@ -1,4 +1,4 @@
-"""Step masks: the steps of a generation that compute (1), and those that may reuse an earlier one (0). Pure. Pure.
+"""Step masks: the steps of a generation that compute (1), and those that may reuse an earlier one (0). Pure.
 
 Early steps shape the image, and later steps keep an error of theirs. So masks compute most of the early steps and fewer
 of the later ones (LeMiCa, arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit
@@ -48,7 +48,7 @@ def steps_mask(
         A 1 for each step that computes, a 0 for each that may be cached. The last step always computes.
 
     Raises:
-        ModelError: if both or neither are given, a bin is no whole number of at least 1, bins do not interleave, they
+        ModelError: if both or neither are given, a bin is not a whole number from 1, bins do not interleave, they
             cover fewer steps than `total_steps`, or the preset is not known.
     """
     check_value(Steps | None, total_steps, "total_steps", example=28)
@@ -109,7 +109,7 @@ def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
     if isinstance(mask, str):
         return check_preset_name(mask)
     is_list = isinstance(mask, Sequence) and len(mask) > 0
-    # 1.0 equals 1, and is refused.
+    # 1.0 equals 1, but a mask has whole numbers only.
     if not is_list or not all(isinstance(step, int) for step in mask) or not {0, 1}.issuperset(mask):
         raise ModelError(
             f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
@@ -122,7 +122,7 @@ def resolve_step_mask(mask: Sequence[int] | str | None, steps: int | None) -> tu
     """Return the mask of a generation: the preset for its number of steps, or the user's mask, cut to it.
 
     Args:
-        mask: as `DBCacheConfig.steps_computation_mask`; None is no mask.
+        mask: as `DBCacheConfig.steps_computation_mask`; None stands for no mask.
         steps: transformer steps of the generation, None if they are not known before it ends.
 
     Raises:
@@ -192,7 +192,7 @@ def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
     result = [chosen[0]]
     for start, step in itertools.pairwise(chosen):
         gap = step - start
-        # With so many steps between them no part of the gap is longer than the longest hole.
+        # With this many steps added, no part of the gap is longer than the longest hole.
         more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
         for number in range(1, more + 1):
             result.append(start + round(gap * number / (more + 1)))

@@ -88,14 +88,14 @@ def make_group_on_one_loop(
 ) -> dist.ProcessGroup:
     """Make a group of some ranks; all ranks must call it.
 
-    A group that is gloo's alone uses the device of the group of all ranks, where torch lets us read that.
-    One that has NCCL for messages between stages alone takes few multiprocessors of the GPU.
+    A group that uses only gloo has the device of the group of all ranks, where torch lets us read that.
+    One that uses NCCL only for messages between stages takes few multiprocessors of the GPU.
 
     Args:
         ranks: in order.
         timeout: how long they wait for each other; None for torch's own limit.
         backend: None for the backend of the group of all ranks.
-        links: whether it is for messages between stages alone.
+        links: whether it is only for messages between stages.
     """
     backend_options: dict[str, Any] = {"backend": backend}
     if links and has_nccl(backend) and dist.is_nccl_available():

@@ -99,7 +99,7 @@ def read_torchrun_place() -> Torchrun | None:
     A script that sets them itself may leave out LOCAL_RANK, which is then RANK.
 
     Raises:
-        PlanError: if they are no place of a process.
+        PlanError: if they do not name the place of a process.
     """
     values = {}
     for name in _PLACE_VARIABLES:

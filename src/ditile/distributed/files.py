@@ -117,7 +117,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def _write_and_rename(path: Path, data: bytes) -> None:
-    # `tempfile` would make the file readable by its owner alone, whatever the umask. The random name keeps writers of
+    # `tempfile` would make the file readable only by its owner, whatever the umask. The random name keeps writers of
     # one path apart, and mode "x" never opens a link that another process has put there.
     part = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")
     with part.open("xb") as file:

@@ -107,7 +107,7 @@ class RankSigns:
         last_sign_of_life: when anything came from it last, on the monotonic clock.
         last_activity: when it last read, computed or reported progress.
         last_progress: when it last read or reported progress.
-        call: the number of the call that it is in, of those that all ranks must make; None outside of them.
+        call: the number of the shared call that it is in, which all ranks must make; None outside of them.
         last_call: the number of the last such call that it has entered.
         raised: the errors by which it left such calls, by the number of the call.
         said: the last note about how it ends.

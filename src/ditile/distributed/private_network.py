@@ -45,7 +45,7 @@ sys.stdin.read()
 def create_private_network() -> Iterator[tuple[int, ...] | None]:
     """Make a network, and yield its descriptor and, unless root made it, its user namespace's. None where it may not.
 
-    The network lasts as long as a process has its descriptor. A machine with NVIDIA GPUs gets one from root alone: what
+    The network lasts as long as a process has its descriptor. A machine with NVIDIA GPUs gets one only from root: what
     their driver does in a user namespace is not known.
     """
     is_root = not hasattr(os, "geteuid") or os.geteuid() == 0
@@ -78,7 +78,7 @@ def create_private_network() -> Iterator[tuple[int, ...] | None]:
 def join_user_space(fd: int) -> bool:
     """Move this process into a user namespace, so that it may enter its networks. Returns False if it may not.
 
-    The process must have one thread alone.
+    The process must have only one thread.
     """
     return _set_space(fd, _NEW_USER)
 

@@ -138,7 +138,7 @@ def _start_hub(process: subprocess.Popen[bytes], task: dict[str, Any]) -> dict[s
     addresses = ["127.0.0.1"]
     if env.read_local_world() != task["world"]:
         addresses = [env.read_master_address()]
-        # If MASTER_ADDR is no address of this host itself, the hub listens on all of its addresses.
+        # If MASTER_ADDR is not an address of this host itself, the hub listens on all of its addresses.
         with contextlib.suppress(OSError):
             addresses.append(socket.gethostbyname(socket.gethostname()))
     secret = secrets.token_hex(32)

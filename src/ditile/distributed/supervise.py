@@ -6,7 +6,7 @@ A rank is one process, in a session of its own, with three anonymous pipes:
     report      from the rank: one frame, what it returned or how it failed
     heartbeats  from the rank: what `heartbeat` describes
 
-The parent never waits for one pipe alone, so that a rank which stops in the middle of a frame blocks nothing.
+The parent never waits for a single pipe, so a rank that stops in the middle of a frame blocks nothing.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class WatchedProcess:
         self.has_ended = False
         self._pid = pid
         self._memory_kills = count_memory_kills()
-        # The pipe alone is not enough: it stays open if a child of the rank has inherited it.
+        # The pipe by itself is not enough: it stays open if a child of the rank has inherited it.
         self._pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(ProcessLookupError):

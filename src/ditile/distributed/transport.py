@@ -205,7 +205,7 @@ class AsyncReduction:
     """A reduction under way of whole numbers of all ranks of a group, to the largest by default.
 
     Args:
-        group: the ranks; None is this rank alone.
+        group: the ranks; None stands for only this rank.
     """
 
     def __init__(
@@ -658,7 +658,7 @@ def choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> to
 class HostCopy:
     """Numbers on their way from a GPU to the host, by an asynchronous copy.
 
-    Reading them waits for the copy alone, and not for work that was launched later.
+    Reading them waits only for the copy, and not for work that was launched later.
 
     Args:
         numbers: on a GPU, or without a row on the host already.

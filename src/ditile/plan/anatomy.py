@@ -74,7 +74,7 @@ class ListAnatomy:
 
     Attributes:
         image: the parameter with the image tokens, or with one sequence of both.
-        text: the parameter with the text tokens; None where these are no stream of their own.
+        text: the parameter with the text tokens; None where these have no stream of their own.
         returns: the streams that a block returns, in order.
         is_tuple: whether it returns a tuple.
         tokens: the dimension of both streams that counts tokens.

@@ -12,7 +12,7 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
     latents        the denoised patches, from the last stage to the first; others of a warmup group get the whole
     weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
     keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all of a layer
-                   to the stage that owns it, if that is no member; their prediction goes to the last stage
+                   to the stage that owns it, if that is not a member; their prediction goes to the last stage
     data           a replica's own latents to the others, once; result: all latents to all stages, once
 
 Shares that do not divide differ by a token or a head, and are counted as they are. Headers are not counted. With

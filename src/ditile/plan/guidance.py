@@ -1,7 +1,7 @@
 """Rules for when a step of a pipeline has a second branch of guidance, which `cfg` can divide.
 
 Pipelines decide it by their arguments: a scale, a negative prompt, or both. Guidance that is embedded in the model, or
-distilled into it, is no branch. `model/pipeline_calls.py` reads the rule of a class off its code.
+distilled into it, is not a branch. `model/pipeline_calls.py` reads the rule of a class off its code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class GuidanceRule:
     """The rule for when a call of a class of pipelines has a second branch of guidance.
 
     Attributes:
-        scales: the arguments of which one must be above `above`; empty if no call of the class has a second branch.
+        scales: the arguments; one of them must be above `above`; empty if no call of the class has a second branch.
         above: the largest scale without guidance.
         needs_negative_prompt: whether the call must have a negative prompt too, or embeddings of one. Other pipelines
             take an empty one where none is given.

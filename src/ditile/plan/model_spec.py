@@ -89,7 +89,7 @@ class ModelSpec:
         tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
             split_scheme=sequence gathers and scatters tokens.
         batch: arguments of the transformer that have no rows, whatever their length.
-        text_modules: patterns of sub-modules of blocks that see the text alone.
+        text_modules: patterns of sub-modules of blocks that see only the text.
         anatomy: what its dimensions count, where that cannot be derived.
         refuse: (pipeline, call arguments) -> why they cannot be honored exactly, or None.
     """

@@ -413,7 +413,7 @@ class Plan:
         """Build a plan from the result of `to_json`.
 
         Raises:
-            PlanError: if the text is no JSON object of a plan's fields.
+            PlanError: if the text is not a JSON object of a plan's fields.
         """
         example = '{"pipefusion": 2}'
         try:

@@ -89,7 +89,7 @@ class PatchSchedule:
         references: in which asynchronous steps patches of reference images are computed; see `Plan.references`.
         num_references: how many of the patches, the first ones, are of reference images; no latents belong to them.
         reference_share: of the work of a whole step that is theirs.
-        shares_latents: whether every stage gets the denoised patches, and not the first alone.
+        shares_latents: whether every stage gets the denoised patches, and not only the first.
         late: steps whose denoised patches come back once all of them are denoised, and not one by one.
         uneven_latents: whether patches have none, as in reference images, or are stepped by two schedulers, as in a
             video and its sound.

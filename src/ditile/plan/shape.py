@@ -224,7 +224,7 @@ def count_images(call: CallArguments) -> int:
         value = call.get(name)
         if value is None:
             continue
-        # One image has three dimensions.
+        # A tensor of one image has three dimensions, so its length is not a count.
         least_dims = 3 if name == "image" else 0
         if isinstance(value, list | tuple) or _count_dims(value) > least_dims:
             return len(value) * per_prompt

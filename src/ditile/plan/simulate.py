@@ -250,7 +250,7 @@ def compute_makespan(schedule: PatchSchedule, calls: int = 1) -> float:
 
     In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
     max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
-    micro-batches (or calls) of which the largest is a share q, (1 + (N - 1) q) / N; in a group of R, 1 / R.
+    micro-batches (or calls) with q as the share of the largest, (1 + (N - 1) q) / N; in a group of R, 1 / R.
     """
     n = schedule.stages
     m = schedule.patches
@@ -289,7 +289,7 @@ def render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
     """Render the first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of
     time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
-    # A cell is the longest time of which each op takes a whole multiple.
+    # A cell is the longest time that divides the time of each op.
     cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
     spans = []
     for span in simulate_schedule(schedule, calls=calls):

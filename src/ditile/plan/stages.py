@@ -81,7 +81,7 @@ def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
     """Return the plan with weights that let ranks of unlike speeds end decode and text together, where it divides them.
 
     Args:
-        plan: as `weigh_shares` or somebody else made it; where its other weights say the same, it is as it is.
+        plan: made by `weigh_shares` or by the user; it is unchanged where its other weights say the same.
         speeds: of each rank's device, in any unit.
     """
     plan = dataclasses.replace(plan, rank_weights=None)

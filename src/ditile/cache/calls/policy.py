@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-# The settings of methods are read also where there is no torch.
+# The settings of methods are read also where torch is missing.
 if TYPE_CHECKING:
     from torch import Tensor
 

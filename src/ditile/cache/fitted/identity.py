@@ -189,7 +189,7 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
     Biases and norms are left out: a file stays small, and what changes them changes matrices too.
 
     Args:
-        later_shares: paths of modules of which another rank has the first numbers; None stands for theirs.
+        later_shares: paths of modules whose first numbers another rank has; their entry is None.
     """
     import torch
 

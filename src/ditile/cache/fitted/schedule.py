@@ -104,7 +104,7 @@ class Schedule(BaseModel):
 
         Raises:
             LoadError: if it cannot be read.
-            ModelError: if it is no schedule, with what is wrong in it.
+            ModelError: if it is not a schedule; the message says what is wrong.
         """
         try:
             text = files.read_text(path)

@@ -4,7 +4,7 @@ The blocks are a probe (F blocks, always run), a middle (run or forecast) and a 
 B = 0 is first-block caching. The probe's value is what its blocks add to the image tokens. It is compared with its
 value in the last computed step. The probe and the residual of the middle are stored only when the middle runs.
 
-With F = 0 no block runs to decide: the probe's value is the input of the first block. Where the rules alone decide (a
+With F = 0 no block runs to decide: the probe's value is the input of the first block. Where only the rules decide (a
 static mask, a threshold of 1) nothing is compared, kept for a comparison, or sent: each rank knows every decision.
 """
 

@@ -2,7 +2,7 @@
 
 The ratio of a step is how much what all blocks add has grown since the step before: the mean over tokens of the two
 norms' quotient. After a computed step the ratios are multiplied; a step is left out while the sum of |1 - product| is
-at most a threshold, and at most so many steps in a row are.
+at most a threshold, and the steps in a row are within a limit.
 
 Cost: one step's residual is kept. Nothing is compared or sent, as every rank knows the table. A threshold of 0 leaves
 nothing out.

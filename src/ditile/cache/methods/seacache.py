@@ -46,7 +46,7 @@ class SeaCacheConfig(BlockCacheConfig):
         residual_order: 1 continues the line through the last two computed steps, 0 takes the last one.
         retention_steps: the first steps, which compute.
         cache_end_steps: the last steps, which compute.
-        max_consecutive_cached: steps in a row that are left out, at most; 0 is no limit.
+        max_consecutive_cached: steps in a row that are left out, at most; 0 sets no limit.
         power_exp: p of the power 1 / |f|^p of clean images; None is 3 for latents with frames and 2 for others.
 
     The others are as in `BlockCacheConfig`; names and defaults are those of diffusers.
@@ -99,7 +99,7 @@ class LatentGrid(NamedTuple):
 
     Attributes:
         shape: of the grid, as (frames, rows, columns) or (rows, columns), where latents are packed as tokens
-            `[B, tokens, C]`, of which the first are those of the image; None where latents have the axes already.
+            `[B, tokens, C]`, the image first; None where latents have the axes already.
         dims: of the axes in the unpacked latents, rows and columns last.
     """
 
@@ -147,7 +147,7 @@ def filter_latents(latents: Tensor, dims: Sequence[int], levels: tuple[float, fl
         levels: the amounts a, b of image and noise.
         power: p of the power 1 / |f|^p of clean images.
     """
-    # The settings are read where there is no torch.
+    # The import is here because the settings are read where torch is missing.
     import torch
 
     signal, noise = levels
@@ -258,5 +258,5 @@ def _unpack_latents(sample: Any, grid: LatentGrid) -> Tensor:
     if grid.shape is None:
         return sample  # type: ignore[no-any-return]
     tokens = math.prod(grid.shape)
-    # References come after the image.
+    # Tokens of references come after those of the image, and are cut off.
     return sample[:, :tokens].unflatten(1, grid.shape)  # type: ignore[no-any-return]

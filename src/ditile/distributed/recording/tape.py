@@ -8,8 +8,8 @@ of them (`Recording`): the segment ends where a message begins or is waited for,
 that is captured is computed. The first play is compared with the code, see `first_play.py`.
 
 What may be recorded goes through three functions: `exchange_tensors` for messages in memory that the call owns,
-`receive_tensors` for those that come in memory of their own, and `note_action` for what changes numbers of the host
-alone. Without a recording in this thread the action just happens.
+`receive_tensors` for those that come in memory of their own, and `note_action` for what changes only numbers of the
+host. Without a recording in this thread the action just happens.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Recording:
 
     Attributes:
         messages: the tensors of each message, by the index of its action.
-        notes: the indices of what changes numbers of the host alone.
+        notes: the indices of actions that change only numbers of the host.
     """
 
     def __init__(self, segments: Segments, code: CodeCall, device: torch.device) -> None:

@@ -96,7 +96,7 @@ def build_batch_call(
     """Build one call for several images of one shape, each with its own prompt and seed.
 
     Args:
-        bases: the arguments of each image, which differ in the prompts alone.
+        bases: the arguments of each image, which differ only in the prompts.
         conditions: what all of them start from, as of `bind_conditions`.
     """
     # The generators say how many images there are.

@@ -86,8 +86,8 @@ class LoraChoice(NamedTuple):
             known: names of LoRAs, of which it has one; by default it has a file, a folder or a hub id.
 
         Raises:
-            ModelError: if what follows the last colon is no finite number, or what is before a = is no transformer, and
-                there is no LoRA of the whole name.
+            ModelError: if the text after the last colon is not a finite number, or the text before a = is not a
+                transformer, and no LoRA has the whole name.
         """
         is_source: Callable[[str], bool] = os.path.exists
         if known is not None:

@@ -41,7 +41,7 @@ class CallFacts:
 
     Attributes:
         pipeline: the class's name.
-        defaults: its arguments -> their defaults; None also for a default that is no plain value.
+        defaults: its arguments -> their defaults; None also for a default that is not a plain value.
         required: the arguments without a default.
         needed: what it cannot run without, as options of a request.
         guidance: when it has a second branch of guidance; None if that is not known.
@@ -104,7 +104,7 @@ class CallFacts:
         rate = self.find_argument(FRAME_RATES)
         if request.fps is not None and rate is not None:
             renamed[rate] = request.fps
-            # Some classes refuse a float.
+            # Some classes refuse a float, so a whole rate is passed as an int.
             if request.fps == int(request.fps):
                 renamed[rate] = int(request.fps)
         return renamed
@@ -180,7 +180,7 @@ class ModelFacts:
         inpaint: of the pipeline that also takes a mask; None if there is none.
         base: the model's own arguments of a call, which override defaults.
         size: width and height by default; empty if nothing says it.
-        size_multiple: of which height and width must be multiples.
+        size_multiple: the number that must divide height and width.
         frames_ratio: a video has 1 + a multiple of it frames, or as many as the class has by default.
         fps: frames a second by default.
         example: a prompt that it knows.

@@ -67,7 +67,7 @@ class RunOptions(EngineOptions):
     def name_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
         """Name the file to write, of an image or of a video, and return the options with it.
 
-        Without a given one, it is none of those that the call starts from.
+        A file that the request does not name is never one of the call's inputs.
 
         Raises:
             ModelError: if the given file is of the other kind.

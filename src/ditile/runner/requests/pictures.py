@@ -41,7 +41,7 @@ DECODE_ERRORS = (
     *(RuntimeError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
     Image.DecompressionBombWarning,  # where warnings are errors
 )
-"""What the decoders of Pillow raise for data that is no image, or an image of too many pixels."""
+"""The errors of Pillow's decoders for data that is not an image, or an image of too many pixels."""
 
 
 def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Image.Image:

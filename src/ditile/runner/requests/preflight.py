@@ -51,7 +51,7 @@ def read_condition_files(request: GenerateOptions) -> CallArguments:
     """Read the inputs of a request, by condition: an image; for `image` all images, for `video` its frames.
 
     Raises:
-        LoadError, ModelError: if a file is no image or video, or the mask has another size than its image; if no
+        LoadError, ModelError: if a file is not an image or video, or the mask has another size than its image; if no
             class of the model's takes them, that is what is said of their sizes.
     """
     # This module needs numpy, which the process of a server does without.

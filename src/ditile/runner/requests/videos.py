@@ -62,7 +62,7 @@ def convert_to_videos(frames: Any) -> list[Video]:
     """Convert a pipeline's result to uint8 videos.
 
     Args:
-        frames: a list of videos, of which each is a list of Pillow's images, an array [F, H, W, 3] or a tensor
+        frames: a list of videos, each a list of Pillow's images, an array [F, H, W, 3] or a tensor
             [F, 3, H, W] of 0 to 1; an array or a tensor with a first dimension for them; or one such video.
     """
     # One video has four dimensions, and several have five.
@@ -76,7 +76,7 @@ def _convert_video(frames: Any) -> Video:
         return np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
     if not isinstance(frames, np.ndarray):
         frames = np.stack([_convert_to_array(frame) for frame in frames])
-        # Tensors have the channels first.
+        # Tensors have the channels first; here they move to the end.
         if frames.shape[-1] != 3:
             frames = frames.transpose(0, 2, 3, 1)
     if frames.dtype == np.uint8:
