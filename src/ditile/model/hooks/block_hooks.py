@@ -344,8 +344,7 @@ class TransformerHooks:
                 is_own = hook.index in owned
                 if not is_own and type(hook.block) in own_blocks and is_placeholder(hook.block):
                     lend_parts(stack, hook.block, own_blocks[type(hook.block)])
-                # Attention is replaced before the block's hook, which may compute attention itself and is not called in
-                # every pass.
+                # This precedes the block's hook, which may compute attention itself and is not called in every pass.
                 if is_own or hook.index in self.replacement_blocks:
                     self._replace_attention(stack, hook, now, core, dispatch, is_own=is_own)
                 own_around = functools.partial(around, now, hook) if around and is_own else None
