@@ -6,6 +6,7 @@ As in the library's own commands, modules that need torch are imported within fu
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from ditile.cli.main import EXAMPLE, Command, build_options, leave_torchrun, silence_libraries
@@ -101,7 +102,11 @@ def _run_calibrate_command(arguments: argparse.Namespace) -> int:
         path = calibrate_machine(options)
     leave_torchrun()
     if path is not None:
-        print(path)
+        print_parts(make_console(), [str(path)])
+        # The path stands alone on the standard output, for scripts.
+        if options.out is not None:
+            hint = f"use it by --profile {shlex.quote(str(path))} of ditile plan, generate, serve, verify and bench"
+            print_parts(make_console(stderr=True), [hint])
     return 0
 
 

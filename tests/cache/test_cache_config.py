@@ -87,8 +87,8 @@ REFUSED: list[tuple[type, str, Any, str]] = [
     (DMDCalibratorConfig, "dmd_history", 1, "or equal to 2; try dmd_history=6"),
     (DMDCalibratorConfig, "dmd_ridge", None, "try dmd_ridge=1e-08"),
     (ParamsModifier, "cache_conf", DBCacheConfig(), "did you mean cache_config?"),
-    (ParamsModifier, "cache_config", {"Fn_compute_blocks": 1}, "give a DBCacheConfig(..)"),
-    (ParamsModifier, "calibrator_config", "taylorseer", "give a TaylorSeerCalibratorConfig(..)"),
+    (ParamsModifier, "cache_config", {"Fn_compute_blocks": 1}, "instance of BlockCacheConfig"),
+    (ParamsModifier, "calibrator_config", "taylorseer", "instance of Calibration"),
 ]
 """One row for each check, and each hint: (config, field, value, hint)."""
 

@@ -222,7 +222,7 @@ def test_a_report_says_whose_schedule_was_used(caplog: pytest.LogCaptureFixture)
     [report] = caching.summary(pipe, logging=False)
     assert report.settings == "FittedSchedule_4_spread"
     lines = [record.getMessage() for record in caplog.records if "spread evenly" in record.getMessage()]
-    assert len(lines) == 1 and "shapes-flux" in lines[0] and "ditile fit" in lines[0]
+    assert len(lines) == 1 and "ditile fit" in lines[0] and "--steps" in lines[0]
     caching.enable_cache(pipe, FittedScheduleConfig(steps=4, schedule=make_schedule(pipe)))
     draw(pipe)
     [report] = caching.summary(pipe, logging=False)

@@ -102,7 +102,9 @@ def test_a_dry_run_says_what_stays_in_the_hosts_memory() -> None:
     assert "28.3 MB" in describe(stages) and "56.6 MB" in describe(stages, dtype="float32")
     cut = dataclasses.replace(stages, stage_blocks=(56, 1))
     assert "at most 1.90x with equal shares on equal devices" in describe(cut)
-    of_all_ranks = "numbers: bfloat16\n\nhost's memory, of all ranks together: "
+    of_all_ranks = (
+        "numbers: bfloat16, as on GPUs; a run on this machine has float32\n\nhost's memory, of all ranks together: "
+    )
     assert f"{of_all_ranks}40.80 GB of weights stay there" in describe(dataclasses.replace(stages, offload="blocks"))
     assert f"{of_all_ranks}19.54 GB of weights stay there" in describe(stages, text_after="offload")
 

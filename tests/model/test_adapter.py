@@ -176,7 +176,7 @@ def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
     ("fields", "message"),
     [
         ({}, "neither pipe nor transformer"),
-        ({"transformer": User(), "blocks_policy": "mean"}, "blocks_policy='mean' is unknown"),
+        ({"transformer": User(), "blocks_policy": "mean"}, "blocks_policy='mean' should be 'max' or 'min'"),
         ({"transformer": User(), "forward_pattern": "Pattern_1"}, "forward_pattern='Pattern_1' is unknown"),
         ({"transformer": User(), "blocks": User().layers, "auto": True}, "give one of them"),
         ({"transformer": User(), "blocks": User().layers}, "Block in blocks is not in a ModuleList of User"),
@@ -189,7 +189,7 @@ def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
         ({"transformer": [User(), User()], "blocks_name": ["layers"]}, "blocks has 1 entries for 2 transformers"),
         ({"transformer": User(), "forward_pattern": [P2, P2, P2]}, "forward_pattern has 3 entries for 2 lists"),
         ({"transformer": User(), "params_modifiers": [1, 2, 3]}, "params_modifiers has 3 entries for 2 lists"),
-        ({"transformer": User(), "patch_functor": object()}, "has no method apply"),
+        ({"transformer": User(), "patch_functor": object()}, "should be an instance of PatchFunctor"),
         ({"transformer": User(), "pipe": pipe_of("WanTransformer3DModel")}, "is not that of its SimpleNamespace"),
         ({"pipe": SimpleNamespace(unet=nn.Linear(2, 2))}, "SimpleNamespace has no transformer"),
         ({"pipe": pipe_of("LatteTransformer3DModel"), "blocks_name": "transformer_blocks"}, "in turns"),
@@ -204,10 +204,10 @@ def test_wrong_adapters_are_refused_in_one_line(fields: dict[str, Any], message:
 def test_unknown_fields_are_an_error_and_the_check_can_wait() -> None:
     with pytest.raises(TypeError, match="block_names"):
         BlockAdapter(block_names="layers")
-    with pytest.raises(ModelError, match="blocks_policy"):
-        BlockAdapter(transformer=User(), blocks_policy="mean")
-    adapter = BlockAdapter(transformer=User(), blocks_policy="mean", skip_post_init=True)
-    with pytest.raises(ModelError, match="blocks_policy"):
+    with pytest.raises(ModelError, match="forward_pattern"):
+        BlockAdapter(transformer=User(), forward_pattern="mean")
+    adapter = BlockAdapter(transformer=User(), forward_pattern="mean", skip_post_init=True)
+    with pytest.raises(ModelError, match="forward_pattern"):
         resolve_adapter(adapter)
 
 

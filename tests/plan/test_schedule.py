@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, PatchSchedule
-from ditile.plan.simulate import Span, bound_speedup, compute_makespan, measure_occupancy, simulate_schedule
+from ditile.plan.simulate import Span, bound_speedup, compute_makespan, simulate_schedule
 
 UP_TO_8 = range(1, 9)
 
@@ -284,93 +282,3 @@ def test_frozen_references_make_one_rank_faster() -> None:
     """By hand: 28 steps, one synchronous, half of the work in a reference that is computed in that step alone."""
     schedule = PatchSchedule(1, 2, 28, 1, references=0, num_references=1, reference_share=0.5)
     assert bound_speedup(schedule) == pytest.approx(28 / (1 + 27 / 2))
-
-
-def test_two_in_flight_by_hand() -> None:
-    """2 stages, 2 patches, 1 synchronous step and 1 more, of two images A and B, in units of a patch on a stage.
-
-        stage 0 | A A B B a a b b . .    capitals: the synchronous step
-        stage 1 | . . A A B B a a b b
-
-    B's synchronous step fills the gap that A's leaves, and one image alone takes 7. A failure means that what
-    `ditile plan` says of images in flight is not what stages would do.
-    """
-    spans = simulate_schedule(PatchSchedule(2, 2, 2, 1), generations=2, in_flight=2)
-    rows = [["."] * 10 for _ in range(2)]
-    for span in spans:
-        mark = "ab"[span.generation]
-        if span.op.patch is None:
-            mark = mark.upper()
-        if span.op.kind is OpKind.COMPUTE:
-            for column in range(round(4 * span.start), round(4 * span.end)):
-                assert rows[span.stage][column] == ".", "a stage computes one thing at a time"
-                rows[span.stage][column] = mark
-    assert ["".join(row) for row in rows] == ["AABBaabb..", "..AABBaabb"]
-    assert end(simulate_schedule(PatchSchedule(2, 2, 2, 1), generations=2)) == pytest.approx(2 * 7 / 4)
-
-
-@settings(deadline=None, max_examples=100)
-@given(schedules(4), st.integers(1, 2), st.integers(1, 3))
-def test_images_in_flight_share_the_stages(schedule: PatchSchedule, calls: int, in_flight: int) -> None:
-    """Each image has every op once, in its own order; a stage does one op at a time; at most so many are begun.
-
-    A failure means that the gain of images in flight counts work that no stage does.
-    """
-    spans = simulate_schedule(schedule, calls=calls, generations=4, in_flight=in_flight)
-    begins: list[float] = []
-    ends: list[float] = []
-    for generation in range(4):
-        own = [span for span in spans if span.generation == generation]
-        for stage in range(schedule.stages):
-            assert [span.op for span in own if span.stage == stage] == list(schedule.iter_program(stage, calls))
-        begins.append(min(span.start for span in own))
-        ends.append(end(own))
-    for generation in range(4):
-        open_before = sum(other > begins[generation] + 1e-9 for other in ends[:generation])
-        assert open_before < in_flight
-    for stage in range(schedule.stages):
-        clock = 0.0
-        for span in spans:
-            if span.stage == stage:
-                assert span.start >= clock - 1e-9
-                clock = span.end
-
-
-def test_what_images_in_flight_bring() -> None:
-    """Stages cannot be busier than always, nor two images in flight generate more than twice as many.
-
-    Where all steps are synchronous, two of them generate twice as many, and where a warmup group shares these there is
-    no gap but that of filling. A failure means that `ditile plan` promises what no server could do.
-    """
-    for stages, steps, warmup in itertools.product((2, 4, 8), (4, 20), (1, 4)):
-        schedule = PatchSchedule(stages, stages, steps, warmup)
-        occupancy = measure_occupancy(schedule)
-        busiest = 1 - min(occupancy.idle_shares)
-        assert busiest == pytest.approx(steps / stages / compute_makespan(schedule))
-        assert 1 < occupancy.gain <= min(2, 1 / busiest) + 1e-9
-        if warmup == steps:
-            assert occupancy.gain == pytest.approx(2)
-    shared = PatchSchedule(4, 4, 20, 1, mode="sequence", warmup_group_size=4)
-    assert measure_occupancy(shared).gain < 1.04
-    # As many images as stages leave no gap.
-    few_steps = PatchSchedule(4, 4, 8, 1)
-    assert measure_occupancy(few_steps, in_flight=4).gain == pytest.approx(compute_makespan(few_steps) / 2)
-
-
-def test_the_table_of_gaps_is_the_simulators() -> None:
-    """A failure means that docs/serving.md gives another reason for what the server does than the schedules do."""
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
-    table = page.partition("<!-- gaps -->")[2].partition("<!-- end of gaps -->")[0]
-    rows = re.findall(r"^\| \d.*$", table, re.MULTILINE)
-    assert len(rows) == 12
-    for row in rows:
-        cells = row.strip("| ").split(" | ")
-        stages, steps = int(cells[0]), int(cells[1])
-        schedule = PatchSchedule(stages, stages, steps, 1)
-        alone = compute_makespan(schedule)
-        idle_shares, gain = measure_occupancy(schedule)
-        gains = [gain]
-        for batch in (2, 4):
-            gains.append(alone / compute_makespan(replace(schedule, mode="pipelined", batch=batch)))
-        gains.append(alone / compute_makespan(replace(schedule, mode="sequence", warmup_group_size=stages)))
-        assert cells[2:] == [f"{idle_shares[0]:.0%}".replace("%", " %"), *(f"{gain:.2f}x" for gain in gains)]

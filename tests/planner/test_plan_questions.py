@@ -17,12 +17,10 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import choose, hardware
-from ditile.planner.answer import explain_prices
 from ditile.planner.choose import answer_question
 from ditile.planner.footprint import count_decoder_numbers
 from ditile.planner.memory import count_peaks_of_ranks
 from ditile.planner.ops import CacheSkips, OpPricer
-from ditile.planner.price import Price
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import SHOWN, PlanSearch, SearchRequest, list_divisors, make_pricer
@@ -161,63 +159,6 @@ def test_memory_is_counted_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch)
     result = answer_question(PlanQuestion(model="pixart-alpha", hardware="h100-nvlink", devices=16)).result
     assert not result.too_large and len(result.prices) == SHOWN
     assert len(looked) < result.legal / 2 and {price.plan for price in result.prices} <= set(looked)
-
-
-def price(compute: float, exposed: float = 0.0, bubble: float = 0.0, memory: int = 10**9) -> Price:
-    return Price(
-        plan=Plan(), latency_s=compute + exposed + bubble, compute_s=compute, exposed_s=exposed, bubble_s=bubble,
-        bytes_per_step=0.0, memory_bytes=memory,
-    )  # fmt: skip
-
-
-BEST = price(8.0, 0.5, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("other", "why"),
-    [
-        (price(9.0, 0.5, 1.5), "10% slower: 1 s more compute"),
-        (price(7.0, 4.0, 1.0), "20% slower: 3.5 s more exposed communication"),
-        (price(8.0, 1.0, 4.0), "30% slower: 2.5 s more bubble"),
-        (price(8.0, 0.5, 1.5, memory=3 * 10**9), "as fast within 0.5%: 2.00 GB more memory"),
-        (price(8.0, 0.5, 1.51, memory=10**9), "as fast within 0.5%"),
-    ],
-)
-def test_why_a_plan_is_not_the_first(other: Price, why: str) -> None:
-    """Each of the four decides once. A failure means a table that blames the wrong part."""
-    assert list(explain_prices([BEST, other]))[1] == why
-
-
-@pytest.mark.parametrize(
-    ("first", "made_of"),
-    [
-        (BEST, "80% compute, then 15% bubble"),
-        (price(6.0, 3.0, 1.0), "60% compute, then 30% exposed communication"),
-        (price(6.0, 0.01), "all compute"),
-    ],
-)
-def test_what_the_first_is_made_of(first: Price, made_of: str) -> None:
-    assert list(explain_prices([first])) == [made_of]
-    assert next(explain_prices([first, BEST])) == f"the fastest: {made_of}"
-
-
-def test_a_faster_plan_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """With what it lacks. A failure means an answer that does not say that memory alone keeps it from a faster plan."""
-    words = ["plan", "--hardware", "l40-pcie", "--devices", "4"]
-    assert main([*words, "--json", "-"]) == 0
-    free = json.loads(capsys.readouterr().out)
-    assert free["too_large"] is None
-    first = free["plans"][0]
-    assert main([*words, "--memory", "10MB", "--json", "-"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    missed, fits = result["too_large"], result["plans"][0]
-    assert Plan.parse(missed["plan"]).world == Plan.parse(first["plan"]).world
-    assert missed["latency_s"] == pytest.approx(first["latency_s"]) and missed["latency_s"] < fits["latency_s"]
-    assert missed["memory_bytes"] - 10 * 10**6 == missed["lacks_bytes"] > 0
-    assert main([*words, "--memory", "10MB"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"too large: '{missed['plan']}' would be" in shown and "MB a device" in shown
-    assert "plans searched" in shown
 
 
 def test_the_answer_says_what_a_host_must_hold(capsys: pytest.CaptureFixture[str]) -> None:

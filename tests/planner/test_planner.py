@@ -27,7 +27,7 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind
 from ditile.plan.simulate import compute_makespan
 from ditile.planner import hardware
-from ditile.planner.choose import answer_question, plan_for
+from ditile.planner.choose import plan_for
 from ditile.planner.kernel_times import Work, count_transformer_work
 from ditile.planner.memory import RankMemory, count_peaks_of_ranks, count_rank_memory
 from ditile.planner.ops import CacheSkips, OpPricer
@@ -502,36 +502,10 @@ def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None
     prices = [plan["latency_s"] for plan in result["plans"]]
     assert prices == sorted(prices) and all(math.isfinite(price) for price in prices)
     assert set(result["plans"][0]) >= {
-        "plan", "latency_s", "memory_bytes", "bytes_per_step", "exposed_comm_s", "bubble_s", "why",
+        "plan", "latency_s", "memory_bytes", "bytes_per_step", "exposed_comm_s", "bubble_s",
     }  # fmt: skip
     assert all(str(Plan.parse(plan["plan"])) == plan["plan"] for plan in result["plans"])
     assert str(plan_for("flux.1-dev", hardware="l40-pcie", devices=8)) == result["plans"][0]["plan"]
-
-
-def test_the_answer_says_what_gaps_stages_have(capsys: pytest.CaptureFixture[str]) -> None:
-    """A batch of two in pipelined steps is the one that a server makes, and stages that share steps have no gaps.
-
-    A failure means that who runs a server is not told how to fill the gaps of its plan, or is told a wrong figure.
-    """
-    words = ["plan", "--model", "flux.1-dev", "--hardware", "l40-pcie", "--steps", "20", "--devices", "4", "--price"]
-    assert main([*words, "pipefusion=4", "--json", "-"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    gaps = answer["gaps"]
-    assert len(gaps["idle_shares"]) == 4 and all(0.1 < share < 0.3 for share in gaps["idle_shares"])
-    assert gaps["rate"] == pytest.approx(1 / answer["plans"][0]["latency_s"])
-    # As counted with equal stages and free messages, 1.13x and 1.07x.
-    assert gaps["in_flight_rate"] / gaps["rate"] == pytest.approx(1.13, abs=0.04)
-    assert gaps["batch_rate"] / gaps["rate"] == pytest.approx(1.07, abs=0.04)
-    asked = {"model": "flux.1-dev", "hardware": "l40-pcie", "steps": 20, "devices": 4, "num_images": 2}
-    both = answer_question(PlanQuestion(**asked, price="pipefusion=4 warmup_mode=pipelined")).result.prices[0]
-    assert gaps["batch_rate"] == pytest.approx(2 / both.latency_s)
-    assert main([*words, "pipefusion=4"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"--max-batch 2 with warmup_mode=pipelined makes {gaps['batch_rate'] / gaps['rate']:.2f}x" in shown
-    assert main([*words, "pipefusion=4 warmup_mode=sequence"]) == 0
-    assert "in a server" not in capsys.readouterr().out
-    assert main([*words, "ulysses=4", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["gaps"] is None
 
 
 def test_a_machine_that_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

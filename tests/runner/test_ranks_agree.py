@@ -16,7 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
 from PIL import Image
 
-from ditile.plan.errors import PlanError, StateError
+from ditile.plan.errors import ModelError, PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.digest import describe_call, describe_value
 from ditile.runner.runner import parallelize
@@ -188,7 +188,7 @@ def called_unlike(plan: dict[str, Any]) -> None:
     with divided(pipe, **plan) as runner:
         wanted = run(runner, "flux")
         for what, (changes, says) in UNLIKE.items():
-            with pytest.raises((StateError, TypeError), match=says) as caught:
+            with pytest.raises((StateError, ModelError), match=says) as caught:
                 run(runner, "flux", **changes(rank))
             assert len(str(caught.value)) < 500 and "\n" not in str(caught.value), what
         for what, (edit, says) in STATES.items():

@@ -114,5 +114,5 @@ def unlike() -> None:
 def test_ranks_ask_for_the_same_latents(pool: Pool) -> None:
     """A failure means that one rank waits for latents that no other sends."""
     pool.run(unlike, 2)
-    with pytest.raises(ModelError, match="latents_at has -1"):
+    with pytest.raises(ModelError, match="latents_at={-1} should be"):
         StepWatch(latents_at={-1})

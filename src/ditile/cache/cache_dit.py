@@ -5,15 +5,15 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
 from ditile.cache.config import Fields, check_known
 from ditile.distributed import env
-from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.option_classes import CallArguments, Count, check_value
+from ditile.plan.errors import ModelError, PlanError, quote_value
+from ditile.plan.option_classes import CallArguments, Count, check_value, checked
 from ditile.plan.plan import Plan
 
 AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
@@ -127,6 +127,7 @@ class RankDivision:
         return plan
 
 
+@checked()
 def plan_division(**arguments: Any) -> RankDivision:
     """Build a division over ranks from the spelling of cache-dit, whose name for this is `ParallelismConfig`.
 
@@ -153,19 +154,21 @@ def plan_division(**arguments: Any) -> RankDivision:
         ModelError: if an argument or an entry of parallel_kwargs is not known, or a value is out of its range.
     """
     for name, value in arguments.items():
-        if name.startswith("ray_") or (name == "use_ray" and value):
-            raise ModelError(f"{name}={value!r}: ranks are started by torchrun or ditile.launch; leave it out")
+        if name.startswith("ray_") or (name == "use_ray" and value is not False):
+            raise ModelError(
+                f"{name}={quote_value(value)}: ranks are started by torchrun or ditile.launch; leave it out"
+            )
         check_known(f"ParallelismConfig({name}=..)", name, _ARGUMENTS)
     values = arguments | _read_parallel_kwargs(arguments)
     for name, choices in _CHOICES.items():
         value = values.get(name, choices[0])
-        if name == "backend":
+        if name == "backend" and isinstance(value, str | ParallelismBackend):
             # It may be a member of the enum, or its name in either case.
             value = str(value).rpartition(".")[2].lower()
-        # Python counts 1 as equal to True, so the types are compared too.
-        if value not in choices or type(value) not in map(type, choices):
+        # 1 is not True.
+        if type(value) not in map(type, choices) or value not in choices:
             known = ", ".join(map(repr, choices))
-            raise ModelError(f"{name}={value!r} is not offered; try {known}, or leave it out")
+            raise ModelError(f"{name}={quote_value(value)} is not offered; try {known}, or leave it out")
     degrees = {}
     automatic = []
     for name, degree in AXES.items():
@@ -180,15 +183,15 @@ def plan_division(**arguments: Any) -> RankDivision:
     if len(automatic) > 1:
         raise ModelError(f"{' and '.join(automatic)} are auto; say one of them as a number")
     kernel = values.get("attention_backend")
-    if kernel is not None and not isinstance(kernel, str):
-        raise ModelError(f"attention_backend={kernel!r} is no name; try 'native'")
+    check_value(str | None, kernel, "attention_backend", example="'native'")
     modules = values.get("extra_parallel_modules", ())
     known_modules = list(_PLAN_CHANGES_BY_MODULE)
-    if isinstance(modules, str) or not isinstance(modules, Sequence):
-        raise ModelError(f"extra_parallel_modules={modules!r} are no names; give some of {known_modules}")
+    check_value(Sequence[str], modules, "extra_parallel_modules", example=known_modules)
     for name in modules:
         if name not in known_modules:
-            raise ModelError(f"extra_parallel_modules: {name!r} is not offered; give some of {known_modules}")
+            raise ModelError(
+                f"extra_parallel_modules: {quote_value(name)} is not offered; give some of {known_modules}"
+            )
     options = {"uaa": values.get("ulysses_anything"), "async_ulysses": values.get("ulysses_async", False)}
     return RankDivision(degrees, options, tuple(modules), kernel, values.get("cp_plan"))
 
@@ -199,9 +202,7 @@ ParallelismConfig = plan_division
 def _read_parallel_kwargs(arguments: CallArguments) -> dict[str, Any]:
     """Return the arguments that parallel_kwargs stands for. An entry that is off leaves its argument as it is."""
     older = arguments.get("parallel_kwargs", {})
-    if not isinstance(older, Mapping):
-        names = ", ".join(_IN_PARALLEL_KWARGS)
-        raise ModelError(f"parallel_kwargs={older!r} are no names and values; give some of {names}")
+    check_value(Mapping[str, Any], older, "parallel_kwargs")
     values = {}
     entry: str
     for entry, value in older.items():
@@ -238,54 +239,40 @@ class QuantizeConfig(Fields):
     }
 
     quant_type: str = "float8_weight_only"
-    exclude_layers: Sequence[str] = ("embedder", "embed")
+    exclude_layers: Sequence[str] | set[str] | frozenset[str] = ("embedder", "embed")
     per_row: bool = True
     group_size: int = 128
     components_to_quantize: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
     precision_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
     regional_quantize: bool = False
-    repeated_blocks: Sequence[str] = ()
+    repeated_blocks: Sequence[str] | set[str] | frozenset[str] = ()
     per_tensor_fallback: bool = False
-    backend: str = "auto"
+    backend: Any = "auto"
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("exclude_layers", "repeated_blocks"):
-            _check_words(getattr(self, name), name)
-        for name in ("per_row", "regional_quantize", "per_tensor_fallback"):
-            check_value(bool, getattr(self, name), name)
+        if self.precision_plan is None:
+            object.__setattr__(self, "precision_plan", {})
+        Fields.__post_init__(self)
         check_value(Literal["auto", "torchao", "ao"], str(self.backend).lower(), "backend")
-        if not isinstance(self.precision_plan or {}, Mapping):
-            raise ModelError(f"precision_plan={self.precision_plan!r} is no dict; give such as {{'attn.to_q': 'int8'}}")
-        object.__setattr__(self, "precision_plan", dict(self.precision_plan or {}))
+        object.__setattr__(self, "precision_plan", dict(self.precision_plan))
         self.by_component()
 
     def by_component(self) -> dict[str, QuantizeConfig]:
         """Return the config of each named component. Raises `ModelError` if the names are not a list or a dict."""
         changes = self.components_to_quantize or {}
         if not isinstance(changes, Mapping):
-            _check_words(changes, "components_to_quantize")
             changes = dict.fromkeys(changes, {})
         configs = {}
         for name, values in changes.items():
-            if not isinstance(values, Mapping):
-                raise ModelError(f"components_to_quantize: {name}={values!r} is no dict; give {{'quant_type': 'int8'}}")
             configs[name] = self.reset(components_to_quantize=None, **values)
         return configs
-
-
-def _check_words(value: Any, name: str) -> None:
-    """Raise `ModelError` unless a field is a list of words."""
-    if isinstance(value, str):
-        raise ModelError(f"{name}={value!r} is one word; give a list of them")
-    if not isinstance(value, Sequence | Set) or not all(isinstance(word, str) for word in value):
-        raise ModelError(f"{name}={value!r} is no list of words; give such as ['embedder']")
 
 
 def parse_quantize_config(value: Any) -> QuantizeConfig:
     """Return a config, which may come from a dict. Raises `ModelError` if it is neither, or a value is not allowed."""
     if not isinstance(value, QuantizeConfig | Mapping):
-        raise ModelError(f"quantize_config={value!r} is no config; give a QuantizeConfig(..), or a dict")
+        raise ModelError(f"quantize_config={quote_value(value)} is no config; give a QuantizeConfig(..), or a dict")
     if isinstance(value, QuantizeConfig):
         return value
     return QuantizeConfig(**value)

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-import types
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from ditile.cache.step_mask import check_step_mask
-from ditile.plan.errors import ModelError, suggest_nearest
-from ditile.plan.numbers import is_whole_number
-from ditile.plan.option_classes import check_value
+from ditile.plan.errors import ModelError, quote_value, suggest_nearest
+from ditile.plan.option_classes import check_values, checked
 from ditile.plan.plan import Plan
 
 StoreType = Literal["float32", "bfloat16", "float16"]
@@ -43,17 +39,18 @@ class Fields:
     INSTEAD: ClassVar[Mapping[str, str]] = {}
     """Fields of cache-dit that ditile does not have -> what to do instead."""
 
-    def __new__(cls, **values: Any) -> Any:
-        """Raise `ModelError` for an unknown field, and name the nearest one."""
+    def __new__(cls, *nameless: Any, **values: Any) -> Any:
+        """Raise `ModelError` for a field that is not known or not named."""
+        if nameless:
+            first = next(iter(cls.__dataclass_fields__))
+            raise ModelError(f"{cls.__name__}({quote_value(nameless[0])}) needs a name, as in {first}=..")
         cls._check_names(f"{cls.__name__}(%s=..)", values)
         new = object.__new__(cls)
         object.__setattr__(new, "_given", frozenset(values))
         return new
 
     def __post_init__(self) -> None:
-        cls: Any = type(self)
-        for name, (kind, example) in _collect_types(cls).items():
-            check_value(kind, getattr(self, name), name, example=example)
+        check_values(type(self), self.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only given fields are pickled, so that they are known as given afterwards.
@@ -87,6 +84,7 @@ class Fields:
                 raise ModelError(f"{where % name} is not offered; {cls.INSTEAD[name]}")
             check_known(where % name, name, cls.__dataclass_fields__)
 
+    @checked()
     def reset(self: C, **changes: Any) -> C:
         """Return a copy with some fields changed; this one stays unchanged.
 
@@ -159,6 +157,7 @@ class FittedScheduleConfig(CallCacheConfig):
     steps: Positive | None = field(default=None, metadata={"example": 10})
     schedule: Any = None
 
+    @checked()
     def count_computed(self, num_steps: int) -> int:
         """Return the number of steps of a generation that compute."""
         if self.steps is not None:
@@ -258,6 +257,7 @@ class DBCacheConfig(BlockCacheConfig):
         Fields.__post_init__(self)
         object.__setattr__(self, "steps_computation_mask", check_step_mask(self.steps_computation_mask))
 
+    @checked()
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
         """Return these rules and the `calibrator`, for any number of `steps`."""
         return self, calibrator
@@ -282,15 +282,11 @@ class DBPruneConfig(DBCacheConfig):
     enable_dynamic_prune_threshold: bool = False
     max_dynamic_prune_threshold: Amount | None = field(default=None, metadata={"example": 0.16})
     dynamic_prune_threshold_relax_ratio: Amount = 1.25
-    non_prune_block_ids: Sequence[int] = ()
+    non_prune_block_ids: Sequence[Annotated[int, Field(ge=0)]] = field(default=(), metadata={"example": [16, 17]})
 
     def __post_init__(self) -> None:
         DBCacheConfig.__post_init__(self)
-        ids = self.non_prune_block_ids
-        is_list = isinstance(ids, Sequence) and not isinstance(ids, str)
-        if not is_list or not all(is_whole_number(number, 0) for number in ids):
-            raise ModelError(f"non_prune_block_ids={ids!r} are no numbers of blocks; give some such as [16, 17]")
-        object.__setattr__(self, "non_prune_block_ids", tuple(ids))
+        object.__setattr__(self, "non_prune_block_ids", tuple(self.non_prune_block_ids))
 
     @property
     def highest_threshold(self) -> float:
@@ -388,12 +384,10 @@ class ParamsModifier(Fields):
     calibrator_config: Calibration | None = None
 
     def __post_init__(self) -> None:
-        kinds = (BlockCacheConfig, DBCacheConfig), (Calibration, TaylorSeerCalibratorConfig)
-        for (name, value), (kind, example) in zip(self.values().items(), kinds, strict=True):
-            if value is not None and not isinstance(value, kind):
-                raise ModelError(f"{name}={value!r} is no config; give a {example.__name__}(..)")
+        Fields.__post_init__(self)
         check_one_forecast(self.cache_config, self.calibrator_config)
 
+    @checked()
     def over(
         self, cache_config: BlockCacheConfig, calibrator_config: Calibration | None
     ) -> tuple[BlockCacheConfig, Calibration | None]:
@@ -550,29 +544,6 @@ def check_known(what: str, name: Any, known: Iterable[str]) -> None:
     """Raise `ModelError` about `what` unless `name` is one of `known`. The message names the nearest one."""
     if not isinstance(name, str) or name not in known:
         raise ModelError(f"{what} is not known; {suggest_nearest(str(name), known)}")
-
-
-@functools.cache
-def _collect_types(config: type[Fields]) -> dict[str, tuple[TypeAdapter[Any], Any]]:
-    """Map fields to their type and an example value, for the fields that are numbers, switches or choices."""
-    collected = {}
-    for name, kind in typing.get_type_hints(config, include_extras=True).items():
-        if name not in config.__dataclass_fields__ or not {*_list_plain_types(kind)} & {int, float, bool, Literal}:
-            continue
-        field = config.__dataclass_fields__[name]
-        collected[name] = TypeAdapter(kind), field.metadata.get("example", field.default)
-    return collected
-
-
-def _list_plain_types(kind: Any) -> Iterator[Any]:
-    """Yield the types of a union, without their limits. A choice yields `Literal`."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        for part in typing.get_args(kind):
-            yield from _list_plain_types(part)
-    elif typing.get_origin(kind) is Annotated:
-        yield typing.get_args(kind)[0]
-    else:
-        yield typing.get_origin(kind) or kind
 
 
 def _rebuild_config(kind: type[C], values: dict[str, Any], given: frozenset[str]) -> C:

@@ -63,8 +63,8 @@ from ditile.cache.methods.seacache import SeaCacheConfig
 from ditile.cache.methods.spectrum import SpectrumConfig
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import files
-from ditile.plan.errors import LoadError, ModelError, join_error_lines
-from ditile.plan.option_classes import CallArguments, JsonObject, drop_missing
+from ditile.plan.errors import LoadError, ModelError, join_error_lines, quote_value
+from ditile.plan.option_classes import CallArguments, JsonObject, check_value, checked, drop_missing
 
 CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "taylorseer": TaylorSeerCalibratorConfig,
@@ -157,6 +157,7 @@ ConfigSource = str | PathLike[str] | Mapping[str, Any]
 """A `.json` file, or one in YAML; or its content."""
 
 
+@checked()
 def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset: bool = False) -> Any:
     """Load the keyword arguments of `enable_cache` from a file, or from its content.
 
@@ -196,26 +197,28 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
         # The section is only checked here: it is merged with flags later.
         QuantizeConfig(**configs["quantize_config"])
     kernel = content.get("attention_backend")
-    if kernel is not None and not isinstance(kernel, str):
-        raise ModelError(f"attention_backend={kernel!r} is no name; try native")
+    check_value(str | None, kernel, "attention_backend", example="native")
     configs["attention_backend"] = kernel
     if return_dict:
         return configs
     return tuple(configs.values())
 
 
+@checked()
 def load_cache_config(source: ConfigSource) -> tuple[CacheConfig | None, Calibration | None]:
     """Load the cache_config and the calibrator_config of `load_configs`."""
     configs = load_configs(source)
     return configs["cache_config"], configs["calibrator_config"]
 
 
+@checked()
 def load_parallelism_config(source: ConfigSource) -> RankDivision | None:
     """Load the parallelism_config of `load_configs`."""
     division: RankDivision | None = load_configs(source)["parallelism_config"]
     return division
 
 
+@checked()
 def load_quantize_config(source: ConfigSource) -> QuantizeConfig | None:
     """Load the quantize_config of `load_configs` as a config."""
     values = load_configs(source)["quantize_config"]
@@ -224,6 +227,7 @@ def load_quantize_config(source: ConfigSource) -> QuantizeConfig | None:
     return QuantizeConfig(**values)
 
 
+@checked()
 def load_attn_backend_config(source: ConfigSource) -> str | None:
     """Load the attention_backend of `load_configs`."""
     name: str | None = load_configs(source)["attention_backend"]
@@ -277,7 +281,7 @@ def _check_amount(content: Any) -> None:
 def _read_section(content: JsonObject, name: str) -> JsonObject:
     values = content[name]
     if not isinstance(values, Mapping):
-        raise ModelError(f"{name}={values!r} is no section; give names and values")
+        raise ModelError(f"{name}={quote_value(values)} is no section; give names and values")
     section = {str(key): value for key, value in values.items()}
     for key, value in section.items():
         # YAML 1.1 reads a number such as 1e-8, without a point, as text.

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ditile.plan.errors import ModelError, suggest_nearest
-from ditile.plan.numbers import is_whole_number
-from ditile.plan.option_classes import Steps, check_value
+from ditile.plan.option_classes import Steps, check_value, checked
 
 REFERENCE_STEPS = 28
 """The number of steps for which the presets were published."""
@@ -29,10 +28,11 @@ PRESET_BINS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 """Compute bins and cache bins of each preset, from the one that computes most to the one that computes least."""
 
 
+@checked()
 def steps_mask(
-    compute_bins: Sequence[int] | None = None,
-    cache_bins: Sequence[int] | None = None,
-    total_steps: int | None = None,
+    compute_bins: Sequence[Steps] | None = None,
+    cache_bins: Sequence[Steps] | None = None,
+    total_steps: Steps | None = None,
     mask_policy: str | None = None,
 ) -> list[int]:
     """Build a mask from bins, or from a preset.
@@ -51,7 +51,6 @@ def steps_mask(
         ModelError: if both or neither are given, a bin is not a whole number from 1, bins do not interleave, they
             cover fewer steps than `total_steps`, or the preset is not known.
     """
-    check_value(Steps | None, total_steps, "total_steps", example=28)
     bins = compute_bins is not None or cache_bins is not None
     if bins == (mask_policy is not None):
         presets = ", ".join(PRESET_BINS)
@@ -62,10 +61,10 @@ def steps_mask(
         if total_steps is None:
             raise ModelError(f"mask_policy={mask_policy!r} fits any number of steps; say which, as in total_steps=28")
         return list(build_preset_mask(mask_policy, total_steps))
-    compute = _check_bins("compute_bins", compute_bins)
-    cache = _check_bins("cache_bins", cache_bins)
-    check_value(Steps, sum(compute) + sum(cache), "steps in the bins")
-    mask = _interleave_bins(compute, cache)
+    if not compute_bins or not cache_bins:
+        raise ModelError("bins are missing; give compute_bins and cache_bins, such as [6, 1, 1] and [1, 2]")
+    check_value(Steps, sum(compute_bins) + sum(cache_bins), "steps in the bins")
+    mask = _interleave_bins(compute_bins, cache_bins)
     total = total_steps or len(mask)
     if total > len(mask):
         raise ModelError(f"the bins cover {len(mask)} steps and total_steps={total}; lengthen them, or leave it out")
@@ -198,11 +197,3 @@ def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
             result.append(start + round(gap * number / (more + 1)))
         result.append(step)
     return result
-
-
-def _check_bins(name: str, bins: Sequence[int] | None) -> Sequence[int]:
-    if bins is None:
-        raise ModelError(f"{name} is missing; give compute_bins and cache_bins, such as [6, 1, 1] and [1, 2]")
-    if isinstance(bins, str) or not bins or not all(is_whole_number(length, 1) for length in bins):
-        raise ModelError(f"{name}={bins!r} are no lengths in steps; give whole numbers of at least 1")
-    return bins

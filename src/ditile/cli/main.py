@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ditile
 from ditile.cli import flag_aliases
-from ditile.distributed import env
-from ditile.distributed.heartbeat import RankFailure, describe_error, is_out_of_memory
+from ditile.distributed import env, files
+from ditile.distributed.heartbeat import RankFailure, describe_error, name_surroundings
 from ditile.distributed.launch import launch
 from ditile.distributed.start_watcher import begin_watch, needs_watch, report_failure, start_watcher
 from ditile.model.known import find_known_model
@@ -32,7 +33,9 @@ from ditile.plan.errors import (
     PlanError,
     RankError,
     StateError,
+    escape_controls,
     find_nearest,
+    join_error_lines,
     suggest_nearest,
 )
 from ditile.plan.extras import import_lab
@@ -78,13 +81,31 @@ EXAMPLE = "a large red circle on the left on a gray background"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
+    """Run one command and return its exit code."""
+    if argv is not None:
+        return _run_and_report(argv)
+    # This process is the program.
+    files.open_closed_streams()
+    files.guard_standard_stream("stderr", 2)
+    output = files.guard_standard_stream("stdout", 1)
+    try:
+        code = _run_and_report(sys.argv[1:])
+    except SystemExit as ended:  # of --help, or by a signal
+        code = int(ended.code or 0)
+    sys.stdout.flush()
+    # A reader that has gone, such as `head`, has what it wants.
+    if output.error is not None and output.error.errno != errno.EPIPE:
+        code = code or _print_error(f"the standard output is not whole: {output.error.strerror}", 1)
+    return code
+
+
+def _run_and_report(argv: Sequence[str]) -> int:
+    """Run one command, print a line if it fails, and return the exit code."""
     # Both are read by libraries when they are imported.
     env.silence_library_imports()
     env.prefer_passive_waiting()
-    if argv is None:
-        argv = sys.argv[1:]
     try:
+        _check_working_folder()
         # Before a command that may hang: the watch ends ranks of torchrun whose peers have failed.
         if needs_watch():
             start_watcher()
@@ -94,18 +115,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _run_command(_parse_arguments(words))
     except RankError as error:
-        print(error.traceback.rstrip(), file=sys.stderr)
+        print(escape_controls(error.traceback.rstrip()), file=sys.stderr)
         return _print_error(str(error), 1)
     except DitileError as error:
         return _end_with_error(describe_error(error), str(error), 2)
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not is_out_of_memory(error):
+    except (MemoryError, RuntimeError, OSError, ImportError) as error:
+        surroundings = name_surroundings(error)
+        if not surroundings:
             raise
-        line = f"out of memory: {error}" if str(error) else "out of memory"
+        line = surroundings + join_error_lines(error)
         return _end_with_error(RankFailure(time.monotonic(), type(error).__name__, line), line, 1)
     except KeyboardInterrupt:
         # 128 + 2, as a shell says of SIGINT.
         return _end_with_error(RankFailure(time.monotonic(), "interrupted", "interrupted"), "interrupted", 130)
+
+
+def _check_working_folder() -> None:
+    """Raise `StateError` if the working folder was deleted, on which all relative names depend."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise StateError(f"the working folder cannot be used: {error.strerror}; change to another") from None
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
@@ -236,6 +266,8 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     check_options(request, run, plan, cache)
     run, makes_videos = _name_output(request, run)
+    if promise is not None and is_writing_process():
+        print_parts(make_console(stderr=run.json == "-"), [f"promised: {promise}"])
     if run.dry_run:
         return _print_dry_run(request, run, plan, cache)
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
@@ -408,7 +440,8 @@ def _print_dry_run(request: GenerateOptions, run: RunOptions, plan: Plan, cache:
     silence_libraries()
     from ditile.planner.dry_run import describe_dry_run
 
-    print(describe_dry_run(_pick_one_line(request, plan), plan, cache.build_cache_arguments(), run))
+    text = describe_dry_run(_pick_one_line(request, plan), plan, cache.build_cache_arguments(), run)
+    print_parts(make_console(), [text])
     leave_torchrun()
     return 0
 
@@ -425,7 +458,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     proof = build_options(VerifyOptions, arguments)
     request = proof.to_generate_options()
     if proof.plan is not None:
-        plan = resolve_plan_option(proof.plan, request, RunOptions(), plan)
+        plan = resolve_plan_option(proof.plan, request, RunOptions(profile=proof.profile), plan)
     if plan == Plan():
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
     find_model_source(proof.model, components=proof.components)
@@ -450,7 +483,7 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     plan = _build_plan(arguments, cache)
     request = GenerateOptions(model=options.model, transformer=options.transformer, component=options.component)
     if options.plan is not None:
-        run = RunOptions(cuda_graphs=options.cuda_graphs)
+        run = RunOptions(cuda_graphs=options.cuda_graphs, profile=options.profile)
         plan = resolve_plan_option(options.plan, request, run, plan, options.num_groups)
     else:
         plan = _share_short_warmup(plan, arguments, options.model)
@@ -495,7 +528,7 @@ def leave_torchrun() -> None:
 
 def _print_error(message: str, code: int) -> int:
     """Prints one line. Long messages are cut in the middle, where they quote user input."""
-    line = " ".join(message.split())
+    line = escape_controls(" ".join(message.split()))
     if len(line) > MAX_LINE:
         line = f"{line[: MAX_LINE // 2]} .. {line[4 - MAX_LINE // 2 :]}"
     # All ranks of a host read the same command line; one of them says what is wrong with it.

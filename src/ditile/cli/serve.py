@@ -34,18 +34,22 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     from ditile.serve.server import run_server
 
     options = dataclasses.replace(options, attention=cache.choose_attention_backend(options.attention))
-    predict = functools.partial(predict_call, options.model, plan, options.components)
+    predict = functools.partial(predict_call, options.model, plan, options.components, options.profile)
     return run_server(options, plan, cache, predict)
 
 
-async def predict_call(model: str, plan: Plan, components: Mapping[str, str] | None = None) -> dict[str, Any]:
+async def predict_call(
+    model: str, plan: Plan, components: Mapping[str, str] | None = None, profile: str | None = None
+) -> dict[str, Any]:
     """What `ditile plan` predicts for a plan on this machine, as JSON types; empty if it was never measured.
 
     It runs in a process of its own, as it needs torch.
     """
-    if not env.find_profile_path().exists():
+    if profile is None and not env.find_profile_path().exists():
         return {}
     flags = [f"--component={name}={file}" for name, file in (components or {}).items()]
+    if profile is not None:
+        flags.append(f"--profile={profile}")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "ditile", "plan", "--model", model, *flags),
         *("--price", str(plan), "--devices", str(plan.world), "--json", "-"),

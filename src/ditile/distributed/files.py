@@ -1,78 +1,49 @@
-"""Reads files that a user names, and writes files atomically.
+"""Reads files that a user names, writes files atomically, and keeps the standard streams from failing.
 
-Reading ends whatever a name stands for: a pipe into which nothing comes, a device that never ends, a file that is too
-large for its purpose. A file gets its name only when it is whole.
+What is read is limited in size. A file gets its name only when it is whole.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import secrets
-import select
+import signal
 import stat
+import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ditile.plan.errors import ModelError
 
 MAX_TEXT_BYTES = 64 * 2**20
-"""The most bytes of a text, more than any settings, captions or prompts have."""
-OPEN_SECONDS = 2.0
-"""The time to wait for a writer of a pipe."""
-READ_SECONDS = 60.0
-"""The time to wait for the next bytes of a pipe that has a writer."""
+"""Larger than any settings, captions or prompts."""
 
 
 def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file, or the data from a pipe.
+    """Return the content of a file.
 
     Raises:
-        OSError: if it cannot be read, has more than `most` bytes, or is a pipe into which nothing comes.
+        OSError: if it cannot be read, or has more than `most` bytes.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe that has no writer would block forever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb", buffering=0):
-            return _read_descriptor(descriptor, most)
+        with open(path, "rb") as file:
+            content = file.read(most + 1)
     except ValueError as error:  # a name with a NUL
         raise OSError(errno.EINVAL, str(error), str(path)) from None
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"more than {most / 2**20:g} MiB", str(path))
+    return content
 
 
 def describe_error(error: BaseException) -> str:
     """Describe an error without the path of a file. The message around it names that already."""
     return isinstance(error, OSError) and error.strerror or str(error)
-
-
-def _read_descriptor(descriptor: int, most: int) -> bytes:
-    content = bytearray()
-    # Until a pipe has a writer, a read returns nothing, which looks like its end.
-    has_writer = not stat.S_ISFIFO(os.fstat(descriptor).st_mode)
-    while True:
-        try:
-            part = os.read(descriptor, 2**20)
-        except BlockingIOError:  # a writer has nothing yet
-            _wait_for_bytes(descriptor, READ_SECONDS)
-            continue
-        if not part and not has_writer:
-            _wait_for_bytes(descriptor, OPEN_SECONDS)
-            has_writer = True
-            continue
-        content += part
-        has_writer = True
-        if len(content) > most:
-            raise OSError(errno.EFBIG, f"more than {most / 2**20:g} MiB")
-        if not part:
-            return bytes(content)
-
-
-def _wait_for_bytes(descriptor: int, seconds: float) -> None:
-    if not select.select([descriptor], [], [], seconds)[0]:
-        raise OSError(errno.ETIMEDOUT, f"nothing came through this pipe for {seconds:g} s")
 
 
 def read_text(path: str | Path) -> str:
@@ -102,16 +73,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            # With O_NONBLOCK a pipe without a reader raises; without it, opening the pipe would block forever.
-            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            os.set_blocking(descriptor, True)
-            with open(descriptor, "wb") as file:
-                file.write(data)
+            path.write_bytes(data)
         else:
             _write_and_rename(path.resolve(), data)
     except OSError as error:
-        if error.errno is None:
-            raise
         # The error names the file that the user gave, not the temporary one.
         raise OSError(error.errno, error.strerror, str(path)) from None
 
@@ -120,15 +85,61 @@ def _write_and_rename(path: Path, data: bytes) -> None:
     # `tempfile` would make the file readable only by its owner, whatever the umask. The random name keeps writers of
     # one path apart, and mode "x" never opens a link that another process has put there.
     part = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")
-    with part.open("xb") as file:
-        try:
+
+    def remove_and_end(number: int, frame: FrameType | None) -> None:
+        part.unlink(missing_ok=True)
+        os._exit(128 + number)
+
+    # A handler of the program's own ends it by an exception, and Python lets only the main thread set one.
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_default and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, remove_and_end)
+    try:
+        with part.open("xb") as file:
             file.write(data)
-            file.flush()
-            os.replace(part, path)
-        except BaseException:
-            # An interrupt may come after the file has its name.
-            part.unlink(missing_ok=True)
-            raise
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+        if signal.getsignal(signal.SIGTERM) is remove_and_end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class StandardStream(io.FileIO):
+    """A standard stream that drops what cannot be written: nobody reads it, or its disk is full.
+
+    Attributes:
+        error: what its first failing write raised.
+    """
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write bytes, unless an earlier write has failed; return the number of all of them."""
+        try:
+            if self.error is None:
+                return super().write(data)
+        except OSError as error:
+            self.error = error
+        return len(data)
+
+
+def open_closed_streams() -> None:
+    """Open the standard streams that are closed: the next file or socket of this process would be one of them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free descriptor is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def guard_standard_stream(name: str, number: int) -> StandardStream:
+    """Replace a standard stream of `sys` by a `StandardStream`, and return that."""
+    raw = StandardStream(number, "w", closefd=False)
+    # What the locale cannot encode is escaped.
+    text = io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", line_buffering=True)
+    setattr(sys, name, text)
+    return raw
 
 
 def write_json_file(path: Path, value: Any) -> None:

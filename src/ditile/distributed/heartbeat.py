@@ -45,6 +45,11 @@ BUSY = 0.05
 """The smallest share of a core that a rank uses while it computes. One that waits uses less."""
 MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
 MEMORY_MESSAGE = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory|[Cc]an't allocate memory")
+LIMIT_MESSAGE = re.compile(
+    "Too many open files|No space left on device|quota exceeded|Read-only file system|temporarily unavailable"
+    "|can't start new thread"
+)
+SYSTEM_REFUSED = "the system refused: "
 _NOTE = re.compile(rb"\{[^\n]*\n")
 # Letters of a note that are kept. A write of up to 4096 bytes (PIPE_BUF) is not mixed with one of another thread.
 _TRACEBACK_SIZE = 2500
@@ -82,10 +87,17 @@ def describe_error(error: BaseException) -> RankFailure:
             if base.__name__ in PLAIN_ERRORS:
                 return RankFailure(time.monotonic(), cause, str(error), text, base.__name__)
             break
-    message = "".join(traceback.format_exception_only(error)).strip()
+    surroundings = name_surroundings(error)
+    message = surroundings + "".join(traceback.format_exception_only(error)).strip()
+    plain = "StateError" if surroundings == SYSTEM_REFUSED else ""
+    return RankFailure(time.monotonic(), cause, message, text, plain)
+
+
+def name_surroundings(error: BaseException) -> str:
+    """Return the beginning of a line about an error of the system, such as a full disk; "" for any other error."""
     if is_out_of_memory(error):
-        message = f"out of memory: {message}"
-    return RankFailure(time.monotonic(), cause, message, text)
+        return "out of memory: "
+    return SYSTEM_REFUSED if LIMIT_MESSAGE.search(str(error)) else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -33,20 +33,22 @@ from typing import Any, NoReturn
 from ditile.distributed import cpus, env
 from ditile.distributed.env import RankPlace
 from ditile.distributed.failure_detection import LaunchLimits, RankResult
+from ditile.distributed.files import guard_standard_stream, open_closed_streams
 from ditile.distributed.heartbeat import describe_error, die_with_parent, send_heartbeats
 from ditile.distributed.private_network import create_private_network, join_user_space, make_groups
 from ditile.distributed.supervise import HEADER, STACK_SIGNAL, RankProcess, terminate_ranks, watch_ranks
 from ditile.plan.errors import PlanError, StateError
-from ditile.plan.option_classes import Count, Seconds, check_value
+from ditile.plan.option_classes import Count, Seconds, checked
 
 
+@checked(PlanError)
 def launch(
     fn: Callable[..., Any],
-    ranks: int,
-    args: tuple[Any, ...] = (),
+    ranks: Count,
+    args: Sequence[Any] = (),
     *,
-    threads: int | None = None,
-    stall_timeout: float = 600.0,
+    threads: Count | None = None,
+    stall_timeout: Seconds = 600.0,
     progress: Callable[[int, int], None] | None = None,
     limits: LaunchLimits | None = None,
     links: Sequence[int] | None = None,
@@ -75,9 +77,7 @@ def launch(
         ModelError, LoadError: if a rank raised one.
         RankError: if a rank failed in any other way; it names the first.
     """
-    check_value(Count, ranks, "ranks", error=PlanError)
-    check_value(Count | None, threads, "threads", error=PlanError, example=1)
-    check_value(Seconds, stall_timeout, "stall_timeout", error=PlanError, example=600)
+    open_closed_streams()
     first_local_rank, local_world = local_ranks or (0, ranks)
     threads = threads or max(1, cpus.count_usable_cores() // local_world)
     if env.read_progress_fd() is not None and not env.is_under_torchrun():
@@ -125,7 +125,8 @@ def run_rank_process(
     # This comes before there is a second thread: a process with several cannot enter a user namespace.
     network = _join_network(descriptors)
     control, report, heartbeats = map(int, sys.argv[-3:])
-    # A Ctrl-C reaches all processes of a terminal; only the parent decides what it means.
+    guard_standard_stream("stderr", 2)
+    # A Ctrl-C reaches all processes of a terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     # What the rank starts must not keep the pipes open after the rank has ended.
@@ -241,12 +242,8 @@ def _write_frame(fd: int, payload: bytes) -> None:
         pipe.write(payload)
 
 
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a call as a frame. Plain pickle: multiprocessing's would send tensors through shared memory."""
-    if not callable(fn):
-        raise StateError(f"fn={fn!r} is no function; give one at the top of a module")
-    if not isinstance(args, tuple | list):
-        raise StateError(f"args={args!r} is no tuple of arguments; give args=({args!r},)")
+def _pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """The frame of a call. Plain pickle: multiprocessing's would send tensors through shared memory."""
     try:
         payload = pickle.dumps((fn, args), pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -31,6 +31,7 @@ from ditile.model.source import (
 )
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import BlockList, Flow
+from ditile.plan.option_classes import check_values
 
 PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")
 SUFFIXES = ("TransformerBlock", "Block", "Layer")
@@ -75,7 +76,7 @@ class BlockAdapter:
     """
 
     pipe: Any = None
-    transformer: nn.Module | Sequence[nn.Module] | None = None
+    transformer: Any = None
     blocks: Any = None
     blocks_name: Any = None
     unique_blocks_name: Any = None
@@ -84,14 +85,14 @@ class BlockAdapter:
     check_forward_pattern: bool | None = None
     check_num_outputs: bool | None = None
     params_modifiers: Any = None
-    patch_functor: Any = None
+    patch_functor: PatchFunctor | None = None
     has_separate_cfg: bool | None = None
     auto: bool = False
     allow_prefixes: Sequence[str] = PREFIXES
     check_prefixes: bool = True
     allow_suffixes: Sequence[str] = SUFFIXES
     check_suffixes: bool = False
-    blocks_policy: str = "max"
+    blocks_policy: Literal["max", "min"] = "max"
     skip_post_init: bool = False
 
     def __post_init__(self) -> None:
@@ -127,19 +128,15 @@ def validate_adapter(adapter: BlockAdapter) -> None:
     Raises:
         ModelError: with the field, its value, and a remedy.
     """
+    check_values(BlockAdapter, {name: getattr(adapter, name) for name in BlockAdapter.__slots__})
     if adapter.pipe is None and adapter.transformer is None:
         raise ModelError("BlockAdapter has neither pipe nor transformer; give one of them")
-    if adapter.blocks_policy not in ("max", "min"):
-        raise ModelError(f"blocks_policy={adapter.blocks_policy!r} is unknown; it is 'max' or 'min'")
     for pattern in _flatten_nested(adapter.forward_pattern):
         if pattern is not None and not isinstance(pattern, ForwardPattern):
             names = ", ".join(ForwardPattern.__members__)
             raise ModelError(f"forward_pattern={pattern!r} is unknown; ForwardPattern has {names}")
     if adapter.blocks is not None and adapter.auto:
         raise ModelError("BlockAdapter has blocks and auto=True, which looks for blocks; give one of them")
-    functor = adapter.patch_functor
-    if functor is not None and not callable(getattr(functor, "apply", None)):
-        raise ModelError(f"patch_functor={functor!r} has no method apply; derive it from PatchFunctor")
 
 
 def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:

@@ -23,6 +23,7 @@ from ditile.model.source import (
 )
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import BlockList, Flow
+from ditile.plan.option_classes import checked
 
 _PREPARES = re.compile(r"refiner|(^|_)(text|txt|context|caption|prompt)(_|$)")
 """Names of lists that prepare tokens once, ahead of the chain."""
@@ -115,6 +116,7 @@ def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.Modul
             yield name, lists[name], calls.get(name)
 
 
+@checked()
 def supported_pipelines() -> tuple[int, list[str]]:
     """Count and name the diffusers pipelines with known lists in their transformer."""
     known = {name for name, row in read_transformer_table().items() if not row.refusal}

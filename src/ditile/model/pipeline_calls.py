@@ -33,7 +33,7 @@ from torch import nn
 
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.overrides import give_own_class, list_replaced_methods, replace_globals
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, quote_value
 from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import suggest_whole_images
 
@@ -77,6 +77,27 @@ _TIMED_GUIDANCE: dict[str, tuple[str, ...]] = {
 _BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
 """Parts of the names of components that a user's own pipeline does not call in its loop."""
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
+
+
+_CALL_TYPES: dict[re.Pattern[str], tuple[Any, str]] = {
+    re.compile(COUNT_NAME.pattern + r"|max_sequence_length|(\w+_)?guidance_scale(_\d)?|true_cfg_scale|strength"): (
+        (Real, torch.Tensor),
+        "number",
+    ),
+    re.compile("generator"): (torch.Generator, "torch.Generator"),
+    re.compile(r"latents|(negative_)?(pooled_)?prompt_embeds(_\d)?"): (torch.Tensor, "tensor"),
+    re.compile(r"(negative_)?prompt(_\d)?"): ((str, Mapping), "text"),
+}
+"""Names of arguments -> what they are in all pipelines; diffusers' annotations are not reliable."""
+
+
+def check_call_types(call: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for a number, a prompt or a tensor that is of a type which no pipeline takes."""
+    for name, value in call.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        for pattern, (kinds, noun) in _CALL_TYPES.items():
+            if pattern.fullmatch(name) and not all(isinstance(part, kinds) for part in values if part is not None):
+                raise ModelError(f"{name}={quote_value(value)} is not a {noun}, nor a list of them")
 
 
 def is_modular(pipe: Any) -> bool:

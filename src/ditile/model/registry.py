@@ -19,6 +19,7 @@ from ditile.model.pipeline_calls import find_denoisers, list_call_parameters
 from ditile.model.refinements import FLUX, PIXART, SD3
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.model_spec import ModelSpec
+from ditile.plan.option_classes import checked
 from ditile.plan.plan import Plan
 
 _SPECS: dict[type, ModelSpec] = {
@@ -35,6 +36,7 @@ UNKNOWN_MODEL = ModelSpec(
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
 
+@checked()
 def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
     """Add or replace the `ModelSpec` of a transformer class.
 
@@ -45,8 +47,6 @@ def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
     Raises:
         ModelError: if `transformer` is not a module class.
     """
-    if not (isinstance(transformer, type) and issubclass(transformer, nn.Module)):
-        raise ModelError(f"register needs a class of torch.nn.Module, and got {transformer!r}")
     _SPECS[transformer] = spec
 
 

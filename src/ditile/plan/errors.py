@@ -19,6 +19,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_QUOTED = 200
+"""Letters of a value in a message."""
+
 
 class DitileError(Exception):
     """The root: `except DitileError` catches every error that ditile raises on purpose."""
@@ -73,9 +76,8 @@ class RankError(DitileError):
         return type(self), (self.rank, self.cause, self.message, self.traceback)
 
 
-def join_error_lines(error: Exception, limit: int | None = None) -> str:
-    """Return an error's message on one line of at most `limit` letters. Without a message it is the name of the
-    class."""
+def join_error_lines(error: BaseException, limit: int | None = None) -> str:
+    """An error's message on one line of at most `limit` letters; the name of its class, if it has no message."""
     return (_join_lines(str(error)) or type(error).__name__)[:limit]
 
 
@@ -85,9 +87,25 @@ def describe_class_and_text(error: BaseException) -> str:
 
 
 def _join_lines(text: str) -> str:
-    line = " ".join(text.split())
-    # The text may quote names in a file, and none may move the cursor of a terminal.
-    return "".join(letter for letter in line if letter.isprintable())
+    return escape_controls(" ".join(text.split()))
+
+
+def escape_controls(text: str) -> str:
+    """Return a text whose letters do not move the cursor of a terminal; ends of lines stay."""
+    if all(line.isprintable() for line in text.split("\n")):
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+
+
+def quote_value(value: object) -> str:
+    """Return a value as messages show it, on one line of at most `MAX_QUOTED` letters."""
+    try:
+        text = _join_lines(repr(value))
+    except ValueError:  # Python writes no whole number of thousands of digits
+        return "a number of thousands of digits"
+    if len(text) > MAX_QUOTED:
+        text = f"{text[: MAX_QUOTED // 2]} .. {text[4 - MAX_QUOTED // 2 :]}"
+    return text
 
 
 def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from ditile.plan.errors import DitileError, ModelError, suggest_nearest
+from ditile.plan.errors import DitileError, ModelError, quote_value, suggest_nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -38,6 +39,7 @@ CallArguments = dict[str, Any]
 JsonObject = dict[str, Any]
 """An object of JSON: an answer, a report, a section of a file."""
 OptionsT = TypeVar("OptionsT")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -55,7 +57,7 @@ def _split_at_commas(value: Any) -> Any:
 
 
 # The upper limits are more than any run needs, and low enough that a mistyped number does not fill the memory.
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
 Ranks = Annotated[int, Field(ge=1, le=1024)]
 Images = Annotated[int, Field(ge=1, le=1024)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]
@@ -114,9 +116,10 @@ def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT
         validate: Callable[..., None] = built.__init__
 
         # pydantic has no setting for the type of error that a dataclass raises.
-        def initialize(self: Any, **values: Any) -> None:
+        @functools.wraps(validate)
+        def initialize(self: Any, *nameless: Any, **values: Any) -> None:
             try:
-                validate(self, **values)
+                validate(self, *nameless, **values)
             except ValidationError as invalid:
                 raise _convert_error(invalid, built, values, error) from None
 
@@ -149,6 +152,8 @@ def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], k
         return raised
     name = str(rows[0]["loc"][0])
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    if name.isdigit():
+        return kind(f"{cls.__name__}({quote_value(rows[0]['input'])}) needs a name, as in {next(iter(fields))}=..")
     if name not in fields:
         hint = suggest_nearest(name, fields, f"known are {', '.join(fields)}")
         return kind(f"{cls.__name__}({name}=..) is not known; {hint}")
@@ -171,8 +176,8 @@ def describe_wrong_value(name: str, value: Any, rows: Sequence[ErrorDetails], ex
         if proposed is not None:
             # In "image='0x5': width" the field's own name is the last word.
             own_name = name.rpartition(" ")[2]
-            return f"{name}={value!r} should be {join_expectations(rows)}; try {own_name}={proposed}"
-    return f"{name}={value!r} should be {join_expectations(rows)}"
+            return f"{name}={quote_value(value)} should be {join_expectations(rows)}; try {own_name}={proposed}"
+    return f"{name}={quote_value(value)} should be {join_expectations(rows)}"
 
 
 def join_expectations(rows: Sequence[ErrorDetails]) -> str:
@@ -180,6 +185,8 @@ def join_expectations(rows: Sequence[ErrorDetails]) -> str:
     texts = []
     for row in rows:
         text = row["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if row["type"] == "sequence_str":
+            text = "a list"
         texts.append(text.partition(", unable to")[0].partition(", got")[0])
     return " or ".join(dict.fromkeys(texts))
 
@@ -195,6 +202,61 @@ def check_value(
         raise error(describe_wrong_value(name, value, invalid.errors(), example)) from None
 
 
+def checked(error: type[DitileError] = ModelError) -> Callable[[FunctionT], FunctionT]:
+    """Make a function raise `error` for an argument that is unknown, missing or of a wrong type."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                arguments = signature.bind(*args, **kwargs).arguments
+            except TypeError as wrong:
+                raise error(f"{function.__name__}: {wrong}") from None
+            check_values(function, arguments, error)
+            return function(*args, **kwargs)
+
+        return cast(FunctionT, call)
+
+    return decorate
+
+
+def check_values(annotated: Any, values: Mapping[str, Any], error: type[DitileError] = ModelError) -> None:
+    """Raise `error` for a value of another type than a function, or a class, says in its annotations."""
+    for name, (adapter, example) in _build_adapters(annotated).items():
+        if name in values:
+            check_value(adapter, values[name], name, error=error, example=example)
+
+
+# At the first call, when modules have all names of their annotations.
+@functools.cache
+def _build_adapters(annotated: Any) -> dict[str, tuple[TypeAdapter[Any], Any]]:
+    """Return the type of each argument, or of each field of a dataclass, and an example of its value."""
+    adapters = {}
+    fields = getattr(annotated, "__dataclass_fields__", {})
+    for name, kind in typing.get_type_hints(annotated, include_extras=True).items():
+        example = None
+        if name in fields:
+            example = fields[name].metadata.get("example", fields[name].default)
+        # Other names of a class are no fields.
+        if name in fields or (not fields and name != "self"):
+            adapters[name] = TypeAdapter(_use_instances(kind)), example
+    return adapters
+
+
+def _use_instances(kind: Any) -> Any:
+    """Return a type whose classes are checked by `isinstance` alone, whatever fields they have."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        parts = tuple(_use_instances(part) for part in typing.get_args(kind))
+        return typing.Union[parts]  # noqa: UP007
+    # In Python 3.11 and later `Any` is a class too.
+    is_class = isinstance(kind, type) and kind is not Any and typing.get_origin(kind) is None
+    if is_class and kind.__module__ != "builtins":
+        return Annotated[kind, InstanceOf()]  # type: ignore[type-arg]
+    return kind
+
+
 def parse_option(cls: type, name: str, text: str) -> Any:
     """Parse the text of an option. Raises `ValueError` with a message that says what the value should be."""
     try:
@@ -203,7 +265,7 @@ def parse_option(cls: type, name: str, text: str) -> Any:
         expected = join_expectations(invalid.errors())
     example = find_option(cls, name).metadata["example"]
     proposal = "" if example is None else f", such as {example}"
-    raise ValueError(f"{text!r} should be {expected}{proposal}")
+    raise ValueError(f"{quote_value(text)} should be {expected}{proposal}")
 
 
 @functools.cache

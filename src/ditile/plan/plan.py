@@ -23,12 +23,13 @@ from ditile.plan.option_classes import (
     Indices,
     JsonObject,
     Speeds,
+    checked,
     define_option,
     options,
     parse_option,
 )
 
-NumSteps = Annotated[int, Field(ge=0)]
+NumSteps = Annotated[int, Field(ge=0, le=2**31)]
 AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
 IMAGE = AXES[1:]
 """The axes of the ranks that make one image together."""
@@ -297,6 +298,7 @@ class Plan:
         keys."""
         return self.num_patches * self.distrifusion > 1
 
+    @checked(PlanError)
     def predicts_whole(self, steps: int | None) -> bool:
         """Return whether no step of a call is computed patch by patch. Each prediction is then of one step as a whole.
 
@@ -305,6 +307,7 @@ class Plan:
         """
         return self.num_patches == 1 or not self.has_stale_steps(steps)
 
+    @checked(PlanError)
     def has_stale_steps(self, steps: int | None) -> bool:
         """Return whether keys are, or may be, stale in some steps of a call.
 
@@ -315,6 +318,7 @@ class Plan:
             return False
         return self.attends_to_stale_keys
 
+    @checked(PlanError)
     def resolve_warmup(self, *, streams: bool = True) -> Plan:
         """Return the plan with another mode instead of `warmup_mode=auto`. Any other plan is returned unchanged.
 
@@ -342,6 +346,7 @@ class Plan:
         # With split_scheme=sequence there are hooks on parts of the model.
         return self.offload == "none" and self.split_scheme != "sequence"
 
+    @checked(PlanError)
     def offloads_rank(self, rank: int) -> bool:
         """Return whether the weights of a rank's blocks stay in the host's memory."""
         return self.offload == "blocks" and (self.offload_ranks is None or rank in self.offload_ranks)
@@ -357,6 +362,7 @@ class Plan:
         """Return the number of ranks that split the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses
 
+    @checked(PlanError)
     def find_token_place(self, coordinates: Mapping[str, int]) -> int:
         """Find the place, by the coordinates of a rank, among the ranks that split tokens."""
         # A plan has only one of ring and distrifusion.
@@ -409,6 +415,7 @@ class Plan:
         return self.token_ranks > 1
 
     @classmethod
+    @checked(PlanError)
     def from_json(cls, text: str) -> Plan:
         """Build a plan from the result of `to_json`.
 
@@ -429,6 +436,7 @@ class Plan:
         """Return the plan as a JSON object with all its fields."""
         return json.dumps(self.to_dict())
 
+    @checked(PlanError)
     def check_world(self, world: int) -> None:
         """Check that the plan uses all of `world` ranks.
 
@@ -444,6 +452,7 @@ class Plan:
                 f"product is {world}, such as pipefusion={world}"
             )
 
+    @checked(PlanError)
     def illegal(self, facts: Facts) -> list[str]:
         """List why the plan does not fit a model and a call: a line for each reason, with what would work. Empty if it
         fits.
@@ -456,6 +465,7 @@ class Plan:
             lines += check(self, facts)
         return lines
 
+    @checked(PlanError)
     def check(self, facts: Facts) -> None:
         """Check the plan against a model and a call.
 
@@ -466,6 +476,7 @@ class Plan:
         if violations:
             raise PlanError("; and ".join(violations))
 
+    @checked(PlanError)
     def advice(self, bound: float) -> str | None:
         """Warn if warmup and the filling of the pipeline cost more than 30 % of the gain. Otherwise this is None.
 
@@ -503,6 +514,7 @@ class Plan:
         return " ".join(words) or "pipefusion=1"
 
     @classmethod
+    @checked(PlanError)
     def parse(cls, text: str) -> Plan:
         """Parse the result of `str`: `Plan.parse("pipefusion=2 patches=4")`.
 
@@ -527,16 +539,6 @@ class Plan:
             except ValueError as error:
                 raise PlanError(f"{word!r}: {error}") from None
         return cls(**values)
-
-
-def require_plan(plan: Any) -> Plan:
-    """Return `plan` unchanged. Raises `PlanError` if it is not a `Plan`."""
-    if isinstance(plan, Plan):
-        return plan
-    instead = "one, such as ditile.Plan(pipefusion=2)"
-    if isinstance(plan, str) and plan.strip():
-        instead = f"ditile.Plan.parse({plan!r})"
-    raise PlanError(f"plan={plan!r} is no Plan; give {instead}")
 
 
 def suggest_whole_images(*, stale_keys: bool = False) -> str:

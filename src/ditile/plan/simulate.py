@@ -2,33 +2,28 @@
 chart.
 
 The planner prices a plan by `simulate_schedule`. A schedule that would deadlock raises an error here, so tests find it
-without starting a rank. Several generations in flight on the same stages are simulated too: the executor runs one at a
-time, and this says what more of them could bring a server (docs/serving.md).
+without starting a rank.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, PatchSchedule
 
 _SENDS = frozenset(SEND_OF_RECEIVE.values())
-_FOLLOWING = _SENDS | {OpKind.STEP}
-"""Ops that follow a computation on the same stage, with nothing between."""
 
 
 class Span(NamedTuple):
-    """An `Op` on a stage with its start and end, in the unit of the costs; `generation` counts the images."""
+    """An `Op` on a stage with its start and end, in the unit of the costs."""
 
     stage: int
     op: Op
     start: float
     end: float
-    generation: int = 0
 
 
 def simulate_schedule(
@@ -36,23 +31,14 @@ def simulate_schedule(
     cost: Callable[[int, Op], float] | None = None,
     calls: int | Callable[[int], int] = 1,
     travel: Callable[[int, Op], float] | None = None,
-    *,
-    generations: int = 1,
-    in_flight: int = 1,
 ) -> list[Span]:
-    """Run the programs of all stages against each other, with each message sent at the earliest time.
-
-    A stage does one op at a time. Of several generations the one that is least far goes first, so that synchronous
-    steps fill each other's gaps.
+    """Run the programs of all stages against each other, each message as early as it can be.
 
     Args:
         cost: the time of an op on a stage; by default a whole step takes 1 on one rank, divided evenly, and only
             computing takes time.
         calls: transformer calls in every step, or a function of the step.
         travel: how long a message travels after the op that sends it has ended; by default no time.
-        generations: how many images are generated.
-        in_flight: of how many of them at most ops may run in turns. Another one begins when one has ended on all
-            stages, as in a server in which jobs wait.
 
     Raises:
         RuntimeError: if the stages wait for each other forever.
@@ -62,160 +48,40 @@ def simulate_schedule(
         calls_of_step = calls(op.step) if callable(calls) else calls
         return _compute_unit_cost(schedule, op, calls_of_step)
 
-    run = _StageRun(schedule, cost or compute_default_cost, calls, travel)
-    num_begun = 0
-    num_ended = 0
-    now = 0.0
-    while num_ended < generations:
-        while num_begun < min(generations, num_ended + in_flight):
-            run.begin_generation(num_begun, now)
-            num_begun += 1
-        now = run.run_until_next_end()
-        num_ended += 1
-    return run.spans
-
-
-class _StageRun:
-    """Stages that run the programs of generations in the order of time; see `simulate_schedule` for the arguments.
-
-    Attributes:
-        spans: the ops so far.
-    """
-
-    def __init__(
-        self,
-        schedule: PatchSchedule,
-        cost: Callable[[int, Op], float],
-        calls: int | Callable[[int], int],
-        travel: Callable[[int, Op], float] | None,
-    ) -> None:
-        self.spans: list[Span] = []
-        self._schedule = schedule
-        self._cost = cost
-        self._calls = calls
-        self._travel = travel
-        self._clocks = [0.0] * schedule.stages
-        # The time at which a generation ended on the stages that are done with it.
-        self._ends: dict[int, float] = {}
-        # The ops to come, by generation and stage.
-        self._programs: dict[tuple[int, int], deque[Op]] = {}
-        # The time at which the next op of a program may start, its step, its generation and its stage.
-        self._ready: list[tuple[float, int, int, int]] = []
-        # The time at which a message arrives; the second table has the generation and stage that wait for it.
-        self._arrivals: dict[tuple[object, ...], float] = {}
-        self._waiting: dict[tuple[object, ...], tuple[int, int]] = {}
-
-    def begin_generation(self, generation: int, now: float) -> None:
-        """Let all stages begin a further generation."""
-        for stage in range(self._schedule.stages):
-            program = deque(self._schedule.iter_program(stage, self._calls))
-            # A stage outside of a warmup group does nothing if all steps are synchronous.
-            if program:
-                self._programs[generation, stage] = program
-                self._plan_next_op(generation, stage, now)
-
-    def run_until_next_end(self) -> float:
-        """Run ops until a generation has ended on all stages. Returns its end."""
-        while self._ready:
-            start, step, generation, stage = heapq.heappop(self._ready)
-            # A stage may have run something of another generation meanwhile.
-            if start < self._clocks[stage]:
-                heapq.heappush(self._ready, (self._clocks[stage], step, generation, stage))
-                continue
-            program = self._programs[generation, stage]
-            self._run_next_op(program, generation, stage, start)
-            # Ops of another generation may not come between.
-            while program and program[0].kind in _FOLLOWING:
-                self._run_next_op(program, generation, stage, self._clocks[stage])
-            if program:
-                self._plan_next_op(generation, stage, self._clocks[stage])
-                continue
-            del self._programs[generation, stage]
-            # Ops come in the order of their starts, and an earlier one may end later.
-            self._ends[generation] = max(self._clocks[stage], self._ends.get(generation, 0.0))
-            if all((generation, other) not in self._programs for other in range(self._schedule.stages)):
-                return self._ends[generation]
-        raise RuntimeError(f"deadlock: stages wait at {[program[0] for program in self._programs.values()]}")
-
-    def _run_next_op(self, program: deque[Op], generation: int, stage: int, start: float) -> None:
-        op = program.popleft()
-        end = start + self._cost(stage, op)
-        self._clocks[stage] = end
-        self.spans.append(Span(stage, op, start, end, generation))
-        if op.kind not in _SENDS:
-            return
-        message = (generation, op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)
-        arrival = end
-        if self._travel is not None:
-            arrival += self._travel(stage, op)
-        self._arrivals[message] = arrival
-        receiver = self._waiting.pop(message, None)
-        if receiver is not None:
-            self._plan_next_op(*receiver, arrival)
-
-    def _plan_next_op(self, generation: int, stage: int, now: float) -> None:
-        """Note when the next op of a program may start. It may also wait for a message that has not been sent."""
-        op = self._programs[generation, stage][0]
-        sender = SEND_OF_RECEIVE.get(op.kind)
-        if sender is not None:
-            message = (generation, sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch)
-            if message not in self._arrivals:
-                self._waiting[message] = (generation, stage)
-                return
-            now = max(now, self._arrivals[message])
-        heapq.heappush(self._ready, (now, op.step, generation, stage))
-
-
-class Occupancy(NamedTuple):
-    """The share of time in which stages compute, with one generation at a time and with several in flight.
-
-    Attributes:
-        idle_shares: of each stage, the share of one generation in which it does nothing.
-        gain: generations in a time with several in flight, over those of one at a time.
-    """
-
-    idle_shares: tuple[float, ...]
-    gain: float
-
-
-# This many generations fill the stages before any are counted, and this many are counted, times those in flight.
-_FILLING = 1
-_COUNTED = 2
-
-
-def measure_occupancy(
-    schedule: PatchSchedule,
-    cost: Callable[[int, Op], float] | None = None,
-    calls: int | Callable[[int], int] = 1,
-    travel: Callable[[int, Op], float] | None = None,
-    in_flight: int = 2,
-) -> Occupancy:
-    """Measure the gaps of each stage in a generation, and the gain of generations in flight for a server in which jobs
-    wait.
-
-    The arguments are those of `simulate_schedule`. Nothing outside of the steps counts: no text, no decode.
-    """
-    alone = simulate_schedule(schedule, cost, calls, travel)
-    latency = max(span.end for span in alone)
-    busy = [0.0] * schedule.stages
-    for span in alone:
-        busy[span.stage] += span.end - span.start
-    idle_shares = tuple(1 - seconds / latency for seconds in busy)
-    num_counted = _COUNTED * in_flight
-    first = _FILLING * in_flight
-    last = first + num_counted
-    # Others are in flight when the last one that counts ends, as when the first one did.
-    spans = simulate_schedule(schedule, cost, calls, travel, generations=last + in_flight, in_flight=in_flight)
-    ends = sorted(_find_ends(spans))
-    return Occupancy(idle_shares, num_counted * latency / (ends[last] - ends[first]))
-
-
-def _find_ends(spans: Sequence[Span]) -> Iterable[float]:
-    """Find the end of each generation."""
-    ends: dict[int, float] = {}
-    for span in spans:
-        ends[span.generation] = max(ends.get(span.generation, 0.0), span.end)
-    return ends.values()
+    cost = cost or compute_default_cost
+    programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
+    clocks = [0.0] * schedule.stages
+    spans: list[Span] = []
+    # A message -> when it arrives, or the stage that waits for it.
+    arrivals: dict[tuple[object, ...], float] = {}
+    waiting: dict[tuple[object, ...], int] = {}
+    ready = deque(range(schedule.stages))
+    while ready:
+        stage = ready.popleft()
+        while programs[stage]:
+            op = programs[stage][0]
+            start = clocks[stage]
+            sender = SEND_OF_RECEIVE.get(op.kind)
+            if sender is not None:
+                message: tuple[object, ...] = (sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch)
+                if message not in arrivals:
+                    waiting[message] = stage
+                    break
+                start = max(start, arrivals[message])
+            programs[stage].popleft()
+            end = start + cost(stage, op)
+            clocks[stage] = end
+            spans.append(Span(stage, op, start, end))
+            if op.kind in _SENDS:
+                message = (op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)
+                arrivals[message] = end
+                if travel is not None:
+                    arrivals[message] += travel(stage, op)
+                if message in waiting:
+                    ready.append(waiting.pop(message))
+    if waiting:
+        raise RuntimeError(f"deadlock: stages wait at {[program[0] for program in programs if program]}")
+    return sorted(spans, key=lambda span: span.start)
 
 
 def _compute_unit_cost(schedule: PatchSchedule, op: Op, calls: int) -> float:

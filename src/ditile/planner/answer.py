@@ -16,7 +16,7 @@ from ditile.plan.plan import FEW_STEPS
 from ditile.planner.memory import HostMemory, RankMemory, compute_decode_share, count_offloaded_bytes
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
-from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult, StageGaps
+from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult
 from ditile.planner.subject import PlanSubject
 from ditile.runner.requests.console import make_numbered_tables
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 OTHER_KINDS: tuple[OtherKind, ...] = (
     "equal_shares",
-    "too_large",
     "packed",
     "references",
     "serial",
@@ -39,10 +38,7 @@ REMARKS = {
 }
 """Kind of further plan -> what it is, and the page that says more."""
 ALIKE = 0.005
-"""Plans whose latencies differ by a smaller share count as equally fast; a smaller part of a latency is not named."""
-
-LARGE_GAIN = 0.05
-"""What images in flight must bring a server to be named."""
+"""Plans whose latencies differ by a smaller share count as equally fast."""
 
 
 class RankShare(NamedTuple):
@@ -111,7 +107,6 @@ class PlanAnswer:
         shares: of each plan, what each of its ranks has of the work, where devices or shares are not alike.
         is_unlike: whether `hardware` names the device of each rank.
         models: transformers that are called in turns; memory has all of them on every rank.
-        gaps: of the stages under the first plan, and what could fill them in a server; None without stages.
         lacks_tape_memory: whether nothing is recorded because what recorded calls hold does not fit a device.
     """
 
@@ -127,16 +122,12 @@ class PlanAnswer:
     shares: tuple[tuple[RankShare, ...], ...] = ()
     is_unlike: bool = False
     models: int = 1
-    gaps: StageGaps | None = None
     lacks_tape_memory: bool = False
 
     def to_json_dict(self) -> JsonObject:
         """The answer for programs."""
         # Programs find every kind, with null where there is none.
         others = dict.fromkeys(OTHER_KINDS) | self._describe_others_for_programs()
-        plans = []
-        for number, why in enumerate(explain_prices(self.result.prices)):
-            plans.append(self._describe_price(number, why))
         return {
             "model": self.model,
             "hardware": self.hardware,
@@ -145,9 +136,8 @@ class PlanAnswer:
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
             "host_memory_bytes": self.host_memory_bytes or None,
-            "gaps": self.gaps and self.gaps._asdict(),
             **others,
-            "plans": plans,
+            "plans": [self._describe_price(number) for number in range(len(self.result.prices))],
         }
 
     def _describe_others_for_programs(self) -> JsonObject:
@@ -155,8 +145,7 @@ class PlanAnswer:
         for kind, other in self.result.others.items():
             price = other.price
             facts = {"plan": str(price.plan), "latency_s": price.latency_s}
-            # Only these two may lack memory.
-            if kind in ("too_large", "equal_shares"):
+            if kind == "equal_shares":
                 facts |= {"lacks_bytes": other.lacks_bytes, "memory_bytes": price.memory_bytes}
             elif kind == "fewer_steps":
                 facts = {"steps": other.steps, "all_steps": self.call["steps"], "seconds": price.call_s}
@@ -165,7 +154,7 @@ class PlanAnswer:
             described[kind] = facts | {"why": self._describe_other(kind, other)}
         return described
 
-    def _describe_price(self, number: int, why: str) -> JsonObject:
+    def _describe_price(self, number: int) -> JsonObject:
         """One of the plans for programs."""
         price = self.result.prices[number]
         return {
@@ -179,7 +168,6 @@ class PlanAnswer:
             "compute_s": price.compute_s,
             "text_s": price.text_s,
             "decode_s": price.decode_s,
-            "why": why,
             "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in self.memories[number]],
             "memory_of_host": self.hosts[number]._asdict(),
             "share_by_rank": [share._asdict() for share in self.shares[number]],
@@ -211,7 +199,7 @@ class PlanAnswer:
     def render_tables(self) -> list[Table | str]:
         """The answer for people."""
         prices = self.result.prices
-        labels = [f"{price.plan}\n{why}" for price, why in zip(prices, explain_prices(prices), strict=True)]
+        labels = [str(price.plan) for price in prices]
         columns: dict[str, list[str]] = {}
         for price in prices:
             cells = {
@@ -239,17 +227,16 @@ class PlanAnswer:
         machine = self.hardware if self.is_unlike else f"{self.devices} x {self.hardware}"
         title = f"on {machine}: {plans}"
         if self.result.too_large:
-            title += f", {len(self.result.too_large)} of the fastest too large"
+            title += f", {self.result.too_large} of the fastest too large"
         return title
 
     def _iterate_remarks(self) -> Iterator[str]:
         """What is said below the tables, except warnings."""
         best = self.result.prices[0]
-        if self.models > 1:
+        if self.models > 1 and best.plan.offload == "none":
             yield f"weights are those of {self.models} transformers, which are on the device all the time"
         yield from self._describe_host_memory()
         yield from self._describe_recorded_steps()
-        yield from self._describe_gaps()
         # In longer calls text and decode are a small part, and were not priced.
         if self.call["steps"] <= FEW_STEPS:
             yield (
@@ -258,10 +245,7 @@ class PlanAnswer:
             )
         for kind in OTHER_KINDS:
             if kind in self.result.others:
-                remark = self._describe_other(kind, self.result.others[kind])
-                if kind == "too_large":
-                    remark = f"too large: {remark}"
-                yield remark
+                yield self._describe_other(kind, self.result.others[kind])
         if self.call["pictures"]:
             tokens = ", and their tokens, if there are any" if self.call["references"] is None else ""
             yield (
@@ -304,25 +288,6 @@ class PlanAnswer:
                 "(docs/gpu.md)"
             )
 
-    def _describe_gaps(self) -> Iterator[str]:
-        """How long stages wait under the first plan, where a server could make use of it."""
-        gaps = self.gaps
-        if gaps is None or gaps.in_flight_rate < (1 + LARGE_GAIN) * gaps.rate:
-            return
-        idle = f"{min(gaps.idle_shares):.0%}"
-        most = f"{max(gaps.idle_shares):.0%}"
-        if most != idle:
-            idle += f" to {most}"
-        batch = ""
-        if gaps.batch_rate is not None:
-            gain = gaps.batch_rate / gaps.rate
-            batch = f"--max-batch 2 with warmup_mode={gaps.batch_mode} makes {gain:.2f}x the images in a second; "
-        yield (
-            f"stages do nothing in {idle} of the loop under plan 1: in a server where requests of "
-            f"one shape wait, {batch}two calls in flight, which ditile does not have, would make "
-            f"{gaps.in_flight_rate / gaps.rate:.2f}x (docs/serving.md)"
-        )
-
     def _describe_other(self, kind: OtherKind, other: OtherPlan) -> str:
         """What a plan that is not ranked would save, and what speaks against it."""
         best = self.result.prices[0]
@@ -334,10 +299,6 @@ class PlanAnswer:
             lacks = f", and lacks {format_bytes(other.lacks_bytes)} of memory" if other.lacks_bytes else ""
             return f"with equal shares plan 1 would take {seconds} s: '{price.plan}'{lacks}"
         saved = 1 - price.latency_s / best.latency_s
-        if kind == "too_large":
-            would = f"{saved:.0%} faster" if saved >= ALIKE else "as fast as the first"
-            lacks = f"lacks {format_bytes(other.lacks_bytes)} a device"
-            return f"'{price.plan}' would be {would}, {seconds} s, and {lacks}"
         remark, page = REMARKS[kind]
         return f"{remark}: '{price.plan}' would take {seconds} s, {saved:.0%} less than plan 1 ({page})"
 
@@ -395,39 +356,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(runs)
 
 
-def explain_prices(prices: Sequence[Price]) -> Iterator[str]:
-    """One phrase for each price: the parts of the first one's latency, and why each other plan is slower."""
-    best = prices[0]
-    shares = describe_shares(best)
-    if len(prices) > 1:
-        shares = f"the fastest: {shares}"
-    yield shares
-    best_parts = _split_latency(best)
-    for price in prices[1:]:
-        # Prices come in the order of latencies, or of whole calls in few steps, so this may be below 0.
-        slower = price.latency_s / best.latency_s - 1
-        more_memory = price.memory_bytes - best.memory_bytes
-        if slower >= ALIKE:
-            # The part that grew most is named.
-            more_seconds = {kind: seconds - best_parts[kind] for kind, seconds in _split_latency(price).items()}
-            name = max(more_seconds, key=more_seconds.__getitem__)
-            yield f"{slower:.0%} slower: {format_number(more_seconds[name], 2)} s more {name}"
-        elif more_memory > 0:
-            yield f"as fast within {ALIKE:.1%}: {format_bytes(more_memory)} more memory"
-        else:
-            yield f"as fast within {ALIKE:.1%}"
-
-
-def describe_shares(price: Price) -> str:
-    """The share of compute in a latency, and the largest other part."""
-    parts = _split_latency(price)
-    share = {kind: parts[kind] / price.latency_s for kind in parts}
-    name = max(("exposed communication", "bubble"), key=lambda kind: share[kind])
-    if share[name] < ALIKE:
-        return "all compute"
-    return f"{share['compute']:.0%} compute, then {share[name]:.0%} {name}"
-
-
 def describe_fewer_steps(other: OtherPlan, all_steps: int, best: Price) -> str:
     """What one rank does in the time of the first plan, and which of both changes images less."""
     times = f"{other.steps} of {all_steps} steps on one rank take {format_number(other.price.call_s)} s"
@@ -436,7 +364,3 @@ def describe_fewer_steps(other: OtherPlan, all_steps: int, best: Price) -> str:
     if other.steps >= CLOSE_STEPS * all_steps:
         return f"{times}, and {whole}: the better bargain, which changes images less (docs/pipefusion.md)"
     return f"{times}, and {whole} and changes images less (docs/pipefusion.md)"
-
-
-def _split_latency(price: Price) -> dict[str, float]:
-    return {"compute": price.compute_s, "exposed communication": price.exposed_s, "bubble": price.bubble_s}

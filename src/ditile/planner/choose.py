@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 from ditile.cache.config_text import NO_CACHE, parse_cache_line
 from ditile.distributed import env
 from ditile.plan.errors import PlanError
-from ditile.plan.option_classes import CallArguments, JsonObject, Seconds
+from ditile.plan.option_classes import CallArguments, JsonObject, Seconds, checked
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner import hardware
 from ditile.planner.promise import (
@@ -109,7 +109,6 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         is_unlike=bool(profile.by_rank),
         host_memory_bytes=search.host_bytes,
         models=subject.models,
-        gaps=search.find_stage_gaps(best),
         lacks_tape_memory=request.records and can_record and not best.is_recorded,
     )
 
@@ -189,6 +188,7 @@ def plan_for(
 ) -> Promise: ...
 
 
+@checked(PlanError)
 def plan_for(
     model: str = "shapes-pixart",
     *,
@@ -294,30 +294,36 @@ def resolve_plan_option(
         return Plan.parse(text)
 
     def find_fastest_plan(hosts: int) -> str:
-        question = _make_question(options, hosts, run.cuda_graphs)
+        question = _make_question(options, hosts, run.cuda_graphs, run.profile)
         plan_answer = answer_question(question, all_devices=question.devices is not None)
-        make_console(stderr=run.json == "-").print(plan_answer.describe_choice(), soft_wrap=True)
         plan = plan_answer.result.prices[0].plan
-        check_devices_of_replicas(plan, replicas)
+        check_devices_of_replicas(plan, replicas, run.profile)
+        make_console(stderr=run.json == "-").print(plan_answer.describe_choice(), soft_wrap=True)
         return str(plan)
 
     return Plan.parse(_decide_on_first_rank(find_fastest_plan, run))
 
 
-def _make_question(options: GenerateOptions, hosts: int, cuda_graphs: bool, price: str | None = None) -> PlanQuestion:
+def _make_question(
+    options: GenerateOptions,
+    hosts: int,
+    cuda_graphs: bool,
+    profile: str | None,
+    price: str | None = None,
+) -> PlanQuestion:
     """The question for a plan of a request."""
     place = env.read_torchrun_place()
     # Under torchrun the ranks are there already, and a plan must use all of them.
     devices = None if place is None else place.world
     request = {name: getattr(options, name) for name in REQUEST_FIELDS}
-    return PlanQuestion(devices=devices, hosts=hosts, cuda_graphs=cuda_graphs, price=price, **request)
+    return PlanQuestion(devices=devices, hosts=hosts, cuda_graphs=cuda_graphs, profile=profile, price=price, **request)
 
 
-def check_devices_of_replicas(plan: Plan, replicas: int) -> None:
+def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | None) -> None:
     """Raises `PlanError` if a later replica of a plan for this machine has other devices than the first."""
     if replicas == 1:
         return
-    profile = load_machine_profile(PlanQuestion())
+    profile = load_machine_profile(PlanQuestion(profile=profile_path))
     if not profile.by_rank:
         return
     profile.check_rank_count(replicas * plan.world)
@@ -333,7 +339,7 @@ def check_devices_of_replicas(plan: Plan, replicas: int) -> None:
 def choose_within_bounds(
     bounds: Bounds, options: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
 ) -> tuple[Promise, CacheOptions]:
-    """The promise that keeps the bounds of a request, which is printed, and the cache of its computed steps.
+    """Return the promise that keeps the bounds of a request, and the cache of its computed steps.
 
     A plan that flags say is kept; without one the fastest plan is searched, if this machine was measured.
 
@@ -353,9 +359,8 @@ def choose_within_bounds(
         # The first image records its steps, and plays few.
         cuda_graphs = run.cuda_graphs and run.warm
         promise = choose_promise_of_request(
-            bounds, options, given_plan, schedule_path, hosts=hosts, cuda_graphs=cuda_graphs
+            bounds, options, given_plan, schedule_path, hosts=hosts, cuda_graphs=cuda_graphs, profile=run.profile
         )
-        make_console(stderr=run.json == "-").print(f"promised: {promise}", soft_wrap=True)
         return promise.to_json_dict()
 
     promise = Promise.from_json_dict(_decide_on_first_rank(choose, run), options.model, schedule_path)
@@ -372,6 +377,7 @@ def choose_promise_of_request(
     *,
     cuda_graphs: bool,
     hosts: int = 1,
+    profile: str | None = None,
 ) -> Promise:
     """The promise that keeps the bounds of a request.
 
@@ -380,13 +386,14 @@ def choose_promise_of_request(
         schedule_path: the file of the schedule; by default the one that comes with the model.
         cuda_graphs: whether the steps of the image are played as recorded.
         hosts: the number of hosts of a search.
+        profile: the file of the machine; by default this one's.
 
     Raises:
         DitileError: if there is no schedule, or nothing keeps the bounds.
     """
     price = None if plan is None else str(plan)
-    question = _make_question(options, hosts, cuda_graphs, price)
-    if bounds.seconds is not None or env.find_profile_path().exists():
+    question = _make_question(options, hosts, cuda_graphs, profile, price)
+    if bounds.seconds is not None or profile is not None or env.find_profile_path().exists():
         return _choose_promise_of_question(
             question, bounds, schedule_path, strength=options.strength, all_devices=question.devices is not None
         )

@@ -47,7 +47,10 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     """
     subject, call = _read_planned_call(options)
     # Who asks how a model would be divided means GPUs, on whichever machine.
-    dtype = choose_dtype_name(find_model_source(options.model, weights=False), engine.dtype, on_gpu=True)
+    source = find_model_source(options.model, weights=False)
+    dtype = choose_dtype_name(source, engine.dtype, on_gpu=True)
+    own_dtype = choose_dtype_name(source, engine.dtype)
+    here = "" if own_dtype == dtype else f", as on GPUs; a run on this machine has {own_dtype}"
     element_size = getattr(torch, dtype).itemsize
     job = build_subject_job(subject, plan, call, configs, element_size)
     table = describe_plan(options.model, job, ["any"] * plan.world)
@@ -61,7 +64,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     if plan.offload != "none" or offloads_text:
         host = _describe_host_memory(subject, job, offloads_text=offloads_text)
     parts = (_describe_class(options), _describe_components(options, subject), table)
-    return f"{''.join(parts)}\nnumbers: {dtype}\n{host}\n{chart}"
+    return f"{''.join(parts)}\nnumbers: {dtype}{here}\n{host}\n{chart}"
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:

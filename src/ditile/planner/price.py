@@ -19,7 +19,7 @@ from ditile.plan import cost
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind
-from ditile.plan.simulate import Occupancy, Span, measure_occupancy, simulate_schedule
+from ditile.plan.simulate import Span, simulate_schedule
 from ditile.planner.ops import NO_SKIPS, CacheSkips, MachineWork, OpPricer, UnlikeOpPricer
 
 ROUNDED = 1e-12
@@ -126,16 +126,6 @@ class Pricer(MachineWork):
         if not pricer.make_op_pricer(job, skips).records:
             return 0.0
         return pricer.predict_latency(job, skips)
-
-    def measure_occupancy(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> Occupancy:
-        """The gaps of the stages in a loop, and what a second call in flight on the same stages would bring."""
-        ops = self.make_op_pricer(job, skips)
-        return measure_occupancy(
-            ops.schedule,
-            lambda stage, op: ops.get_op_seconds(stage, op, free=False),
-            job.count_calls_in_step,
-            ops.get_travel_seconds,
-        )
 
     def bound_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
         """Seconds for which the busiest stage is occupied: the loop takes at least as long, however stages wait."""

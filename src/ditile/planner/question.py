@@ -167,7 +167,12 @@ class PlanQuestion(SourceOptions):
         """
         self.read_pictures()
         find_model_source(self.model, weights=False, components=self.components)
-        load_machine_profile(self)
+        try:
+            load_machine_profile(self)
+        except PlanError as error:
+            if self.hardware is not None or self.profile is not None or env.find_profile_path().exists():
+                raise
+            raise PlanError(f"{error}; or name one by --hardware: {', '.join(hardware.list_hardware())}") from None
         known = find_known_model(self.model)
         if known is not None:
             known.check_call(self.priced_plan or Plan(), self.fill_call_arguments())
@@ -231,8 +236,8 @@ def _read_machine_profile(ask: PlanQuestion) -> Profile:
         )
     if profile is None:
         raise PlanError(
-            "this machine was not measured yet: run `ditile calibrate`, which takes some minutes; `ditile plan` takes "
-            f"--hardware NAME instead, of which known are {', '.join(hardware.list_hardware())}"
+            "this machine was not measured yet: run `ditile calibrate`, which takes some minutes, or give --profile "
+            "FILE of one that was"
         )
     if named is None and not profile.host_memory_bytes:
         # Measured before this was kept.

@@ -119,17 +119,17 @@ class SizedJob(NamedTuple):
     on_host: bool
 
 
-OtherKind = Literal["too_large", "fewer_steps", "packed", "references", "serial", "equal_shares"]
+OtherKind = Literal["fewer_steps", "packed", "references", "serial", "equal_shares"]
 
 
 class OtherPlan(NamedTuple):
     """A plan that is not ranked, but named below the ranked ones.
 
-    Its kind says why: "too_large" would be as fast as the first plan, but does not fit a device; "fewer_steps" is a
-    call of one rank with fewer steps, as fast as a first plan with stale keys; "packed" has messages in eight bits a
-    number and "references" computes references in synchronous steps alone, where such an approximation saves
-    `APPROXIMATE_GAIN`; "serial" runs the synchronous steps of a plan with `warmup_mode=auto` one stage after the
-    other, where that is faster; "equal_shares" is the first plan with equal shares on devices that are not alike.
+    Its kind says why: "fewer_steps" is a call of one rank with fewer steps, as fast as a first plan with stale keys;
+    "packed" has messages in eight bits a number and "references" computes references in synchronous steps alone, where
+    such an approximation saves `APPROXIMATE_GAIN`; "serial" runs the synchronous steps of a plan with
+    `warmup_mode=auto` one stage after the other, where that is faster; "equal_shares" is the first plan with equal
+    shares on devices that are not alike.
 
     Attributes:
         price: its price.
@@ -148,35 +148,15 @@ class SearchResult:
 
     Attributes:
         prices: of the plans that fit, the fastest first.
-        too_large: the plans that need more memory than there is, the fastest first; only plans that were looked at
-            before enough fitted (all plans, if none fits).
+        too_large: how many plans need more memory than there is, of those that were looked at before enough fitted.
         legal: how many plans were searched: all that the model and the call allow.
         others: further plans that are worth to be named.
     """
 
     prices: tuple[Price, ...]
-    too_large: tuple[SizedJob, ...] = ()
+    too_large: int = 0
     legal: int = 1
     others: Mapping[OtherKind, OtherPlan] = field(default_factory=dict)
-
-
-class StageGaps(NamedTuple):
-    """The gaps of the stages in a loop, and images of the loop in a second where requests of one shape wait.
-
-    Attributes:
-        idle_shares: of each stage, the share of a loop in which it does nothing.
-        rate: images in a second, one call after the other.
-        in_flight_rate: if a second call's patches filled the gaps, which no server does; see docs/serving.md.
-        batch_rate: with two requests in one call; its images follow each other through synchronous steps. None if they
-            do not fit a device.
-        batch_mode: the `warmup_mode` of that call.
-    """
-
-    idle_shares: tuple[float, ...]
-    rate: float
-    in_flight_rate: float
-    batch_rate: float | None
-    batch_mode: str
 
 
 @contextlib.contextmanager
@@ -285,8 +265,7 @@ class PlanSearch:
                 f"no plan takes at most {limit:g} s: the fastest, '{prices[0].plan}', takes "
                 f"{prices[0].latency_s:.3g} s; use more devices, fewer steps or a cache"
             )
-        others = self._find_other_plans(allowed, too_large)
-        return SearchResult(tuple(allowed), tuple(too_large), len(jobs_by_bound), others)
+        return SearchResult(tuple(allowed), len(too_large), len(jobs_by_bound), self._find_other_plans(allowed))
 
     def price_plan(self, plan: Plan) -> SearchResult:
         """The price of one plan, as it is.
@@ -334,23 +313,6 @@ class PlanSearch:
         fewer = replace(self, call=self.call | {"num_inference_steps": num_computed}, request=request)
         [price] = fewer.price_plan(plan).prices
         return price.call_s
-
-    def find_stage_gaps(self, price: Price) -> StageGaps | None:
-        """The gaps under a plan, and what could fill them; None without stages."""
-        plan = price.plan
-        if plan.pipefusion == 1:
-            return None
-        shape = self.shape
-        occupancy = self.pricer.measure_occupancy(self._make_job(plan), self.skips)
-        rate = shape.images / price.latency_s
-        if plan.warmup_mode == "serial":
-            plan = replace(plan, warmup_mode="pipelined")
-        twice = replace(shape, images=2 * shape.images, batch=2 * shape.batch)
-        both = self.subject.make_plan_job(plan, twice)
-        batch_rate = None
-        if self._size_job(both).lacks <= 0:
-            batch_rate = both.shape.images / self.pricer.predict_latency(both, self.skips)
-        return StageGaps(occupancy.idle_shares, rate, rate * occupancy.gain, batch_rate, plan.warmup_mode)
 
     def _give_up_recording(self) -> PlanSearch:
         """The same search without recorded steps."""
@@ -662,27 +624,14 @@ class PlanSearch:
             slowest = max(slowest, of_image)
         return slowest
 
-    def _find_other_plans(
-        self, prices: Sequence[Price], too_large: Sequence[SizedJob]
-    ) -> Mapping[OtherKind, OtherPlan]:
+    def _find_other_plans(self, prices: Sequence[Price]) -> Mapping[OtherKind, OtherPlan]:
         others: dict[OtherKind, OtherPlan | None] = {
-            "too_large": self._find_near_miss(prices[0], too_large),
             "fewer_steps": self._find_fewer_steps(prices[0]),
             "packed": self._find_approximation(prices, self._pack_messages),
             "references": self._find_approximation(prices, self._leave_out_references),
             "equal_shares": self._find_equal_shares(prices[0]),
         }
         return drop_missing(others)
-
-    def _find_near_miss(self, best: Price, too_large: Sequence[SizedJob]) -> OtherPlan | None:
-        """The fastest of the plans that do not fit, if it would be as fast as the best one."""
-        if not too_large:
-            return None
-        nearest = too_large[0]
-        price = self.pricer.price_call(nearest.job, self.skips, nearest.memory)
-        if price.latency_s > best.latency_s:
-            return None
-        return OtherPlan(price, lacks_bytes=nearest.lacks)
 
     def _find_equal_shares(self, best: Price) -> OtherPlan | None:
         """The best plan with equal shares; None where devices are alike, or its shares are equal."""

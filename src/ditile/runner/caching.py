@@ -44,7 +44,7 @@ from ditile.cache.config import (
     check_one_forecast,
 )
 from ditile.cache.config import format_cache_config as config_text
-from ditile.cache.config_text import load_configs
+from ditile.cache.config_text import load_configs, parse_cache_line
 from ditile.cache.report import ContextReport, build_report_table, merge_rank_reports
 from ditile.distributed import cpus
 from ditile.distributed.transport import gather_json
@@ -63,7 +63,7 @@ from ditile.model.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.parallel.tensor.sharding import find_share
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.option_classes import drop_missing
+from ditile.plan.option_classes import checked, drop_missing
 from ditile.plan.plan import Plan
 from ditile.runner.compose import find_loop_models
 from ditile.runner.quantize import quantize
@@ -79,9 +79,10 @@ _PIPED = 160
 _NOTHING = "there is no cache on it; call ditile.enable_cache first"
 
 
+@checked()
 def enable_cache(
     pipe_or_adapter: Any,
-    cache_config: CacheConfig | Mapping[str, Any] | None = None,
+    cache_config: CacheConfig | Mapping[str, Any] | str | None = None,
     calibrator_config: Calibration | Mapping[str, Any] | None = None,
     params_modifiers: Sequence[ParamsModifier] | ParamsModifier | None = None,
     parallelism_config: RankDivision | Mapping[str, Any] | None = None,
@@ -96,8 +97,8 @@ def enable_cache(
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` that
             says where blocks are. A new cache replaces the one that is there.
         cache_config: a `FittedScheduleConfig`, or of another method that leaves out whole calls of the model or, as
-            `DBCacheConfig`, blocks. The default is `build_default_config`, or no cache if one of
-            the last three arguments is given.
+            `DBCacheConfig`, blocks; or a line as of `--cache`, such as "F=1 W=4 R=0.12". The default is
+            `build_default_config`, or no cache if one of the last three arguments is given.
         calibrator_config: forecasts what was left out; None takes what was computed last.
         params_modifiers: what is different in some lists of blocks; with one for each list, each decides by itself.
         parallelism_config: divides the pipeline over the ranks that are running. Every rank then calls the pipeline as
@@ -221,6 +222,10 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
         ModelError: if one is neither, or not allowed.
     """
     parsed = dict(configs)
+    if isinstance(configs["cache_config"], str):
+        parsed |= parse_cache_line(configs["cache_config"])
+        if configs["calibrator_config"] is not None and parsed["calibrator_config"] is not configs["calibrator_config"]:
+            raise ModelError("the line of the cache and calibrator_config name a forecast each; leave one out")
     mappings = {name: config for name, config in configs.items() if isinstance(config, Mapping)}
     if mappings:
         loaded = load_configs(mappings)
@@ -230,9 +235,6 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
     ParamsModifier(cache_config=block_config, calibrator_config=parsed["calibrator_config"])
     if parsed.get("quantize_config") is not None:
         parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
-    division = parsed.get("parallelism_config")
-    if division is not None and not isinstance(division, RankDivision):
-        raise ModelError(f"parallelism_config={division!r} is no config; give a ParallelismConfig(..), or a dict")
     return parsed
 
 
@@ -241,6 +243,7 @@ def build_default_config(blocks: int) -> DBCacheConfig:
     return DBCacheConfig(Fn_compute_blocks=max(1, round(blocks / 8)))
 
 
+@checked()
 def disable_cache(pipe_or_adapter: Any) -> Any:
     """Undoes `enable_cache`, quantization apart; the pipeline is bit for bit what it was. Returns its argument.
 
@@ -261,6 +264,7 @@ def _list_unused(pipe_or_adapter: Any) -> list[_Enabled]:
     return found
 
 
+@checked()
 def refresh_context(
     transformer: Any,
     num_inference_steps: int | None = None,
@@ -306,6 +310,7 @@ def refresh_context(
     _warn_of_idle_caches(caches)
 
 
+@checked()
 def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -> list[ContextReport]:
     """What was left out in the last generation: one report for each context, and in a runner for each stage.
 
@@ -338,6 +343,7 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
     return reports
 
 
+@checked()
 def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
     """The settings of a cache in one word, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
 
@@ -350,7 +356,7 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
     """
     if isinstance(what, CacheConfig):
         return config_text(what, calibrator_config)
-    if isinstance(what, list):
+    if isinstance(what, list) and all(isinstance(report, ContextReport) for report in what):
         return ", ".join(dict.fromkeys(report.settings for report in what))
     texts: list[str] = []
     for cache in _require_caches(what):

@@ -9,13 +9,14 @@ the scale of a LoRA.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ditile.distributed import env
@@ -29,8 +30,10 @@ from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.plan.errors import ModelError
-from ditile.plan.numbers import is_whole_number
+from ditile.plan.option_classes import check_values
 from ditile.runner.report import CallMeter
+
+StepNumber = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +53,10 @@ class StepWatch:
 
     on_step: Callable[[int, int], None] | None = None
     on_latents: Callable[[int, Tensor], None] | None = None
-    latents_at: Set[int] = frozenset()
+    latents_at: set[StepNumber] | frozenset[StepNumber] = frozenset()
 
     def __post_init__(self) -> None:
-        for step in self.latents_at:
-            if not is_whole_number(step, 0):
-                raise ModelError(f"latents_at has {step!r}; give the numbers of steps, the first of which is 0")
+        check_values(StepWatch, {name: getattr(self, name) for name in StepWatch.__slots__})
 
 
 NOBODY = StepWatch()

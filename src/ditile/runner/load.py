@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import accelerate  # type: ignore[import-untyped]
 import diffusers
@@ -40,7 +40,8 @@ from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
 from ditile.plan.errors import DitileError, LoadError, ModelError, join_error_lines
 from ditile.plan.extras import require_torchvision
-from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups, require_plan
+from ditile.plan.option_classes import checked
+from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.compose import divide_into_stages
 from ditile.runner.model_files import (
@@ -73,9 +74,6 @@ from ditile.runner.weights.encoder_file import open_encoder_file
 from ditile.runner.weights.prequantized import PrequantizedCheckpoint, StoredWeights
 from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
 
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, ModularPipeline
-
 STEM = STEMS[0]
 LOG = logging.getLogger(__name__)
 CHOOSE = "for another one give --model NAME --transformer FILE"
@@ -103,6 +101,7 @@ class _Component(NamedTuple):
     cls: type[Any] | None
 
 
+@checked()
 def load(
     name: str,
     *,
@@ -111,7 +110,7 @@ def load(
     variant: str | None = None,
     transformer: str | None = None,
     components: Mapping[str, str] | None = None,
-) -> DiffusionPipeline | ModularPipeline:
+) -> diffusers.DiffusionPipeline | diffusers.ModularPipeline:
     """The pipeline of a bundled model, a folder or a hub id, on the CPU.
 
     A folder with a `modular_model_index.json` and no `model_index.json` is a modular pipeline of diffusers. Its own
@@ -140,7 +139,7 @@ def load(
     rank = 0
     if plan is not None:
         begin_watch(None)
-        rank = find_process_rank(require_plan(plan))
+        rank = find_process_rank(plan)
     weight_dtype = choose_weight_dtype(source, dtype)
     with ExitStack() as stack:
         stack.enter_context(convert_build_errors(name))
@@ -157,7 +156,7 @@ def load(
         # After the parts that this rank reads itself, which are left out here.
         loaded |= load_whole_models(source, weight_dtype, variant, apart=loaded)
         loaded |= load_shared_components(source, apart=loaded)
-        pipe: DiffusionPipeline | ModularPipeline
+        pipe: diffusers.DiffusionPipeline | diffusers.ModularPipeline
         if MODULAR_MARK in read_model_index(source):
             pipe = load_modular_pipeline(source, weight_dtype, variant, loaded)
         else:

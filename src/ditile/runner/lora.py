@@ -30,6 +30,7 @@ from ditile.parallel.text.parts import FREED, read_placement
 from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.numbers import is_number
+from ditile.plan.option_classes import checked
 from ditile.runner.model_files import DENOISERS, TRANSFORMER, is_hub_id, refuse_out_of_memory
 from ditile.runner.weights.lora_keys import LoraKeyFilter, NothingHereError
 
@@ -42,6 +43,7 @@ _LOAD_ERRORS = (
 """What diffusers and peft raise for what is no LoRA, is cut short, or has names or shapes that they do not expect."""
 
 
+@checked()
 def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
     """Loads a LoRA into a pipeline, divided or not, as `pipe.load_lora_weights` does. Every rank must call it.
 

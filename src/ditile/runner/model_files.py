@@ -38,7 +38,7 @@ from ditile.model.known import (
 from ditile.plan.errors import LoadError, ModelError, join_error_lines, suggest_nearest
 from ditile.plan.extras import require_extra
 from ditile.plan.numbers import is_number
-from ditile.plan.option_classes import Count, Frames, Pixels, Scale, Steps, describe_wrong_value
+from ditile.plan.option_classes import Count, Frames, Pixels, Scale, Steps, checked, describe_wrong_value
 
 PERIOD = 1.0
 """Seconds between two looks at a folder that grows."""
@@ -133,6 +133,7 @@ class WeightMap(FileValues):
     weight_map: dict[str, str]
 
 
+@checked()
 def defaults(model: str) -> dict[str, Any]:
     """The call arguments that suit a model: its size, steps, guidance and others; the command line uses them too.
 

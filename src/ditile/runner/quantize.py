@@ -27,6 +27,7 @@ from ditile.model.hooks.placeholders import count_parameter_bytes, is_plain_para
 from ditile.parallel.tensor.sharding import find_share
 from ditile.plan.errors import ModelError, join_error_lines
 from ditile.plan.extras import require_extra, require_quantizer
+from ditile.plan.option_classes import checked
 
 LOG = logging.getLogger("ditile")
 EXCLUDED = ("embedder", "embed")
@@ -370,10 +371,11 @@ def _suggest_quant_type(name: str, device: torch.device) -> str:
     return f"try {types}"
 
 
+@checked()
 def quantize(
     target: T,
     quant_type: str = "float8_weight_only",
-    exclude_layers: Sequence[str] = EXCLUDED,
+    exclude_layers: Sequence[str] | set[str] | frozenset[str] = EXCLUDED,
     per_row: bool = True,
     *,
     group_size: int = 128,

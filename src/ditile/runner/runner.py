@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import InstanceOf
 from torch import Tensor, nn
 
 from ditile.cache.agreement import AgreementGroups
@@ -41,6 +42,7 @@ from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
 from ditile.model.hooks.placeholders import list_quantized_parameters
 from ditile.model.pipeline_calls import (
+    check_call_types,
     count_most_iterations,
     describe_stale_statistics,
     explain_callback_refusal,
@@ -67,9 +69,18 @@ from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
 from ditile.plan import errors
 from ditile.plan.cost import PlannedCall
-from ditile.plan.errors import DitileError, ModelError, PlanError, ProbeError, StateError, StoppedError
+from ditile.plan.errors import (
+    DitileError,
+    ModelError,
+    PlanError,
+    ProbeError,
+    StateError,
+    StoppedError,
+    quote_value,
+)
 from ditile.plan.extras import import_lab
-from ditile.plan.plan import Facts, Plan, require_plan, suggest_whole_images
+from ditile.plan.option_classes import check_value, checked
+from ditile.plan.plan import Facts, Plan, suggest_whole_images
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.shape import Shape, count_images, fill_call_defaults
 from ditile.plan.simulate import bound_speedup
@@ -216,8 +227,8 @@ class Runner:
                 name = "output"
                 output_on = output
             # Sorted, as every rank must have the same text of it.
-            options = {"output_on": output_on, "latents_at": sorted(watch.latents_at) or None}
-            call = self._agree_on_call(args, kwargs, name, options)
+            options = {"output_on": output_on, "latents_at": sorted(getattr(watch, "latents_at", ())) or None}
+            call = self._agree_on_call(args, kwargs, name, options, watch)
             self._check_call_fits_plan(call)
             with self._note_failure():
                 return self._run_pipeline(call, output_on, watch)
@@ -254,6 +265,7 @@ class Runner:
         """Whether a call under NCCL raised in the middle of an image, so that all ranks must be started again."""
         return is_world_broken()
 
+    @checked()
     def switch_pipeline(self, kind: type[Any]) -> Any:
         """Runs another class of pipelines on the divided model from now on, such as its image-to-image pipeline.
 
@@ -373,6 +385,7 @@ class Runner:
         return gather_json(self.report.to_dict(), self.mesh.everyone)
 
     @note_shared_call()
+    @checked()
     def write_trace(self, path: str | Path) -> None:
         """Writes the trace of the last call as Chrome trace JSON, on rank 0. All ranks must call it.
 
@@ -517,12 +530,17 @@ class Runner:
             raise
 
     def _agree_on_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output_name: str, options: dict[str, Any]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output_name: str,
+        options: dict[str, Any],
+        watch: StepWatch,
     ) -> dict[str, Any]:
         """The arguments by name. Raises on every rank if one refuses the call, or they were called differently."""
         parts = self._parts
         may_record = parts.prepare_recorder(traced=self.trace)
-        bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"])
+        bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"], watch)
         if self.mesh.everyone is None:
             return bind()
 
@@ -556,19 +574,24 @@ class Runner:
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the pipeline's call by name."""
-        call: dict[str, Any] = dict(self._signature.bind(*args, **kwargs).arguments)
+        try:
+            call: dict[str, Any] = dict(self._signature.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise ModelError(f"{self._pipeline_class.__name__}: {error}") from None
         rest: dict[str, Any] = call.pop(self._rest, {})
         return call | rest
 
     def _bind_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output_name: str, output_on: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output_name: str, output_on: Any, watch: Any
     ) -> dict[str, Any]:
         """The arguments by name. Raises what this rank alone finds wrong with them, and with the named output."""
         if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
             raise StateError("the pipeline has another model than was divided; put that back, or parallelize it again")
         if output_on not in ("all", "first"):
-            raise ModelError(f"{output_name}={output_on!r} is not known; try 'all' or 'first'")
+            raise ModelError(f"{output_name}={quote_value(output_on)} is not known; try 'all' or 'first'")
+        check_value(InstanceOf[StepWatch], watch, "watch")
         call = self._bind_arguments(args, kwargs)
+        check_call_types(call)
         reason = explain_empty_call(read_call_values(call))
         if reason is None and not self._parts.trusts_code:
             iterations = self._count_iterations(call)
@@ -784,6 +807,7 @@ class DecodeChecks:
 
 
 @note_shared_call()
+@checked(PlanError)
 def parallelize(
     pipe: Any,
     plan: Plan | None = None,
@@ -836,7 +860,6 @@ def parallelize(
     """
     if plan is None:
         plan = Plan()
-    require_plan(plan)
     check_pipeline(pipe)
     # Before groups are made: their first messages make a CUDA context on the current GPU.
     chosen = pick_device(device, find_local_rank())

@@ -35,6 +35,12 @@ class ServeOptions(EngineOptions, SourceOptions):
         None,
         'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
     )
+    profile: str | None = define_option(
+        None,
+        "--plan auto: a machine that `ditile calibrate` measured; this one, as calibrated, by default",
+        metavar="FILE",
+        reads=True,
+    )
     host: str = define_option("127.0.0.1", "the address to listen on; any but this machine's own asks for keys")
     port: Port = define_option(8000, "the port to listen on; 0 takes a free one")
     api_key: str | None = define_option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,12 @@ from ditile.plan.errors import ModelError
 LOG = logging.getLogger("ditile")
 
 
+@functools.cache
+def _log_once(line: str) -> None:
+    """Log a line, unless this process has done so before."""
+    LOG.warning(line)
+
+
 class FittedPolicies:
     """Makes the policy of each generation of a pipeline.
 
@@ -47,8 +54,7 @@ class FittedPolicies:
         self._list_later_shares = list_later_shares
         self._models = models
         self._is_shipped = config.schedule is None
-        self._logged: set[str] = set()
-        # The candidates may belong to the models; the schedules are those of them that belong to the weights.
+        # Those that may belong to the models, and those of them that belong to their weights.
         self._candidates: list[Schedule] = []
         if config.schedule is None:
             for schedule in read_shipped_schedules().values():
@@ -107,6 +113,12 @@ class FittedPolicies:
         if num_computed == num_steps:
             return ScheduledSteps(range(num_steps), {})
         if not self._schedules:
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                model = getattr(self._pipe, "name_or_path", "") or "MODEL"
+                _log_once(
+                    f"no schedule was fitted to this model, so its {num_computed} computed steps are spread evenly; "
+                    f"{make_fit_command(model, num_steps)} makes one"
+                )
             return spread_steps(num_steps, num_computed)
         schedule = self._select_schedule(num_steps)
         budget = schedule.select_budget(num_computed)
@@ -123,17 +135,10 @@ class FittedPolicies:
             return []
         try:
             return self._select_equal(self._candidates, describe_models(self._models, self._list_later_shares))
-        except ModelError as error:
+        except ModelError:
             if not self._is_shipped:
                 raise
-            self._log_once(f"computed steps are spread evenly: {error}")
             return []
-
-    def _log_once(self, line: str) -> None:
-        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        if is_first and line not in self._logged:
-            LOG.warning(line)
-        self._logged.add(line)
 
     def _select_equal(self, schedules: Sequence[Schedule], present: Mapping[str, Any]) -> list[Schedule]:
         """Return the schedules that match the known facts of a generation. Raises `ModelError` if none does."""

@@ -12,14 +12,15 @@ import functools
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ditile.cache.fitted.identity import MAX_STEPS, Identity, Name, Number
 from ditile.distributed import files
 from ditile.model.known import ASSETS
-from ditile.plan.errors import LoadError, ModelError, join_error_lines
+from ditile.plan.errors import LoadError, ModelError, escape_controls, join_error_lines
+from ditile.plan.option_classes import check_value, checked
 
 FOLDER = ASSETS / "schedules"
 """The schedules that come with the package."""
@@ -79,6 +80,16 @@ class Schedule(BaseModel):
     captions: Annotated[int, Field(ge=1)]
     budgets: Annotated[tuple[StepBudget, ...], Field(min_length=1)]
 
+    def __init__(self, **fields: Any) -> None:
+        """Raise `ModelError` if these are not the fields of a schedule, with what is wrong in the first of them."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            # Keys of a file may be any text.
+            place = escape_controls(".".join(map(str, first["loc"][:3])))
+            raise ModelError(f"{place or 'it'}: {first['msg']}") from error
+
     @model_validator(mode="after")
     def _check_budgets(self) -> Schedule:
         steps = set(range(self.num_steps))
@@ -99,6 +110,7 @@ class Schedule(BaseModel):
         return len(self.identity.sigmas)
 
     @classmethod
+    @checked()
     def read(cls, path: str | Path) -> Schedule:
         """Read a file.
 
@@ -112,22 +124,20 @@ class Schedule(BaseModel):
             raise LoadError(f"the schedule {str(path)!r} cannot be read: {files.describe_error(error)}") from error
         try:
             content = files.parse_json(text)
-            return cls.model_validate(content, strict=None)
-        except ValidationError as error:
-            first = error.errors()[0]
-            # Keys of the file may be any text.
-            place = ".".join(map(str, first["loc"][:3]))
-            place = place.encode("unicode_escape").decode() or "it"
-            raise ModelError(
-                f"the schedule {str(path)!r} is not one of `ditile fit`: {place}: {first['msg']}"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"the schedule {str(path)!r} is no JSON: {join_error_lines(error, 200)}") from error
+        except ValueError as error:
+            raise ModelError(f"the schedule {str(path)!r} is not JSON: {join_error_lines(error, 200)}") from error
+        try:
+            check_value(Mapping[str, Any], content, "it")
+            return cls(**content)
+        except ModelError as error:
+            raise ModelError(f"the schedule {str(path)!r} is not one of `ditile fit`: {error}") from error
 
+    @checked()
     def write(self, path: str | Path) -> None:
         """Write the file. It gets its name only when it is whole."""
         files.write_atomically(Path(path), self.model_dump_json() + "\n")
 
+    @checked()
     def select_budget(self, num_computed: int) -> StepBudget:
         """Return the budget with `num_computed` computed steps. Raises `ModelError`, which lists the budgets there are,
         if there is none."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ditile.cache.calls.policy import CallPolicy
 from ditile.cache.config import Amount, CallCacheConfig, Count
 from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import checked
 from ditile.plan.plan import Plan, suggest_whole_images
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class EasyCacheConfig(CallCacheConfig):
     threshold: Amount = 0.05
     retention_steps: Count = 10
 
+    @checked()
     def explain_plan_refusal(self, plan: Plan) -> str | None:
         """Explain why a plan cannot use it, or return None."""
         if not plan.cuts_latents and not plan.attends_to_stale_keys:

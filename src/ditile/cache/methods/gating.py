@@ -22,6 +22,7 @@ from pydantic import Field
 from ditile.cache.calls.policy import CallPolicy
 from ditile.cache.config import CallCacheConfig
 from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import checked
 from ditile.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,11 +52,13 @@ class GuidanceGateConfig(CallCacheConfig):
 
     gate: Annotated[float, Field(ge=0, le=1)] = 0.8
 
+    @checked()
     def count_full_steps(self, steps: int) -> int:
         """Return the number of first steps that compute both branches."""
         # The product is rounded first, as 0.29 x 100 is less than 29.
         return int(round(self.gate * steps, 9))
 
+    @checked()
     def explain_idle_calls(self, steps: int) -> str | None:
         """Explain why nothing was left out in a generation that should have been gated. None with a gate of 1."""
         if self.count_full_steps(steps) >= steps:
@@ -65,6 +68,7 @@ class GuidanceGateConfig(CallCacheConfig):
             "of the model, or a third branch comes with it, so nothing was left out; leave gate out"
         )
 
+    @checked()
     def explain_plan_refusal(self, plan: Plan) -> str | None:
         """Explain why a plan cannot use it, or return None."""
         if plan.cfg > 1:

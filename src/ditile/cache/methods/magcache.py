@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ditile.cache.config import Amount, BlockCacheConfig, Calibration, Count, DBCacheConfig
 from ditile.plan.errors import ModelError, suggest_nearest
+from ditile.plan.option_classes import checked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -83,6 +84,7 @@ class MagCacheConfig(BlockCacheConfig):
             )
         object.__setattr__(self, "mag_ratios", _read_ratios(self.mag_ratios))
 
+    @checked()
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
         """Return the table for `steps` steps as a mask, and the `calibrator`."""
         fields: dict[str, Any] = {"Fn_compute_blocks": 0, "max_warmup_steps": 0, "store_dtype": self.store_dtype}

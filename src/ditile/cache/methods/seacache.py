@@ -24,6 +24,7 @@ from pydantic import Field
 
 from ditile.cache.config import Amount, BlockCacheConfig, Calibration, Count, DBCacheConfig, TaylorSeerCalibratorConfig
 from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +74,7 @@ class SeaCacheConfig(BlockCacheConfig):
     max_consecutive_cached: Count = 2
     power_exp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
+    @checked()
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
         """Return rules for `steps` steps, with the threshold as a budget, and a line in place of the `calibrator`."""
         # A short generation may have no step between the first and the last ones.

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ditile.cache.config import Amount, BlockCacheConfig, Calibration, Count, DBCacheConfig, Positive
+from ditile.plan.option_classes import checked
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Ridge = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -53,6 +54,7 @@ class SpectrumConfig(BlockCacheConfig):
     w: Share = 1.0
     couple: Literal["batch"] = "batch"
 
+    @checked()
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
         """Return the windows of `steps` steps as a mask, and a forecast in place of the `calibrator`."""
         # No block has to run in a step that is forecast.

@@ -8,14 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env, files
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 LINE_PERIOD = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 STATUS_SECONDS = 2.0
@@ -28,10 +29,16 @@ def make_console(*, stderr: bool = False, piped_width: int = 160) -> Console:
     """Make the console for tables. Into a pipe they are as wide as a table needs, up to `piped_width` columns."""
     from rich.console import Console
 
+    class EscapingConsole(Console):
+        """A console that shows control letters of what a user has named, in cells of tables too."""
+
+        def render_str(self, text: str, **settings: Any) -> Text:
+            return super().render_str(escape_controls(text), **settings)
+
     stream = sys.stderr if stderr else sys.stdout
     # A terminal has a width of its own.
     width = None if stream.isatty() else piped_width
-    return Console(stderr=stderr, highlight=False, markup=False, width=width)
+    return EscapingConsole(stderr=stderr, highlight=False, markup=False, width=width)
 
 
 def print_parts(console: Console, parts: Iterable[Table | str]) -> None:

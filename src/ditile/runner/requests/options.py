@@ -216,6 +216,12 @@ class VerifyOptions(DeviceOptions, ModelOptions):
     )
     frames: Frames | None = define_option(None, "frames of a video; the model's own by default")
     plan: str | None = define_option(None, 'a whole plan, such as "pipefusion=2 patches=4", or auto')
+    profile: str | None = define_option(
+        None,
+        "--plan auto: a machine that `ditile calibrate` measured; this one, as calibrated, by default",
+        metavar="FILE",
+        reads=True,
+    )
 
 
 ALONE_HERE = "here"

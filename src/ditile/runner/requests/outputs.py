@@ -36,6 +36,12 @@ class RunOptions(EngineOptions):
         None,
         'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
     )
+    profile: str | None = define_option(
+        None,
+        "--plan auto or a bound: a machine that `ditile calibrate` measured; this one, as calibrated, by default",
+        metavar="FILE",
+        reads=True,
+    )
     out: str | None = define_option(
         None,
         "the file to write: .png, .jpg, .webp, .mp4 or .gif; an image is .png, .jpg or .webp, a video .mp4, .webp or "
