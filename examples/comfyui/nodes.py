@@ -267,10 +267,11 @@ class DitileStatus:
             ServerError: if there is no answer.
         """
         client = Client(server.address, check_interrupt)
+        models = client.read_json("/v1/models")["data"]
         status = {
             "health": client.read_json("/health", may_fail=True),
-            "models": [model["id"] for model in client.read_json("/v1/models")["data"]],
-            "loras": [lora["name"] for lora in client.read_json("/sdapi/v1/loras")],
+            "models": [model["id"] for model in models],
+            "loras": models[0]["loras"],
             "plan": client.read_json("/v1/plan"),
         }
         text = json.dumps(status, indent=2)

@@ -32,7 +32,6 @@ IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "ImageReward", "torch_fidelity", "to
 BEHIND_A_CHECK: Mapping[str, set[str]] = {
     "ditile_lab.bench.figures": {"plots"},
     "ditile.runner.weights.gguf_file": {"gguf"},
-    "ditile.serve.page.guard": {"serve", "page"},
     "ditile.serve.page.layout": {"serve", "page"},
     "ditile.serve.ray_replicas": {"ray"},
     "ditile.serve": {"serve"},

@@ -28,6 +28,7 @@ from ditile.serve.link import Batch, BatchJob
 from ditile.serve.metrics import Metrics
 from ditile.serve.options import ServeOptions
 from ditile.serve.replica import ReplicaEvent
+from ditile.serve.server import add_page
 from ditile.serve.service import Service
 
 EDITS = "shapes-flux"
@@ -134,16 +135,16 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve_painted(folder: Path, model: str = EDITS, **flags: Any) -> Iterator[Served]:
+def serve_painted(folder: Path, model: str = EDITS, *, page: bool = False, **flags: Any) -> Iterator[Served]:
     """A server on a free port of this machine, in a thread."""
     options = ServeOptions(model=model, port=0, state=str(folder), **flags)
     facts = collect_known_facts(model)
-    with serve_groups(options, lambda _, tell: PaintedReplica(tell, facts)) as served:
+    with serve_groups(options, lambda _, tell: PaintedReplica(tell, facts), page=page) as served:
         yield served
 
 
 @contextlib.contextmanager
-def serve_groups(options: ServeOptions, make_replica: Any) -> Iterator[Served]:
+def serve_groups(options: ServeOptions, make_replica: Any, *, page: bool = False) -> Iterator[Served]:
     """The same with groups of any kind."""
     started: list[Any] = []
     has_started = threading.Event()
@@ -151,7 +152,10 @@ def serve_groups(options: ServeOptions, make_replica: Any) -> Iterator[Served]:
     async def serve() -> None:
         service = Service(options, make_replica)
         await service.start()
-        config = uvicorn.Config(create_app(service), host="127.0.0.1", port=0, log_level="error", ws="none")
+        app = create_app(service)
+        if page:
+            add_page(app, service)
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws="none")
         server = uvicorn.Server(config)
         listening = asyncio.ensure_future(server.serve())
         try:

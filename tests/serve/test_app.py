@@ -43,7 +43,7 @@ def test_keys(tmp_path: Path) -> None:
             answer = ask.post(DRAW, json={"prompt": PROMPT}, headers=headers)
             assert answer.status_code == 401 and read_error(answer)["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
-        for path in ("/metrics", "/v1/models", "/v1/plan", "/sdapi/v1/options", "/openapi.json", "/"):
+        for path in ("/metrics", "/v1/models", "/v1/plan", "/openapi.json", "/"):
             assert ask.get(path).status_code == 401, path
         assert ask.get("/health").status_code == 200
         ann, key_5 = {"authorization": "Bearer first-secret"}, {"x-api-key": "third-secret"}

@@ -1,5 +1,5 @@
 """Clients against servers: OpenAI's own and what real ranks generate for it, the examples, and the requests of Open
-WebUI and of AUTOMATIC1111's clients as they were recorded.
+WebUI as they were recorded.
 
 A failure means that a program which people use does not work with `ditile serve`.
 """
@@ -117,9 +117,6 @@ def test_a_picture_is_that_of_the_command(name: str, request: pytest.FixtureRequ
         answer = client.post("/v1/images/generations", json={"prompt": PROMPT, **FAST}).json()
         assert base64.b64decode(answer["data"][0]["b64_json"]) == out.read_bytes()
         assert answer["size"] == "128x128" and 0 < answer["inference_time_s"] < 60
-        body = {"prompt": PROMPT, "batch_size": 1, "width": 128, "height": 128, "steps": 4, "seed": 7}
-        answer = client.post("/sdapi/v1/txt2img", json=body).json()
-        assert base64.b64decode(answer["images"][0]) == out.read_bytes()
         metrics = client.get("/metrics").text
         components = client.get("/v1/plan").json().get("components", {})
         if name == "pixart_server":
@@ -259,46 +256,6 @@ def test_open_webui_edits(flux: Served, field: str) -> None:
     answer = flux.client.post("/v1/images/edits", data=body, files=files, headers=headers)
     assert answer.status_code == 200, answer.text
     assert decode_picture(answer.json()["data"][0]["b64_json"]).size == (128, 128)
-
-
-# AUTOMATIC1111's clients.
-
-
-def test_open_webui_by_automatic1111(pixart: Served) -> None:
-    """Its other engine: lists models, reads and sets options, and draws."""
-    models = pixart.client.get("/sdapi/v1/sd-models").json()
-    assert [model["model_name"] for model in models] == ["shapes-pixart"]
-    options = pixart.client.get("/sdapi/v1/options").json()
-    options["sd_model_checkpoint"] = models[0]["title"]
-    assert pixart.client.post("/sdapi/v1/options", json=options).status_code == 200
-    body = {"prompt": PROMPT, "batch_size": 2, "width": 128, "height": 128, "steps": 4, "negative_prompt": "blue"}
-    answer = pixart.client.post("/sdapi/v1/txt2img", json=body).json()
-    assert [decode_picture(one).size for one in answer["images"]] == [(128, 128)] * 2
-
-
-def test_sillytavern_by_automatic1111(flux: Served) -> None:
-    """All that it always sends; what has no meaning here does no harm."""
-    body = {
-        "prompt": PROMPT, "negative_prompt": "lowres, blurry", "sampler_name": "Euler a", "scheduler": "normal",
-        "steps": 4, "cfg_scale": 7, "width": 500, "height": 120, "restore_faces": False, "enable_hr": False,
-        "hr_upscaler": "Latent", "hr_scale": 2, "hr_additional_modules": [], "denoising_strength": 0.7,
-        "hr_second_pass_steps": 0, "seed": -1, "override_settings": {"CLIP_stop_at_last_layers": 1},
-        "override_settings_restore_afterwards": True, "clip_skip": 1, "save_images": True, "send_images": True,
-        "do_not_save_grid": False, "do_not_save_samples": False,
-    }  # fmt: skip
-    answer = flux.client.post("/sdapi/v1/txt2img", json=body)
-    assert answer.status_code == 200, answer.text
-    width, height = decode_picture(answer.json()["images"][0]).size
-    assert abs(width - 500) <= 8 and abs(height - 120) <= 8
-    for path in ("samplers", "schedulers", "upscalers", "progress", "loras"):
-        assert flux.client.get(f"/sdapi/v1/{path}").status_code == 200
-
-
-def test_a_picture_to_start_from_by_automatic1111(flux: Served) -> None:
-    body = {"prompt": PROMPT, "init_images": [base64.b64encode(encode_picture()).decode()], "denoising_strength": 0.5}
-    answer = flux.client.post("/sdapi/v1/img2img", json={**body, "steps": 4, "width": 128, "height": 128, "seed": 7})
-    assert answer.status_code == 200, answer.text
-    assert decode_picture(answer.json()["images"][0]).size == (128, 128)
 
 
 def test_the_example_needs_the_client_alone() -> None:

@@ -19,7 +19,6 @@ import pytest
 from PIL import Image
 
 from ditile.serve.api.fields import ImageFields, RemixFields, VideoFields
-from ditile.serve.api.sdapi import StableDiffusionFields
 from tests.serve.servers import PROMPT, Served, paint_picture, read_error, read_metric, serve_painted
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
@@ -85,9 +84,6 @@ def list_schemas() -> list[tuple[str, list[str]]]:
         ("/v1/images/variations", [*ImageFields.model_fields, "image"]),
         ("/v1/videos", [*VideoFields.model_fields, "input_reference"]),
         ("/v1/videos/video_x/remix", list(RemixFields.model_fields)),
-        ("/sdapi/v1/txt2img", list(StableDiffusionFields.model_fields)),
-        ("/sdapi/v1/img2img", list(StableDiffusionFields.model_fields)),
-        ("/sdapi/v1/options", ["sd_model_checkpoint"]),
     ]
 
 
@@ -128,13 +124,13 @@ def test_json_that_is_none(served: Served) -> None:
             "application/x-www-form-urlencoded",
             "application/json; charset=x",
         ):
-            for path in (DRAW, "/v1/videos", "/sdapi/v1/txt2img"):
+            for path in (DRAW, "/v1/videos"):
                 check_answer(served.client.post(path, content=body, headers={"content-type": kind}))
 
 
 def test_the_last_of_equal_keys_counts(served: Served) -> None:
-    answer = served.client.post("/sdapi/v1/options", content=b'{"a": 1, "a": 2}')
-    assert check_answer(answer) == 200
+    answer = served.client.post(DRAW, content=b'{"prompt": "a circle", "n": 1, "n": 0}')
+    assert check_answer(answer) in (400, 422) and read_error(answer)["param"] in ("n", "model")
 
 
 def build_png(width: int, height: int, content: bytes, *more: tuple[bytes, bytes]) -> bytes:
@@ -190,7 +186,6 @@ def test_pictures_that_are_bombs(served: Served, name: str) -> None:
         served.post(EDIT, {"prompt": PROMPT, "image": "data:image/png;base64," + text}),
         served.client.post(EDIT, data={"prompt": PROMPT}, files={"image": paint_picture((64, 64), 1), "mask": content}),
         served.client.post("/v1/videos", data={"prompt": PROMPT}, files={"input_reference": content}),
-        served.post("/sdapi/v1/img2img", {"prompt": PROMPT, "init_images": [text]}),
     ):
         status = check_answer(answer)
         assert status != 200 or name in (
@@ -304,7 +299,7 @@ def test_bytes_that_are_no_http(served: Served) -> None:
 def test_clients_that_go_while_they_send(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     """A failure would mean a traceback in the log, and an alarm, for each of them."""
     port = int(served.url.rpartition(":")[2])
-    for path in (DRAW, EDIT, "/v1/videos", "/sdapi/v1/txt2img"):
+    for path in (DRAW, EDIT, "/v1/videos"):
         for kind in ("application/json", "multipart/form-data; boundary=x"):
             head = (
                 f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: {kind}\r\nContent-Length: 99\r\n\r\n"

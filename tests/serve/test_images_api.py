@@ -1,6 +1,7 @@
 """Pictures over HTTP: OpenAI's fields and answers, by its own client and by hand."""
 
 import base64
+import dataclasses
 import io
 import json
 import time
@@ -21,7 +22,9 @@ PICTURE = paint_picture((128, 128), 5)
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_painted(tmp_path_factory.mktemp("state"), max_images=4, max_queue=8) as served:
+    loras = tmp_path_factory.mktemp("loras")
+    (loras / "style.safetensors").touch()
+    with serve_painted(tmp_path_factory.mktemp("state"), max_images=4, max_queue=8, lora_dir=str(loras)) as served:
         yield served
 
 
@@ -289,7 +292,7 @@ def test_a_full_queue(served: Served) -> None:
         ({"prompt": "a" * 9000}, 422, "prompt has 9000 letters, and this server takes 8192; shorten it"),
         ({"prompt": "a\0b"}, 400, "holds U+0000, which is no text; leave it out"),
         ({"prompt": "a\ud800b"}, 400, "holds U+D800, which is no text; leave it out"),
-        ({"lora": "style"}, 422, "lora='style' is not known; this server has none"),
+        ({"lora": "stile"}, 422, "lora='stile' is not known; did you mean style?"),
         ({"output_format": "tiff"}, 400, "output_format='tiff' should be 'png', 'jpeg' or 'webp'"),
         ({"timeout": -1}, 400, "try timeout=60"),
     ],
@@ -307,3 +310,33 @@ def test_videos_are_not_drawn_by_a_model_of_pictures(served: Served) -> None:
         "generates images; send this to /v1/images/generations"
         in read_error(served.post("/v1/videos", {"prompt": "a"}))["message"]
     )
+
+
+def test_loras_in_a_form(served: Served) -> None:
+    """As OpenAI's client writes `{"style": 0.5}` beside a file."""
+    form = {"prompt": PROMPT, "lora[style]": "0.5"}
+    files = {"image": ("a.png", PICTURE, "image/png")}
+    assert served.client.post("/v1/images/edits", data=form, files=files).status_code == 200
+    assert served.group.batches[-1].jobs[0].request.loras == {"style": 0.5}
+
+
+def test_loras_of_a_second_transformer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of --lora, and only where the model has one. A failure: a LoRA that reaches no or another model."""
+
+    def choose(lora: Any) -> Any:
+        answer = served.post("/v1/images/generations", {"prompt": PROMPT, "lora": lora})
+        if answer.status_code != 200:
+            return answer.status_code, read_error(answer)["message"]
+        return served.group.batches[-1].jobs[0].request.loras
+
+    refused = (422, "lora='transformer_2=style' is not known; try one of style")
+    assert choose({"transformer_2=style": 0.5}) == choose("transformer_2=style:0.5") == refused
+    facts = dataclasses.replace(served.service.facts, has_second_transformer=True)
+    monkeypatch.setattr(served.service, "_facts", facts)
+    wanted = {"transformer_2=style": 0.5}
+    assert choose({**wanted, "style": 0.8}) == {**wanted, "style": 0.8}
+    assert choose("transformer_2=style:0.5") == choose({"name": "transformer_2=style", "scale": 0.5}) == wanted
+    assert choose("transformer=style") == choose("style") == {"style": 1.0}
+    assert choose("style:big") == (422, "lora='style:big': 'big' is no scale; try style:0.8")
+    (model,) = served.client.get("/v1/models").json()["data"]
+    assert model["loras"] == ["style", "transformer_2=style"]

@@ -9,7 +9,7 @@ DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
 DITILE_API_KEY          the key that `ditile serve` asks for, where --api-key names no file
 DITILE_LINK_FD          set by `launch`, for ranks that have a link to their parent: its file descriptor
-GRADIO_TEMP_DIR, GRADIO_ANALYTICS_ENABLED, HF_HUB_DISABLE_TELEMETRY   set by `ditile serve`, for its page
+GRADIO_ANALYTICS_ENABLED, HF_HUB_DISABLE_TELEMETRY   set by `ditile serve`, for its page
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT   set by torchrun and by `launch`
 TORCHELASTIC_RUN_ID     set by torchrun
 GLIBC_TUNABLES          settings of glibc.malloc that are missing in it are added for the ranks that `launch` starts
@@ -76,9 +76,8 @@ def read_api_key() -> str | None:
     return os.environ.get("DITILE_API_KEY") or None
 
 
-def set_page_variables(folder: Path) -> None:
-    """Make Gradio keep its files in a folder, and send no statistics. This must be called before Gradio is imported."""
-    os.environ["GRADIO_TEMP_DIR"] = str(folder)
+def set_page_variables() -> None:
+    """Make Gradio send no statistics. This must be called before Gradio is imported."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 

@@ -5,58 +5,40 @@ from __future__ import annotations
 import hmac
 import logging
 import os
-import secrets
 import stat
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ditile.distributed import env
 from ditile.plan.errors import ModelError
 
 LOG = logging.getLogger("ditile")
-COOKIE = "ditile_page"
 LEAST_KEY_LETTERS = 8
 MAX_KEY_FILE_BYTES = 2**20
 
 
 class ApiKey(NamedTuple):
-    """A key with its owner, and the word that a cookie holds in its place while the server runs."""
+    """A key with its owner."""
 
     owner: str
     key: bytes
-    word: bytes
 
 
 class ApiKeys:
     """The keys (owner, key) that a server requires; empty if it requires none."""
 
     def __init__(self, keys: Iterable[tuple[str, bytes]]) -> None:
-        secret = secrets.token_bytes(32)
-        self._keys = []
-        for owner, key in keys:
-            word = hmac.digest(secret, key, "sha256").hex()
-            self._keys.append(ApiKey(owner, key, word.encode()))
+        self._keys = [ApiKey(owner, key) for owner, key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def find_key(self, secret: bytes, field: Literal["key", "word"] = "key") -> ApiKey | None:
-        """The key with these bytes, or with this word of a cookie; None if it is not known."""
+    def find_key(self, secret: bytes) -> ApiKey | None:
+        """Return the key with these bytes; None if it is not known."""
         # Each is compared, so that the time does not tell which one is nearly right.
-        matches = [key for key in self._keys if hmac.compare_digest(getattr(key, field), secret)]
+        matches = [key for key in self._keys if hmac.compare_digest(key.key, secret)]
         return matches[0] if matches else None
-
-    def find_key_of_cookie(self, cookies: str) -> ApiKey | None:
-        """The key whose word is among the cookies of a request; None if there is none."""
-        try:
-            morsel = SimpleCookie(cookies).get(COOKIE)
-        except CookieError:
-            return None
-        if morsel is None:
-            return None
-        return self.find_key(morsel.value.encode(), "word")
 
 
 def read_api_keys(path: str | None) -> list[tuple[str, bytes]]:

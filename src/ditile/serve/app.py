@@ -10,12 +10,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import RedirectResponse
 from sse_starlette.sse import AppStatus
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -27,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ditile.plan.errors import DitileError
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.version import __version__
-from ditile.serve.api import images, sdapi, videos
+from ditile.serve.api import images, videos
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,
@@ -36,10 +34,10 @@ from ditile.serve.api.answers import (
     find_served_name,
     find_service,
 )
+from ditile.serve.api.fields import list_own_values
 from ditile.serve.api_keys import ApiKeys, read_api_keys
 from ditile.serve.metrics import Metrics
 from ditile.serve.options import ServeOptions
-from ditile.serve.page.login import LOGIN_PATH, is_page_path
 
 if TYPE_CHECKING:
     from ditile.serve.service import Service
@@ -50,6 +48,12 @@ ACCESS_LOG = logging.getLogger("ditile.serve.access")
 # How long a body that is too large is read before it is refused.
 DROP_SECONDS = 10.0
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+# A name or an address, and a port: nothing else of an address of the web, such as a user before an "@".
+_HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+# What needs no key: health, the page, which holds no secrets, and an image by its address, which cannot be guessed.
+_OPEN_PATHS = re.compile(
+    r"/|/health|/config|/theme\.css|/manifest\.json|/favicon\.ico|/(?:assets|static)/.*|/v1/images/[^/]+/content/\d+"
+)
 
 router = APIRouter()
 
@@ -85,8 +89,7 @@ def create_app(service: Service) -> FastAPI:
         default_response_class=AsciiJSONResponse,
     )
     app.state.service = service
-    app.state.keys = keys
-    for part in (router, images.router, videos.router, sdapi.router):
+    for part in (router, images.router, videos.router):
         app.include_router(part)
     app.add_exception_handler(DitileError, _answer_exception)
     app.add_exception_handler(HTTPException, _answer_exception)
@@ -120,7 +123,7 @@ class RequestGate:
 
     Args:
         app: to which it passes requests on.
-        keys: of the server. Cookies stand for them on the server's own page, and nowhere else.
+        keys: of the server.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, keys: ApiKeys) -> None:
@@ -139,20 +142,22 @@ class RequestGate:
             scope.setdefault("state", {})["owner"] = self._find_owner(scope["path"], headers)
             await self._check_length(headers, receive)
         except RequestError as error:
-            response: Response = answer_error(error)
+            response = answer_error(error)
             if error.status == 401:
                 response.headers["www-authenticate"] = "Bearer"
-                if scope["path"] == "/" and "text/html" in headers.get("accept", ""):
-                    response = RedirectResponse(LOGIN_PATH, status_code=303)
             await response(scope, receive, send)
             return
         await self._app(scope, self._limit_bytes(receive), send)
 
     def _check_host(self, scope: Scope, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = _HOST.fullmatch(host)
+        # Probes of old HTTP send none.
+        if name is None and host:
+            raise RequestError("the host is no name and no address; ask http://127.0.0.1", code="bad_host")
         if self._keys or not self._options.is_loopback:
             return
-        host = headers.get("host", "")
-        if _read_host_name(f"//{host}") not in (*LOOPBACK_NAMES, self._options.host):
+        if name is None or (name[1] or name[2]).lower() not in (*LOOPBACK_NAMES, self._options.host):
             raise RequestError(
                 "the host is not this machine; ask http://127.0.0.1, or serve with --api-key", code="bad_host"
             )
@@ -170,7 +175,7 @@ class RequestGate:
 
     def _find_owner(self, path: str, headers: Headers) -> str:
         """The owner of the key of a request; empty where none is required."""
-        if not self._keys or _is_open_path(path):
+        if not self._keys or _OPEN_PATHS.fullmatch(path):
             return ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -178,8 +183,6 @@ class RequestGate:
         token = token.strip()
         # Headers are latin-1.
         key = self._keys.find_key(token.encode("latin-1", "replace"))
-        if not token and is_page_path(path):
-            key = self._keys.find_key_of_cookie(headers.get("cookie", ""))
         if key is None:
             problem = "the key is not known" if token else "there is no key"
             raise RequestError(f"{problem}; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
@@ -288,41 +291,36 @@ async def report_plan(http: HttpRequest) -> Response:
 @router.get("/v1/models")
 async def list_models(http: HttpRequest) -> Response:
     """The served model."""
-    return AsciiJSONResponse({"object": "list", "data": [_describe_model(http)]})
+    return AsciiJSONResponse({"object": "list", "data": [await _describe_model(http)]})
 
 
 @router.get("/v1/models/{name:path}")
 async def read_model(http: HttpRequest, name: str) -> Response:
     """The served model by its name."""
-    model = _describe_model(http)
+    model = await _describe_model(http)
     served = model["id"]
     if name != served:
         raise RequestError(f"model {name[:60]!r} is not served; {served} is", status=404, code="model_not_found")
     return AsciiJSONResponse(model)
 
 
-def _describe_model(http: HttpRequest) -> JsonObject:
+async def _describe_model(http: HttpRequest) -> JsonObject:
+    """Return the model in OpenAI's form, and what a form for it shows."""
+    service = find_service(http)
+    facts = service.facts
     return {
-        "id": find_served_name(find_service(http).facts.name),
+        "id": find_served_name(facts.name),
         "object": "model",
         # OpenAI's clients require the field.
         "created": 0,
         "owned_by": "ditile",
+        "kind": "video" if facts.is_video else "image",
+        "edits": facts.edit is not None,
+        "negative_prompt": facts.takes("negative_prompt"),
+        "defaults": list_own_values(facts),
+        # It reads the folder of LoRAs.
+        "loras": await asyncio.to_thread(service.options.list_lora_names, facts),
     }
-
-
-def _is_open_path(path: str) -> bool:
-    """Whether a path needs no key: health, the form for keys, and an image by its address, which cannot be guessed."""
-    if path in ("/health", LOGIN_PATH):
-        return True
-    return re.fullmatch(r"/v1/images/[^/]+/content/\d+", path) is not None
-
-
-def _read_host_name(address: str) -> str | None:
-    try:
-        return urlsplit(address).hostname
-    except ValueError:
-        return None
 
 
 def _build_size_error(most: int) -> RequestError:

@@ -31,7 +31,6 @@ INPUT_MASK = "mask"
 # Output files of a video in addition to the video itself. Images and videos are 0.png, 1.png, .. or 0.mp4, ..
 POSTER = "thumbnail.png"
 SPRITESHEET = "spritesheet.png"
-TRACE = "trace.json"
 
 
 def shorten_line(error: object, limit: int = 300) -> str:

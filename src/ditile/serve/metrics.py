@@ -26,7 +26,6 @@ _GAUGES: dict[str, tuple[str, list[str]]] = {
     "jobs": ("jobs now", ["state"]),
     "group_ready": ("whether a group of ranks is ready", ["group"]),
     "peak_memory_bytes": ("of a rank, in its last call", ["group", "rank"]),
-    "waiting_share": ("of the steps of a rank's last traced call, in which it computed nothing", ["group", "rank"]),
 }
 
 
@@ -116,8 +115,3 @@ class Metrics:
         for rank, report in enumerate(result.facts.get("reports", [])):
             memory = self._gauges["peak_memory_bytes"].labels(replica, rank)
             memory.set(report["peak_memory_bytes"])
-            # A call that is not traced does not know its waits.
-            seconds = sum(report["step_seconds"])
-            if seconds:
-                waited = sum(map(sum, report["waited"].values()))
-                self._gauges["waiting_share"].labels(replica, rank).set(waited / seconds)

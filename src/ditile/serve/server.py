@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import shutil
 import signal
 import socket
 import sys
@@ -148,21 +147,17 @@ async def _serve_and_drain(
 
 
 def add_page(app: FastAPI, service: Service) -> None:
-    """Adds the web page to an app, or a line that says how to get the page. The state folder must exist."""
+    """Add the web page to an app, or a line that says how to get the page."""
     if service.options.no_page or not is_installed("gradio"):
         hint = "serve without --no-page" if service.options.no_page else "pip install 'ditile[page]'"
         text = f"This is ditile's server, which has no page here; {hint}. Its routes: /openapi.json\n"
         app.add_api_route("/", lambda: PlainTextResponse(text), methods=["GET"], include_in_schema=False)
         return
-    # Uploads and images of an earlier server must not be shown again.
-    folder = service.options.find_state_folder().resolve() / "page"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
     # Gradio reads these variables when it is imported.
-    env.set_page_variables(folder)
+    env.set_page_variables()
     from ditile.serve.page.layout import mount_page
 
-    mount_page(app, service, folder)
+    mount_page(app)
 
 
 class DrainingServer(uvicorn.Server):

@@ -35,7 +35,7 @@ APPLICATION = 0x64697469
 VERSION = 1
 # Ids and names of requests become paths, so nothing else is allowed.
 JOB_ID = re.compile(r"(image|video)_[a-z0-9]{24}")
-FILE_NAME = re.compile(r"(image|mask)(-\d{1,4})?|(\d{1,6}|thumbnail|spritesheet)\.(png|jpeg|webp|mp4|gif)|trace\.json")
+FILE_NAME = re.compile(r"(image|mask)(-\d{1,4})?|(\d{1,6}|thumbnail|spritesheet)\.(png|jpeg|webp|mp4|gif)")
 
 # AUTOINCREMENT: the number of a job that was removed must not be given to a later one.
 _TABLE = """

@@ -13,7 +13,6 @@ import json
 import logging
 import queue
 import re
-import tempfile
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -48,7 +47,7 @@ from ditile.runner.requests.results import add_picture_texts, build_png_texts, c
 from ditile.runner.requests.seeds import list_seeds
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
-from ditile.serve.jobs import POSTER, SPRITESHEET, TRACE, Files, JobResult, Request, shorten_line
+from ditile.serve.jobs import POSTER, SPRITESHEET, Files, JobResult, Request, shorten_line
 from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
 from ditile.serve.options import FOR_SECOND
 from ditile.serve.previews import CallPreviews, PreviewDecoder
@@ -177,22 +176,19 @@ class RankWorker:
                 check_encoder(Path(f"video.{job.request.output_format}"), options.fps)
         if not self._request_cache.is_replaced:
             check_cache_steps(self._setup.cache, calls[0])
-        is_traced = bool(first.client.get("trace"))
-        self._runner.trace = is_traced
         previews = self._plan_previews(jobs, calls[0])
         watch = StepWatch(on_step=self._note_step)
         if previews is not None:
             watch = replace(watch, on_latents=previews.take_latents, latents_at=previews.latents_at)
         with convert_value_errors(self._pipe):
             result = self._runner(**self._build_call(jobs, calls), output_on="first", watch=watch)
-        # All ranks send rank 0 their reports and traces.
+        # All ranks send rank 0 their reports.
         facts = {
             "reports": self._runner.reports(),
             "left_out": self._summarize_cache(),
             "batch": len(jobs),
             "promise": promise,
         }
-        trace = self._collect_trace() if is_traced else {}
         if not self._is_first:
             return
         outputs = list_drawn(result)
@@ -209,7 +205,7 @@ class RankWorker:
                 self._refuse_job(job, error)
             else:
                 job_result = replace(job_result, facts=facts)
-                self._answer("done", files | trace, job_id=job.id, result=asdict(job_result))
+                self._answer("done", files, job_id=job.id, result=asdict(job_result))
 
     def _plan_previews(self, jobs: Sequence[BatchJob], call: CallArguments) -> CallPreviews | None:
         """The previews of a call of one job, at the same steps on every rank; None if it has none."""
@@ -292,15 +288,6 @@ class RankWorker:
             return []
         report = summary(self._runner, logging=False)
         return summarize_cache_reports([report])
-
-    def _collect_trace(self) -> Files:
-        """The Chrome trace of the last call, on rank 0; all ranks call it."""
-        with tempfile.TemporaryDirectory(prefix="ditile-") as folder:
-            path = Path(folder, TRACE)
-            self._runner.write_trace(path)
-            if not self._is_first:
-                return {}
-            return {TRACE: path.read_bytes()}
 
     def _encode_job(
         self, job: BatchJob, call: CallArguments, outputs: Sequence[Any], promise: JsonObject

@@ -109,22 +109,6 @@ class CallFacts:
                 renamed[rate] = int(request.fps)
         return renamed
 
-    def heeds_negative_prompt(self, base: CallArguments, guidance: float | None) -> bool:
-        """Return whether a negative prompt changes the result.
-
-        Args:
-            base: the model's own options.
-            guidance: as a request gives it.
-        """
-        if "negative_prompt" not in self.defaults:
-            return False
-        call = {**self.defaults, **base, "negative_prompt": ""}
-        if guidance is not None:
-            scale = "true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale"
-            call[scale] = guidance
-        rule = self._find_negative_rule()
-        return rule is None or rule.is_guided(call)
-
     def _find_negative_rule(self) -> GuidanceRule | None:
         """Find the rule for when a negative prompt has an effect. None where a component of the pipeline decides it."""
         if self.guidance is not None:

@@ -1,1 +1,1 @@
-"""The server over HTTP: OpenAI's images and videos, and AUTOMATIC1111's calls."""
+"""The server over HTTP: OpenAI's images and videos."""

@@ -203,23 +203,18 @@ def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values:
     if problem["type"] == "missing":
         raise RequestError(f"{name} is missing{hint}", param=name, code="missing_required_parameter")
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    value = shorten_value(values.get(name))
+    value = _shorten_value(values.get(name))
     raise RequestError(f"{name}={value} {message}{hint}", param=name)
 
 
-async def submit_request(
-    http: HttpRequest, fields: ImageFields | VideoFields, body: Body, *, resize_mask: bool = False
-) -> Job:
+async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, body: Body) -> Job:
     """Has the service take what a request asks for.
-
-    Args:
-        resize_mask: whether a mask of another size is resized to the first image.
 
     Raises:
         DitileError: if it cannot be generated, or not now.
     """
     service = find_service(http)
-    request, inputs = await read_request(service, fields, body, resize_mask=resize_mask)
+    request, inputs = await read_request(service, fields, body)
     unknown = sorted(set(http.query_params).difference(_KNOWN_PARAMETERS))
     for name in unknown[:_SHOWN_WARNINGS]:
         request.client["warnings"].append(f"parameter {name[:60]!r} of the address was ignored; send it in the body")
@@ -229,13 +224,11 @@ async def submit_request(
     return job
 
 
-async def read_request(
-    service: Service, fields: ImageFields | VideoFields, body: Body, *, resize_mask: bool = False
-) -> tuple[Request, Files]:
+async def read_request(service: Service, fields: ImageFields | VideoFields, body: Body) -> tuple[Request, Files]:
     """The job's request and its input files; arguments and errors as of `submit_request`."""
     facts = service.facts
     options = service.options
-    images, mask = await decode_uploads(body, options.max_pixels, facts.max_pictures, resize_mask=resize_mask)
+    images, mask = await decode_uploads(body, options.max_pixels, facts.max_pictures)
     # It reads the folder of LoRAs.
     return await asyncio.to_thread(build_request, fields, facts, options, images, mask)
 
@@ -388,22 +381,18 @@ def list_warnings(fields: ImageFields | VideoFields, facts: ModelFacts, options:
     for name, defaults in _DEFAULTS.items():
         value = getattr(fields, name, None)
         if value is not None and value not in defaults:
-            warnings.append(f"{name}={shorten_value(value)} was ignored: it has no meaning for an open model")
+            warnings.append(f"{name}={_shorten_value(value)} was ignored: it has no meaning for an open model")
     return warnings + list_unknown_fields(fields)
 
 
 def list_unknown_fields(fields: BaseModel) -> list[str]:
     """Warnings of fields that are not known."""
     names = sorted(fields.model_extra or {})
-    return shorten_warnings([f"{name[:60]!r} is not known here, and was ignored" for name in names])
-
-
-def shorten_warnings(warnings: list[str]) -> list[str]:
-    """Warnings of fields, of which the last are counted where there are many."""
-    num_more = len(warnings) - _SHOWN_WARNINGS
-    if num_more <= 0:
-        return warnings
-    return [*warnings[:_SHOWN_WARNINGS], f"nor were {num_more} other fields"]
+    warnings = [f"{name[:60]!r} is not known here, and was ignored" for name in names[:_SHOWN_WARNINGS]]
+    num_more = len(names) - _SHOWN_WARNINGS
+    if num_more > 0:
+        warnings.append(f"nor were {num_more} other fields")
+    return warnings
 
 
 def parse_size(
@@ -543,18 +532,13 @@ def _fit_image(image: Upload, facts: ModelFacts) -> tuple[int, int]:
     """The size of an image's form that has about the model's own number of pixels."""
     own_width, own_height = facts.size
     scale = (own_width * own_height / (image.width * image.height)) ** 0.5
-    width = round_side(image.width * scale, facts)
-    height = round_side(image.height * scale, facts)
+    multiple = facts.size_multiple
+    width = max(1, round(image.width * scale / multiple)) * multiple
+    height = max(1, round(image.height * scale / multiple)) * multiple
     return width, height
 
 
-def round_side(side: float, facts: ModelFacts) -> int:
-    """The nearest number of pixels that the model takes."""
-    multiple = facts.size_multiple
-    return max(1, round(side / multiple)) * multiple
-
-
-def shorten_value(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     """A value as an error shows it: not all of a long one."""
     # A number of many digits takes long to write.
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**18:

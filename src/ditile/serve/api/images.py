@@ -144,8 +144,13 @@ async def _stream_events(http: HttpRequest, job: Job, event_name: str) -> AsyncI
     try:
         async for event in find_service(http).watch(job.id):
             job = event.job
-            if event.preview is not None and not job.has_ended:
+            if job.has_ended:
+                continue
+            if event.preview is not None:
                 yield await _build_preview_event(event, event.preview, f"{event_name}.partial_image")
+            elif event.num_steps:
+                # OpenAI has no event for it; clients skip comments.
+                yield ServerSentEvent(comment=f"step {event.step} of {event.num_steps}")
         try:
             result = check_done(job)
             contents = await read_outputs(http, job, result)

@@ -127,15 +127,12 @@ def decode_base64(text: str, param: str) -> bytes:
         ) from None
 
 
-async def decode_uploads(
-    body: Body, max_pixels: int, max_images: int, *, resize_mask: bool
-) -> tuple[list[Upload], bytes | None]:
+async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[list[Upload], bytes | None]:
     """The images of a body, and its mask as PNG, which is white where the image is generated again.
 
     Args:
         body: as it was read.
         max_images: from which the model can start.
-        resize_mask: whether a mask of another size is resized to the first image.
 
     Raises:
         RequestError: if one of them is no image, or too large, or the mask's size is not the image's.
@@ -156,8 +153,7 @@ async def decode_uploads(
         raise RequestError("there are several masks; send one", param="mask")
     width = images[0].width
     height = images[0].height
-    target_size = (width, height) if resize_mask else None
-    mask = await asyncio.to_thread(decode_upload, body.masks[0], "mask", max_pixels, target_size)
+    mask = await asyncio.to_thread(decode_upload, body.masks[0], "mask", max_pixels)
     if (mask.width, mask.height) != (width, height):
         raise RequestError(
             f"mask is {mask.width}x{mask.height}, the image {width}x{height}; send both in one size",
@@ -167,10 +163,8 @@ async def decode_uploads(
     return images, mask.png
 
 
-def decode_upload(
-    content: bytes, param: Literal["image", "mask"], max_pixels: int, target_size: tuple[int, int] | None = None
-) -> Upload:
-    """One image or mask, decoded after a look at the size in its header; resized if `target_size` says so.
+def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: int) -> Upload:
+    """One image or mask, decoded after a look at the size in its header.
 
     Raises:
         RequestError: if it is no image, or has more than `max_pixels`.
@@ -193,8 +187,6 @@ def decode_upload(
         raise RequestError(
             f"{param} cannot be read as an image; send a whole file of {', '.join(FORMATS)}", param=param
         ) from None
-    if target_size is not None and decoded.size != target_size:
-        decoded = decoded.resize(target_size)
     # A new image of the pixels alone, without the texts and profiles of the file.
     clean = Image.frombytes(decoded.mode, decoded.size, decoded.tobytes())
     encoded = io.BytesIO()

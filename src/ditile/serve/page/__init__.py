@@ -1,1 +1,1 @@
-"""The web page of the server, made with Gradio: it generates by the same service as the routes do."""
+"""The web page of the server, made with Gradio: a client of the server's own API."""
