@@ -39,8 +39,8 @@ def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
 )
 def test_a_prompt_names_what_a_bundled_model_knows(prompt: str, knows: bool) -> None:
     bundled, published = find_known_model("shapes-pixart"), find_known_model("black-forest-labs/FLUX.1-dev")
-    assert bundled is not None and bundled.knows_word_of(prompt) is knows
-    assert published is not None and published.name == "flux.1-dev" and published.knows_word_of(prompt)
+    assert bundled is not None and (bundled.explain_unknown_prompt(prompt) is None) is knows
+    assert published is not None and published.name == "flux.1-dev" and published.explain_unknown_prompt(prompt) is None
 
 
 NEGATIVE_PROMPTS = {

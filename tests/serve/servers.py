@@ -28,7 +28,7 @@ from ditile.serve.link import Batch, BatchJob
 from ditile.serve.metrics import Metrics
 from ditile.serve.options import ServeOptions
 from ditile.serve.replica import ReplicaEvent
-from ditile.serve.server import add_page
+from ditile.serve.server import add_page, configure_http, open_listener
 from ditile.serve.service import Service
 
 EDITS = "shapes-flux"
@@ -155,14 +155,14 @@ def serve_groups(options: ServeOptions, make_replica: Any, *, page: bool = False
         app = create_app(service)
         if page:
             add_page(app, service)
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws="none")
-        server = uvicorn.Server(config)
-        listening = asyncio.ensure_future(server.serve())
+        server = uvicorn.Server(configure_http(app))
+        listener = open_listener(options)
+        listening = asyncio.ensure_future(server.serve([listener]))
         try:
             await service.wait_until_ready()
             while not server.started:
                 await asyncio.sleep(0.01)
-            started.extend([service, server, server.servers[0].sockets[0].getsockname()[1]])
+            started.extend([service, server, listener.getsockname()[1]])
         finally:
             has_started.set()
         await listening

@@ -4,24 +4,22 @@ import dataclasses
 import io
 import json
 import logging
-import socket
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import LoadError, ModelError, RankError, StateError
 from ditile.runner.requests.options import GenerateOptions
-from ditile.serve import app
-from ditile.serve.api.answers import RequestError, check_done, rename_options
+from ditile.serve.api.answers import RequestError, check_done, convert_error, rename_options
 from ditile.serve.api_keys import read_api_keys
 from ditile.serve.app import ACCESS_LOG, create_app, write_access_log
 from ditile.serve.jobs import Failure, Job, Request
 from ditile.serve.options import ServeOptions
+from ditile.serve.replica import describe_failed_replica, describe_lost_ranks
 from ditile.serve.server import add_page
 from ditile.serve.service import Service
 from tests.serve.servers import PROMPT, paint_picture, read_error, serve_painted
@@ -43,7 +41,7 @@ def test_keys(tmp_path: Path) -> None:
             answer = ask.post(DRAW, json={"prompt": PROMPT}, headers=headers)
             assert answer.status_code == 401 and read_error(answer)["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
-        for path in ("/metrics", "/v1/models", "/v1/plan", "/openapi.json", "/"):
+        for path in ("/metrics", "/v1/models", "/v1/plan", "/openapi.json"):
             assert ask.get(path).status_code == 401, path
         assert ask.get("/health").status_code == 200
         ann, key_5 = {"authorization": "Bearer first-secret"}, {"x-api-key": "third-secret"}
@@ -125,16 +123,6 @@ def test_bodies_that_are_too_large(tmp_path: Path) -> None:
         assert served.post(DRAW, {"prompt": PROMPT}).status_code == 200
 
 
-def test_a_body_that_stalls_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that announces too much and sends nothing would otherwise keep its connection for good."""
-    monkeypatch.setattr(app, "DROP_SECONDS", 0.1)
-    with serve_painted(tmp_path, max_body=20000) as served:
-        place = urlsplit(served.url)
-        with socket.create_connection((place.hostname, place.port), 30) as client:
-            client.sendall(f"POST {DRAW} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n{{}}".encode())
-            assert client.recv(20).startswith(b"HTTP/1.1 413")
-
-
 def test_what_a_server_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ditile.serve.access"), serve_painted(tmp_path) as served:
         health = served.client.get("/health")
@@ -174,7 +162,7 @@ def test_addresses_that_are_none(tmp_path: Path) -> None:
     with serve_painted(tmp_path) as served:
         for path in ("/", "/v2", "/v1/images", "/docs", "/v1/images/x/content/0", "/v1/images/generations/"):
             answer = served.client.get(path)
-            assert answer.status_code == 404 and read_error(answer)["type"] == "invalid_request_error", path
+            assert answer.status_code == 404 and read_error(answer)["code"] == "not_found", path
         answer = served.client.get(DRAW)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST" and read_error(answer)
 
@@ -211,6 +199,35 @@ def test_a_bug_is_one_line(tmp_path: Path) -> None:
         served.service.describe_plan = lambda: {"plan": object()}  # type: ignore[method-assign]
         answer = httpx.get(f"{served.url}/v1/plan", trust_env=False)
         assert answer.status_code == 500 and read_error(answer)["message"] == "the server failed; its log says why"
+
+
+@pytest.mark.parametrize("method", ["accept_job", "save_jobs", "read_job_file"])
+def test_what_a_disk_says_is_in_the_log_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """A failure would tell clients folders and hosts of the server's machine."""
+    secret = "/srv/ann/project: no space left on 10.1.2.3"
+
+    def fail(*_: object) -> None:
+        raise StateError(secret)
+
+    with serve_painted(tmp_path) as served:
+        monkeypatch.setattr(served.service._store, method, fail)
+        answer = served.post(DRAW, {"prompt": PROMPT})
+        assert answer.status_code == 503
+        assert "log says why" in read_error(answer)["message"] and "project" not in answer.text
+        assert "project" not in served.client.get("/health").text
+    assert secret in caplog.text
+
+
+def test_how_ranks_end_is_told_without_their_words() -> None:
+    """A failure would tell clients folders and hosts of the server's machine."""
+    secret = "connect [10.1.2.3]:29500 in /srv/ann/project: CUDA out of memory"
+    for error in (RankError(1, "builtins.OSError", secret), LoadError(secret), StateError(secret)):
+        failures = [describe_lost_ranks(error), describe_failed_replica(error, True)]
+        texts = [failure.message for failure in failures] + [convert_error(error).message]
+        assert not [text for text in texts if "10.1.2.3" in text or "project" in text]
+    assert failures[0].code == "out_of_memory"
 
 
 def test_messages_of_options_name_fields() -> None:

@@ -89,6 +89,8 @@ def test_what_is_ignored_is_named(served: Served) -> None:
     assert "model 'flux-9' is not served; shapes-flux answers" in answer["warnings"]
     assert "'sampler' is not known here, and was ignored" in answer["warnings"]
     assert served.post("/v1/images/generations", {"prompt": PROMPT, "model": "gpt-image-1"}).json()["warnings"] == []
+    (note,) = served.post("/v1/images/generations", {"prompt": "a lighthouse at dawn"}).json()["warnings"]
+    assert note.startswith("shapes-flux is small and knows ")
     asks = {
         "background": "transparent",
         "style": "natural",
@@ -278,11 +280,14 @@ def test_a_full_queue(served: Served) -> None:
     [
         ({"n": 5}, 422, "n=5 is more than this server's 4; try n=4 or less"),
         ({"num_inference_steps": 201}, 422, "num_inference_steps=201 is more than this server's 200"),
-        ({"size": "100x100"}, 422, "height=100 is not a multiple of 8, a token of this model; try height=96"),
-        ({"size": "9000x9000"}, 422, "try size=4096x4096 or less"),
+        ({"size": "100x100"}, 422, "height=100 is not a multiple of 8, a token of this model; try height=96 or 104"),
+        ({"size": "264x264"}, 422, "more than the 65536 pixels that this server generates; try size=256x256 or less"),
         ({"size": "large"}, 400, "size='large' is no size; try size='128x128' or 'auto'"),
         ({"num_inference_steps": 0}, 400, "try num_inference_steps=20"),
         ({"width": "wide"}, 400, "try width=128"),
+        ({"width": True}, 400, "width=True should be a number; try width=128"),
+        ({"lora": {"style": True}}, 400, "lora=... should be a valid string"),
+        ({"seed": 10**4000}, 400, "seed=a number of many digits should be less than"),
         ({"n": 0}, 400, "n=0 should be greater than or equal to 1; try n=1"),
         ({"n": "two"}, 400, "n='two' should be a valid integer, unable to parse string as an integer; try n=1"),
         ({"seed": 2**63}, 400, "try seed=7"),

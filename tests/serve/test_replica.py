@@ -6,6 +6,7 @@ import asyncio
 import functools
 import io
 import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -271,6 +272,39 @@ def test_a_rank_that_dies_is_noticed_and_started_again() -> None:
     drive("shapes-pixart", "pipefusion=2", script)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyError("a bug")])
+def test_a_moment_without_threads_ends_no_replica(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A failure would mean ranks that are never started again, or a server that no signal ends."""
+    num_starts = 0
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        nonlocal num_starts
+        if thread.name.endswith("(_receive_messages)"):
+            num_starts += 1
+            raise error
+        start(thread)
+
+    async def run() -> None:
+        driven = Driven("shapes-pixart", "")
+        monkeypatch.setattr(threading.Thread, "start", start_others)
+        driven.group.start()
+        if isinstance(error, RuntimeError):
+            for _ in range(2):
+                (down,) = await driven.wait_for("down")
+                assert down.failure is not None
+                assert down.failure.message == "rank 0: not started; the ranks are started again"
+            assert num_starts == 2
+        await asyncio.wait_for(driven.group.end(), 20)
+        # What ended it is noted when it has ended.
+        for thread in threading.enumerate():
+            if thread.name == "ranks-0":
+                thread.join(20)
+
+    asyncio.run(run())
+
+
 def test_a_model_that_cannot_be_divided_so_is_told() -> None:
     """A failure would mean a server that starts its ranks for ever."""
 
@@ -279,7 +313,7 @@ def test_a_model_that_cannot_be_divided_so_is_told() -> None:
         driven.group.start()
         (down,) = await driven.wait_for("down")
         assert down.kind == "down"
-        assert "tensor=3" in down.failure.message
+        assert "tensor=3" in str(down.error)
         await driven.group.end()
 
     asyncio.run(run())

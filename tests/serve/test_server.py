@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,7 @@ def test_ranks_that_fail_in_each_start_are_told_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
     server = RunningServer("shapes-pixart", ("--port", port), tmp_path / "state", PYTHONPATH=paths)
-    reason = "rank 0: RuntimeError: libcudnn.so.9 is missing; 3 starts of the ranks ended so; mend this and start"
+    reason = "rank 0: RuntimeError; 3 starts of the ranks ended so; the server's log says why; mend this and start"
     try:
         health = wait_for_failure(f"http://127.0.0.1:{port}")
         assert health["reason"].startswith(reason)
@@ -97,7 +99,7 @@ def test_ranks_that_fail_in_each_start_are_told_at_once(tmp_path: Path) -> None:
     finally:
         server.end(signal.SIGKILL)
     (line,) = [line for line in server.log.splitlines() if "has failed" in line]
-    assert line.startswith(f"replica 0 has failed: {reason}")
+    assert line.startswith(f"replica 0 has failed: {reason}") and "libcudnn.so.9 is missing" in line
     assert server.log.count("Traceback") == 1
 
 
@@ -168,3 +170,94 @@ def test_replicas_generate_at_the_same_time_and_end_with_a_server_that_is_killed
         assert pictures[0] == pictures[1]
         server.end(signal.SIGKILL)
         assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+@pytest.fixture(scope="module")
+def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with few descriptors, whose state folder has a name that it must not tell."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        server = RunningServer("shapes-pixart", (), tmp_path_factory.mktemp("secret-project") / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.end(signal.SIGKILL)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["urlencoded", "json", "multipart", "chunks"])
+def test_a_body_holds_up_no_other_request(besieged: RunningServer, kind: str) -> None:
+    """A failure would mean that one client stops the server for all others."""
+    size = 2**23
+    part = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n%s\r\n--x--\r\n'
+    content_type, body = {
+        "urlencoded": ("application/x-www-form-urlencoded", b"a=" + b"%41" * (size // 3)),
+        "json": ("application/json", b'{"prompt":"a"%s}' % b"".join(b',"%d":1' % k for k in range(size // 11))),
+        "multipart": ("multipart/form-data; boundary=x", part % (b"\r\n" * (size // 2))),
+        "chunks": ("application/json", b"a"),
+    }[kind]
+    gaps = [0.0]
+    is_done = threading.Event()
+
+    def ask() -> None:
+        while not is_done.is_set():
+            began = time.monotonic()
+            httpx.get(f"{besieged.url}/health", timeout=100, trust_env=False)
+            gaps.append(time.monotonic() - began)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    content: Any = body
+    if kind == "chunks":
+        # Of one letter each.
+        content = (body for _ in range(10**6))
+    with contextlib.suppress(httpx.WriteError), besieged.client() as client:
+        answer = client.post("/v1/images/edits", content=content, headers={"content-type": content_type})
+        assert 400 <= answer.status_code < 500
+    is_done.set()
+    asking.join()
+    # It was 5 s and more.
+    assert max(gaps) < 3
+
+
+@pytest.mark.nightly
+def test_idle_connections_end_no_server(besieged: RunningServer) -> None:
+    """A failure would mean that a stranger who opens connections ends the server, and fills its log."""
+    place = ("127.0.0.1", int(besieged.url.rpartition(":")[2]))
+    with contextlib.ExitStack() as stack:
+        for _ in range(250):
+            stack.enter_context(socket.create_connection(place, 20))
+        with besieged.client() as client:
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/images/generations", json={"prompt": PROMPT}).status_code == 200
+    assert "Traceback" not in besieged.log
+
+
+@pytest.mark.nightly
+def test_a_full_disk_tells_no_folder(besieged: RunningServer) -> None:
+    pid = besieged.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with besieged.client() as client:
+            answer = client.post("/v1/images/generations", json={"prompt": PROMPT})
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    assert answer.status_code == 503
+    assert "log says why" in answer.text and "secret-project" not in answer.text
+
+
+@pytest.mark.nightly
+def test_a_terminal_that_is_closed_leaves_time_to_running_jobs(besieged: RunningServer) -> None:
+    """The system and the shell may both say so. A failure would mean images that are cut off, and folders that stay."""
+    with besieged.client() as client, ThreadPoolExecutor(1) as pool:
+        asked = {"prompt": PROMPT, "num_inference_steps": 60}
+        drawing = pool.submit(client.post, "/v1/images/generations", json=asked)
+        while httpx.get(f"{besieged.url}/health", trust_env=False).json()["running"] == 0:
+            time.sleep(0.05)
+        besieged.process.send_signal(signal.SIGHUP)
+        assert besieged.end(signal.SIGHUP) == 0
+        assert drawing.result().status_code == 200

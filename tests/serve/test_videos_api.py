@@ -45,9 +45,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"
 
 def test_create_poll_and_download(served: Served, client: openai.OpenAI) -> None:
     served.group.pace = 0.05
-    video = client.videos.create(prompt=PROMPT, model="sora-2", seconds="4", size="720x1280", extra_body={"seed": 3})
+    video = client.videos.create(prompt=PROMPT, model="sora-2", seconds="4", size="64x128", extra_body={"seed": 3})
     assert (video.status, video.object, video.progress, video.seconds) == ("queued", "video", 0, "4.125")
-    assert (video.size, video.model, video.prompt, video.error) == ("720x1280", "sora-2", PROMPT, None)
+    assert (video.size, video.model, video.prompt, video.error) == ("64x128", "sora-2", PROMPT, None)
     seen = {client.videos.retrieve(video.id).progress for _ in range(40) if time.sleep(0.005) is None}
     assert len(seen) > 2 and max(seen) <= 100
     waiting = served.client.get(f"/v1/videos/{video.id}")
@@ -55,10 +55,10 @@ def test_create_poll_and_download(served: Served, client: openai.OpenAI) -> None
     assert (video.status, video.progress) == ("completed", 100) and video.completed_at and video.expires_at
     assert waiting.json()["status"] == "completed" or int(waiting.headers["openai-poll-after-ms"]) > 0
     options = served.group.batches[-1].jobs[0].request.options
-    assert (options.width, options.height, options.frames, options.seed) == (720, 1280, 33, 3)
-    assert client.videos.download_content(video.id).read() == paint_picture((720, 1280), 3, "mp4")
+    assert (options.width, options.height, options.frames, options.seed) == (64, 128, 33, 3)
+    assert client.videos.download_content(video.id).read() == paint_picture((64, 128), 3, "mp4")
     poster = client.videos.download_content(video.id, variant="thumbnail")
-    assert poster.read() == paint_picture((720, 1280), 1) and poster.response.headers["content-type"] == "image/png"
+    assert poster.read() == paint_picture((64, 128), 1) and poster.response.headers["content-type"] == "image/png"
     assert client.videos.download_content(video.id, variant="spritesheet").read()
 
 

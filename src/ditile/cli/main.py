@@ -336,7 +336,7 @@ def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions,
 def _print_note_on_prompts(request: GenerateOptions) -> None:
     """Says so if a prompt names nothing that the model knows."""
     known = find_known_model(request.model)
-    if known is None or not known.words:
+    if known is None:
         return
     from ditile.runner.requests.prompts import read_prompts
 
@@ -344,12 +344,9 @@ def _print_note_on_prompts(request: GenerateOptions) -> None:
     if request.prompts_file is not None:
         prompts = read_prompts(request.prompts_file)
     for prompt in prompts:
-        if not known.knows_word_of(prompt):
-            print(
-                f"note: {known.name} is small and knows {', '.join(known.words)} alone, and {prompt!r} names none; "
-                f"try {known.example!r}",
-                file=sys.stderr,
-            )
+        note = known.explain_unknown_prompt(prompt)
+        if note is not None:
+            print(f"note: {note}", file=sys.stderr)
             return
 
 

@@ -61,11 +61,15 @@ class KnownModel:
             return ASSETS / self.name
         return CONFIGS / self.name
 
-    def knows_word_of(self, prompt: str) -> bool:
-        """Return whether a prompt contains a word known to the model."""
-        if not self.words:
-            return True
-        return re.search(rf"\b({'|'.join(self.words)})s?\b", prompt, re.IGNORECASE) is not None
+    def explain_unknown_prompt(self, prompt: str) -> str | None:
+        """Return what to say of a prompt that names nothing the model knows; None of any other."""
+        words = "|".join(self.words)
+        if not words or re.search(rf"\b({words})s?\b", prompt, re.IGNORECASE):
+            return None
+        return (
+            f"{self.name} is small and knows {', '.join(self.words)} alone, and {prompt!r} names none; "
+            f"try {self.example!r}"
+        )
 
     def check_call(self, plan: Plan, call: Mapping[str, Any]) -> None:
         """Check a call under a plan without torch; the runner makes the other checks.

@@ -256,7 +256,12 @@ def check_image_size(call: Mapping[str, Any], unit: int) -> None:
         value = call.get(name)
         check_value(Pixels | None, value, name, example=unit)
         if value is not None and value % unit:
-            near = max(unit, round(value / unit) * unit)
+            below = value - value % unit
+            near = str(below + unit)
+            if below and 2 * (value % unit) == unit:
+                near = f"{below} or {near}"
+            elif below and 2 * (value % unit) < unit:
+                near = str(below)
             raise ModelError(f"{name}={value} is not a multiple of {unit}, a token of this model; try {name}={near}")
 
 

@@ -1,4 +1,4 @@
-"""The app: which requests are admitted, and what is logged of each, around the routers."""
+"""The app: the routers, and what is logged of each request around them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
@@ -15,11 +14,9 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from sse_starlette.sse import AppStatus
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ditile.plan.errors import DitileError
@@ -35,9 +32,9 @@ from ditile.serve.api.answers import (
     find_service,
 )
 from ditile.serve.api.fields import list_own_values
+from ditile.serve.api.gate import RequestGate
 from ditile.serve.api_keys import ApiKeys, read_api_keys
 from ditile.serve.metrics import Metrics
-from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from ditile.serve.service import Service
@@ -45,15 +42,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("ditile")
 # One line of JSON for each request, without its content.
 ACCESS_LOG = logging.getLogger("ditile.serve.access")
-# How long a body that is too large is read before it is refused.
-DROP_SECONDS = 10.0
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-# A name or an address, and a port: nothing else of an address of the web, such as a user before an "@".
-_HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
-# What needs no key: health, the page, which holds no secrets, and an image by its address, which cannot be guessed.
-_OPEN_PATHS = re.compile(
-    r"/|/health|/config|/theme\.css|/manifest\.json|/favicon\.ico|/(?:assets|static)/.*|/v1/images/[^/]+/content/\d+"
-)
 
 router = APIRouter()
 
@@ -94,7 +82,6 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(DitileError, _answer_exception)
     app.add_exception_handler(HTTPException, _answer_exception)
     app.add_exception_handler(RequestValidationError, _answer_bad_parameter)
-    app.add_exception_handler(ClientDisconnect, _handle_client_disconnect)
     app.add_exception_handler(Exception, _answer_unexpected_error)
     return app
 
@@ -103,6 +90,8 @@ def create_app(service: Service) -> FastAPI:
 def write_access_log(stream: TextIO) -> Iterator[None]:
     """Within, a line of JSON is written for each request: when, what path, by whose key, which job, how long."""
     handler = logging.StreamHandler(stream)
+    # Where the stream takes nothing, clients would write a traceback into the other log with each request.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(message)s"))
     ACCESS_LOG.addHandler(handler)
     ACCESS_LOG.setLevel(logging.INFO)
@@ -113,115 +102,6 @@ def write_access_log(stream: TextIO) -> Iterator[None]:
     finally:
         ACCESS_LOG.removeHandler(handler)
         ACCESS_LOG.propagate = True
-
-
-class RequestGate:
-    """Admits requests that have a key, and of each no more bytes than allowed.
-
-    Without keys, on a loopback address, it requires that host and origin are this machine. Otherwise a web page in a
-    browser here could use the server by a name that leads here.
-
-    Args:
-        app: to which it passes requests on.
-        keys: of the server.
-    """
-
-    def __init__(self, app: ASGIApp, options: ServeOptions, keys: ApiKeys) -> None:
-        self._app = app
-        self._options = options
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The lifespan of the app has no headers.
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        try:
-            self._check_host(scope, headers)
-            scope.setdefault("state", {})["owner"] = self._find_owner(scope["path"], headers)
-            await self._check_length(headers, receive)
-        except RequestError as error:
-            response = answer_error(error)
-            if error.status == 401:
-                response.headers["www-authenticate"] = "Bearer"
-            await response(scope, receive, send)
-            return
-        await self._app(scope, self._limit_bytes(receive), send)
-
-    def _check_host(self, scope: Scope, headers: Headers) -> None:
-        host = headers.get("host", "")
-        name = _HOST.fullmatch(host)
-        # Probes of old HTTP send none.
-        if name is None and host:
-            raise RequestError("the host is no name and no address; ask http://127.0.0.1", code="bad_host")
-        if self._keys or not self._options.is_loopback:
-            return
-        if name is None or (name[1] or name[2]).lower() not in (*LOOPBACK_NAMES, self._options.host):
-            raise RequestError(
-                "the host is not this machine; ask http://127.0.0.1, or serve with --api-key", code="bad_host"
-            )
-        origin = headers.get("origin")
-        if origin is None or origin in self._options.list_origins():
-            return
-        is_own_page = origin.partition("://")[2] == host
-        # Pages cannot read what they get without CORS.
-        if not is_own_page and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            raise RequestError(
-                f"pages of {origin[:60]!r} may not use this server; serve with --cors {origin[:60]}",
-                status=403,
-                code="bad_origin",
-            )
-
-    def _find_owner(self, path: str, headers: Headers) -> str:
-        """The owner of the key of a request; empty where none is required."""
-        if not self._keys or _OPEN_PATHS.fullmatch(path):
-            return ""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            token = headers.get("x-api-key", "")
-        token = token.strip()
-        # Headers are latin-1.
-        key = self._keys.find_key(token.encode("latin-1", "replace"))
-        if key is None:
-            problem = "the key is not known" if token else "there is no key"
-            raise RequestError(f"{problem}; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
-        return key.owner
-
-    async def _check_length(self, headers: Headers, receive: Receive) -> None:
-        """Raises `RequestError` for a body that is announced too large."""
-        length = headers.get("content-length", "0")
-        max_body = self._options.max_body
-        # 18 digits fit 64 bits; int() of a very long text would take seconds.
-        if length.isdecimal() and len(length) <= 18 and int(length) <= max_body:
-            return
-        # A client that still sends sees no answer: the body is read and dropped as far as is sensible.
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(_drop_body(receive, 2 * max_body), DROP_SECONDS)
-        raise _build_size_error(max_body)
-
-    def _limit_bytes(self, receive: Receive) -> Receive:
-        """Counts the bytes of a body that is not announced, or announced too small."""
-        num_bytes = 0
-
-        async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._options.max_body:
-                raise _build_size_error(self._options.max_body)
-            return message
-
-        return receive_counted
-
-
-async def _drop_body(receive: Receive, max_bytes: int) -> None:
-    left = max_bytes
-    while left > 0:
-        message = await receive()
-        left -= len(message.get("body", b""))
-        if message["type"] != "http.request" or not message.get("more_body"):
-            break
 
 
 class AccessLog:
@@ -323,14 +203,6 @@ async def _describe_model(http: HttpRequest) -> JsonObject:
     }
 
 
-def _build_size_error(most: int) -> RequestError:
-    return RequestError(
-        f"the body has more than the {most} bytes that this server takes; send smaller images",
-        status=413,
-        code="body_too_large",
-    )
-
-
 async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
     headers: Mapping[str, str] = getattr(error, "headers", None) or {}
     return answer_error(convert_error(error), dict(headers))
@@ -343,11 +215,6 @@ async def _answer_bad_parameter(_: HttpRequest, error: Exception) -> Response:
     name = str(problem["loc"][-1])
     message = problem["msg"]
     return answer_error(RequestError(f"{name}: {message}", param=name))
-
-
-async def _handle_client_disconnect(_: HttpRequest, error: Exception) -> Response:
-    """A client that went away before it had sent its request; the access log gets the status that proxies use."""
-    return Response(status_code=499)
 
 
 async def _answer_unexpected_error(_: HttpRequest, error: Exception) -> Response:

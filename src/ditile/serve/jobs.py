@@ -9,6 +9,7 @@ A job that has ended never changes again. Nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,11 +32,12 @@ INPUT_MASK = "mask"
 # Output files of a video in addition to the video itself. Images and videos are 0.png, 1.png, .. or 0.mp4, ..
 POSTER = "thumbnail.png"
 SPRITESHEET = "spritesheet.png"
+_FOLDERS = re.compile(r"(?<![\w:/])/(?:[^\s/'\"]+/)+")
 
 
 def shorten_line(error: object, limit: int = 300) -> str:
-    """The text of an error as one line for a client or the log."""
-    return " ".join(str(error).split())[:limit]
+    """Return the text of an error as one line, without the folders of paths: these name users and projects."""
+    return " ".join(_FOLDERS.sub("", str(error)).split())[:limit]
 
 
 class NotReadyError(DitileError):

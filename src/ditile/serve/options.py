@@ -20,6 +20,8 @@ from ditile.runner.requests.options import EngineOptions, SourceOptions
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 """As browsers write it: a scheme, a host and a port, and no path."""
+# A large photo; each takes some bytes of the server's memory while it is decoded.
+MAX_UPLOAD_PIXELS = 2**24
 FOR_SECOND = f"{DENOISERS[1]}="
 """Begins the name of a request's LoRA that is for the second of two transformers, as of --lora."""
 
@@ -67,7 +69,9 @@ class ServeOptions(EngineOptions, SourceOptions):
     max_loras: Count = define_option(4, "LoRAs that stay loaded")
     max_queue: Count = define_option(64, "jobs that may wait")
     max_batch: Count = define_option(1, "images of one shape made at once; at least the plan's data")
-    max_pixels: Count = define_option(2**24, "pixels of an image or of a frame")
+    max_pixels: Count | None = define_option(
+        None, "pixels of an image or of a frame; by default four times as many as the model's own size has"
+    )
     max_steps: Count = define_option(200, "steps of a request")
     max_images: Count = define_option(10, "images or videos of a request")
     max_frames: Count = define_option(1024, "frames of a video")
@@ -129,6 +133,18 @@ class ServeOptions(EngineOptions, SourceOptions):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    @property
+    def max_upload_pixels(self) -> int:
+        """How many pixels an image may have from which one is generated."""
+        return self.max_pixels or MAX_UPLOAD_PIXELS
+
+    def find_max_pixels(self, facts: ModelFacts) -> int:
+        """Return how many pixels an image of the served model may have."""
+        if self.max_pixels is None and facts.size:
+            width, height = facts.size
+            return 4 * width * height
+        return self.max_upload_pixels
 
     def list_origins(self) -> list[str]:
         """The origins whose pages may call the server."""

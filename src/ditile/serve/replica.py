@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import socket
 import sys
 import threading
@@ -26,9 +25,9 @@ from ditile.distributed import env
 from ditile.distributed.failure_detection import LaunchLimits
 from ditile.distributed.heartbeat import MEMORY_MESSAGE
 from ditile.distributed.launch import launch
-from ditile.plan.errors import DitileError, RankError, StateError
+from ditile.plan.errors import DitileError, RankError, StateError, describe_class_and_text
 from ditile.runner.requests.facts import ModelFacts
-from ditile.serve.jobs import Failure, Files, JobResult, shorten_line
+from ditile.serve.jobs import Failure, Files, JobResult
 from ditile.serve.link import Batch, Message, SocketLink, WorkerSetup
 
 LOG = logging.getLogger("ditile")
@@ -36,6 +35,8 @@ LOG = logging.getLogger("ditile")
 ReplicaState = Literal["starting", "ready", "drawing", "down", "failed"]
 # A replica has failed after this many starts in a row that failed in the same way.
 FAILED_STARTS = 3
+# The cause of ranks whose processes the server could not start.
+NOT_STARTED = "not started"
 # Seconds after which a rank that the system has stopped counts as failed.
 STOPPED_SECONDS = 2.0
 # Seconds between two starts, at most; ranks that never became ready wait 1, 2, 4 .. seconds.
@@ -47,8 +48,6 @@ LEAVE_SECONDS = 10.0
 LEAVE_BUSY_SECONDS = 0.1
 # Seconds in which a stopped batch has to end, within two steps; after that its ranks are started again.
 STOP_LIMIT = 120.0
-# The folders of a path are hidden from health reports and clients, since they name users and projects.
-_FOLDERS = re.compile(r"(?<![\w:/])/(?:[^\s/'\"]+/)+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,10 +142,11 @@ class Replica(ABC):
     def _note_down(self, error: DitileError, has_failed: bool = False) -> None:
         """Reports that the ranks have ended, or with `has_failed` that starting them again has not helped."""
         if has_failed:
-            failure = describe_failed_replica(error, self.facts is not None)
+            is_started_again = self.facts is not None or name_cause(error) == NOT_STARTED
+            failure = describe_failed_replica(error, is_started_again)
             # Logged once, in one line; each start has already logged its own error.
             if self.state != "failed":
-                LOG.error("replica %s has failed: %s", self.name, failure.message)
+                LOG.error("replica %s has failed: %s (%s)", self.name, failure.message, error)
         else:
             failure = describe_lost_ranks(error)
             self._log_end(error)
@@ -208,6 +208,8 @@ class LocalReplica(Replica):
 
     def start(self) -> None:
         """Starts the ranks, and starts them again when they fail."""
+        # Its thread starts now: later there may be no room for it.
+        self._sender.submit(_send_to_all, [], {}, None)
         threading.Thread(target=self._keep_ranks_alive, name=f"ranks-{self.name}", daemon=True).start()
 
     def generate(self, batch: Batch) -> None:
@@ -245,6 +247,13 @@ class LocalReplica(Replica):
         self._sender.submit(_send_to_all, list(self._links), message, files)
 
     def _keep_ranks_alive(self) -> None:
+        try:
+            self._restart_ranks()
+        finally:
+            # Whatever ends this thread, a server that ends does not wait for it.
+            self._post(self._has_ended.set)
+
+    def _restart_ranks(self) -> None:
         """Starts the ranks whenever they have ended, until the server ends or the replica has failed."""
         delay = 0.0
         failed_starts = Counter[str]()
@@ -264,11 +273,11 @@ class LocalReplica(Replica):
             has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
             if not self._is_ending.is_set():
                 self._post(self._note_down, error, has_failed)
-            # What ranks lacked three times will not come. Ranks that were ready may get it back, such as GPU memory.
-            if has_failed and not has_been_ready:
+            # What ranks lacked three times will not come. Ranks that were ready may get it back, such as GPU memory,
+            # and the server threads.
+            if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
                 break
             self._is_ending.wait(delay)
-        self._loop.call_soon_threadsafe(self._has_ended.set)
 
     def _run_ranks(self, is_ready: threading.Event) -> DitileError:
         """Runs the ranks until they end, and returns why they did; sets `is_ready` when they are."""
@@ -296,14 +305,15 @@ class LocalReplica(Replica):
             )
         except DitileError as error:
             return error
-        except OSError as error:
-            # A full disk, or too many processes.
+        except (OSError, RuntimeError) as error:
+            # A full disk, or too many processes or threads, which may be fewer in a moment.
             return _describe_failed_start(error)
         finally:
             # The reader ends when the other end of its link is closed in every process.
             for _, theirs in pairs:
                 theirs.close()
-            reader.join()
+            if reader.ident is not None:
+                reader.join()
             for link in links:
                 link.close_connection()
         return StateError("the ranks have left")
@@ -360,28 +370,34 @@ def name_cause(error: DitileError) -> str:
 
 def describe_lost_ranks(error: DitileError) -> Failure:
     """The message for a client about ranks that have ended: one line, without a traceback."""
-    line = _shorten_reason(error)
-    if MEMORY_MESSAGE.search(line) or "out of memory" in line:
-        return Failure(code="out_of_memory", message=f"{line}; ask for a smaller image, or fewer at once")
+    line = _name_end(error)
+    text = str(error)
+    if MEMORY_MESSAGE.search(text) or "out of memory" in text:
+        message = f"{line}: out of memory; ask for a smaller image, or fewer at once"
+        return Failure(code="out_of_memory", message=message)
     return Failure(code="rank_failed", message=f"{line}; the ranks are started again")
 
 
-def describe_failed_replica(error: DitileError, has_been_ready: bool) -> Failure:
+def describe_failed_replica(error: DitileError, is_started_again: bool) -> Failure:
     """The message for a client about ranks whose starts have failed in the same way."""
-    if has_been_ready:
+    if is_started_again:
         remedy = f"they are started every {LONGEST_DELAY:.0f} s"
     else:
         remedy = "mend this and start the server again"
-    message = f"{_shorten_reason(error)}; {FAILED_STARTS} starts of the ranks ended so; {remedy}"
+    message = f"{_name_end(error)}; {FAILED_STARTS} starts of the ranks ended so; the server's log says why; {remedy}"
     return Failure(code="ranks_failed", message=message)
 
 
-def _shorten_reason(error: DitileError) -> str:
-    return shorten_line(_FOLDERS.sub("", str(error)))
+def _name_end(error: DitileError) -> str:
+    """Return how ranks have ended, without the text of an error: that may name folders and hosts of this machine."""
+    cause = name_cause(error).removeprefix("builtins.")
+    if isinstance(error, RankError):
+        return f"rank {error.rank}: {cause}"
+    return f"the ranks: {cause}"
 
 
-def _describe_failed_start(error: OSError) -> RankError:
-    return RankError(0, type(error).__name__, f"not started: {error}")
+def _describe_failed_start(error: Exception) -> RankError:
+    return RankError(0, NOT_STARTED, f"{NOT_STARTED}: {describe_class_and_text(error)}")
 
 
 def _send_to_all(links: list[SocketLink], message: Message, files: Files | None) -> None:

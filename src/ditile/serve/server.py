@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import resource
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ditile.distributed import env
-from ditile.plan.errors import DitileError, ModelError
+from ditile.plan.errors import DitileError, ModelError, StateError
 from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
@@ -30,6 +37,17 @@ from ditile.serve.service import ReplicaFactory, Service
 
 # How long responses that are still being sent may take after the jobs have ended.
 OPEN_REQUESTS_SECONDS = 5
+# How long the line and the headers of a request may take, from the connection or the answer before, and their bytes.
+HEAD_SECONDS = 20.0
+MAX_HEAD_BYTES = 2**16
+# Connections that the system keeps until they are accepted, and those that are accepted before any of them is counted.
+BACKLOG = 1024
+ACCEPTED_AT_ONCE = 16
+MAX_CONNECTIONS = 4096
+# All threads of the event loop start with the server: later the system may allow no more of them.
+NUM_THREADS = 8
+# An exception that repeats is logged once in so many seconds.
+REPEAT_SECONDS = 60.0
 Predict = Callable[[], Awaitable[JsonObject]]
 
 
@@ -55,7 +73,7 @@ def open_listener(options: ServeOptions) -> socket.socket:
     """Opens the socket that the server listens on. Raises `ModelError` if the address is not available."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((options.host, options.port), family=family, backlog=1024)
+        listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ModelError(
@@ -101,17 +119,13 @@ async def _serve_until_told(
     make_replica = choose_replicas(options, plan, cache)
     service = Service(options, make_replica, {"cache": cache.describe_settings(hide_local_path)})
     app = create_app(service)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="on",
-        timeout_graceful_shutdown=OPEN_REQUESTS_SECONDS,
-    )
-    server = DrainingServer(config, service)
+    server = DrainingServer(configure_http(app), service)
+    asyncio.get_running_loop().set_default_executor(start_threads(NUM_THREADS))
     # Loading takes seconds to minutes, and nothing else is printed before it ends.
     print(f"ditile: {options.model}: the ranks load the model ..", file=sys.stderr, flush=True)
+    repeat_filter = RepeatFilter()
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(repeat_filter)
     with server.take_signals():
         has_failed = await _serve_and_drain(app, server, service, plan, predict, listener)
     return int(options.exit_on_failure and has_failed)
@@ -121,7 +135,10 @@ async def _serve_and_drain(
     app: FastAPI, server: DrainingServer, service: Service, plan: Plan, predict: Predict, listener: socket.socket
 ) -> bool:
     """Serves until a signal stops the server; returns whether its ranks have failed."""
-    await service.start()
+    num_ended, num_waiting = await service.start()
+    if num_ended or num_waiting:
+        found = f"{num_ended} jobs that have ended, and {num_waiting} videos that are generated now"
+        print(f"ditile: an earlier server left {found}", file=sys.stderr, flush=True)
     try:
         # Building the page takes seconds, in which the ranks load the model.
         add_page(app, service)
@@ -160,8 +177,139 @@ def add_page(app: FastAPI, service: Service) -> None:
     mount_page(app)
 
 
+class TimedConnection(HttpToolsProtocol):
+    """A connection that is closed if the head of its next request does not come in time.
+
+    Args:
+        waiting: the connections of the server without a request, in the order in which they began to wait. If there
+            are too many connections, the first of these is closed for a new one.
+        most: how many connections there may be.
+    """
+
+    def __init__(self, waiting: dict[TimedConnection, None], most: int, **values: Any) -> None:
+        super().__init__(**values)
+        self._waiting = waiting
+        self._most = most
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_in_body = False
+        self._num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Starts to wait for the first request."""
+        super().connection_made(transport)
+        self._wait_for_head()
+        if len(self.connections) > self._most:
+            oldest = next(iter(self._waiting))
+            oldest.transport.abort()
+            del self._waiting[oldest]
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on, and refuses a head that is too large."""
+        # The parser alone knows where in the data a head begins and ends.
+        if not self._is_in_body:
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The headers are too large.")
+
+    def on_headers_complete(self) -> None:
+        """Begins a request."""
+        self._num_head_bytes = 0
+        self._is_in_body = True
+        self._end_waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Notes that the body of a request is whole."""
+        self._is_in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, if it has not begun."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends."""
+        self._end_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        self._waiting[self] = None
+        # Unlike uvicorn's own limit, it counts on while a client sends a letter now and then.
+        self._timer = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+
+    def _end_waiting(self) -> None:
+        self._waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def configure_http(app: FastAPI) -> uvicorn.Config:
+    """Return how uvicorn serves an app."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The other half is for files, ranks and connections that are not counted yet.
+    most = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(most // 2, MAX_CONNECTIONS)
+    waiting: dict[TimedConnection, None] = {}
+
+    def connect(**values: Any) -> TimedConnection:
+        return TimedConnection(waiting, most, **values)
+
+    return uvicorn.Config(
+        app,
+        # uvicorn calls it as it would call a class.
+        http=connect,  # type: ignore[arg-type]
+        ws="none",
+        backlog=ACCEPTED_AT_ONCE,
+        log_config=None,
+        # Its warnings are one line for each client that speaks no HTTP.
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=OPEN_REQUESTS_SECONDS,
+    )
+
+
+def start_threads(count: int) -> ThreadPoolExecutor:
+    """Return an executor whose threads all run. Raises `StateError` if the system does not allow so many."""
+    executor = ThreadPoolExecutor(count)
+    all_run = threading.Barrier(count)
+    try:
+        for _ in range(count):
+            executor.submit(all_run.wait)
+    except RuntimeError as error:
+        all_run.abort()
+        raise StateError(f"the server cannot start {count} threads: {error}; allow more processes") from None
+    return executor
+
+
+class RepeatFilter(logging.Filter):
+    """Leaves out an exception that was logged within the last minute: clients may cause any number of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_times: dict[tuple[object, ...], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is logged."""
+        if record.exc_info is None or record.exc_info[2] is None:
+            return True
+        innermost = record.exc_info[2]
+        while innermost.tb_next is not None:
+            innermost = innermost.tb_next
+        place = (record.exc_info[0], innermost.tb_frame.f_code, innermost.tb_lineno)
+        now = time.monotonic()
+        last_time = self._last_times.get(place)
+        if last_time is not None and now < last_time + REPEAT_SECONDS:
+            return False
+        self._last_times[place] = now
+        return True
+
+
 class DrainingServer(uvicorn.Server):
-    """Stops on the first SIGTERM or SIGINT once its running jobs have ended, and on the second one at once."""
+    """Stops on the first signal once its running jobs have ended, and on a second SIGTERM or SIGINT at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -174,6 +322,13 @@ class DrainingServer(uvicorn.Server):
         """Whether a signal has asked the server to stop."""
         return self._draining is not None
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to accept connections."""
+        await super().startup(sockets)
+        # uvicorn has one number for what is accepted at once and for what the system keeps.
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Disables uvicorn's own handling of signals: `take_signals` handles them from before the ranks start."""
@@ -183,27 +338,36 @@ class DrainingServer(uvicorn.Server):
     def take_signals(self) -> Iterator[None]:
         """Lets signals stop the server, even while its ranks are still loading the model."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        # Under nohup the server outlives its terminal.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             loop.add_signal_handler(number, self._handle_signal, number)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
-    def _handle_signal(self, number: int) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if self._draining is None:
-            name = signal.Signals(number).name
             seconds = self._service.options.drain
-            print(f"ditile: {name}: running jobs get {seconds:g} s; once more ends them", file=sys.stderr)
             self._draining = asyncio.create_task(self._drain_and_exit(seconds))
-        else:
+            # A terminal that was closed takes no line.
+            with contextlib.suppress(OSError):
+                print(f"ditile: {number.name}: running jobs get {seconds:g} s; once more ends them", file=sys.stderr)
+        # The system and the shell may each say that a terminal was closed.
+        elif number != signal.SIGHUP:
             self._at_once = asyncio.create_task(self._service.drain(0))
             self.force_exit = True
 
     async def _drain_and_exit(self, seconds: float) -> None:
-        await self._service.drain(seconds)
-        self.should_exit = True
+        try:
+            await self._service.drain(seconds)
+        finally:
+            # Whatever has failed, a server that was told to ends.
+            self.should_exit = True
 
 
 async def _announce(service: Service, listener: socket.socket, plan: Plan) -> None:

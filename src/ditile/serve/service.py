@@ -84,8 +84,11 @@ class Service:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._end: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Opens the store, queues the videos that an earlier server left, and starts the ranks.
+    async def start(self) -> tuple[int, int]:
+        """Open the store, queue the videos that an earlier server left, and start the ranks.
+
+        Returns:
+            How many results of an earlier server there are, and how many videos wait again.
 
         Raises:
             StateError: if the state folder cannot be used, or another server uses it.
@@ -106,6 +109,8 @@ class Service:
         self._sweeper = self._loop.create_task(self._sweep_results())
         for replica in self._replicas:
             replica.start()
+        num_waiting = len(self._queue)
+        return len(jobs) - num_waiting, num_waiting
 
     async def wait_until_ready(self) -> None:
         """Returns when a replica is ready.
@@ -230,7 +235,7 @@ class Service:
         try:
             await self._run_on_disk(self._store.remove_jobs, [job_id])
         except StateError as error:
-            raise NotReadyError(f"the job cannot be removed: {error}") from None
+            raise NotReadyError(_hide_error("the job cannot be removed", error)) from None
         self._states.pop(job_id, None)
 
     def read_output(self, job: Job, name: str) -> bytes:
@@ -310,7 +315,7 @@ class Service:
             try:
                 await self._run_on_disk(self._store.accept_job, job, inputs)
             except StateError as error:
-                raise NotReadyError(f"the job cannot be kept: {error}") from None
+                raise NotReadyError(_hide_error("the job cannot be kept", error)) from None
         self._add_to_queue(job)
         self.metrics.note_accepted_job(job)
         # The server may have begun to end while the job was written.
@@ -372,7 +377,8 @@ class Service:
             try:
                 inputs[job.id] = await self._run_on_disk(self._store.read_inputs, job.id)
             except StateError as error:
-                failure = Failure(code="internal", message=str(error))
+                message = _hide_error("the images of the job cannot be read", error)
+                failure = Failure(code="internal", message=message)
                 self._end_job(state, JobOutcome(state="failed", failure=failure))
         # Meanwhile jobs may have been cancelled, the server may be stopping, and the ranks may be lost.
         if not batch.open:
@@ -561,7 +567,8 @@ class Service:
             await self._run_on_disk(self._store.save_jobs, [job], {job.id: files})
         except StateError as error:
             if job.state == "done":
-                failure = Failure(code="internal", message=f"the result cannot be kept: {error}")
+                message = _hide_error("the result cannot be kept", error)
+                failure = Failure(code="internal", message=message)
                 job = dataclasses.replace(job, state="failed", failure=failure, result=None, progress=0)
             await self._save_jobs([job])
         state.settle(job)
@@ -676,3 +683,9 @@ class Service:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _hide_error(what: str, error: StateError) -> str:
+    """Log an error, and return what a client learns: the text of an error may name folders of this machine."""
+    LOG.error("%s: %s", what, error)
+    return f"{what}; the server's log says why"

@@ -153,6 +153,12 @@ class RankWorker:
                 self._generate_batch([job])
 
     def _refuse_job(self, job: BatchJob, error: Exception) -> None:
+        # What is not about a value of the request is for the log alone.
+        if not isinstance(error, ValueError):
+            LOG.error("job %s: %s", job.id, error)
+            message = "the ranks could not do this; the server's log says why"
+            self._answer("failed", job_id=job.id, failure={"code": "internal", "message": message})
+            return
         message = shorten_line(error)
         num_computed = job.request.computed_steps
         # A cache calls them its steps, which is the name of another field.

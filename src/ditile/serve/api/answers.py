@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.pictures import hide_local_path
@@ -29,6 +30,7 @@ from ditile.serve.jobs import (
 if TYPE_CHECKING:
     from ditile.serve.service import Service
 
+LOG = logging.getLogger("ditile")
 # Options of the command line -> fields of a request, where they differ.
 NAMES_OF_OPTIONS = {
     "steps": "num_inference_steps",
@@ -47,6 +49,11 @@ _ANSWERS: list[tuple[type[DitileError], int, str, int | None]] = [
     (NotReadyError, 503, "not_ready", NOT_READY_SECONDS),
     (JobNotFoundError, 404, "not_found", None),
 ]
+# What Starlette answers with "Not Found" and the like.
+_ROUTE_ERRORS = {
+    404: ("there is no such route; /openapi.json has those there are", "not_found"),
+    405: ("the route does not take this method; /openapi.json has those it takes", "method_not_allowed"),
+}
 # OpenAI's words; all other statuses are `invalid_request_error`.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
@@ -130,11 +137,15 @@ def convert_error(error: Exception) -> RequestError:
     for error_class, status, code, retry_after in _ANSWERS:
         if isinstance(error, error_class):
             return RequestError(message, status=status, code=code, retry_after=retry_after)
-    if isinstance(error, ModelError | PlanError | LoadError):
+    if isinstance(error, ModelError | PlanError):
         message = rename_options(message)
         return RequestError(message, status=422, param=_find_param(message), code="unsupported_value")
     if isinstance(error, HTTPException):
-        return RequestError(str(error.detail), status=error.status_code, code=f"http_{error.status_code}")
+        message, code = _ROUTE_ERRORS.get(error.status_code, (str(error.detail), f"http_{error.status_code}"))
+        return RequestError(message, status=error.status_code, code=code)
+    # The text of any other error is for the log alone.
+    LOG.error("a request failed: %s", message)
+    message = "the server cannot do this now; its log says why"
     return RequestError(message, status=503, code="unavailable", retry_after=NOT_READY_SECONDS)
 
 

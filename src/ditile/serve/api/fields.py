@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import Request as HttpRequest
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from ditile.model.known import find_known_model
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import is_whole_number
 from ditile.plan.option_classes import JsonObject, drop_missing
@@ -35,6 +36,7 @@ MOST = 2**31
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 _SIZE = re.compile(r"(\d{1,6})\s*[xX×*]\s*(\d{1,6})", re.ASCII)
 _SHOWN_WARNINGS = 16
+_SHOWN_LETTERS = 500
 # Fields of OpenAI that have no meaning for an open model -> its defaults, which ask for nothing.
 _DEFAULTS: dict[str, tuple[str, ...]] = {
     "quality": ("auto", "standard"),
@@ -54,11 +56,20 @@ def _refuse_no_text(text: str) -> str:
     return text
 
 
+def _refuse_bool(value: Any) -> Any:
+    # pydantic takes true for 1.
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_refuse_no_text)]
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Scale = Annotated[float, Field(allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_refuse_bool)]
+Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
+Count = Annotated[Whole, Field(ge=1, le=MOST)]
+Scale = Real
 # -1 asks for a random one; torch takes no more than 63 bits.
-Seed = Annotated[int, Field(ge=-1, lt=2**63)]
+Seed = Annotated[Whole, Field(ge=-1, lt=2**63)]
 
 
 class LoraField(BaseModel):
@@ -92,13 +103,13 @@ class RequestFields(BaseModel):
     computed_steps: Count | None = Field(
         None, description="steps that call the model; the others are forecast", examples=[10]
     )
-    within_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    within_seconds: Annotated[Real, Field(gt=0)] | None = Field(
         None, description="compute as many steps as take at most so long", examples=[4]
     )
-    min_psnr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    min_psnr: Annotated[Real, Field(gt=0)] | None = Field(
         None, description="compute the fewest steps with this mean PSNR (dB) to the image of all", examples=[45]
     )
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    timeout: Annotated[Real, Field(gt=0)] | None = Field(
         None, description="seconds after which the job is ended", examples=[60]
     )
     user: Any = None
@@ -110,12 +121,12 @@ class ImageFields(RequestFields):
 
     n: Count = Field(1, description="images, with seeds that count up", examples=[1])
     output_format: Literal["png", "jpeg", "webp"] = Field("png", examples=["png"])
-    output_compression: Annotated[int, Field(ge=0, le=100)] = Field(
+    output_compression: Annotated[Whole, Field(ge=0, le=100)] = Field(
         100, description="quality of jpeg and webp", examples=[90]
     )
     response_format: Literal["b64_json", "url"] = Field("b64_json", examples=["b64_json"])
     stream: bool = Field(False, description="answer as server-sent events", examples=[True])
-    partial_images: Annotated[int, Field(ge=0, le=3)] = Field(0, description="previews of a stream", examples=[2])
+    partial_images: Annotated[Whole, Field(ge=0, le=3)] = Field(0, description="previews of a stream", examples=[2])
     # Accepted and ignored: they have no meaning for an open model. `list_warnings` names them.
     quality: Any = None
     background: Any = None
@@ -127,11 +138,11 @@ class ImageFields(RequestFields):
 class VideoFields(RequestFields):
     """Fields of videos: OpenAI's, and more for diffusion models."""
 
-    seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+    seconds: Annotated[Real, Field(gt=0, le=1e6)] | None = Field(
         None, description="length; the nearest that the model can make", examples=["4"]
     )
     num_frames: Count | None = Field(None, description="frames, instead of seconds", examples=[81])
-    fps: Annotated[float, Field(ge=LEAST_FPS, le=MOST_FPS)] | None = Field(
+    fps: Annotated[Real, Field(ge=LEAST_FPS, le=MOST_FPS)] | None = Field(
         None, description="frames a second", examples=[16]
     )
     output_format: Literal["mp4", "gif"] = Field("mp4", examples=["mp4"])
@@ -228,7 +239,7 @@ async def read_request(service: Service, fields: ImageFields | VideoFields, body
     """The job's request and its input files; arguments and errors as of `submit_request`."""
     facts = service.facts
     options = service.options
-    images, mask = await decode_uploads(body, options.max_pixels, facts.max_pictures)
+    images, mask = await decode_uploads(body, options.max_upload_pixels, facts.max_pictures)
     # It reads the folder of LoRAs.
     return await asyncio.to_thread(build_request, fields, facts, options, images, mask)
 
@@ -382,7 +393,14 @@ def list_warnings(fields: ImageFields | VideoFields, facts: ModelFacts, options:
         value = getattr(fields, name, None)
         if value is not None and value not in defaults:
             warnings.append(f"{name}={_shorten_value(value)} was ignored: it has no meaning for an open model")
-    return warnings + list_unknown_fields(fields)
+    return warnings + list_prompt_warnings(fields.prompt, facts) + list_unknown_fields(fields)
+
+
+def list_prompt_warnings(prompt: str, facts: ModelFacts) -> list[str]:
+    """Return what a bundled model, which knows few words, makes of a prompt."""
+    known = find_known_model(facts.name)
+    note = None if known is None else known.explain_unknown_prompt(prompt[:_SHOWN_LETTERS])
+    return [] if note is None else [note]
 
 
 def list_unknown_fields(fields: BaseModel) -> list[str]:
@@ -417,12 +435,13 @@ def parse_size(
     own_width, own_height = facts.size or (0, 0)
     final_width = width or own_width
     final_height = height or own_height
+    max_pixels = options.find_max_pixels(facts)
     # Each side alone, too: a side of 0 would hide a long one.
-    if max(final_width * final_height, final_width, final_height) > options.max_pixels:
-        most = int(options.max_pixels**0.5)
+    if max(final_width * final_height, final_width, final_height) > max_pixels:
+        most = int(max_pixels**0.5)
         param = "size" if _has_size(fields) else "width"
         raise RequestError(
-            f"size={final_width}x{final_height} has more than the {options.max_pixels} pixels that this server "
+            f"size={final_width}x{final_height} has more than the {max_pixels} pixels that this server "
             f"generates; try size={most}x{most} or less",
             status=422,
             param=param,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
 import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
+from urllib.parse import parse_qsl
 
 from fastapi import Request as HttpRequest
 from PIL import Image, ImageOps
-from starlette.datastructures import UploadFile
+from python_multipart.multipart import Field, File, FormParser, parse_options_header
+from starlette.datastructures import Headers
 
 from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.pictures import DECODE_ERRORS, convert_mask
@@ -25,6 +27,12 @@ from ditile.serve.jobs import shorten_line
 # Of images; of a moving one the first frame counts.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FIELDS = 256
+# Of a whole body of JSON: names, and the values in lists and objects.
+MAX_VALUES = 2**16
+# Bytes of a body without files, and letters of all fields besides images.
+MAX_TEXT = 2**20
+MULTIPART = "multipart/form-data"
+URLENCODED = "application/x-www-form-urlencoded"
 # Fields that hold images to start from, and masks; any of them may end in [].
 IMAGE_FIELDS = ("image", "images", "url", "image_url", "input_reference")
 MASK_FIELDS = ("mask", "mask_image")
@@ -50,50 +58,70 @@ class Upload:
     height: int
 
 
+def read_media_type(headers: Headers) -> str:
+    """Return the media type of a body, without its parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 async def read_body(http: HttpRequest) -> Body:
-    """The body of a request, as JSON or as a form, whichever it is.
+    """Return the body of a request, as JSON or as a form, whichever it is.
 
     Raises:
-        RequestError: if it is neither, or an image is an address or no base64.
+        RequestError: if it is neither, or an image is an address or not base64.
     """
-    media_type, _, _ = http.headers.get("content-type", "").partition(";")
-    media_type = media_type.strip().lower()
-    if media_type == "multipart/form-data":
-        return await _read_form(http)
-    content = await http.body()
-    # What curl calls a form by default is often JSON.
-    if media_type == "application/x-www-form-urlencoded" and not content.lstrip().startswith(b"{"):
-        return await _read_form(http)
     # Bodies have tens of MB, for which the event loop does not wait.
-    return await asyncio.to_thread(lambda: take_images(parse_json_object(content)))
+    return await asyncio.to_thread(parse_body, await http.body(), http.headers)
 
 
-async def read_json_object(http: HttpRequest) -> dict[str, Any]:
-    """The JSON object in the body of a request. Raises `RequestError` as `parse_json_object` does."""
-    return await asyncio.to_thread(parse_json_object, await http.body())
+def parse_body(content: bytes, headers: Headers) -> Body:
+    """Return what a body holds; errors as of `read_body`."""
+    media_type = read_media_type(headers)
+    # What curl calls a form by default is often JSON.
+    is_json = media_type != URLENCODED or content.lstrip().startswith(b"{")
+    if is_json and media_type != MULTIPART:
+        return take_images(parse_json_object(content))
+    try:
+        fields: Sequence[tuple[str, str | bytes]]
+        if is_json:
+            fields = _parse_multipart(content, headers["content-type"])
+        else:
+            fields = parse_qsl(content.decode(), keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS)
+    # Such as a boundary that is missing, or a text that is not UTF-8.
+    except ValueError as error:
+        raise RequestError(f"the form cannot be read: {shorten_line(error, 200)}", code="bad_form") from None
+    return take_images(_collect_fields(fields))
 
 
 def parse_json_object(content: bytes) -> JsonObject:
-    """The JSON object in a body. Of a key that is there twice, the last one counts.
+    """Return the JSON object in a body. Of a key that is there twice, the last one counts.
 
     Raises:
-        RequestError: if there is none, or it holds NaN or infinity, or lists in lists without end.
+        RequestError: if there is none, or it holds NaN or infinity, or too many values, or lists in lists without end.
     """
+    # Python's parser lets nothing else run, whatever the thread. Each value but the first stands behind one of these.
+    num_values = sum(map(content.count, (b",", b":", b"[", b"{")))
+    if num_values > MAX_VALUES:
+        raise RequestError(f"the JSON has more than {MAX_VALUES} values; send fewer", code="bad_json")
     try:
-        values = json.loads(content, parse_constant=_refuse_constant, parse_float=_parse_finite_number)
+        values = json.loads(
+            content, parse_constant=_refuse_constant, parse_float=_parse_finite_number, parse_int=_parse_whole_number
+        )
     except RecursionError:
         raise RequestError("the JSON is nested too deep; send one object of plain fields", code="bad_json") from None
     except ValueError as error:
         reason = shorten_line(error, 200)
-        raise RequestError(f'the body is no JSON ({reason}); try {{"prompt": "..."}}', code="bad_json") from None
+        raise RequestError(f'the body is not JSON ({reason}); try {{"prompt": "..."}}', code="bad_json") from None
     if not isinstance(values, dict):
-        raise RequestError('the JSON is no object; try {"prompt": "..."}', code="bad_json")
+        raise RequestError('the JSON is not an object; try {"prompt": "..."}', code="bad_json")
+    if len(values) > MAX_FIELDS:
+        raise RequestError(f"there are {len(values)} fields; send {MAX_FIELDS} at most", code="bad_json")
     return values
 
 
 def take_images(values: JsonObject) -> Body:
-    """A body of its fields, with the images taken out of them: bytes, data URLs, base64, objects, or lists of these."""
+    """Return a body of its fields, with the images taken out: bytes, data URLs, base64, objects, or lists of these."""
     body = Body()
+    num_letters = 0
     for name, value in values.items():
         plain_name = name.removesuffix("[]")
         if plain_name in IMAGE_FIELDS:
@@ -102,6 +130,10 @@ def take_images(values: JsonObject) -> Body:
             body.masks.extend(_collect_images(value, plain_name))
         else:
             body.values[name] = value
+            num_letters += len(name) + len(str(value))
+    if num_letters > MAX_TEXT:
+        message = f"the fields besides images have more than {MAX_TEXT} letters; shorten them"
+        raise RequestError(message, status=413, code="body_too_large")
     return body
 
 
@@ -204,29 +236,44 @@ def convert_png(png: bytes, output_format: str, compression: int) -> bytes:
     return encoded.getvalue()
 
 
-async def _read_form(http: HttpRequest) -> Body:
-    """A form. Its files stay in memory or in files without a name."""
-    max_body = http.app.state.service.options.max_body
-    try:
-        form = await http.form(max_files=MAX_FIELDS, max_fields=MAX_FIELDS, max_part_size=max_body)
-    # A boundary or a charset that is none.
-    except (ValueError, LookupError) as error:
-        raise RequestError(f"the form cannot be read: {shorten_line(error, 200)}", code="bad_form") from None
+def _parse_multipart(content: bytes, content_type: str) -> list[tuple[str, str | bytes]]:
+    """Return the names and values of a form's fields; a file is bytes. Raises `ValueError` if it is not a form."""
+    items: list[tuple[str, str | bytes]] = []
+
+    def add_item(name: bytes | None, value: str | bytes) -> None:
+        if len(items) == MAX_FIELDS:
+            raise ValueError(f"it has more than {MAX_FIELDS} fields")
+        items.append(((name or b"").decode(), value))
+
+    def add_field(field: Field) -> None:
+        add_item(field.field_name, (field.value or b"").decode())
+
+    def add_file(file: File) -> None:
+        file.file_object.seek(0)
+        add_item(file.field_name, file.file_object.read())
+
+    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    # Files stay in memory, where the whole body is.
+    parser = FormParser(MULTIPART, add_field, add_file, boundary=boundary, config={"MAX_MEMORY_FILE_SIZE": math.inf})
+    parser.write(content)
+    parser.finalize()
+    return items
+
+
+def _collect_fields(items: Sequence[tuple[str, str | bytes]]) -> JsonObject:
+    """Return the fields of a form. Images may be there several times; of other fields the last one counts."""
     values: JsonObject = {}
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(form.close)
-        for name, value in form.multi_items():
-            lora = _LORA_FIELD.fullmatch(name)
-            if name.removesuffix("[]") in (*IMAGE_FIELDS, *MASK_FIELDS):
-                content = await value.read() if isinstance(value, UploadFile) else value
-                values.setdefault(name, []).append(content)
-            elif isinstance(value, UploadFile):
-                raise RequestError(f"{name[:40]!r} is a file; send images as image or mask", param=name[:40])
-            elif lora is not None and isinstance(values.setdefault("lora", {}), dict):
-                values["lora"][lora[1]] = value
-            else:
-                values[name] = value
-    return await asyncio.to_thread(take_images, values)
+    for name, value in items:
+        lora = _LORA_FIELD.fullmatch(name)
+        if name.removesuffix("[]") in (*IMAGE_FIELDS, *MASK_FIELDS):
+            values.setdefault(name, []).append(value)
+        elif isinstance(value, bytes):
+            raise RequestError(f"{name[:40]!r} is a file; send images as image or mask", param=name[:40])
+        elif lora is not None and isinstance(values.setdefault("lora", {}), dict):
+            values["lora"][lora[1]] = value
+        else:
+            values[name] = value
+    return values
 
 
 def _collect_images(value: Any, param: str) -> list[bytes]:
@@ -253,6 +300,11 @@ def _collect_images(value: Any, param: str) -> list[bytes]:
             if isinstance(text, str):
                 return [decode_base64(text, param)]
     raise RequestError(f"{param} is no image; send a file, or a text data:image/png;base64,...", param=param)
+
+
+def _parse_whole_number(text: str) -> int:
+    # Python refuses to read many thousands of digits. These are beyond every limit, of a float too.
+    return int(text[:400])
 
 
 def _parse_finite_number(text: str) -> float:

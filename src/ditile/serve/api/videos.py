@@ -23,6 +23,7 @@ from ditile.serve.api.fields import (
     RemixFields,
     VideoFields,
     check_prompt,
+    list_prompt_warnings,
     list_unknown_fields,
     parse_fields,
     submit_request,
@@ -136,10 +137,11 @@ async def remix_video(http: HttpRequest, job_id: str) -> Response:
     inputs = {}
     for name in job.request.client["inputs"]:
         inputs[name] = await asyncio.to_thread(service.read_output, job, name)
+    warnings = list_prompt_warnings(fields.prompt, facts) + list_unknown_fields(fields)
     request = dataclasses.replace(
         job.request,
         options=dataclasses.replace(job.request.options, prompt=fields.prompt),
-        client={**job.request.client, "remixed_from": job.id, "warnings": list_unknown_fields(fields)},
+        client={**job.request.client, "remixed_from": job.id, "warnings": warnings},
     )
     remix = await service.submit("video", job.owner, request, inputs)
     http.state.job = remix.id
