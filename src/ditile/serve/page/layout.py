@@ -105,6 +105,7 @@ def mount_page(app: FastAPI) -> None:
 
 def build_blocks() -> gr.Blocks:
     """Return the form and the place of its results; each field has the name that the API knows it by."""
+    blocks: gr.Blocks
     with gr.Blocks(title="ditile", analytics_enabled=False) as blocks:
         title = gr.Markdown("# ditile")
         with gr.Row():
