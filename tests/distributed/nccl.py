@@ -29,6 +29,7 @@ from torch import Tensor
 import ditile.distributed.backend
 import ditile.distributed.mesh
 import ditile.distributed.transport
+from ditile.distributed.recording.tape import CURRENT
 
 NEW_GROUP = ditile.distributed.backend.make_group_on_one_loop
 SINGLE, BATCHED, TAKEN = 1, 2, 10
@@ -56,14 +57,22 @@ class Work:
         self._over.set()
 
     def wait(self) -> None:
+        _refuse_in_capture()
         self.is_known = True
         self._over.wait()
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
+        _refuse_in_capture()
         self.is_known = self.is_known or self._over.is_set()
         return self.is_known
+
+
+def _refuse_in_capture() -> None:
+    """What is asked of NCCL's works is an event of CUDA, which ends a capture that is open."""
+    if CURRENT.recording is not None and not CURRENT.is_exchanging:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 class Message(NamedTuple):

@@ -142,10 +142,10 @@ WAITS = {
     "grid": {"item: read_flux_grid < _survey_call"},
     "run": {"aten::nonzero: find_run < find_nan_tokens", "tolist: find_run < find_nan_tokens"},
     # Of a text that is padded.
-    "mask": {"aten::nonzero: trim_key_mask < get_constant", "item: trim_key_mask < get_constant"},
+    "mask": {"aten::nonzero: trim_key_mask < _make_constant", "item: trim_key_mask < _make_constant"},
     # A scheduler of diffusers looks up where it begins.
     "index": {"aten::nonzero: index_for_timestep < _init_step_index", "item: index_for_timestep < _init_step_index"},
-    "decision": {"Event.synchronize: wait_for_numbers < sum_over_ranks"},
+    "decision": {"copy cuda to cpu: sum_over_ranks < _find_differences"},
 }
 """What a host waits for: kind, function, and who calls it. All but the last once, when a rank first computes."""
 OFTEN = WAITS["decision"]

@@ -51,6 +51,10 @@ class SimulationError(RuntimeError):
     """What a GPU would refuse, or what cannot be simulated: a number that decides something is not known."""
 
 
+class CaptureError(RuntimeError):
+    """What CUDA does not permit while a graph is captured, which ends that capture."""
+
+
 class Finding(NamedTuple):
     """Something that must not happen: its kind, what exactly, and where in ditile or diffusers."""
 
@@ -208,6 +212,7 @@ class SimulatedGpu(TorchDispatchMode):
         self._known: dict[Any, Any] = {}
         self.side_stream: Any = None  # of what is copied now, if not the stream that computes
         self.graph: SimulatedGraph | None = None  # that is being captured
+        self.damage: set[str] = set()  # what captures that CUDA ended have left behind, see `SimulatedGraph`
         self._freed: list[tuple[Any, int]] = []  # messages whose memory was freed, until somebody waits for them
 
     @property
@@ -259,6 +264,22 @@ class SimulatedGpu(TorchDispatchMode):
 
     # What is found
 
+    def refuse_in_capture(self, what: str) -> None:
+        """Raises `CaptureError` while a graph is captured, which is of no use from then on."""
+        if self.graph is not None:
+            self.graph.is_valid = False
+            raise CaptureError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+
+    def wait_for_device(self, kind: str) -> None:
+        """The host waits for the device."""
+        self.refuse_in_capture(kind)
+        self.record.note_sync(kind)
+
+    def refuse_while_damaged(self, part: str, error: str) -> None:
+        """Raises `RuntimeError` where a capture that CUDA ended has left a part of torch in its middle."""
+        if part in self.damage:
+            raise RuntimeError(error)
+
     def read_numbers(self, tensor: SimulatedTensor, kind: str) -> Tensor:
         """The numbers of a tensor, for the host; a check that is not known has passed.
 
@@ -266,7 +287,7 @@ class SimulatedGpu(TorchDispatchMode):
             SimulationError: if other numbers are not known.
         """
         if tensor.device.type == "cuda":
-            self.record.note_sync(kind)
+            self.wait_for_device(kind)
         if tensor.content.is_meta and tensor.dtype == torch.bool and self.record.place != REHEARSAL:
             return torch.ones(tensor.shape, dtype=torch.bool)
         if tensor.content.is_meta:
@@ -299,7 +320,7 @@ class SimulatedGpu(TorchDispatchMode):
         if not found:
             found = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         if len(found) > 1 and name.startswith(INDEXED):
-            self.record.note_sync(f"{name} with indices on the CPU")
+            self.wait_for_device(f"{name} with indices on the CPU")
             found = {each for each in found if each.type == "cuda"}
         scalars = {tensor.device for tensor in tensors if not tensor.ndim and tensor.device.type == "cuda"}
         if len(found | scalars) > 1:
@@ -330,10 +351,15 @@ class SimulatedGpu(TorchDispatchMode):
         mine = [each for each in tensors if isinstance(each, SimulatedTensor)]
         device = self._resolve_device(kwargs.get("device"))
         if kwargs.get("pin_memory"):
+            self.refuse_in_capture("allocation of page-locked memory")
             kwargs = kwargs | {"pin_memory": None}
             self.record.here.pinned += 1
         if not mine and (device is None or device.type != "cuda"):
             return func(*args, **kwargs)
+        if self.graph is not None and not self.graph.is_valid:
+            raise CaptureError("CUDA error: operation failed due to a previous error during capture")
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self.refuse_while_damaged(GENERATOR, "Offset increment outside graph capture encountered unexpectedly.")
         about, here = describe_operator(func), self.record.here
         here.host_calls += 1
         if about.name == "aten::_local_scalar_dense":
@@ -377,7 +403,7 @@ class SimulatedGpu(TorchDispatchMode):
             isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in list_leaves(args[1])
         )
         if is_masked or name in SYNCHRONISING:
-            self.record.note_sync(name)
+            self.wait_for_device(name)
 
     def _compute(
         self, func: Any, about: Operator, args: Any, kwargs: Any, mine: list[SimulatedTensor], written: list[Any]
@@ -465,7 +491,7 @@ class SimulatedGpu(TorchDispatchMode):
     def _note_copy(self, source: Tensor, there: torch.device, *, non_blocking: bool) -> None:
         here = _locate_tensor(source)
         if here.type != there.type and not non_blocking:
-            self.record.note_sync(f"copy {here.type} to {there.type}")
+            self.wait_for_device(f"copy {here.type} to {there.type}")
         elif here != there and there.type == here.type == "cuda":
             self.record.note_finding("several devices", f"a copy from {here} to {there}")
         if "cuda" in (here.type, there.type):
@@ -525,20 +551,30 @@ class SimulatedGpu(TorchDispatchMode):
         return [each.content if isinstance(each, SimulatedTensor) else each for each in given]
 
 
+GENERATOR, ALLOCATOR, POOL = "generator", "allocator", "pool"
+"""What a capture that CUDA ended leaves behind in torch: a generator and an allocator that take it for open, and a pool
+that nothing frees."""
+
+
 class SimulatedGraph:
     """A CUDA graph: the operators that were called while it was captured, which are called again on the same memory.
 
     Args:
         gpu: of which GPU.
+
+    Attributes:
+        is_valid: whether nothing was asked of CUDA yet that ends a capture.
     """
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
+        self.is_valid = True
         self._calls: list[tuple[Callable[..., Any], Any, Any]] = []
         self._saved: dict[int, tuple[Any, Any]] = {}
 
     def capture_begin(self, **_: Any) -> None:
         """Calls are noted from now on."""
+        self._gpu.refuse_in_capture("cudaStreamBeginCapture")
         self._gpu.graph = self
 
     def capture_end(self) -> None:
@@ -547,6 +583,10 @@ class SimulatedGraph:
         for storage, before in self._saved.values():
             storage.copy_(before)
         self._saved.clear()
+        if not self.is_valid:
+            # Torch raises before it has told its generator and its allocator that the capture is over.
+            self._gpu.damage |= {GENERATOR, ALLOCATOR, POOL}
+            raise CaptureError("CUDA error: operation failed due to a previous error during capture")
 
     def save_memory(self, tensors: Sequence[Any]) -> None:
         """Keeps what is in tensors before they are written for the first time."""

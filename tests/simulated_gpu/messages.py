@@ -6,6 +6,7 @@ CPUs, in which ranks agree, are as if all others said what this rank says.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -22,7 +23,18 @@ from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep
 from ditile_lab.machine.messages import LoneGroup
-from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedGraph, SimulatedMessage
+from tests.simulated_gpu.gpu import (
+    AFTER,
+    ALLOCATOR,
+    CALL,
+    GENERATOR,
+    POOL,
+    REHEARSAL,
+    SETUP,
+    SimulatedGpu,
+    SimulatedGraph,
+    SimulatedMessage,
+)
 from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -35,13 +47,16 @@ class SimulatedWork:
     """A message or collective under way.
 
     Args:
+        gpu: on which it is.
         what: for findings.
         reads, writes: the tensors that it uses until it is over.
         finish: called by the wait.
     """
 
-    def __init__(self, what: str, reads: Sequence[Any], writes: Sequence[Any], finish: Callable[[], None]) -> None:
-        self._what, self._finish, self.is_over = what, finish, False
+    def __init__(
+        self, gpu: SimulatedGpu, what: str, reads: Sequence[Any], writes: Sequence[Any], finish: Callable[[], None]
+    ) -> None:
+        self._gpu, self._what, self._finish, self.is_over = gpu, what, finish, False
         for tensors, name in ((reads, "readers"), (writes, "writers")):
             for tensor in tensors:
                 if isinstance(tensor, SimulatedTensor) and tensor.memory is not None:
@@ -52,6 +67,7 @@ class SimulatedWork:
 
     def wait(self, timeout: Any = None) -> bool:
         """Ends it."""
+        self._gpu.refuse_in_capture(f"the wait for {self}")
         if not self.is_over:
             self.is_over = True
             self._finish()
@@ -59,6 +75,7 @@ class SimulatedWork:
 
     def is_completed(self) -> bool:
         """Whether somebody has waited for it: the worst case is that it takes that long."""
+        self._gpu.refuse_in_capture(f"cudaEventQuery of {self}")
         return self.is_over
 
 
@@ -106,6 +123,7 @@ class SimulatedMessages:
         self, kind: str, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], carry: Carry
     ) -> SimulatedWork:
         """Starts a message that reads and writes some tensors; `carry` is what real ranks would do."""
+        self.gpu.refuse_in_capture(f"{kind}, which would be part of the graph")
         record, everything = self.gpu.record, [*reads, *writes]
         on_gpu = everything[0].device.type == "cuda"
         for tensor in everything:
@@ -120,7 +138,7 @@ class SimulatedMessages:
         record.messages.append(SimulatedMessage(record.place, kind, self.list_ranks(group), size, on_gpu))
         self.gpu.touch_memory(kind, everything, writes)
         what = f"{kind} of {list(everything[0].shape)} of {record.place}"
-        return SimulatedWork(what, reads, writes, self.carry_numbers(reads, writes, carry))
+        return SimulatedWork(self.gpu, what, reads, writes, self.carry_numbers(reads, writes, carry))
 
     def carry_numbers(self, reads: Sequence[Any], writes: Sequence[Any], carry: Carry) -> Callable[[], None]:
         """Starts to carry what is in tensors; returns what brings it when it is waited for."""
@@ -338,7 +356,7 @@ class ComputeStream:
 
     def synchronize(self) -> None:
         """The host waits."""
-        self._gpu.record.note_sync("cuda.synchronize")
+        self._gpu.wait_for_device("cuda.synchronize")
 
     def wait_event(self, event: Any) -> None:
         """Copies before an event of another stream are over."""
@@ -354,26 +372,86 @@ class ComputeStream:
 
 
 class _SimulatedEvent:
+    """An event; one that was recorded in a capture is a place in its graph, of which nothing can be asked."""
+
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
+        self._is_captured = False
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        self._is_captured = self._gpu.graph is not None
 
     def synchronize(self) -> None:
-        self._gpu.record.note_sync("Event.synchronize")
+        self._refuse_captured("cudaEventSynchronize")
+        self._gpu.wait_for_device("Event.synchronize")
 
     def query(self) -> bool:
+        self._refuse_captured("cudaEventQuery")
         return True
 
     def elapsed_time(self, other: Any) -> float:
+        self._refuse_captured("cudaEventElapsedTime")
         return 0.0
+
+    def _refuse_captured(self, what: str) -> None:
+        self._gpu.refuse_in_capture(what)
+        if self._is_captured:
+            raise RuntimeError(f"CUDA error: {what} of an event last recorded in a capturing stream")
+
+
+class SimulatedGenerator(torch.Generator):
+    """The generator of a GPU that is used where none is given."""
+
+    gpu: SimulatedGpu
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        self.gpu.refuse_in_capture(f"Generator.{name}")
+        return getattr(super(), name)(*args)
+
+    get_state = functools.partialmethod(_ask, "get_state")
+    set_state = functools.partialmethod(_ask, "set_state")
+    initial_seed = functools.partialmethod(_ask, "initial_seed")
+    manual_seed = functools.partialmethod(_ask, "manual_seed")
+    clone_state = functools.partialmethod(_ask, "clone_state")
+
+    def graphsafe_get_state(self) -> Any:
+        return self
+
+    def graphsafe_set_state(self, state: torch.Generator) -> Any:
+        """A state that no graph knows: the generator takes no capture for open any more."""
+        self.gpu.damage.discard(GENERATOR)
+        self.set_state(state.get_state())
+        return self
+
+
+def _make_generator(gpu: SimulatedGpu) -> SimulatedGenerator:
+    generator = SimulatedGenerator("cpu")
+    generator.gpu = gpu
+    return generator
+
+
+def _list_allocator_replacements(gpu: SimulatedGpu) -> dict[str, Any]:
+    """The functions of torch's allocator that undo what an ended capture has left, under their names in `torch._C`."""
+
+    def end_allocation(device: int, pool: Any) -> None:
+        if ALLOCATOR not in gpu.damage:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        gpu.damage.remove(ALLOCATOR)
+
+    def release_pool(device: int, pool: Any) -> None:
+        if POOL not in gpu.damage:
+            raise RuntimeError("INTERNAL ASSERT FAILED: the pool is used by nothing")
+        gpu.damage.remove(POOL)
+
+    return {"_cuda_endAllocateToPool": end_allocation, "_cuda_releasePool": release_pool}
 
 
 def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, Any]:
     """Each name of torch.cuda that ditile and diffusers use, and what stands for it."""
 
-    def wait_for_device(device: Any = None) -> None:
-        gpu.record.note_sync("cuda.synchronize")
+    def empty_cache() -> None:
+        gpu.refuse_in_capture("cudaFree")
+        gpu.refuse_while_damaged(ALLOCATOR, "INTERNAL ASSERT FAILED: captures_underway.empty()")
 
     about = SimpleNamespace(name="a simulated GPU", total_memory=memory_bytes, major=9, minor=0, uuid="simulated")
 
@@ -399,19 +477,19 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
         "get_allocator_backend": lambda: "native",
         "get_sync_debug_mode": lambda: 0,
         "reset_peak_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
+        "empty_cache": empty_cache,
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: gpu.graph is not None,
         "graph_pool_handle": lambda: None,
         "CUDAGraph": lambda: SimulatedGraph(gpu),
         "set_sync_debug_mode": set_sync_debug_mode,
-        "synchronize": wait_for_device,
+        "synchronize": lambda device=None: gpu.wait_for_device("cuda.synchronize"),
         "current_stream": lambda device=None: stream,
         "Event": lambda **_: _SimulatedEvent(gpu),
         "Stream": lambda device=None: SideStream(gpu),
         "stream": SideStream.use_for_copies,
         "set_stream": lambda stream: None,
-        "default_generators": [torch.Generator("cpu") for _ in range(GPUS_PER_HOST)],
+        "default_generators": [_make_generator(gpu) for _ in range(GPUS_PER_HOST)],
     }
 
 
@@ -462,6 +540,9 @@ def simulate_gpu(
         # Within it no mode of dispatch is asked for the tensor's device.
         stack.enter_context(mock.patch.object(torch, "tensor", _make_tensor))
         stack.enter_context(mock.patch.multiple(torch.cuda, **_list_cuda_replacements(gpu, memory_bytes)))
+        for name, stand_in in _list_allocator_replacements(gpu).items():
+            # A build of torch without CUDA has none.
+            stack.enter_context(mock.patch.object(torch._C, name, stand_in, create=True))
         hooks: dict[str, Any] = {"enter_micro_step": enter_and_note, "become": become_and_note}
         stack.enter_context(mock.patch.multiple(Generation, **hooks))
         if messages is not None:

@@ -205,8 +205,7 @@ class StageAgreement(SkipAgreement):
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """Sum over all ranks that decide together. Every rank adds the same numbers in the same order."""
         # gloo sums on the CPU, so the sums go there first.
-        sums = self._mesh.host_rows.start_copy(sums).wait_for_numbers()
-        return self._gather_from_ranks(sums.double()).sum(dim=0)
+        return self._gather_from_ranks(sums.cpu().double()).sum(dim=0)
 
     def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the numbers of the first rank in the group: those of other ranks may be rounded otherwise."""

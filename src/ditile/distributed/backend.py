@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditile.distributed import env
 from ditile.distributed.transport import connect_group
 from ditile.plan.errors import PlanError
 
@@ -50,6 +51,11 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
     gpus = [json.loads(store.get(str(peer))) for peer in range(world)]
     shortage = _describe_gpu_shortage(gpus)
     if shortage is None:
+        if env.has_one_device_queue():
+            LOG.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 of the environment: kernels stand behind messages that wait for other "
+                "ranks, which costs time; unset it"
+            )
         return NCCL
     # Without any GPU gloo is expected, so there is no warning.
     if rank == 0 and any(gpus):

@@ -12,6 +12,7 @@ DITILE_LINK_FD          set by `launch`, for ranks that have a link to their par
 GRADIO_ANALYTICS_ENABLED, HF_HUB_DISABLE_TELEMETRY   set by `ditile serve`, for its page
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT   set by torchrun and by `launch`
 TORCHELASTIC_RUN_ID     set by torchrun
+CUDA_DEVICE_MAX_CONNECTIONS   32 for the ranks that `launch` starts, unless it is set
 GLIBC_TUNABLES          settings of glibc.malloc that are missing in it are added for the ranks that `launch` starts
 """
 
@@ -28,6 +29,8 @@ from typing import NamedTuple
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import Plan
 
+DEVICE_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""With fewer queues than streams a kernel may stand behind a receive that waits for another rank."""
 _PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -339,7 +342,7 @@ def build_rank_environment(rank: RankPlace, directory: str, link_fd: int | None,
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": str(rank.threads),
     }
-    return os.environ | _choose_waiting() | _build_place_variables(*rank[:4], interface) | own
+    return DEVICE_QUEUES | os.environ | _choose_waiting() | _build_place_variables(*rank[:4], interface) | own
 
 
 def set_actor_place(place: RankPlace, master: str, port: int, interface: str) -> None:
@@ -357,6 +360,11 @@ def set_actor_place(place: RankPlace, master: str, port: int, interface: str) ->
 def build_actor_environment() -> dict[str, str]:
     """Build the variables that a process must have before it starts, if it is to become a rank."""
     return _choose_waiting() | {"GLIBC_TUNABLES": _merge_malloc_tunables()}
+
+
+def has_one_device_queue() -> bool:
+    """Return whether all streams of a GPU share one queue, as under settings of Megatron."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def prepare_ray() -> None:

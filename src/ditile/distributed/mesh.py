@@ -24,7 +24,7 @@ from ditile.distributed import env
 from ditile.distributed.backend import make_device_current
 from ditile.distributed.private_network import make_groups
 from ditile.distributed.torchrun import join_torchrun
-from ditile.distributed.transport import HostRows, Traffic, connect_group, gather_json
+from ditile.distributed.transport import Traffic, connect_group, gather_json
 from ditile.distributed.wire import select_packings
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
@@ -75,7 +75,6 @@ class Mesh:
         within_calls: a CPU group of all ranks, for what they agree on within a call.
         everyone: another one, for what they agree on between calls. No error of a call leaves messages in it.
         traffic: bytes sent.
-        host_rows: for numbers that a GPU sends to the host.
         groups: makes and keeps its groups.
         shared: whether other meshes have the same groups.
         epoch: the epoch of `groups` in which its groups were made.
@@ -92,7 +91,6 @@ class Mesh:
     within_calls: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
-    host_rows: HostRows = field(default_factory=HostRows)
     groups: Communicators = field(default_factory=lambda: Communicators())
     shared: bool = False
     epoch: int = 0
@@ -108,7 +106,6 @@ class Mesh:
         axes = (*self.axes.values(), self.sequence, self.image)
         for group in _deduplicate_groups(axis.group for axis in axes):
             connect_group(group, device, pairs=group in pairs)
-        self.host_rows.allocate_rows(device)
 
     def renew_groups(self, plan: Plan) -> None:
         """Replace groups that may have messages of a failed call by the groups of the current epoch.

@@ -2,8 +2,7 @@
 
 A `PeerChannel` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout
 and are never exchanged. CUDA tensors over gloo (several ranks on one GPU) go through the CPU. A sent tensor is kept
-until its work is done; each receive has a buffer of its own. `HostRows` bring a few numbers from a GPU to the host
-without waiting for later work.
+until its work is done; each receive has a buffer of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -88,6 +86,7 @@ class PeerChannel:
         group, peer: the group and the rank in it; NCCL makes a communicator for each pair when both first use it.
         kind, traffic: how and where its bytes are counted.
         shared: whether it uses the communicator of the whole group, which is connected (`connect_group`).
+        before_send: is called when a message is ready to leave; nothing is launched between it and the send.
     """
 
     def __init__(
@@ -98,12 +97,14 @@ class PeerChannel:
         traffic: Traffic,
         *,
         shared: bool = False,
+        before_send: Callable[[], object] = tuple,
     ) -> None:
         self._group = group
         self._peer = peer
         self._kind = kind
         self._traffic = traffic
         self._shared = shared
+        self._before_send = before_send
         self._packing = traffic.packings.get(kind)
         # Each message is kept with the tensor that it was made of, which is another one where gloo sends from the CPU.
         self._sending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
@@ -127,8 +128,6 @@ class PeerChannel:
 
     def send_tensor(self, message: Tensor) -> None:
         """Start to send, and return at once."""
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
         if self._packing is not None:
             message = self._packing.pack_vectors(message)
         message = message.contiguous()
@@ -138,7 +137,11 @@ class PeerChannel:
             CURRENT.recording.send_tensor(self._start_send, message, self._wait_for_send)
 
     def _start_send(self, message: Tensor) -> None:
+        # Between two segments of a recorded call: NCCL asks the GPU, which ends a capture that is open.
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
         staged = message.to(choose_transfer_device(message.device, self._group))
+        self._before_send()
         self._sending.append((self._start_transfer(staged, sends=True), staged, message))
         self._sent += 1
         self._traffic.count_message(self._kind, staged.nbytes)
@@ -653,70 +656,3 @@ def choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> to
     if device.type == "cpu" and "nccl" in backends and "gloo" not in backends:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-class HostCopy:
-    """Numbers on their way from a GPU to the host, by an asynchronous copy.
-
-    Reading them waits only for the copy, and not for work that was launched later.
-
-    Args:
-        numbers: on a GPU, or without a row on the host already.
-        row: page-locked memory of their size and type.
-    """
-
-    def __init__(self, numbers: Tensor, row: Tensor | None) -> None:
-        self.is_read = row is None
-        self._numbers = numbers
-        if row is not None:
-            self._numbers = row.copy_(numbers, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(numbers.device))
-
-    def wait_for_numbers(self) -> Tensor:
-        """Wait for the numbers, and return them on the CPU."""
-        if not self.is_read:
-            self._done.synchronize()
-            # The numbers are copied, because another copy may use the row from now on.
-            self._numbers = self._numbers.clone()
-            self.is_read = True
-        return self._numbers
-
-
-class HostRows:
-    """Page-locked rows for copies to the host, allocated before messages are under way.
-
-    Allocating such memory may wait for all that the GPU does, and so for a message that is posted. There is a row for
-    each copy that is not read yet; only more copies at once, or larger ones, than there are rows for allocate.
-    """
-
-    COUNT = 8
-    BYTES = 1 << 16
-
-    def __init__(self) -> None:
-        self._rows: list[Tensor] = []
-        self._copies: dict[int, ReferenceType[HostCopy]] = {}
-
-    def allocate_rows(self, device: torch.device) -> None:
-        """Allocate the rows, once, if the device is a GPU."""
-        if device.type == "cuda" and not self._rows:
-            self._rows = list(torch.empty(self.COUNT, self.BYTES, dtype=torch.uint8, pin_memory=True))
-
-    def start_copy(self, numbers: Tensor) -> HostCopy:
-        """Start to copy numbers of any device to the host."""
-        if numbers.device.type != "cuda":
-            return HostCopy(numbers, None)
-        index = self._find_free_row(numbers.nbytes)
-        row = self._rows[index][: numbers.nbytes].view(numbers.dtype).view(numbers.shape)
-        copy = HostCopy(numbers, row)
-        # The reference is weak: a copy that nobody will read leaves its row to others.
-        self._copies[index] = ref(copy)
-        return copy
-
-    def _find_free_row(self, size: int) -> int:
-        for index, row in enumerate(self._rows):
-            copy = self._copies[index]() if index in self._copies else None
-            if size <= row.numel() and (copy is None or copy.is_read):
-                return index
-        self._rows.append(torch.empty(max(size, self.BYTES), dtype=torch.uint8, pin_memory=True))
-        return len(self._rows) - 1

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
+from ditile.parallel.pipefusion.prefetch import MessageForm, MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import KEYS, LATENTS, PREDICTION, SHAPES
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 
-ACTIVATIONS, STEPPED = "activations", "stepped"
-KINDS = {ACTIVATIONS, STEPPED, KEYS, PREDICTION, LATENTS, SHAPES}
+ACTIVATIONS, STEPPED, EXCHANGED = "activations", "stepped", "exchanged"
+KINDS = {ACTIVATIONS, STEPPED, EXCHANGED, KEYS, PREDICTION, LATENTS, SHAPES}
 LAUNCH, SEND, RECEIVE, WAIT = "launch", "send", "receive", "wait"
 HERE = torch.empty(0)
 NONE: Mapping[int, int] = {}
@@ -54,6 +54,7 @@ class RecordedChannel:
         self._posted: list[tuple[Any, Message]] = []
         self._sending: list[Message] = []
         self._count = self._sent_before = 0
+        self.before_send: Callable[[], None] | None = None
 
     @property
     def num_open_receives(self) -> int:
@@ -62,7 +63,7 @@ class RecordedChannel:
     def occupies_device(self, device: torch.device) -> bool:
         return True
 
-    def post_receive(self, key: Any, shape: Any, like: Any) -> None:
+    def post_receive(self, key: Any, *_: Any) -> None:
         self._posted.append((key, self._start(RECEIVE)))
 
     def receive_message(self, key: Any) -> torch.Tensor:
@@ -71,8 +72,15 @@ class RecordedChannel:
         self._actions.append(Action(WAIT, message))
         return HERE
 
-    def send_tensor(self) -> None:
+    def send_tensor(self) -> Message:
+        if self.before_send is not None:
+            self.before_send()
         self._sending.append(self._start(SEND))
+        return self._sending[-1]
+
+    def exchange(self, *, sends: bool) -> Message:
+        """One half of an exchange, in which a rank sends and receives at once."""
+        return self._start(SEND if sends else RECEIVE)
 
     def release_old_sends(self) -> None:
         while len(self._sending) > self._count - self._sent_before:
@@ -96,18 +104,31 @@ class HostProgram:
         eager: whether everything in a group is one queue, and not what each pair of ranks sends each other.
         streams: patch -> how many schedulers step some of it, where it is not one: none of a reference picture, two of
             a video with sound.
+        recorded: whether calls are played, which send from memory that stays.
+        place: which rank of the stage, of how many that split its tokens and exchange some in each computation.
 
     Attributes:
         actions: the program.
     """
 
     def __init__(
-        self, schedule: PatchSchedule, stage: int, calls: int, *, eager: bool, streams: Mapping[int, int] = NONE
+        self,
+        schedule: PatchSchedule,
+        stage: int,
+        calls: int,
+        *,
+        eager: bool,
+        streams: Mapping[int, int] = NONE,
+        recorded: bool = False,
+        place: tuple[int, int] = (0, 1),
     ) -> None:
         self._streams = streams
+        self._recorded, self._place = recorded, place
+        self._last_sent: dict[tuple[Any, ...], Message] = {}  # by the send of a tape
         self._schedule, self._stage, self._calls, self._eager = schedule, stage, calls, eager
         self.actions: list[Action] = []
         self._now, self._last = MicroStep(0, None), schedule.stages - 1
+        self._expected, self._num_sends_due, self._branch = 0, 0, 0
         self._channels: dict[tuple[str, int, int], RecordedChannel] = {}
         self._activations_in = self._latents_in = None
         self._activations_out: RecordedChannel | None = None
@@ -119,26 +140,24 @@ class HostProgram:
     def _open_channels(self) -> None:
         stage, last = self._stage, self._last
         if stage > 0:
-            self._activations_in = self._prefetch(
-                self._open_channel(ACTIVATIONS, stage - 1, stage),
-                self._can_post_activation,
-            )
+            self._activations_in = self._prefetch(self._open_channel(ACTIVATIONS, stage - 1, stage))
             fewest = self._schedule.patches - (self._schedule.references not in (None, 1))
             self._activations_in.looks_ahead = fewest >= self._schedule.stages
         if stage < last:
             self._activations_out = self._open_channel(ACTIVATIONS, stage, stage + 1)
+            self._activations_out.before_send = self._post_before_send
         readers = self._schedule.latent_readers
         if stage in readers:
-            self._latents_in = self._prefetch(
-                self._open_channel(STEPPED, last, stage),
-                lambda key: self._has_launched(key.step, key.patch),
-            )
+            self._latents_in = self._prefetch(self._open_channel(STEPPED, last, stage), self._can_post_latents)
             self._latents_in.looks_ahead = self._schedule.takes_ahead
         if stage == last:
             self._latents_out = [self._open_channel(STEPPED, last, reader) for reader in readers]
+            for channel in self._latents_out:
+                channel.before_send = self._post_before_send
 
     def _open_channel(self, kind: str, sender: int, receiver: int) -> RecordedChannel:
-        way = (kind, sender, receiver)
+        index, ranks = self._place
+        way = (kind, sender * ranks + index, receiver * ranks + index)
         if way not in self._channels:
             back = kind in (STEPPED, LATENTS)
             group = "latents" if back else f"downstream {sender % min(2, self._last) if self._eager else 0}"
@@ -147,29 +166,24 @@ class HostProgram:
         return self._channels[way]
 
     @staticmethod
-    def _prefetch(channel: RecordedChannel, can_post: Callable[[MessageKey], bool]) -> ReceivePrefetcher:
-        return ReceivePrefetcher(channel, lambda key: (1,), can_post)  # type: ignore[arg-type]
+    def _prefetch(channel: RecordedChannel, *can_post: Callable[[MessageKey], bool]) -> ReceivePrefetcher:
+        form = MessageForm((1,), HERE)
+        return ReceivePrefetcher(channel, lambda key: form, *can_post)  # type: ignore[arg-type]
 
-    def _has_launched(self, step: int, patch: int) -> bool:
-        return (step, patch) < (self._now.step, self._now.patch or 0)
-
-    def _can_post_activation(self, key: MessageKey) -> bool:
-        whole = self._schedule.is_synchronous(key.step)
-        return self._has_launched(key.step - 1, self._schedule.patches - 1 if whole else key.patch)
+    def _can_post_latents(self, key: MessageKey) -> bool:
+        return (key.step, key.patch) < (self._now.step, self._now.patch or 0)
 
     # The loop
 
     def _write_program(self) -> None:
         schedule = self._schedule
-        cleared, returned = 0, -1
+        returned = -1
         for step in range(schedule.steps):
             for channel in self._list_senders():
                 channel.release_old_sends()
-            certain = 0 if step == 0 else step + 1
-            for sure in range(cleared + 1, min(certain + 1, schedule.steps)):
-                if self._activations_in is not None:
-                    self._activations_in.expect_messages(self._list_activations(sure))
-                cleared = sure
+            if step > 0 and self._activations_in is not None:
+                self._activations_in.expect_messages(self._list_activations(step)[self._expected == step :])
+                self._expected = step
             for sure in range(returned + 1, min(step + 1, schedule.steps - 1)):
                 if self._latents_in is not None:
                     for patch in range(schedule.num_references, schedule.patches):
@@ -193,7 +207,9 @@ class HostProgram:
     def _write_micro_step(self, micro: MicroStep) -> None:
         schedule, self._now = self._schedule, micro
         for branch in range(self._calls):
-            for micro_batch in range(len(schedule.split_micro_batches(micro))):
+            self._branch, micro_batches = branch, len(schedule.split_micro_batches(micro))
+            self._num_sends_due = micro_batches * len(schedule.list_patches(micro))
+            for micro_batch in range(micro_batches):
                 self._write_call(micro, branch, micro_batch)
         ops = list(schedule.iter_ops_after_call(self._stage, micro))
         for op in ops:
@@ -201,10 +217,13 @@ class HostProgram:
                 for _ in self._list_latents(op.step, op.patch):
                     self._launch()
         # Once all schedulers have stepped.
+        stepped = []
         for op in ops:
             if op.kind is OpKind.SEND_STEPPED_PATCH and op.patch is not None and op.peer is not None:
-                for _ in self._list_latents(op.step, op.patch):
-                    self._latents_out[op.peer].send_tensor()
+                stepped += [self._latents_out[op.peer]] * len(self._list_latents(op.step, op.patch))
+        self._num_sends_due = len(stepped)
+        for channel in stepped:
+            channel.send_tensor()
         following = schedule.find_following(micro)
         if following is not None:
             self._exchange_latents(following)
@@ -238,17 +257,20 @@ class HostProgram:
             self._activations_in.expect_messages([MessageKey(0, patch, branch, micro_batch) for patch in patches])
         for op in ops:
             self._write_op(op)
+        # What the model computes behind its blocks, and the pipeline of what it returns, on every stage.
+        self._launch()
 
     def _write_op(self, op: Op) -> None:
         if op.kind is OpKind.COMPUTE:
             self._launch()
+            self._exchange_tokens()
         elif op.kind is OpKind.RECEIVE:
             assert self._activations_in is not None and op.patch is not None
             self._activations_in.receive_message(MessageKey(op.step, op.patch, op.branch, op.micro_batch), HERE)
         elif op.kind is OpKind.SEND:
             self._launch()
             assert self._activations_out is not None
-            self._activations_out.send_tensor()
+            self._send_activations(op)
         elif op.peer is not None and op.kind is OpKind.SEND_KEYS:
             self._open_channel(SHAPES, self._stage, op.peer).send_tensor()
             self._open_channel(KEYS, self._stage, op.peer).send_tensor()
@@ -259,6 +281,55 @@ class HostProgram:
             self._receive_tensor(KEYS, op.peer)
         elif op.peer is not None and op.kind is OpKind.RECEIVE_PREDICTION:
             self._receive_tensor(PREDICTION, op.peer)
+
+    def _send_activations(self, op: Op) -> None:
+        assert self._activations_out is not None
+        key = (self._now.patch, op.patch, op.branch, op.micro_batch)
+        if self._recorded and key in self._last_sent:
+            # A tape has one piece of memory for what it sends.
+            self.actions.append(Action(WAIT, self._last_sent[key]))
+            self._launch()
+        self._last_sent[key] = self._activations_out.send_tensor()
+
+    def _post_before_send(self) -> None:
+        self._num_sends_due -= 1
+        micro, schedule, turn = self._now, self._schedule, 0
+        is_last, is_first_step = self._stage == self._last, self._now == self._schedule.list_micro_steps(0)[0]
+        if self._num_sends_due or (is_first_step and not is_last):
+            return
+        following: MicroStep | None = micro
+        if not is_last:
+            turn = (self._branch + 1) % self._calls
+        if turn == 0:
+            following = schedule.find_following(micro)
+        if following is None:
+            return
+        if self._activations_in is not None:
+            if following.step > self._expected:
+                self._activations_in.expect_messages(self._list_activations(following.step)[:1])
+                self._expected = following.step
+            self._activations_in.post_ahead(1)
+        if self._latents_in is not None:
+            due = schedule.count_taken_patches(self._stage, following, turn, self._calls)
+            self._latents_in.post_due(lambda key: self._number_patch(key) < due)
+
+    def _number_patch(self, key: MessageKey) -> int:
+        references = self._schedule.num_references
+        return key.step * (self._schedule.patches - references) + key.patch - references
+
+    def _exchange_tokens(self) -> None:
+        index, ranks = self._place
+        own = self._stage * ranks + index
+        messages = []
+        for other in range(self._stage * ranks, (self._stage + 1) * ranks):
+            for way in ((own, other), (other, own)):
+                if own != other:
+                    key = (EXCHANGED, *way)
+                    channel = self._channels.setdefault(key, RecordedChannel(self.actions, *key, key))
+                    messages.append(channel.exchange(sends=way[0] == own))
+        self.actions += [Action(WAIT, message) for message in messages]
+        if messages:
+            self._launch()
 
     def _receive_tensor(self, kind: str, sender: int) -> None:
         channel = self._open_channel(kind, sender, self._stage)
@@ -271,11 +342,22 @@ class HostProgram:
 
 
 def write_programs(
-    schedule: PatchSchedule, calls: int, *, eager: bool = False, streams: Mapping[int, int] = NONE
+    schedule: PatchSchedule,
+    calls: int,
+    *,
+    eager: bool = False,
+    streams: Mapping[int, int] = NONE,
+    recorded: bool = False,
+    sequence: int = 1,
 ) -> list[list[Action]]:
-    """The programs of all stages, see `HostProgram`."""
-    programs = (HostProgram(schedule, stage, calls, eager=eager, streams=streams) for stage in range(schedule.stages))
-    return [program.actions for program in programs]
+    """The programs of all ranks, stage by stage, of which each has `sequence`; see `HostProgram`."""
+    programs = []
+    for stage in range(schedule.stages):
+        for index in range(sequence):
+            place = (index, sequence)
+            program = HostProgram(schedule, stage, calls, eager=eager, streams=streams, recorded=recorded, place=place)
+            programs.append(program.actions)
+    return programs
 
 
 def find_hang(programs: list[list[Action]], unbuffered: set[str], *, launches_wait: bool) -> list[str] | None:

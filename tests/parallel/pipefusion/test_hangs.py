@@ -18,7 +18,16 @@ from ditile.parallel.pipefusion.shared_warmup import LATENTS
 from ditile.plan import schedule as schedules
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import PatchSchedule
-from tests.parallel.pipefusion.host_programs import KINDS, RECEIVE, SEND, STEPPED, WAIT, find_hang, write_programs
+from tests.parallel.pipefusion.host_programs import (
+    KINDS,
+    RECEIVE,
+    SEND,
+    STEPPED,
+    WAIT,
+    HostProgram,
+    find_hang,
+    write_programs,
+)
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided
 from tests.zoo import ZOO
@@ -45,6 +54,20 @@ def test_no_schedule_hangs(mode: str) -> None:
     for schedule, calls, eager in itertools.product(list_schedules(mode), (1, 2), (False, True)):
         hang = find_hang(write_programs(schedule, calls, eager=eager), KINDS, launches_wait=True)
         assert hang is None, f"{schedule} with {calls} calls, eager={eager}: {hang}"
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_recorded_stages_that_split_tokens(stages: int) -> None:
+    """What is played waits for its last send too, and ranks of a stage exchange tokens in each computation.
+
+    Both only add waits, so that stages of one rank, and calls that are not recorded, end where these do.
+    """
+    rows = range(1, 9) if stages < 8 else (1, 2, 7, 8)
+    for patches, warmup, calls in itertools.product(rows, (0, 1), (1, 2)):
+        schedule = PatchSchedule(stages, patches, 4, warmup)
+        for eager, sequence in ((False, 2), (True, 1)):
+            programs = write_programs(schedule, calls, eager=eager, recorded=True, sequence=sequence)
+            assert find_hang(programs, KINDS, launches_wait=True) is None, (schedule, calls, eager, sequence)
 
 
 @pytest.mark.parametrize(("stages", "calls"), [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (5, 2), (8, 1), (8, 2)])
@@ -96,6 +119,16 @@ def test_the_model_finds_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (find_hang(programs, KINDS, launches_wait=True) is not None) == (patches > 2 * stages - 1)
         assert find_hang(programs, KINDS - {STEPPED}, launches_wait=True) is None
         assert find_hang(programs, KINDS, launches_wait=False) is None
+
+
+@pytest.mark.parametrize(("stages", "patches"), [(2, 2), (2, 4), (3, 3), (4, 8), (8, 8)])
+def test_a_receive_that_is_posted_late_hangs(monkeypatch: pytest.MonkeyPatch, stages: int, patches: int) -> None:
+    """A stage that launches between its send and its next receive waits for one that does so too."""
+    monkeypatch.setattr(HostProgram, "_post_before_send", lambda program: None)
+    programs = write_programs(PatchSchedule(stages, patches, 4, 1), 2)
+    assert find_hang(programs, KINDS, launches_wait=True) is not None
+    assert find_hang(programs, KINDS - {STEPPED}, launches_wait=True) is None
+    assert find_hang(programs, KINDS, launches_wait=False) is None
 
 
 ROWS: list[tuple[str, str, dict[str, Any]]] = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ditile.model.hooks.block_policy import CallForm, TokenState
 from ditile.model.hooks.generation import Generation, LayoutTokens
 from ditile.model.hooks.protocols import TokenStreams
 from ditile.model.hooks.token_arguments import take_runs, write_runs
-from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
+from ditile.parallel.pipefusion.prefetch import MessageForm, MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
 from ditile.plan.errors import ModelError, PlanError, StateError
 from ditile.plan.layout import DUMMY_TEXT, Joint, Layout, TokenShard, merge_ranges
@@ -34,7 +34,7 @@ from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 
 
 class PipeFusion:
-    """One stage. The loop calls the methods `begin_generation` to `send_stepped_patch`, the block hooks the others.
+    """One stage. The loop calls the methods `begin_generation` to `send_stepped_patches`, the block hooks the others.
 
     Args:
         mesh: the stage's place and groups, and the trace that records each op.
@@ -101,8 +101,7 @@ class PipeFusion:
             group = mesh.select_downstream_group(self.stage - 1)
             self._activations_in = ReceivePrefetcher(
                 PeerChannel(group, self.stage - 1, "activations", mesh.traffic),
-                self._compute_activation_shape,
-                self._can_post_activation,
+                self._find_activation_form,
             )
             # References that are left out in a step are one patch fewer.
             fewest_patches = self._patches
@@ -111,18 +110,25 @@ class PipeFusion:
             self._activations_in.looks_ahead = fewest_patches >= self.stages
         if not self.is_last_stage:
             group = mesh.select_downstream_group(self.stage)
-            self._activations_out = PeerChannel(group, self.stage + 1, "activations", mesh.traffic)
+            self._activations_out = PeerChannel(
+                group, self.stage + 1, "activations", mesh.traffic, before_send=self._post_before_send
+            )
         if self.stage == 0:
             self._latents_in = self._make_latents_receiver(mesh.latents)
         if self.is_last_stage:
-            self._latents_out = [PeerChannel(mesh.latents, 0, "latents", mesh.traffic)]
+            self._add_latents_sender(mesh.latents)
 
     def _make_latents_receiver(self, group: dist.ProcessGroup) -> ReceivePrefetcher:
         return ReceivePrefetcher(
             PeerChannel(group, self.stages - 1, "latents", self._traffic),
-            self._compute_latent_shape,
+            self._find_latent_form,
             self._can_post_latents,
         )
+
+    def _add_latents_sender(self, group: dist.ProcessGroup) -> None:
+        reader = len(self._latents_out)
+        channel = PeerChannel(group, reader, "latents", self._traffic, before_send=self._post_before_send)
+        self._latents_out.append(channel)
 
     def share_latents(self, device: torch.device) -> None:
         """Let every stage get the denoised patches from now on."""
@@ -133,9 +139,8 @@ class PipeFusion:
         # stage opens them in the order of the stages, so each of these opens only one.
         if self.is_last_stage:
             for reader in range(len(self._latents_out), self.stages - 1):
-                channel = PeerChannel(group, reader, "latents", self._traffic)
-                channel.open_connection(device, sends=True)
-                self._latents_out.append(channel)
+                self._add_latents_sender(group)
+                self._latents_out[reader].open_connection(device, sends=True)
         elif self._latents_in is None:
             self._latents_in = self._make_latents_receiver(group)
             self._latents_in.channel.open_connection(device, sends=False)
@@ -166,9 +171,10 @@ class PipeFusion:
         self.schedule = schedule
         self.generation = generation
         self._has_begun = False  # whether a message may have been sent
-        self._last_expected_step = 0  # whose activations are expected
+        self._last_expected_step = 0  # of whose activations some are expected
         self._last_returned_step = -1  # whose denoised patches are expected
         self._num_taken = 0
+        self._num_sends_due = 0  # until the last one of a call
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None
@@ -218,9 +224,9 @@ class PipeFusion:
         self.schedule = replace(schedule, batch=self.generation.batch)
         # Only messages that are certain may be expected: a receive that is posted for another would never end.
         if step > 0 and self._activations_in is not None:
-            for next_step in range(self._last_expected_step + 1, min(step + 2, schedule.steps)):
-                self._activations_in.expect_messages(self._list_message_keys(next_step))
-                self._last_expected_step = next_step
+            num_expected = int(self._last_expected_step == step)
+            self._activations_in.expect_messages(islice(self._list_message_keys(step), num_expected, None))
+            self._last_expected_step = step
         self.takes_latents = self.stage in schedule.latent_readers
         if self._latents_in is not None and self.takes_latents:
             self._latents_in.looks_ahead = schedule.takes_ahead
@@ -276,9 +282,42 @@ class PipeFusion:
                 keys.append(MessageKey(step, patch, stream))
         return keys
 
-    def send_stepped_patch(self, patch: Tensor, reader: int) -> None:
-        """Send a denoised patch to a stage that reads latents."""
-        self._latents_out[reader].send_tensor(patch)
+    def send_stepped_patches(self, patches: Sequence[tuple[int, Tensor]]) -> None:
+        """Send denoised patches, each to a stage that reads latents."""
+        self._num_sends_due = len(patches)
+        for reader, patch in patches:
+            self._latents_out[reader].send_tensor(patch)
+
+    def _post_before_send(self) -> None:
+        """Post what this stage receives next, if this is the last send of a call.
+
+        The pipeline launches work of its own behind the call, which may wait for the send, and so for the next stage.
+        If that one waited in a launch for a send whose receive is not posted here, neither would go on.
+        """
+        now = self.generation
+        self._num_sends_due -= 1
+        # In the first micro-step the last stage alone knows which call is the last.
+        if self._num_sends_due or (now.calls is None and not self.is_last_stage):
+            return
+        micro: MicroStep | None = now.micro_step
+        calls = now.own_calls
+        turn = 0
+        if not self.is_last_stage:
+            turn = (calls.index(now.branch) + 1) % len(calls)
+        if turn == 0:
+            micro = self.schedule.find_following(now.micro_step)
+        if micro is None:
+            return
+        if self._activations_in is not None:
+            if micro.step > self._last_expected_step:
+                self._activations_in.expect_messages(islice(self._list_message_keys(micro.step), 1))
+                self._last_expected_step = micro.step
+            self._activations_in.post_ahead(1)
+        if self._latents_in is not None and self.takes_latents:
+            references = self.schedule.num_references
+            due = self.schedule.count_taken_patches(self.stage, micro, turn, len(calls))
+            end = divmod(due, self._patches - references)
+            self._latents_in.post_due(lambda key: (key.step, key.patch - references) < end)
 
     # The block hooks call the methods below.
 
@@ -393,13 +432,15 @@ class PipeFusion:
             if now.branch >= now.calls:
                 raise now.make_calls_error(now.branch + 1)
             self._take_denoised_patches(now.micro_step, self._own_calls.index(now.branch))
-        self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
+        self.restart_transformer_call()
         return self.schedule.split_micro_batches(now.micro_step)
 
     def restart_transformer_call(self) -> None:
         """Start the ops of this call again from the first one."""
         now = self.generation
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
+        num_parts = len(self.schedule.split_micro_batches(now.micro_step))
+        self._num_sends_due = num_parts * len(self.schedule.list_patches(now.micro_step))
 
     def begin_micro_batch(self, micro_batch: int) -> None:
         """Start the ops of a call's next micro-batch."""
@@ -494,8 +535,9 @@ class PipeFusion:
         text_width = 0
         if state.text is not None:
             text_width = state.text.shape[2]
+        if not self._widths:
+            self._like = state.image.new_empty(0)
         self._widths[now.branch] = (state.image.shape[2], text_width)
-        self._dtype = state.image.dtype
         group = self.warmup_group and self._active_warmup_group
         if group is not None:
             self._start = self._trace.mark_point()
@@ -555,17 +597,14 @@ class PipeFusion:
             ops.append(op)
         return ops
 
-    def _receive_messages(self, like: Tensor) -> list[Tensor]:
-        """Receive the messages that a call needs before its first block.
-
-        Only dtype and device of `like` count.
-        """
+    def _receive_messages(self) -> list[Tensor]:
+        """Receive the messages that a call needs before its first block."""
         messages: list[Tensor] = []
         for op in self._take_receive_ops():
             assert self._activations_in is not None and op.patch is not None
             with self._trace.record_span("receive", op.step, op.patch, op.branch):
                 key = MessageKey(op.step, op.patch, op.branch, op.micro_batch)
-                messages.append(self._activations_in.receive_message(key, like))
+                messages.append(self._activations_in.receive_message(key, self._like))
         self._start = self._trace.mark_point()
         return messages
 
@@ -573,14 +612,12 @@ class PipeFusion:
         recording = CURRENT.recording
         # The first stage receives nothing, and so ends no segment of a recorded call.
         if recording is None:
-            messages = self._receive_messages(state.image)
+            messages = self._receive_messages()
         elif self._activations_in is None:
             messages = []
-            recording.note(partial(self._receive_messages, state.image.new_empty(0)))
+            recording.note(self._receive_messages)
         else:
-            # A tape outlives the tensors of the call.
-            like = state.image.new_empty(0)
-            messages = recording.receive_tensors(partial(self._receive_messages, like), self._take_receive_ops)
+            messages = recording.receive_tensors(self._receive_messages, self._take_receive_ops)
         parts = [message.flatten(1) for message in messages]
         if not parts:
             return state
@@ -652,12 +689,12 @@ class PipeFusion:
             if part.text:
                 assert state.text is not None
                 message = torch.cat([state.text.flatten(1), message], dim=1)
-            if message.dtype != self._dtype:
+            if message.dtype != self._like.dtype:
                 raise StateError(
-                    f"blocks made {message.dtype} of {self._dtype}, which the next stage waits for, as under "
+                    f"blocks made {message.dtype} of {self._like.dtype}, which the next stage waits for, as under "
                     "torch.autocast they may; give the pipeline one dtype instead, or use pipefusion=1"
                 )
-            # The reason for this shape is explained in `_compute_activation_shape`.
+            # The reason for this shape is explained in `_find_activation_form`.
             self._activations_out.send_tensor(message.unflatten(1, (-1, math.gcd(*widths))))
 
     def _record_compute(self) -> None:
@@ -676,32 +713,19 @@ class PipeFusion:
     # The methods below describe messages that are to come.
 
     def _list_message_keys(self, step: int) -> Iterator[MessageKey]:
-        calls = self.generation.calls
-        assert calls is not None
+        # When the last stage steps for the first time, it has made all its calls.
+        calls = self.generation.calls or self.generation.branch
         branches = self.generation.branches(step, calls)
         for op in self.schedule.iter_step_ops(self.stage, step, calls, branches):
             if op.kind is OpKind.RECEIVE and op.patch is not None:
                 yield MessageKey(op.step, op.patch, op.branch, op.micro_batch)
 
-    def _can_post_activation(self, key: MessageKey) -> bool:
-        """Return whether this stage has launched all work that an activation depends on, through the first stage."""
-        schedule = self.schedule
-        patch = key.patch
-        # A synchronous step begins with all patches of the one before.
-        if schedule.is_synchronous(key.step):
-            patch = self._patches - 1
-        return self._has_launched_patch(key.step - 1, patch)
-
     def _can_post_latents(self, key: MessageKey) -> bool:
-        """Return whether this stage, the first one, has launched its work on a patch with new latents to come."""
-        return self._has_launched_patch(key.step, key.patch)
-
-    def _has_launched_patch(self, step: int, patch: int) -> bool:
-        """Return whether this stage has launched its work on a patch of a step; micro-steps come in this order."""
+        """Return whether this stage has launched its work on the patch whose new latents are to come."""
         now = self.generation.micro_step
-        return (step, patch) < (now.step, now.patch or 0)
+        return (key.step, key.patch) < (now.step, now.patch or 0)
 
-    def _compute_activation_shape(self, key: MessageKey) -> tuple[int, ...] | None:
+    def _find_activation_form(self, key: MessageKey) -> MessageForm | None:
         now = self.generation
         if key.branch not in self._widths:
             return None
@@ -716,14 +740,15 @@ class PipeFusion:
         # A text may have other channels than the image, so a message is a list of vectors that divide a token of both:
         # transport packs and counts vectors.
         vector = math.gcd(width, text_width)
-        return (len(rows), (image_numbers + text_numbers) // vector, vector)
+        return MessageForm((len(rows), (image_numbers + text_numbers) // vector, vector), self._like)
 
-    def _compute_latent_shape(self, key: MessageKey) -> tuple[int, ...] | None:
+    def _find_latent_form(self, key: MessageKey) -> MessageForm | None:
         if not self._latents:
             return None
         # The key has the number of the scheduler where others have the branch.
+        latents = self._latents[key.branch]
         piece = self.generation.pieces[key.branch][key.patch]
-        return piece.shape(self._latents[key.branch])
+        return MessageForm(piece.shape(latents), latents)
 
 
 def _arrange_like(x: Tensor, like: Tensor) -> Tensor:

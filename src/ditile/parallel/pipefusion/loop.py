@@ -749,6 +749,7 @@ class Loop:
 
     def _send_denoised_patches(self, micro: MicroStep) -> None:
         """Send a micro-step's patches to the stages that read latents, patch after patch."""
+        patches = []
         for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
             if op.kind is not OpKind.SEND_STEPPED_PATCH:
                 continue
@@ -756,7 +757,8 @@ class Loop:
             for stream in self._streams:
                 if op.patch in stream.stepped_patches:
                     own = self._batch.view_own_images(stream.stepped_patches[op.patch])
-                    self._pipefusion.send_stepped_patch(own, op.peer)
+                    patches.append((op.peer, own))
+        self._pipefusion.send_stepped_patches(patches)
         for stream in self._streams:
             stream.stepped_patches.clear()
 

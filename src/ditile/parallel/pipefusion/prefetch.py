@@ -1,10 +1,14 @@
 """Receives that are posted ahead, so that a message is under way while the device still computes on the one before.
 
-A receive of gloo waits only for its message. A receive of NCCL is a kernel that spins on the device, and launching a
-kernel for the first time, or freeing memory, may wait for everything that runs there. So a receive is posted only if
-its message does not depend, directly or through other ranks, on work that this rank has not launched yet. With M
-patches in a round of N stages, each stage but the first may post one more activation if M >= N, and the first stage one
-more patch of latents if M > N (`PatchSchedule.takes_ahead`).
+A receive of gloo waits only for its message. A receive of NCCL is a kernel that spins on the device until its message
+comes, and a send is one until it is received. Launching a kernel for the first time, or freeing memory, may wait for
+everything that runs there, and a pipeline launches kernels of its own behind each call. So
+
+- a receive is posted only if its message does not depend, directly or through other ranks, on work that this rank has
+  not launched yet. With M patches travelling round N stages, each stage but the first may post one more activation if
+  M >= N, and the first stage one more patch of latents if M > N (`PatchSchedule.takes_ahead`);
+- what a stage receives next is posted just before the last send of a call, so that no stage waits in a launch for a
+  send whose receiver waits in one too (`tests/parallel/pipefusion/test_hangs.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +34,21 @@ class MessageKey(NamedTuple):
     micro_batch: int = 0
 
 
+class MessageForm(NamedTuple):
+    """The shape of a message, and a tensor that has its dtype and device."""
+
+    shape: tuple[int, ...]
+    like: Tensor
+
+
 class ReceivePrefetcher:
     """A channel whose receives are posted ahead, in the order in which the schedule expects them.
 
     Args:
         channel: carries the messages.
-        shape: returns the shape of a message; None if it is not known yet.
-        can_post: returns whether this rank has launched all its work that a message depends on.
+        find_form: returns the form of a message; None if it is not known yet.
+        can_post: returns whether this rank has launched all its work that a message depends on. It has for activations
+            of the current step, which are all that is expected.
 
     Attributes:
         looks_ahead: whether one may be posted ahead even if receives occupy the device.
@@ -45,11 +57,11 @@ class ReceivePrefetcher:
     def __init__(
         self,
         channel: PeerChannel,
-        shape: Callable[[MessageKey], tuple[int, ...] | None],
-        can_post: Callable[[MessageKey], bool],
+        find_form: Callable[[MessageKey], MessageForm | None],
+        can_post: Callable[[MessageKey], bool] = lambda key: True,
     ) -> None:
         self.channel = channel
-        self._shape = shape
+        self._find_form = find_form
         self._can_post = can_post
         self.looks_ahead = False
         self._expected: deque[MessageKey] = deque()
@@ -64,26 +76,32 @@ class ReceivePrefetcher:
         ahead = int(self.looks_ahead) if self.channel.occupies_device(like.device) else RECEIVES_AHEAD
         # This one is needed now, so it is posted whatever it depends on.
         if not self.channel.num_open_receives:
-            self._post_receive(like)
-        self._prefetch_messages(like, 1 + ahead)
+            self._post_receive()
+        self.post_ahead(1 + ahead)
         message = self.channel.receive_message(key)
-        self._prefetch_messages(like, ahead)
+        self.post_ahead(ahead)
         return message
+
+    def post_due(self, is_due: Callable[[MessageKey], bool]) -> None:
+        """Post the next receives, as many as are due."""
+        while self._expected and is_due(self._expected[0]) and self._post_receive():
+            pass
 
     def clear_expectations(self) -> None:
         """Forget all expected messages."""
         self._expected.clear()
 
-    def _prefetch_messages(self, like: Tensor, number: int) -> None:
+    def post_ahead(self, number: int) -> None:
+        """Post receives until so many are posted, as far as they can be."""
         while self.channel.num_open_receives < number and self._expected and self._can_post(self._expected[0]):
-            # Messages come in order, so one of unknown shape holds up those after it.
-            if not self._post_receive(like):
+            # Messages come in order, so one of unknown form holds up those after it.
+            if not self._post_receive():
                 return
 
-    def _post_receive(self, like: Tensor) -> bool:
-        """Post the next receive if its shape is known; return whether it was posted."""
-        shape = self._shape(self._expected[0])
-        if shape is None:
+    def _post_receive(self) -> bool:
+        """Post the next receive if its form is known; return whether it was posted."""
+        form = self._find_form(self._expected[0])
+        if form is None:
             return False
-        self.channel.post_receive(self._expected.popleft(), shape, like)
+        self.channel.post_receive(self._expected.popleft(), *form)
         return True
