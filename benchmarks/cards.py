@@ -91,8 +91,6 @@ def name_limit(result: SearchResult, subject: PlanSubject, search: PlanSearch) -
     if best.plan.offload == "blocks":
         host = count_host_memory(subject, subject.make_plan_job(best.plan, search.shape))
         return f"memory: {host.kept / 1e9:.0f} GB of weights wait in the host's"
-    if "too_large" in result.others:
-        return f"memory: a faster plan lacks {result.others['too_large'].lacks_bytes / 1e9:.1f} GB"
     if best.exposed_s > LARGE * best.latency_s:
         return f"link: {best.exposed_s / best.latency_s:.0%} of the loop"
     if best.bubble_s > LARGE * best.latency_s:

@@ -227,7 +227,7 @@ class PlanAnswer:
         machine = self.hardware if self.is_unlike else f"{self.devices} x {self.hardware}"
         title = f"on {machine}: {plans}"
         if self.result.too_large:
-            title += f", {self.result.too_large} of the fastest too large"
+            title += f", {self.result.too_large} of the fastest do not fit as they are"
         return title
 
     def _iterate_remarks(self) -> Iterator[str]:

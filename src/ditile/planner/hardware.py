@@ -154,11 +154,33 @@ SHEETS = {
     "rtx-3090": Datasheet(flops=71e12, bandwidth=936e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
     # Whitepaper "NVIDIA Ada GPU Architecture", table of the RTX 4090: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
     "rtx-4090": Datasheet(flops=165.2e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
+    # The same, of the RTX 4080: 97.5 TFLOPS, 717 GB/s, 16 GB, PCIe 4.0 x16.
+    "rtx-4080": Datasheet(flops=97.5e12, bandwidth=717e9, memory_gb=16, link="pcie", p2p=20e9, source=_RTX),
     # Whitepaper "NVIDIA RTX Blackwell GPU Architecture", of the RTX 5090: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
     "rtx-5090": Datasheet(
         flops=209.5e12,
         bandwidth=1792e9,
         memory_gb=32,
+        link="pcie",
+        p2p=40e9,
+        source=_RTX,
+        host_bandwidth=50e9,
+    ),
+    # The same, of the RTX 5080: 112.6 TFLOPS, 960 GB/s, 16 GB, PCIe 5.0 x16.
+    "rtx-5080": Datasheet(
+        flops=112.6e12,
+        bandwidth=960e9,
+        memory_gb=16,
+        link="pcie",
+        p2p=40e9,
+        source=_RTX,
+        host_bandwidth=50e9,
+    ),
+    # The same, of the RTX 5070: 61.7 TFLOPS, 672 GB/s, 12 GB, PCIe 5.0 x16.
+    "rtx-5070": Datasheet(
+        flops=61.7e12,
+        bandwidth=672e9,
+        memory_gb=12,
         link="pcie",
         p2p=40e9,
         source=_RTX,
