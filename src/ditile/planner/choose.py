@@ -319,7 +319,7 @@ def _make_question(
     return PlanQuestion(devices=devices, hosts=hosts, cuda_graphs=cuda_graphs, profile=profile, price=price, **request)
 
 
-def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | None) -> None:
+def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | None = None) -> None:
     """Raises `PlanError` if a later replica of a plan for this machine has other devices than the first."""
     if replicas == 1:
         return
