@@ -42,7 +42,7 @@ class ApiKeys:
 
 
 def read_api_keys(path: str | None) -> list[tuple[str, bytes]]:
-    """The keys (owner, key) of a file, or of DITILE_API_KEY if there is none.
+    """Return the keys (owner, key) of a file, or of DITILE_API_KEY without a file.
 
     A line is a key, or its owner's name, a colon and a key; the owner of a key without a name is "key-N", N the number
     of the line. Empty lines and comments after # do not count.

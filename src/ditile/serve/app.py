@@ -47,7 +47,10 @@ router = APIRouter()
 
 
 def create_app(service: Service) -> FastAPI:
-    """The app of a service. Raises `ModelError` if the file of keys cannot be read, or a key in it is none."""
+    """Build the app of a service.
+
+    Raises `ModelError` if the file of keys cannot be read, or one of its keys is not valid.
+    """
     # By default streams end on a signal; here their jobs get the time that the server leaves them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     options = service.options
@@ -88,7 +91,7 @@ def create_app(service: Service) -> FastAPI:
 
 @contextlib.contextmanager
 def write_access_log(stream: TextIO) -> Iterator[None]:
-    """Within, a line of JSON is written for each request: when, what path, by whose key, which job, how long."""
+    """Log each request as a line of JSON within the context: its time, path, key owner, job and duration."""
     handler = logging.StreamHandler(stream)
     # Where the stream takes nothing, clients would write a traceback into the other log with each request.
     handler.handleError = lambda record: None  # type: ignore[method-assign]
@@ -147,7 +150,7 @@ class AccessLog:
 
 @router.get("/health")
 async def report_health(http: HttpRequest) -> Response:
-    """200 if an image would be generated now, otherwise 503 with the reason."""
+    """Return 200 if an image would be generated now, otherwise 503 with the reason."""
     health = find_service(http).describe_health()
     status_code = 200 if health["status"] == "ok" else 503
     return AsciiJSONResponse(health, status_code=status_code)
@@ -155,13 +158,13 @@ async def report_health(http: HttpRequest) -> Response:
 
 @router.get("/metrics")
 async def report_metrics(http: HttpRequest) -> Response:
-    """For Prometheus."""
+    """Return the metrics for Prometheus."""
     return Response(find_service(http).metrics.render_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/v1/plan")
 async def report_plan(http: HttpRequest) -> Response:
-    """How the model is split, what that was predicted to take, and what it took."""
+    """Return how the model is split, with the predicted and the measured time."""
     plan = find_service(http).describe_plan()
     if "model" in plan:
         plan["model"] = find_served_name(plan["model"])
@@ -170,13 +173,13 @@ async def report_plan(http: HttpRequest) -> Response:
 
 @router.get("/v1/models")
 async def list_models(http: HttpRequest) -> Response:
-    """The served model."""
+    """Return the served model in a list."""
     return AsciiJSONResponse({"object": "list", "data": [await _describe_model(http)]})
 
 
 @router.get("/v1/models/{name:path}")
 async def read_model(http: HttpRequest, name: str) -> Response:
-    """The served model by its name."""
+    """Return the served model by its name."""
     model = await _describe_model(http)
     served = model["id"]
     if name != served:
@@ -209,7 +212,7 @@ async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
 
 
 async def _answer_bad_parameter(_: HttpRequest, error: Exception) -> Response:
-    """A parameter of the address that has not its type."""
+    """Answer a request whose address has a parameter of the wrong type."""
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
     name = str(problem["loc"][-1])
@@ -218,5 +221,5 @@ async def _answer_bad_parameter(_: HttpRequest, error: Exception) -> Response:
 
 
 async def _answer_unexpected_error(_: HttpRequest, error: Exception) -> Response:
-    """An unexpected exception: the log has its traceback, the client one line."""
+    """Answer an unexpected exception with one line. Its traceback is in the log."""
     return answer_error(RequestError("the server failed; its log says why", status=500, code="internal"))

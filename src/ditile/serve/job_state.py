@@ -60,11 +60,11 @@ class JobState:
 
     @property
     def job(self) -> Job:
-        """The job as it is now."""
+        """Return the job in its latest state."""
         return self.latest.job
 
     def publish(self, event: JobEvent) -> None:
-        """Replaces the job, and tells its watchers."""
+        """Replace the job, and notify its watchers."""
         self.latest = dataclasses.replace(event, preview=None, preview_index=0)
         for watcher in self.watchers:
             # Steps replace each other, so that they push no preview out.
@@ -74,12 +74,12 @@ class JobState:
             watcher.has_news.set()
 
     def settle(self, job: Job) -> None:
-        """Publishes the last event of the job."""
+        """Publish the last event of the job."""
         self.publish(JobEvent(job=job))
         self.is_settled = True
 
     async def watch(self) -> AsyncIterator[JobEvent]:
-        """Yields the job as it is, and then its news until it is settled."""
+        """Yield the job's current state, and then its news until it is settled."""
         # It listens before the first event is out, so that it misses none.
         watcher = _Watcher()
         self.watchers.add(watcher)

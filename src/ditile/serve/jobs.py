@@ -87,13 +87,13 @@ class Request:
     client: JsonObject = field(default_factory=dict)
 
     def to_json(self) -> JsonObject:
-        """The request as JSON types."""
+        """Return the request as JSON types."""
         values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
         return values | {"options": dataclasses.asdict(self.options), "bounds": dataclasses.asdict(self.bounds)}
 
     @classmethod
     def from_json(cls, values: JsonObject) -> Request:
-        """A request from what `to_json` returned."""
+        """Build a request from the result of `to_json`."""
         options = dict(values["options"])
         # JSON has no tuples, and one image may be stored as a plain text.
         image = options.get("image")
@@ -145,7 +145,7 @@ class JobResult:
 
     @classmethod
     def from_json(cls, values: JsonObject) -> JobResult:
-        """A result from its fields as JSON types."""
+        """Build a result from its fields as JSON types."""
         return cls(**values | {"size": tuple(values["size"])})
 
 
@@ -177,7 +177,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job is over and will not change any more."""
+        """Return whether the job has ended and will not change any more."""
         return self.state in ENDED
 
 

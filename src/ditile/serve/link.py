@@ -62,7 +62,7 @@ class Batch:
     jobs: list[BatchJob]
 
     def to_message(self) -> tuple[Message, Files]:
-        """The message that gives a rank this batch, and its files."""
+        """Return the message for a rank about this batch, and its files."""
         files = {}
         jobs = []
         for job in self.jobs:
@@ -73,7 +73,7 @@ class Batch:
 
     @classmethod
     def from_message(cls, message: Message, files: Files) -> Batch:
-        """The batch of a message."""
+        """Build the batch of a message."""
         batch = cls(message["generate"], [])
         for values in message["jobs"]:
             job = BatchJob(values["id"], Request.from_json(values["request"]))
@@ -89,10 +89,10 @@ class MessageLink(Protocol):
     """One end of a link between the server and a rank."""
 
     def send_message(self, message: Message, files: Files | None = None) -> None:
-        """Sends JSON types, and files by name."""
+        """Send JSON types, and files by name."""
 
     def receive_message(self) -> tuple[Message, Files]:
-        """Waits for the next message, and its files; raises `EOFError` if none will come."""
+        """Wait for the next message, and its files. Raises `EOFError` if none will come."""
 
 
 class SocketLink:
@@ -103,7 +103,7 @@ class SocketLink:
         self._sending = threading.Lock()
 
     def send_message(self, message: Message, files: Files | None = None) -> None:
-        """Sends JSON types, and files by name; raises `OSError` if the other end has gone."""
+        """Send JSON types, and files by name. Raises `OSError` if the other end has gone."""
         files = files or {}
         header = json.dumps({"message": message, "files": list(files)}).encode()
         with self._sending:
@@ -112,7 +112,7 @@ class SocketLink:
                 self._connection.send_bytes(content)
 
     def receive_message(self) -> tuple[Message, Files]:
-        """Waits for the next message, and its files; raises `EOFError` or `OSError` if the other end has gone."""
+        """Wait for the next message, and its files. Raises `EOFError` or `OSError` if the other end has gone."""
         header = json.loads(self._connection.recv_bytes())
         files = {}
         for name in header["files"]:
@@ -120,5 +120,5 @@ class SocketLink:
         return header["message"], files
 
     def close_connection(self) -> None:
-        """Closes this end."""
+        """Close this end."""
         self._connection.close()

@@ -51,28 +51,28 @@ class Metrics:
             self._seconds.labels(stage)
 
     def set_job_counts(self, waiting: int, running: int) -> None:
-        """How many jobs there are now that have not ended."""
+        """Set the numbers of waiting and running jobs."""
         self._gauges["jobs"].labels("queued").set(waiting)
         self._gauges["jobs"].labels("running").set(running)
 
     def note_accepted_job(self, job: Job) -> None:
-        """A job came."""
+        """Count an accepted job."""
         self._counters["jobs_accepted"].labels(job.kind).inc()
 
     def note_refused_request(self, status: int) -> None:
-        """A request became no job; `status` is its HTTP status."""
+        """Count a request without a job; `status` is its HTTP status."""
         self._counters["requests_refused"].labels(status).inc()
 
     def note_started_job(self, job: Job) -> None:
-        """Ranks began a job; `started` is set."""
+        """Record the waiting time of a job once ranks began it; `started` is set."""
         self._note_seconds("wait", job.created, job.started)
 
     def note_step(self) -> None:
-        """A batch made a step."""
+        """Count a step of a batch."""
         self._counters["steps"].inc()
 
     def note_ended_job(self, job: Job, replica: str = "0") -> None:
-        """A job ended, in any state, on the replica of this name."""
+        """Count a job that ended, in any state, on the replica of this name."""
         self._counters["jobs_ended"].labels(job.kind, job.state).inc()
         self._note_seconds("total", job.created, job.ended)
         if job.failure is not None:
@@ -81,16 +81,16 @@ class Metrics:
             self._note_result(job, job.result, replica)
 
     def note_ready_replica(self, replica: str) -> None:
-        """The ranks of a replica are warm."""
+        """Mark the ranks of a replica as warm."""
         self._gauges["group_ready"].labels(replica).set(1)
 
     def note_lost_replica(self, replica: str) -> None:
-        """The ranks of a replica ended or hang."""
+        """Mark a replica as lost because its ranks ended or hang."""
         self._gauges["group_ready"].labels(replica).set(0)
         self._counters["group_failures"].labels(replica).inc()
 
     def render_text(self) -> bytes:
-        """All metrics in the text format of Prometheus."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
     def _note_seconds(self, stage: str, begin: float, end: float | None) -> None:

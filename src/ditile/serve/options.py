@@ -123,12 +123,12 @@ class ServeOptions(EngineOptions, SourceOptions):
 
     @property
     def num_groups(self) -> int:
-        """How many batches may run at once."""
+        """Return the number of batches that may run at once."""
         return self.ray_max_replicas or self.replicas
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches the server."""
+        """Return whether the server can be reached only from this machine."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -136,7 +136,7 @@ class ServeOptions(EngineOptions, SourceOptions):
 
     @property
     def max_upload_pixels(self) -> int:
-        """How many pixels an image may have from which one is generated."""
+        """Return the largest number of pixels that an uploaded image may have."""
         return self.max_pixels or MAX_UPLOAD_PIXELS
 
     def find_max_pixels(self, facts: ModelFacts) -> int:
@@ -147,21 +147,24 @@ class ServeOptions(EngineOptions, SourceOptions):
         return self.max_upload_pixels
 
     def list_origins(self) -> list[str]:
-        """The origins whose pages may call the server."""
+        """Return the origins whose pages may call the server."""
         if self.cors is None:
             return []
         origins = [origin.strip() for origin in self.cors.split(",")]
         return list(filter(None, origins))
 
     def find_state_folder(self) -> Path:
-        """Where jobs and results are kept."""
+        """Return the folder for jobs and results."""
         if self.state is not None:
             return Path(self.state)
         name = re.sub(r"[^\w.-]|_", "-", Path(self.model).name)
         return env.find_data_folder() / "serve" / f"{name}-{self.port}"
 
     def list_lora_names(self, facts: ModelFacts) -> list[str]:
-        """The LoRAs that requests may name: each file, and the same for the second transformer of a model with two."""
+        """Return the names of the LoRAs that requests may use.
+
+        A model with two transformers has each file twice, the second time for its second transformer.
+        """
         if self.lora_dir is None:
             return []
         loras = Path(self.lora_dir).glob("[!.]*.safetensors")

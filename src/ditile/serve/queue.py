@@ -38,7 +38,7 @@ class JobQueue:
 
     @contextlib.contextmanager
     def reserve_place(self) -> Iterator[None]:
-        """Holds a place for one more job while it is written to disk; raises `QueueFullError` if there is none."""
+        """Reserve a place for one more job while it is written to disk. Raises `QueueFullError` if there is none."""
         if len(self) + self._num_reserved >= self._max_jobs:
             seconds = self.estimate_seconds()
             message = f"{self._max_jobs} jobs wait already; try again in {seconds} s"
@@ -50,17 +50,17 @@ class JobQueue:
             self._num_reserved -= 1
 
     def add_job(self, job: Job) -> None:
-        """Puts a job after its owner's other jobs, and a new owner at the end of the line."""
+        """Add a job after its owner's other jobs; a new owner goes to the end of the line."""
         self._owners.setdefault(job.owner, OrderedDict())[job.id] = job
 
     def put_back_job(self, job: Job) -> None:
-        """Puts a job that was taken out back at the front of the queue."""
+        """Put a job back at the front of the queue."""
         self.add_job(job)
         self._owners[job.owner].move_to_end(job.id, last=False)
         self._owners.move_to_end(job.owner, last=False)
 
     def remove_job(self, job: Job) -> bool:
-        """Takes a job out; returns False if it does not wait."""
+        """Remove a job, and return False if it was not waiting."""
         jobs = self._owners.get(job.owner, OrderedDict())
         if job.id not in jobs:
             return False
@@ -70,7 +70,7 @@ class JobQueue:
         return True
 
     def take_batch(self, limit: int) -> tuple[Job, ...]:
-        """Takes out the next job and waiting jobs of its shape; empty if none waits.
+        """Remove and return the next job and waiting jobs of its shape; empty if none waits.
 
         Args:
             limit: images or videos of a batch. A job that has more runs alone.
@@ -87,18 +87,18 @@ class JobQueue:
         return batch
 
     def note_seconds(self, seconds: float, num_jobs: int) -> None:
-        """Records how long a batch took."""
+        """Record the seconds of a batch."""
         self._seconds += seconds
         self._num_finished += num_jobs
 
     def estimate_seconds(self) -> int:
-        """Whole seconds until the next place is free, from the mean of the jobs so far; at least 1."""
+        """Return whole seconds until the next place is free, from the mean of the jobs so far; at least 1."""
         if not self._num_finished:
             return math.ceil(FIRST_GUESS)
         return max(1, math.ceil(self._seconds / self._num_finished))
 
     def _find_companions(self, first: Job, room: int) -> Iterator[Job]:
-        """Yields jobs that join the batch of the first one. Owners take turns here too."""
+        """Yield jobs for the batch of the first one. Owners take turns here too."""
         shape = describe_shape(first)
         if shape is None:
             return
@@ -118,7 +118,7 @@ class JobQueue:
 
 
 def describe_shape(job: Job) -> str | None:
-    """What jobs must have in common to share a batch; None for a job that runs alone."""
+    """Describe the options that a batch's jobs must share; None for a job that runs alone."""
     request = job.request
     # Conditions and previews belong to one job's call, and a bound on seconds is that of one job.
     if request.options.image is not None or request.num_previews or request.bounds.seconds is not None:

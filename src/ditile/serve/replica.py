@@ -104,19 +104,19 @@ class Replica(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Starts the ranks, and starts them again when they fail."""
+        """Start the ranks, and start them again when they fail."""
 
     @abstractmethod
     def generate(self, batch: Batch) -> None:
-        """Gives a batch to the ranks, which are ready."""
+        """Give a batch to the ranks, which must be ready."""
 
     @abstractmethod
     def stop(self, batch_id: str) -> None:
-        """Ends a batch within two steps on every rank; does nothing if it has ended."""
+        """End a batch within two steps on every rank; does nothing if it has ended."""
 
     @abstractmethod
     async def end(self) -> None:
-        """Ends the ranks for good; returns when no process is left."""
+        """End the ranks for good, and return when no process is left."""
 
     def _tell(self, kind: Any, batch_id: str | None = None, **values: Any) -> None:
         self._on_event(ReplicaEvent(kind=kind, replica=self, batch_id=batch_id, **values))
@@ -140,7 +140,7 @@ class Replica(ABC):
         self._tell("ended", batch_id)
 
     def _note_down(self, error: DitileError, has_failed: bool = False) -> None:
-        """Reports that the ranks have ended, or with `has_failed` that starting them again has not helped."""
+        """Report that the ranks have ended. `has_failed` says that starting them again has not helped."""
         if has_failed:
             is_started_again = self.facts is not None or name_cause(error) == NOT_STARTED
             failure = describe_failed_replica(error, is_started_again)
@@ -169,7 +169,7 @@ class Replica(ABC):
         self._last_line = line
 
     def _handle_message(self, message: Message, files: Files) -> None:
-        """Reports a message of rank 0, which has the fields of an event as JSON types."""
+        """Report a message of rank 0. It has the fields of an event as JSON types."""
         values = dict(message)
         kind = values.pop("kind")
         if kind == "ready":
@@ -207,19 +207,19 @@ class LocalReplica(Replica):
         self._hangs = threading.Event()
 
     def start(self) -> None:
-        """Starts the ranks, and starts them again when they fail."""
+        """Start the ranks, and start them again when they fail."""
         # Its thread starts now: later there may be no room for it.
         self._sender.submit(_send_to_all, [], {}, None)
         threading.Thread(target=self._keep_ranks_alive, name=f"ranks-{self.name}", daemon=True).start()
 
     def generate(self, batch: Batch) -> None:
-        """Gives a batch to the ranks, which are ready."""
+        """Give a batch to the ranks, which must be ready."""
         self._note_batch(batch)
         self._send(*batch.to_message())
         self._tell("begun", batch.id)
 
     def stop(self, batch_id: str) -> None:
-        """Ends a batch within two steps on every rank; does nothing if it has ended."""
+        """End a batch within two steps on every rank; does nothing if it has ended."""
         if self._batch_id != batch_id or self.state != "drawing" or self._is_ending.is_set():
             return
         now = time.monotonic()
@@ -233,7 +233,7 @@ class LocalReplica(Replica):
         self._next_stop = self._loop.call_later(STOP_AGAIN_SECONDS, self.stop, batch_id)
 
     async def end(self) -> None:
-        """Ends the ranks for good; returns when no process is left."""
+        """End the ranks for good, and return when no process is left."""
         self._is_ending.set()
         self._send({"leave": True})
         seconds = LEAVE_SECONDS if self.state == "ready" else LEAVE_BUSY_SECONDS
@@ -254,7 +254,7 @@ class LocalReplica(Replica):
             self._post(self._has_ended.set)
 
     def _restart_ranks(self) -> None:
-        """Starts the ranks whenever they have ended, until the server ends or the replica has failed."""
+        """Start the ranks whenever they have ended, until the server ends or the replica has failed."""
         delay = 0.0
         failed_starts = Counter[str]()
         has_been_ready = False
@@ -280,7 +280,7 @@ class LocalReplica(Replica):
             self._is_ending.wait(delay)
 
     def _run_ranks(self, is_ready: threading.Event) -> DitileError:
-        """Runs the ranks until they end, and returns why they did; sets `is_ready` when they are."""
+        """Run the ranks until they end, and return the reason. Sets `is_ready` when they are ready."""
         self._hangs.clear()
         try:
             pairs = [socket.socketpair() for _ in range(self._setup.plan.world)]
@@ -350,7 +350,7 @@ class LocalReplica(Replica):
 
 
 def run_worker(setup: WorkerSetup) -> None:
-    """Generates what the server asks this rank for, until it says that the rank may leave, or has gone."""
+    """Generate the server's batches on this rank, until the server dismisses the rank or has gone."""
     # It imports torch, which the server never does.
     from ditile.serve.worker import RankWorker
 
@@ -362,14 +362,14 @@ def run_worker(setup: WorkerSetup) -> None:
 
 
 def name_cause(error: DitileError) -> str:
-    """The way in which ranks have ended: the type of an error, or the signal."""
+    """Return how ranks have ended: the type of an error, or the signal."""
     if isinstance(error, RankError):
         return error.cause
     return type(error).__name__
 
 
 def describe_lost_ranks(error: DitileError) -> Failure:
-    """The message for a client about ranks that have ended: one line, without a traceback."""
+    """Return the message for a client about ranks that have ended: one line, without a traceback."""
     line = _name_end(error)
     text = str(error)
     if MEMORY_MESSAGE.search(text) or "out of memory" in text:
@@ -379,7 +379,7 @@ def describe_lost_ranks(error: DitileError) -> Failure:
 
 
 def describe_failed_replica(error: DitileError, is_started_again: bool) -> Failure:
-    """The message for a client about ranks whose starts have failed in the same way."""
+    """Return the message for a client about ranks whose starts have failed in the same way."""
     if is_started_again:
         remedy = f"they are started every {LONGEST_DELAY:.0f} s"
     else:

@@ -41,12 +41,12 @@ class RequestCache:
 
     @property
     def has_cache(self) -> bool:
-        """Whether steps or blocks are left out now."""
+        """Return whether steps or blocks are skipped now."""
         config = self._replacement if self.is_replaced else self._own_configs["cache_config"]
         return config is not None
 
     def install_for_job(self, job: BatchJob) -> JsonObject:
-        """Installs the cache of a job's request; every rank calls it.
+        """Install the cache of a job's request; every rank calls it.
 
         Returns:
             What is promised, as of `Promise.to_json_dict`, or the number of computed steps alone; empty without either.
@@ -85,7 +85,7 @@ class RequestCache:
             enable_cache(self._runner, self._own_configs["cache_config"], self._own_configs.get("calibrator_config"))
 
     def _enable(self, config: FittedScheduleConfig) -> None:
-        """Installs a cache on all ranks, or on none: a host may lack the file of the schedule."""
+        """Install a cache on all ranks or on none, since a host may lack the file of the schedule."""
         refusal = ""
         try:
             enable_cache(self._runner, config)
@@ -98,7 +98,7 @@ class RequestCache:
         self._replacement = config
 
     def _choose_promise(self, job: BatchJob, schedule: str | None) -> Promise:
-        """The promise of rank 0, which all ranks keep: each host has a profile of its own."""
+        """Return the promise of rank 0 for all ranks, since each host has a profile of its own."""
         answer: JsonObject = {}
         if self._runner.mesh.rank == 0:
             # The planner asks for the sizes of images alone.

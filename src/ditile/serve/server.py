@@ -52,7 +52,9 @@ Predict = Callable[[], Awaitable[JsonObject]]
 
 
 def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Predict) -> int:
-    """Serves until SIGTERM or SIGINT, or with `exit_on_failure` until the ranks have failed; returns the exit code.
+    """Serve until SIGTERM or SIGINT, and return the exit code.
+
+    With `exit_on_failure` it also ends when the ranks have failed.
 
     Args:
         options, plan, cache: what to serve, and how the ranks compute.
@@ -70,7 +72,7 @@ def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, predict: 
 
 
 def open_listener(options: ServeOptions) -> socket.socket:
-    """Opens the socket that the server listens on. Raises `ModelError` if the address is not available."""
+    """Open the server's listening socket. Raises `ModelError` if the address is not available."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
@@ -87,7 +89,7 @@ def open_listener(options: ServeOptions) -> socket.socket:
 
 
 def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> ReplicaFactory:
-    """The function that makes the replicas, on this machine or on a Ray cluster."""
+    """Return the function for making the replicas, on this machine or on a Ray cluster."""
     setup = WorkerSetup(
         model=options.model,
         engine=options,
@@ -134,7 +136,7 @@ async def _serve_until_told(
 async def _serve_and_drain(
     app: FastAPI, server: DrainingServer, service: Service, plan: Plan, predict: Predict, listener: socket.socket
 ) -> bool:
-    """Serves until a signal stops the server; returns whether its ranks have failed."""
+    """Serve until a signal stops the server, and return whether its ranks have failed."""
     num_ended, num_waiting = await service.start()
     if num_ended or num_waiting:
         found = f"{num_ended} jobs that have ended, and {num_waiting} videos that are generated now"
@@ -195,7 +197,7 @@ class TimedConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts to wait for the first request."""
+        """Start to wait for the first request."""
         super().connection_made(transport)
         self._wait_for_head()
         if len(self.connections) > self._most:
@@ -204,7 +206,7 @@ class TimedConnection(HttpToolsProtocol):
             del self._waiting[oldest]
 
     def data_received(self, data: bytes) -> None:
-        """Reads on, and refuses a head that is too large."""
+        """Read on, and refuse headers that are too large."""
         # The parser alone knows where in the data a head begins and ends.
         if not self._is_in_body:
             self._num_head_bytes += len(data)
@@ -213,25 +215,25 @@ class TimedConnection(HttpToolsProtocol):
             self.send_400_response("The headers are too large.")
 
     def on_headers_complete(self) -> None:
-        """Begins a request."""
+        """Begin a request."""
         self._num_head_bytes = 0
         self._is_in_body = True
         self._end_waiting()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Notes that the body of a request is whole."""
+        """Note that the body of a request is complete."""
         self._is_in_body = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Waits for the next request, if it has not begun."""
+        """Wait for the next request, if it has not begun."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends."""
+        """Stop waiting for a request."""
         self._end_waiting()
         super().connection_lost(exc)
 
@@ -319,11 +321,11 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def is_told(self) -> bool:
-        """Whether a signal has asked the server to stop."""
+        """Return whether a signal has asked the server to stop."""
         return self._draining is not None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to accept connections."""
+        """Start to accept connections."""
         await super().startup(sockets)
         # uvicorn has one number for what is accepted at once and for what the system keeps.
         for listener in sockets or []:
@@ -331,12 +333,12 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Disables uvicorn's own handling of signals: `take_signals` handles them from before the ranks start."""
+        """Disable uvicorn's own handling of signals. `take_signals` handles them, from before the ranks start."""
         yield
 
     @contextlib.contextmanager
     def take_signals(self) -> Iterator[None]:
-        """Lets signals stop the server, even while its ranks are still loading the model."""
+        """Let signals stop the server, even while its ranks are still loading the model."""
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGTERM, signal.SIGINT]
         # Under nohup the server outlives its terminal.
@@ -371,7 +373,7 @@ class DrainingServer(uvicorn.Server):
 
 
 async def _announce(service: Service, listener: socket.socket, plan: Plan) -> None:
-    """Prints the server's address once its ranks are ready."""
+    """Print the server's address once its ranks are ready."""
     host, port = listener.getsockname()[:2]
     if ":" in host:
         host = f"[{host}]"

@@ -113,7 +113,7 @@ class Service:
         return len(jobs) - num_waiting, num_waiting
 
     async def wait_until_ready(self) -> None:
-        """Returns when a replica is ready.
+        """Wait until a replica is ready.
 
         Raises:
             DitileError: if the model, the plan or an option does not fit, so that no start will help.
@@ -128,19 +128,19 @@ class Service:
             raise NotReadyError("the server ended before its ranks had loaded the model")
 
     async def wait_until_failed(self) -> None:
-        """Returns when every replica has failed in all of its starts."""
+        """Wait until every replica has failed in all of its starts."""
         await self._has_failed.wait()
 
     @property
     def facts(self) -> ModelFacts:
-        """What the model takes. Raises `NotReadyError` before the ranks have loaded it."""
+        """Return the facts of the model. Raises `NotReadyError` before the ranks have loaded it."""
         if self._facts is None:
             self._check_not_failed()
             raise NotReadyError("the ranks load the model; try again in some seconds")
         return self._facts
 
     async def submit(self, kind: Kind, owner: str, request: Request, inputs: Files) -> Job:
-        """Takes a job; when this returns it is on disk. If the caller is cancelled meanwhile, so is the job.
+        """Accept a job and write it to disk before returning. If the caller is cancelled meanwhile, so is the job.
 
         Args:
             kind: of what the job generates.
@@ -169,13 +169,16 @@ class Service:
             raise
 
     def find_job(self, job_id: str, owner: str | None) -> Job:
-        """A job as it is now. Raises `JobNotFoundError` if there is none of this owner; None is any owner."""
+        """Return a job in its current state.
+
+        Raises `JobNotFoundError` if there is none of this owner; None is any owner.
+        """
         return self._find_state(job_id, owner).job
 
     def list_jobs(
         self, owner: str, kind: Kind, *, after: str | None = None, limit: int = 20, newest_first: bool = True
     ) -> list[Job]:
-        """Jobs of an owner in the order in which they came.
+        """Return jobs of an owner in the order of arrival.
 
         Args:
             owner: the name of the client's key.
@@ -208,7 +211,7 @@ class Service:
         return self._find_state(job_id, None).watch()
 
     async def cancel(self, job_id: str, owner: str) -> Job:
-        """Ends a job: one that waits at once, one that runs within two steps on every rank.
+        """End a job. One that waits ends at once, one that runs within two steps on every rank.
 
         Returns:
             The job as it ended, or as it had ended before.
@@ -224,7 +227,7 @@ class Service:
         return state.job
 
     async def delete(self, job_id: str, owner: str) -> None:
-        """Removes a job and its files, after it was cancelled if it had not ended.
+        """Remove a job and its files, after cancelling it if it had not ended.
 
         Raises:
             JobNotFoundError: if there is none of this owner.
@@ -239,7 +242,7 @@ class Service:
         self._states.pop(job_id, None)
 
     def read_output(self, job: Job, name: str) -> bytes:
-        """The content of an output file or of an image that the job started from. Any thread may call this.
+        """Return the content of an output file, or of an image that the job started from. Any thread may call this.
 
         Raises:
             JobNotFoundError: if there is none of this name, or not any more.
@@ -247,7 +250,7 @@ class Service:
         return self._store.read_job_file(job.id, name)
 
     def describe_health(self) -> JsonObject:
-        """Whether requests are served, and what each replica does, in types of JSON."""
+        """Return whether requests are served, and the state of each replica, as JSON types."""
         states = {replica.state for replica in self._replicas}
         if self._end is not None:
             status = "draining"
@@ -286,7 +289,7 @@ class Service:
         }
 
     def describe_plan(self) -> JsonObject:
-        """The plan, what was predicted, and the last measurement, in types of JSON."""
+        """Return the plan, its prediction, and the last measurement, as JSON types."""
         known: JsonObject = {}
         if self._facts is not None:
             known = {"model": self._facts.name, "plan": self._facts.plan}
@@ -295,11 +298,11 @@ class Service:
         return {**known, **self._plan, "last": self._last_result}
 
     def note_plan_facts(self, facts: JsonObject) -> None:
-        """Adds to what `describe_plan` says."""
+        """Add facts to the result of `describe_plan`."""
         self._plan.update(facts)
 
     async def drain(self, seconds: float) -> None:
-        """Ends the service: accepts no more jobs, gives those that run some time, and ends the ranks.
+        """End the service. It accepts no more jobs, gives running ones some time, and ends the ranks.
 
         Videos that wait or are stopped are left to the next server; images fail. A second call shortens the time.
         """
@@ -325,7 +328,7 @@ class Service:
         return job
 
     async def _cancel_unseen_job(self, accepting: asyncio.Task[Job]) -> None:
-        """Cancels a job whose client went before it knew the job."""
+        """Cancel a job whose client disconnected before it knew the job."""
         with contextlib.suppress(DitileError):
             job = await accepting
             self._cancel_job(self._states[job.id], JobOutcome(state="cancelled"))
@@ -349,7 +352,7 @@ class Service:
     # Batches.
 
     def _dispatch_batches(self) -> None:
-        """Gives a batch to each replica that is ready."""
+        """Give a batch to each replica that is ready."""
         for replica in self._replicas:
             if self._end is not None:
                 break
@@ -368,7 +371,7 @@ class Service:
         self._update_job_counts()
 
     async def _send_batch(self, batch: RunningBatch) -> None:
-        """Reads the inputs of a batch from disk, and gives it to its replica if that is still possible."""
+        """Read the inputs of a batch from disk, and give it to its replica if that is still possible."""
         inputs: dict[str, Files] = {}
         for state in tuple(batch.open):
             job = state.job
@@ -401,13 +404,13 @@ class Service:
             batch.replica.generate(Batch(batch.id, jobs))
 
     def _release_batch(self, batch: RunningBatch) -> None:
-        """Lets the replica of a batch have the next one."""
+        """Free the replica of a batch for the next one."""
         del self._batches[batch.replica.name]
         self._batch_released.set()
         self._dispatch_batches()
 
     def _close_batch(self, batch: RunningBatch, failure: Failure) -> None:
-        """Ends the jobs of a batch that have no result."""
+        """End the jobs of a batch that have no result."""
         for state in tuple(batch.open):
             self._end_job(state, state.outcome or JobOutcome(state="failed", failure=failure))
         self._release_batch(batch)
@@ -491,7 +494,7 @@ class Service:
                 self._cancel_job(state, JobOutcome(state="failed", failure=event.failure))
 
     def _find_failure(self) -> Failure | None:
-        """Why nothing can be generated; None while a replica is ready or may become so."""
+        """Return why nothing can be generated; None while a replica is ready or may become ready."""
         if any(replica.state != "failed" for replica in self._replicas):
             return None
         return self._failures[self._replicas[0].name]
@@ -520,7 +523,7 @@ class Service:
     # How jobs end.
 
     def _cancel_job(self, state: JobState, outcome: JobOutcome) -> None:
-        """Cancels a queued job, or one of a batch; stops the batch once every job in it is cancelled."""
+        """Cancel a queued job, or one of a batch. The batch stops once all its jobs are cancelled."""
         if state.is_ending or state.is_settled:
             return
         # The first outcome counts, unless it was open to a result.
@@ -537,7 +540,7 @@ class Service:
             self._end_job(state, state.outcome)
 
     def _end_job(self, state: JobState, outcome: JobOutcome, files: Files | None = None) -> None:
-        """Has the end of a job written, and then published."""
+        """Start to write the end of a job, which is then published."""
         if state.is_ending:
             return
         state.is_ending = True
@@ -580,7 +583,7 @@ class Service:
     # The disk.
 
     async def _save_jobs(self, jobs: list[Job]) -> None:
-        """Writes jobs as they are; what cannot be written is logged, and those that have ended are tried again."""
+        """Write jobs to disk. A failure is logged, and jobs that have ended are written again later."""
         try:
             await self._run_on_disk(self._store.save_jobs, jobs)
         except StateError as error:
@@ -588,7 +591,7 @@ class Service:
             self._unsaved += [job for job in jobs if job.has_ended]
 
     async def _sweep_results(self) -> None:
-        """Keeps removing jobs that have expired."""
+        """Remove expired jobs again and again."""
         while True:
             pause = self.options.keep_results / 10
             # A tenth of the time that results are kept, within bounds for very short and very long ones.
@@ -610,7 +613,7 @@ class Service:
                 LOG.error("%s", error)
 
     def _run_on_disk(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Calls a method of the store in its thread."""
+        """Call a method of the store in its thread."""
         return asyncio.get_running_loop().run_in_executor(self._disk, function, *args)
 
     # The end of the server.
@@ -634,7 +637,7 @@ class Service:
                 self._cancel_job(state, JobOutcome(state="failed", failure=failure, accepts_result=True))
 
     def _stop_batches(self) -> None:
-        """Stops what runs, when its time is over."""
+        """Stop the running batches when their time is over."""
         for batch in tuple(self._batches.values()):
             self._leave_to_next_server(batch.open)
         self._loop.call_later(STOP_SECONDS, self._give_batches_up)
@@ -663,11 +666,11 @@ class Service:
         self._has_started.set()
 
     def _list_open_states(self) -> list[JobState]:
-        """The jobs whose end is not on disk."""
+        """Return the jobs whose end is not on disk."""
         return [state for state in self._states.values() if not state.is_settled]
 
     def _count_jobs(self) -> tuple[int, int]:
-        """How many jobs wait, and how many are generated or written."""
+        """Count the waiting jobs, and those that are generated or written."""
         waiting = len(self._queue)
         for batch in self._batches.values():
             if batch.begun is None:

@@ -87,13 +87,13 @@ class JobStore:
             raise
 
     def close(self) -> None:
-        """Lets another server use the folder."""
+        """Release the folder for another server."""
         with self._convert_errors():
             self._database.close()
         os.close(self._lock)
 
     def recover_jobs(self) -> list[Job]:
-        """Returns all jobs in the order in which they came, after it settled those that an earlier server left.
+        """Settle the jobs of an earlier server, and return all in the order of arrival.
 
         Videos that had not ended wait again, unless they were begun `MAX_ATTEMPTS` times. Images that had not ended
         fail: their clients have gone. Raises `StateError` if a job cannot be read.
@@ -113,7 +113,7 @@ class JobStore:
         return jobs
 
     def accept_job(self, job: Job, inputs: Files) -> None:
-        """Keeps a new job and its input files by name; raises `StateError` if they cannot be written."""
+        """Write a new job and its input files by name. Raises `StateError` if they cannot be written."""
         with self._convert_errors():
             try:
                 self._write_files(job.id, inputs)
@@ -125,7 +125,7 @@ class JobStore:
                 raise
 
     def save_jobs(self, jobs: Sequence[Job], files: Mapping[str, Files] | None = None) -> None:
-        """Keeps what became of jobs, in one transaction.
+        """Write the new states of jobs, in one transaction.
 
         Args:
             jobs: as they are now.
@@ -143,7 +143,7 @@ class JobStore:
                 self._database.executemany(_UPDATE, [_build_row(job) for job in jobs])
 
     def remove_jobs(self, ids: Sequence[str]) -> None:
-        """Removes rows and files; raises `StateError` if the rows cannot be removed."""
+        """Remove rows and files. Raises `StateError` if the rows cannot be removed."""
         # Rows before files: a folder without a row is removed at the next start.
         with self._convert_errors(), self._database:
             self._database.executemany("DELETE FROM jobs WHERE id = ?", [(job_id,) for job_id in ids])
@@ -151,7 +151,7 @@ class JobStore:
             shutil.rmtree(self._find_folder(job_id), ignore_errors=True)
 
     def read_job_file(self, job_id: str, name: str) -> bytes:
-        """The content of an input or output file, from any thread; raises `JobNotFoundError` if there is none."""
+        """Return the content of an input or output file, from any thread; raises `JobNotFoundError` without it."""
         if not FILE_NAME.fullmatch(name):
             raise JobNotFoundError(f"{job_id} has no file {name!r}")
         try:
@@ -160,7 +160,7 @@ class JobStore:
             raise JobNotFoundError(f"{job_id} has no file {name!r}") from None
 
     def read_inputs(self, job_id: str) -> Files:
-        """The input files by name; raises `StateError` if they cannot be read."""
+        """Return the input files by name. Raises `StateError` if they cannot be read."""
         folder = self._find_folder(job_id)
         contents: Files = {}
         if not folder.exists():
@@ -173,7 +173,7 @@ class JobStore:
         return contents
 
     def _settle_job(self, job: Job) -> Job:
-        """What becomes of a job that an earlier server left."""
+        """Return the new state of a job that an earlier server left."""
         if job.has_ended:
             return job
         if job.kind == "image":
@@ -229,7 +229,7 @@ class JobStore:
         _sync_file(folder.parent)
 
     def _remove_unknown_folders(self, known: Collection[str]) -> None:
-        """Removes folders of jobs that have no row; nothing else that is there."""
+        """Remove folders of jobs without a row, and nothing else in their folder."""
         for name in os.listdir(self._folder / "jobs"):
             if name not in known and JOB_ID.fullmatch(name):
                 shutil.rmtree(self._folder / "jobs" / name, ignore_errors=True)
@@ -243,7 +243,7 @@ class JobStore:
 
 
 def _build_row(job: Job) -> JsonObject:
-    """The parameters of `_INSERT` and `_UPDATE`."""
+    """Return the parameters of `_INSERT` and `_UPDATE`."""
     row = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     row["request"] = json.dumps(job.request.to_json())
     if job.failure is not None:
@@ -254,7 +254,10 @@ def _build_row(job: Job) -> JsonObject:
 
 
 def _lock_folder(folder: Path) -> int:
-    """A descriptor that holds the folder until it is closed, also by the death of this process."""
+    """Lock the folder, and return the lock's descriptor.
+
+    The lock ends when that is closed, also by the death of this process.
+    """
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         # The system lets go of the lock when the process dies, whatever kills it.
@@ -274,7 +277,7 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _open_database(path: Path) -> sqlite3.Connection:
-    """The database at a path; an empty one is made if there is none."""
+    """Open the database at a path, and create an empty one if there is none."""
     try:
         # It holds prompts; SQLite gives its journal the same mode.
         path.touch(mode=0o600)

@@ -93,7 +93,7 @@ class RankWorker:
         self._running_id: str | None = None
 
     def serve_batches(self) -> None:
-        """Generates batches until the server says that this rank may leave.
+        """Generate batches until the server dismisses this rank.
 
         Raises:
             StateError: if the ranks cannot go on, as messages of a call are still in flight.
@@ -137,7 +137,7 @@ class RankWorker:
                     self._runner.stop()
 
     def _generate_batch(self, jobs: Sequence[BatchJob]) -> None:
-        """Generates the jobs of a batch; raises `StoppedError` if it was stopped."""
+        """Generate the jobs of a batch. Raises `StoppedError` if it was stopped."""
         try:
             self._generate_jobs(jobs)
         except StoppedError:
@@ -214,7 +214,7 @@ class RankWorker:
                 self._answer("done", files, job_id=job.id, result=asdict(job_result))
 
     def _plan_previews(self, jobs: Sequence[BatchJob], call: CallArguments) -> CallPreviews | None:
-        """The previews of a call of one job, at the same steps on every rank; None if it has none."""
+        """Return the previews for the call of one job, at the same steps on every rank; None if it has none."""
         job = jobs[0]
         num_previews = job.request.num_previews
         # The warm-up call has none, but its image is the first that the preview decoder is fitted to.
@@ -252,7 +252,7 @@ class RankWorker:
             self._decoder.fit(previews.last_latents[:1], output)
 
     def _warm_up(self) -> None:
-        """Generates a first image, which triggers loading, allocation and compilation, and fits the preview decoder."""
+        """Generate a first image, to trigger loading, allocation and compilation, and to fit the preview decoder."""
         preparing = self._runner.num_preparing_steps
         is_cached = self._request_cache.has_cache
         steps = choose_warm_steps(self._setup.plan, is_cached=is_cached, num_preparing_steps=preparing)
@@ -273,7 +273,7 @@ class RankWorker:
         self._answer("step", step=step + 1, num_steps=num_steps)
 
     def _build_call(self, jobs: Sequence[BatchJob], calls: Sequence[CallArguments]) -> CallArguments:
-        """The arguments of one call for all jobs."""
+        """Build the arguments of one call for all jobs."""
         options = jobs[0].request.options
         if len(jobs) == 1:
             conditions = _decode_conditions(jobs[0])
@@ -298,7 +298,7 @@ class RankWorker:
     def _encode_job(
         self, job: BatchJob, call: CallArguments, outputs: Sequence[Any], promise: JsonObject
     ) -> tuple[JobResult, Files]:
-        """The result of a job, and its files as `ditile generate` writes them."""
+        """Return the result of a job, and its files in the form of `ditile generate`."""
         request = job.request
         report = self._runner.report
         assert report is not None, "a call has ended"
@@ -339,7 +339,7 @@ class RankWorker:
         return result, files
 
     def _answer(self, kind: str, files: Files | None = None, **values: Any) -> None:
-        """Sends the server an event of the running batch; `values` are its fields as JSON types."""
+        """Send the server an event of the running batch. `values` are its fields as JSON types."""
         # Nobody waits for the warm-up image, which belongs to no batch.
         if self._is_first and self._running_id is not None:
             self._link.send_message({"kind": kind, "batch_id": self._running_id, **values}, files)
@@ -364,7 +364,7 @@ class LoraCache:
         self._loaded: list[str] = []
 
     def use_loras(self, scales: Mapping[str, float]) -> None:
-        """Uses these LoRAs in the next call, and no others of requests. All ranks call it.
+        """Use these LoRAs in the next call, and no others of requests. All ranks call it.
 
         Raises:
             ModelError: on all ranks, if one of them cannot load one.
@@ -413,7 +413,7 @@ def _name_adapter(name: str) -> str:
 
 
 def find_latent_channels(pipe: Any) -> int | None:
-    """The channels of the latents of a pipeline's VAE, if its config has them."""
+    """Return the latent channels of a pipeline's VAE, if its config has them."""
     config = getattr(getattr(pipe, "vae", None), "config", None)
     for name in ("z_dim", "latent_channels"):
         channels = getattr(config, name, None)
@@ -433,7 +433,7 @@ def find_call_size(facts: ModelFacts, call: CallArguments) -> tuple[int, int] | 
 
 
 def count_steps(class_facts: CallFacts, facts: ModelFacts, call: CallArguments) -> int:
-    """How many steps a call of a class makes: fewer than requested if it starts from an image."""
+    """Count the steps of a call of a class; fewer than requested if it starts from an image."""
     name = "num_inference_steps"
     steps = call.get(name) or class_facts.defaults.get(name)
     steps = steps or facts.find_default(name) or 0
@@ -444,13 +444,13 @@ def count_steps(class_facts: CallFacts, facts: ModelFacts, call: CallArguments) 
 
 
 def list_request_seeds(options: GenerateOptions) -> list[int]:
-    """The seeds of the images of a request."""
+    """Return the seeds of a request's images."""
     assert options.seed is not None, "the server has chosen one"
     return list_seeds(options.seed, options.num_images)
 
 
 def _decode_conditions(job: BatchJob) -> dict[str, Any]:
-    """What a job starts from: condition -> an image, of `image` a list of images."""
+    """Decode the inputs of a job: condition -> an image, or a list of images for `image`."""
     options = job.request.options
     conditions: dict[str, Any] = {}
     if options.image is not None:
@@ -467,5 +467,5 @@ def _decode_input(content: bytes) -> Image.Image:
 
 
 def _has_recorded(report: JsonObject) -> bool:
-    """Whether calls were recorded in a call of a runner on a rank."""
+    """Return whether a rank recorded computations in a call of its runner."""
     return report["recorded"] is not None and report["recorded"]["recorded"] > 0

@@ -94,23 +94,23 @@ class AsciiJSONResponse(JSONResponse):
 
 
 def find_service(http: HttpRequest) -> Service:
-    """The service of the app that a request came to."""
+    """Return the service behind the app of a request."""
     service: Service = http.app.state.service
     return service
 
 
 def find_owner(http: HttpRequest) -> str:
-    """The name of the key that a request came with; empty where keys are not required."""
+    """Return the name of the request's key; empty where keys are not required."""
     return str(getattr(http.state, "owner", ""))
 
 
 def find_served_name(name: str) -> str:
-    """The name of the served model for clients; of a local folder only the last part."""
+    """Return the served model's name for clients. A local folder is shown only by its last part."""
     return hide_local_path(name).partition(" (")[0]
 
 
 def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
-    """The facts of the served model.
+    """Return the facts of the served model.
 
     Raises:
         RequestError: if it does not generate this kind.
@@ -128,7 +128,7 @@ def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
 
 
 def convert_error(error: Exception) -> RequestError:
-    """The response for an error of ditile or of the routes."""
+    """Convert an error of ditile or of the routes to its response."""
     if isinstance(error, RequestError):
         return error
     message = str(error)
@@ -150,20 +150,20 @@ def convert_error(error: Exception) -> RequestError:
 
 
 def _find_param(message: str) -> str | None:
-    """The field that a message is about: it begins with it."""
+    """Return the field at the start of a message; None if there is none."""
     param = re.match(r"(\w+)=", message)
     return None if param is None else param[1]
 
 
 def build_error_body(error: RequestError) -> JsonObject:
-    """The body of an error, in OpenAI's form."""
+    """Build the body of an error in OpenAI's form."""
     error_type = _TYPES.get(error.status, "invalid_request_error")
     line = " ".join(error.message.split())
     return {"error": {"message": line, "type": error_type, "param": error.param, "code": error.code}}
 
 
 def answer_error(error: RequestError, headers: dict[str, str] | None = None) -> AsciiJSONResponse:
-    """The answer of an error."""
+    """Build the response for an error."""
     headers = dict(headers or {})
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -174,7 +174,7 @@ def answer_error(error: RequestError, headers: dict[str, str] | None = None) -> 
 
 
 def rename_options(message: str) -> str:
-    """A message about the command line's options with the names that a request has."""
+    """Replace the command line's options in a message with the field names of requests."""
 
     def rename(match: re.Match[str]) -> str:
         # What is to be run, or said of a command, is for who runs the server.
@@ -188,7 +188,7 @@ def rename_options(message: str) -> str:
 
 
 def check_done(job: Job) -> JobResult:
-    """The result of a job; raises `RequestError` if it failed or was cancelled."""
+    """Return the result of a job. Raises `RequestError` if it failed or was cancelled."""
     if job.result is not None:
         return job.result
     failure = describe_failure(job)
@@ -199,7 +199,7 @@ def check_done(job: Job) -> JobResult:
 
 
 def describe_failure(job: Job) -> Failure:
-    """Why a job has no result."""
+    """Return the reason why a job has no result."""
     if job.failure is not None:
         return Failure(code=job.failure.code, message=rename_options(job.failure.message))
     if not job.has_ended:
@@ -208,7 +208,7 @@ def describe_failure(job: Job) -> Failure:
 
 
 async def await_job_end(http: HttpRequest, job: Job) -> Job:
-    """The job as it ended; a client that goes away meanwhile cancels it.
+    """Wait until a job has ended, and return it. The job is cancelled if the client disconnects first.
 
     Raises:
         RequestError: if the client has gone, so that the response has no reader.
@@ -232,13 +232,13 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
 
 
 async def await_disconnect(http: HttpRequest) -> None:
-    """Returns when the client has gone. The body of the request was read before."""
+    """Wait until the client has disconnected. The body of the request must have been read before."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 async def cancel_job_of_gone_client(service: Service, job: Job) -> None:
-    """Cancels a job although the task of its request may be cancelled too."""
+    """Cancel a job, even if the task of its request is being cancelled too."""
     cancelling = asyncio.ensure_future(service.cancel(job.id, job.owner))
     await asyncio.shield(cancelling)
 

@@ -158,7 +158,7 @@ class RemixFields(BaseModel):
 
 
 def parse_fields(fields_class: type[FieldsT], values: JsonObject, facts: ModelFacts) -> FieldsT:
-    """The fields of a body. What is null or an empty text counts as missing.
+    """Parse the fields of a body. A null or an empty text counts as missing.
 
     Args:
         values: as they came.
@@ -175,7 +175,7 @@ def parse_fields(fields_class: type[FieldsT], values: JsonObject, facts: ModelFa
 
 
 def list_own_values(facts: ModelFacts) -> JsonObject:
-    """The model's own values of fields, which an error proposes."""
+    """Return the model's own values for fields, for an error to suggest."""
     names = ("num_inference_steps", "guidance_scale", "true_cfg_scale")
     own = {name: facts.find_default(name) for name in names}
     if facts.edit is not None:
@@ -189,7 +189,7 @@ def list_own_values(facts: ModelFacts) -> JsonObject:
 
 
 def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values: JsonObject | None = None) -> FieldsT:
-    """The fields of a body as they are.
+    """Validate the fields of a body as they are.
 
     Args:
         values: as they came.
@@ -219,7 +219,7 @@ def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values:
 
 
 async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, body: Body) -> Job:
-    """Has the service take what a request asks for.
+    """Submit the job of a request to the service.
 
     Raises:
         DitileError: if it cannot be generated, or not now.
@@ -236,7 +236,7 @@ async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, b
 
 
 async def read_request(service: Service, fields: ImageFields | VideoFields, body: Body) -> tuple[Request, Files]:
-    """The job's request and its input files; arguments and errors as of `submit_request`."""
+    """Return the job's request and its input files. Arguments and errors are those of `submit_request`."""
     facts = service.facts
     options = service.options
     images, mask = await decode_uploads(body, options.max_upload_pixels, facts.max_pictures)
@@ -251,7 +251,7 @@ def build_request(
     images: list[Upload],
     mask: bytes | None = None,
 ) -> tuple[Request, Files]:
-    """The job's request, and its input files by name.
+    """Build the job's request, and return it with its input files by name.
 
     Args:
         facts: of the served model.
@@ -305,7 +305,7 @@ def _build_options(
     width: int | None,
     height: int | None,
 ) -> GenerateOptions:
-    """The request as options of `ditile generate`; raises `RequestError` that names the field that was sent."""
+    """Build the options of `ditile generate` from a request. A `RequestError` names the field that the client sent."""
     num_images = 1
     frames = None
     fps = None
@@ -349,7 +349,7 @@ def _build_options(
 
 
 def predict_shape(options: GenerateOptions, facts: ModelFacts) -> JsonObject:
-    """The size of an image or video, and a video's length, for clients that ask before it is done."""
+    """Predict the size, and for a video also the length, for clients that ask before the job is done."""
     own_width, own_height = facts.size or (0, 0)
     width = options.width or own_width
     height = options.height or own_height
@@ -363,7 +363,7 @@ def predict_shape(options: GenerateOptions, facts: ModelFacts) -> JsonObject:
 
 
 def list_warnings(fields: ImageFields | VideoFields, facts: ModelFacts, options: ServeOptions) -> list[str]:
-    """What of a request is ignored."""
+    """Return warnings about the parts of a request that are ignored."""
     warnings = []
     served = find_served_name(facts.name)
     model = fields.model
@@ -397,14 +397,14 @@ def list_warnings(fields: ImageFields | VideoFields, facts: ModelFacts, options:
 
 
 def list_prompt_warnings(prompt: str, facts: ModelFacts) -> list[str]:
-    """Return what a bundled model, which knows few words, makes of a prompt."""
+    """Return warnings about words of a prompt that a bundled model does not know."""
     known = find_known_model(facts.name)
     note = None if known is None else known.explain_unknown_prompt(prompt[:_SHOWN_LETTERS])
     return [] if note is None else [note]
 
 
 def list_unknown_fields(fields: BaseModel) -> list[str]:
-    """Warnings of fields that are not known."""
+    """Return warnings about unknown fields."""
     names = sorted(fields.model_extra or {})
     warnings = [f"{name[:60]!r} is not known here, and was ignored" for name in names[:_SHOWN_WARNINGS]]
     num_more = len(names) - _SHOWN_WARNINGS
@@ -452,7 +452,7 @@ def parse_size(
 def choose_loras(
     lora: str | LoraField | dict[str, float] | None, facts: ModelFacts, options: ServeOptions
 ) -> dict[str, float]:
-    """The LoRAs of a request: name -> scale. A text may have the scale after a colon, as the command's has it.
+    """Return the LoRAs of a request: name -> scale. A text may have the scale after a colon, as on the command line.
 
     Raises:
         RequestError, ModelError: if one is not on the server, its scale is no number, or there are too many.
@@ -479,7 +479,10 @@ def choose_loras(
 
 
 def _choose_steps(fields: RequestFields, facts: ModelFacts, options: ServeOptions) -> int | None:
-    """The steps of a request; None is the model's own number, if that is within the limit of the server."""
+    """Return the steps of a request; None leaves them to the model.
+
+    The server's limit replaces a larger number of the model's own.
+    """
     own = facts.find_default("num_inference_steps")
     if fields.num_inference_steps is None and is_whole_number(own) and own > options.max_steps:
         return options.max_steps
@@ -487,7 +490,7 @@ def _choose_steps(fields: RequestFields, facts: ModelFacts, options: ServeOption
 
 
 def check_prompt(prompt: str, options: ServeOptions) -> None:
-    """Raises `RequestError` for a prompt that is empty or too long."""
+    """Check that a prompt is not empty or too long. Raises `RequestError` if it is."""
     if not prompt.strip():
         raise RequestError("prompt is empty; say what to generate", param="prompt")
     _check_length(prompt, "prompt", options)
@@ -503,12 +506,12 @@ def _check_length(text: str, name: str, options: ServeOptions) -> None:
 
 
 def _has_size(fields: RequestFields) -> bool:
-    """Whether `size` says the size; "auto" leaves it to width and height, or to the model."""
+    """Return whether `size` sets the size. "auto" leaves it to width and height, or to the model."""
     return fields.size is not None and fields.size.strip().lower() != "auto"
 
 
 def _list_sent_names(fields: RequestFields) -> dict[str, str]:
-    """The names of values that a client gave by another field."""
+    """Return the names of the fields that a client used in place of others: name -> field sent."""
     names = {}
     if _has_size(fields):
         names = {"width": "size", "height": "size"}
@@ -524,7 +527,7 @@ def _check_limits(
     frames: int | None,
     sent_names: Mapping[str, str],
 ) -> None:
-    """Raises `RequestError` for what is more than the server allows."""
+    """Check a request against the limits of the server. Raises `RequestError` for what is above them."""
     check_prompt(fields.prompt, options)
     _check_length(fields.negative_prompt or "", "negative_prompt", options)
     if isinstance(fields, VideoFields) and fields.output_format == "gif" and (fields.fps or 0) > GIF_MOST_FPS:
@@ -548,7 +551,7 @@ def _check_limits(
 
 
 def _fit_image(image: Upload, facts: ModelFacts) -> tuple[int, int]:
-    """The size of an image's form that has about the model's own number of pixels."""
+    """Return a size in the image's aspect ratio with about the model's own number of pixels."""
     own_width, own_height = facts.size
     scale = (own_width * own_height / (image.width * image.height)) ** 0.5
     multiple = facts.size_multiple
@@ -558,7 +561,7 @@ def _fit_image(image: Upload, facts: ModelFacts) -> tuple[int, int]:
 
 
 def _shorten_value(value: Any) -> str:
-    """A value as an error shows it: not all of a long one."""
+    """Return a value for an error message, with long values cut."""
     # A number of many digits takes long to write.
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**18:
         return "a number of many digits"

@@ -51,7 +51,7 @@ class RequestGate:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or passes it on."""
+        """Answer a request, or pass it on."""
         # The lifespan of the app has no headers.
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -142,7 +142,7 @@ class RequestGate:
 
 
 async def _receive_bytes(receive: Receive, body: bytearray, max_bytes: int) -> None:
-    """Receive a body up to its end; of one that is too large as much as is sensible, and keep little of that."""
+    """Receive a body up to its end. One that is too large is read up to twice the limit, and little of it is kept."""
     # A client that still sends sees no answer.
     left = 2 * max_bytes
     has_more = True
@@ -158,7 +158,7 @@ async def _receive_bytes(receive: Receive, body: bytearray, max_bytes: int) -> N
 
 
 def _repeat_body(body: bytes, receive: Receive) -> Receive:
-    """Return what gives a body that was read once more, and then what follows."""
+    """Return a `receive` function for a body that was read before. It gives the body once, and then what follows."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -43,7 +43,7 @@ NO_USAGE = {
 
 
 def describe_body(fields: type[BaseModel]) -> JsonObject:
-    """What /openapi.json says of a body, which the routes read themselves."""
+    """Return the entry in /openapi.json for a body, which the routes read themselves."""
     schema = {"schema": fields.model_json_schema()}
     content = {"application/json": schema, "multipart/form-data": schema}
     return {"requestBody": {"required": True, "content": content}}
@@ -54,7 +54,7 @@ _BODY = describe_body(ImageFields)
 
 @router.post("/v1/images/generations", openapi_extra=_BODY)
 async def generate_images(http: HttpRequest) -> Response:
-    """Generates images of a prompt."""
+    """Generate images from a prompt."""
     body = await read_body(http)
     _refuse_uploads("image", body.images)
     _refuse_uploads("mask", body.masks)
@@ -63,7 +63,7 @@ async def generate_images(http: HttpRequest) -> Response:
 
 @router.post("/v1/images/edits", openapi_extra=_BODY)
 async def edit_images(http: HttpRequest) -> Response:
-    """Generates images of a prompt that start from an image; with a mask only where that is white."""
+    """Generate images from a prompt and an image. With a mask only its white part changes."""
     body = await read_body(http)
     _require_image(body)
     return await _generate_and_answer(http, body, "image_edit")
@@ -71,7 +71,7 @@ async def edit_images(http: HttpRequest) -> Response:
 
 @router.post("/v1/images/variations", openapi_extra=_BODY)
 async def vary_images(http: HttpRequest) -> Response:
-    """Generates images that start from an image; a prompt may say more."""
+    """Generate images from an image, with an optional prompt."""
     body = await read_body(http)
     _require_image(body)
     _refuse_uploads("mask", body.masks)
@@ -82,8 +82,10 @@ async def vary_images(http: HttpRequest) -> Response:
 
 @router.get("/v1/images/{job_id}/content/{index}")
 async def read_image(http: HttpRequest, job_id: str, index: int) -> Response:
-    """An image whose address an answer gave. The 24 random letters of the address are the key to it: a page that shows
-    an image by its address sends no other."""
+    """Return an image at the address from an answer.
+
+    The 24 random letters of the address are its key, since a page that shows an image by its address sends no other.
+    """
     service = find_service(http)
     job = service.find_job(job_id, None)
     names = []
@@ -97,12 +99,12 @@ async def read_image(http: HttpRequest, job_id: str, index: int) -> Response:
 
 
 def encode_base64(content: bytes) -> str:
-    """Bytes as JSON holds them."""
+    """Encode bytes for JSON."""
     return base64.b64encode(content).decode("ascii")
 
 
 async def read_outputs(http: HttpRequest, job: Job, result: JobResult) -> list[bytes]:
-    """The files of a job that is done."""
+    """Return the files of a job that is done."""
     service = find_service(http)
     return [await asyncio.to_thread(service.read_output, job, name) for name in result.files]
 
@@ -140,7 +142,7 @@ async def _generate_and_answer(http: HttpRequest, body: Body, event_name: str) -
 
 
 async def _stream_events(http: HttpRequest, job: Job, event_name: str) -> AsyncIterator[ServerSentEvent]:
-    """Previews as they come, and then the images. A client that goes away ends the job."""
+    """Yield previews as they arrive, and then the images. The job ends if the client disconnects."""
     try:
         async for event in find_service(http).watch(job.id):
             job = event.job
@@ -191,7 +193,7 @@ def _list_event_fields(job: Job, content: bytes, name: str) -> JsonObject:
 
 
 def _format_size(job: Job) -> str:
-    """As WxH; "auto" as long as only the ranks know."""
+    """Return the size as WxH; "auto" while only the ranks know it."""
     if job.result is None:
         return str(job.request.client["size"])
     return "{}x{}".format(*job.result.size)

@@ -64,7 +64,7 @@ def read_media_type(headers: Headers) -> str:
 
 
 async def read_body(http: HttpRequest) -> Body:
-    """Return the body of a request, as JSON or as a form, whichever it is.
+    """Return the body of a request, sent as JSON or a form.
 
     Raises:
         RequestError: if it is neither, or an image is an address or not base64.
@@ -74,7 +74,7 @@ async def read_body(http: HttpRequest) -> Body:
 
 
 def parse_body(content: bytes, headers: Headers) -> Body:
-    """Return what a body holds; errors as of `read_body`."""
+    """Return the contents of a body. Errors are those of `read_body`."""
     media_type = read_media_type(headers)
     # What curl calls a form by default is often JSON.
     is_json = media_type != URLENCODED or content.lstrip().startswith(b"{")
@@ -138,7 +138,7 @@ def take_images(values: JsonObject) -> Body:
 
 
 def decode_base64(text: str, param: str) -> bytes:
-    """The bytes of a data URL or of base64.
+    """Decode the bytes of a data URL or of base64.
 
     Raises:
         RequestError: if it is neither; also for an address on another server, which is never fetched.
@@ -160,7 +160,7 @@ def decode_base64(text: str, param: str) -> bytes:
 
 
 async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[list[Upload], bytes | None]:
-    """The images of a body, and its mask as PNG, which is white where the image is generated again.
+    """Decode the images of a body, and its mask. The mask is returned as PNG, white where the image is generated again.
 
     Args:
         body: as it was read.
@@ -196,7 +196,7 @@ async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[
 
 
 def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: int) -> Upload:
-    """One image or mask, decoded after a look at the size in its header.
+    """Decode one image or mask, after checking the size in its header.
 
     Raises:
         RequestError: if it is no image, or has more than `max_pixels`.
@@ -227,7 +227,7 @@ def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: i
 
 
 def convert_png(png: bytes, output_format: str, compression: int) -> bytes:
-    """A PNG of this server in another image format; of a video's formats it stays PNG."""
+    """Convert a PNG of this server to another image format. It stays PNG if the format is one of videos."""
     if output_format not in ("jpeg", "webp"):
         return png
     encoded = io.BytesIO()
@@ -277,7 +277,7 @@ def _collect_fields(items: Sequence[tuple[str, str | bytes]]) -> JsonObject:
 
 
 def _collect_images(value: Any, param: str) -> list[bytes]:
-    """The images in the value of a field."""
+    """Return the images in the value of a field."""
     if value is None or value == "":
         return []
     if isinstance(value, bytes):

@@ -47,7 +47,7 @@ STATUSES: dict[State, str] = {
 
 @router.post("/v1/videos", openapi_extra=describe_body(VideoFields))
 async def create_video(http: HttpRequest) -> Response:
-    """Accepts a video, which is generated when its turn comes."""
+    """Accept a video, to be generated when its turn comes."""
     body = await read_body(http)
     fields = parse_fields(VideoFields, body.values, find_facts(http, "video"))
     return _answer_video(await submit_request(http, fields, body))
@@ -60,7 +60,7 @@ async def list_videos(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """The videos of a key, the newest first."""
+    """Return the videos of a key, the newest first."""
     service = find_service(http)
     owner = find_owner(http)
     is_descending = order == "desc"
@@ -82,13 +82,13 @@ async def list_videos(
 
 @router.get("/v1/videos/{job_id}")
 async def read_video(http: HttpRequest, job_id: str) -> Response:
-    """A video as it is now, also one that failed."""
+    """Return the current state of a video, also of a failed one."""
     return _answer_video(_find_video(http, job_id))
 
 
 @router.delete("/v1/videos/{job_id}")
 async def delete_video(http: HttpRequest, job_id: str) -> Response:
-    """Ends a video that is not done, and removes it and its files."""
+    """Cancel a video if it is not done, and remove it and its files."""
     job = _find_video(http, job_id)
     await find_service(http).delete(job.id, find_owner(http))
     return AsciiJSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
@@ -98,7 +98,7 @@ async def delete_video(http: HttpRequest, job_id: str) -> Response:
 async def read_video_content(
     http: HttpRequest, job_id: str, variant: Literal["video", "thumbnail", "spritesheet"] = "video"
 ) -> Response:
-    """The file of a video, or an image of its first frame or of many frames."""
+    """Return the file of a video, its first frame, or a sheet with many frames."""
     job = _find_video(http, job_id)
     if job.result is None:
         hint = "generate it again" if job.has_ended else "ask for its status until it is completed"
@@ -112,7 +112,7 @@ async def read_video_content(
 
 @router.post("/v1/videos/{job_id}/remix")
 async def remix_video(http: HttpRequest, job_id: str) -> Response:
-    """Generates a video again with another prompt, the same seed and the same settings."""
+    """Generate a video again with another prompt, the same seed and the same settings."""
     job = _find_video(http, job_id)
     body = await read_body(http)
     service = find_service(http)
@@ -149,7 +149,7 @@ async def remix_video(http: HttpRequest, job_id: str) -> Response:
 
 
 def describe_video(job: Job) -> JsonObject:
-    """A video as OpenAI's clients read it, with its seed, rate and seconds of work."""
+    """Return a video in OpenAI's form, with its seed, rate and seconds of work."""
     client = job.request.client
     answer = {
         "id": job.id,

@@ -67,7 +67,7 @@ class PageMount(Mount):
         return super().matches(scope)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer without what Gradio would make of parameters and headers, such as paths and permissions of CORS."""
+        """Answer without the client's parameters and headers. Gradio would use them for paths and CORS permissions."""
 
         async def send_closed(message: Message) -> None:
             if message["type"] == "http.response.start":

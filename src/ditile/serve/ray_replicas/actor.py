@@ -66,7 +66,7 @@ class RankActor:
     # What the deployment calls.
 
     def find_place(self) -> ActorPlace:
-        """Where this actor is."""
+        """Return the node, address and a free port of this actor."""
         from ray import get_runtime_context, util
 
         address = util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -75,18 +75,18 @@ class RankActor:
         return ActorPlace(get_runtime_context().get_node_id(), address, port)
 
     def start_rank(self, place: RankPlace, own: ActorPlace, master: ActorPlace) -> None:
-        """Starts the rank in a thread of its own; `own` and `master` are where this actor and rank 0 are."""
+        """Start the rank in a thread of its own. `own` and `master` are the places of this actor and of rank 0."""
         env.set_actor_place(place, master.address, master.port, find_interface(own.address))
         env.set_progress_fd(self._pulse)
         threading.Thread(target=send_heartbeats, args=(self._pulse,), daemon=True).start()
         threading.Thread(target=self._run_rank, name="rank", daemon=True).start()
 
     def send(self, message: str, files: Files) -> None:
-        """Gives the rank a message, text of JSON, and its files."""
+        """Send the rank a message, text of JSON, and its files."""
         self._inbox.put((json.loads(message), files))
 
     def poll(self) -> RankNews:
-        """Returns what is new; waits a while for something."""
+        """Return the news of the rank, after waiting a while if there is none."""
         answers = []
         timeout = POLL_SECONDS
         with contextlib.suppress(queue.Empty):
@@ -104,11 +104,11 @@ class RankActor:
     # What the rank calls: a `MessageLink`.
 
     def send_message(self, message: Message, files: Files | None = None) -> None:
-        """Keeps an answer until the next poll."""
+        """Keep an answer until the next poll."""
         self._outbox.put((json.dumps(message), dict(files or {})))
 
     def receive_message(self) -> tuple[Message, Files]:
-        """Waits for the next message, and its files."""
+        """Wait for the next message, and its files."""
         return self._inbox.get()
 
     def _run_rank(self) -> None:
@@ -128,7 +128,7 @@ class RankActor:
 
 
 def find_interface(address: str) -> str:
-    """The name of the network interface that has an address of this machine; the loopback device's if none has it."""
+    """Return the network interface with an address of this machine; the loopback device if none has it."""
     import fcntl
 
     for _, name in socket.if_nameindex():

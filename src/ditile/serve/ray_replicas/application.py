@@ -67,7 +67,7 @@ class ReplicaStatus(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Whether no replica comes before they are deployed again."""
+        """Return whether no replica will come before they are deployed again."""
         return self.has_failed or self.is_missing
 
 
@@ -98,19 +98,19 @@ class RayApplication:
         self._is_leaving = False
 
     def make_replica(self, name: str, on_event: EventHandler) -> RayReplica:
-        """A replica of the server; called in its event loop."""
+        """Make a replica of the server. It must be called in the server's event loop."""
         replica = RayReplica(name, self, on_event)
         self._replicas.append(replica)
         return replica
 
     def start(self) -> None:
-        """Deploys the application, if that was not done yet."""
+        """Deploy the application, if it was not deployed yet."""
         if self._keeper is None:
             self._keeper = asyncio.ensure_future(self._keep_replicas())
             self._keeper.add_done_callback(self._note_end_of_keeper)
 
     async def end(self) -> None:
-        """Ends the application, and leaves the cluster; each replica may call this."""
+        """End the application, and leave the cluster. Each replica may call this."""
         if self._keeper is not None:
             keeper = self._keeper
             self._keeper = None
@@ -120,7 +120,7 @@ class RayApplication:
             await asyncio.to_thread(self._leave_cluster)
 
     async def _keep_replicas(self) -> None:
-        """Tells the replicas how many of them run, for as long as the server does."""
+        """Tell the replicas how many of them run, until the server ends."""
         await asyncio.to_thread(self._deploy)
         restore_signal_handler()
         last_message = ""
@@ -145,7 +145,7 @@ class RayApplication:
                 await asyncio.sleep(LOOK_SECONDS)
 
     def _share_status(self, status: ReplicaStatus) -> None:
-        """Tells each replica whether one of Ray Serve runs for it."""
+        """Tell each replica whether one of Ray Serve runs for it."""
         count = status.running
         # From the least number on, batches that wait let Ray Serve start more.
         if count >= self._options.replicas:
@@ -158,11 +158,14 @@ class RayApplication:
 
     @property
     def _address(self) -> str | None:
-        """The address of a cluster that runs; None starts one on this machine."""
+        """Return the address of a running cluster; None starts one on this machine."""
         return None if self._options.ray == "local" else self._options.ray
 
     def check_address(self) -> None:
-        """Raises `StateError` if nothing listens at the address of the cluster; blocks for seconds at most."""
+        """Check that something listens at the cluster's address.
+
+        Raises `StateError` if not; blocks for seconds at most.
+        """
         if self._address is None:
             return
         host, _, port = self._address.rpartition(":")
@@ -170,7 +173,7 @@ class RayApplication:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
     def _note_end_of_keeper(self, keeper: asyncio.Task[None]) -> None:
-        """Tells the replicas why they will never run."""
+        """Tell the replicas why they will never run."""
         error = None if keeper.cancelled() else keeper.exception()
         if error is None:
             return
@@ -181,7 +184,7 @@ class RayApplication:
             replica.note_refusal(error)
 
     def _deploy(self) -> None:
-        """Connects to the cluster and asks for the replicas; blocks for seconds.
+        """Connect to the cluster and ask for the replicas; blocks for seconds.
 
         Raises:
             StateError: if the cluster cannot be reached.
@@ -222,7 +225,7 @@ class RayApplication:
             ) from error
 
     def _describe_deployment(self, ray: Any, serve: Any) -> Any:
-        """The replicas for Ray Serve: each has a placement group with a bundle for each rank."""
+        """Describe the replicas for Ray Serve. Each has a placement group with a bundle for each rank."""
         engine = self._setup.engine
         bundle: dict[str, float] = {"CPU": engine.threads or 1}
         if engine.device != "cpu" and ray.cluster_resources().get("GPU"):
@@ -248,7 +251,7 @@ class RayApplication:
         return deployment.bind(self._setup, bundle)
 
     def _look_at_replicas(self) -> ReplicaStatus:
-        """What Ray Serve says of the replicas; blocks."""
+        """Ask Ray Serve for the state of the replicas; blocks."""
         _, serve = _import_ray()
         application = serve.status().applications.get(self._name)
         if application is None:
@@ -261,7 +264,7 @@ class RayApplication:
         return ReplicaStatus(running, has_failed, shorten_error(status.message))
 
     async def _ask_facts(self) -> None:
-        """Asks a replica what the model takes, and raises its refusal."""
+        """Ask a replica for the facts of the model. Raises its refusal."""
         described = json.loads(await self.handle.describe.remote())
         if "refused" in described:
             name, message = described["refused"]
@@ -295,11 +298,11 @@ class RayReplica(Replica):
         self._down_since = -math.inf
 
     def start(self) -> None:
-        """Starts the replicas; Ray Serve starts them again when they fail."""
+        """Start the replicas. Ray Serve starts them again when they fail."""
         self._application.start()
 
     def generate(self, batch: Batch) -> None:
-        """Gives a batch to the first replica that has none."""
+        """Give a batch to the first idle replica."""
         self._note_batch(batch)
         self._has_begun = False
         message, files = batch.to_message()
@@ -307,7 +310,7 @@ class RayReplica(Replica):
         self._task = self._loop.create_task(work)
 
     def stop(self, batch_id: str) -> None:
-        """Ends a batch: here at once, and within two steps on its ranks. Does nothing if it has ended."""
+        """End a batch here at once, and on its ranks within two steps. Does nothing if it has ended."""
         if self._batch_id == batch_id:
             self._drop_stream()
             self._batch_id = None
@@ -315,12 +318,12 @@ class RayReplica(Replica):
             self._loop.call_soon(self._note_ended, batch_id)
 
     async def end(self) -> None:
-        """Ends the replicas for good."""
+        """End the replicas for good."""
         self._drop_stream()
         await self._application.end()
 
     def note_status(self, status: ReplicaStatus, facts: ModelFacts | None, *, is_running: bool) -> None:
-        """Takes note of whether a replica of Ray Serve runs for this one."""
+        """Note whether a replica of Ray Serve runs for this one."""
         # The stream of a batch reports the end of its replica.
         if self._has_begun:
             return
@@ -342,7 +345,7 @@ class RayReplica(Replica):
             self._batch_id = waiting
 
     def note_refusal(self, error: DitileError) -> None:
-        """Takes note that no replica will ever run."""
+        """Note that no replica will ever run."""
         self._note_down(error)
 
     def _note_down(self, error: DitileError, has_failed: bool = False) -> None:
@@ -361,7 +364,7 @@ class RayReplica(Replica):
             self._stream.cancel()
 
     async def _stream_batch(self, batch_id: str, message: str, files: Files) -> None:
-        """Offers the batch to replicas until one generates it, and reports what that replica sends."""
+        """Offer the batch to replicas until one generates it, and report the answers of that replica."""
         from ray.exceptions import RayTaskError
 
         begun = False
@@ -397,7 +400,7 @@ class RayReplica(Replica):
 
 
 def restore_signal_handler() -> None:
-    """Gives SIGTERM back to Python. Ray's own handler, set when it connects, aborts the process after 3 s."""
+    """Restore Python's handler of SIGTERM. Ray's own handler, set when it connects, aborts the process after 3 s."""
     handler = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)
@@ -405,7 +408,7 @@ def restore_signal_handler() -> None:
 
 
 def make_paths_absolute(setup: WorkerSetup) -> WorkerSetup:
-    """The setup for processes with other working folders."""
+    """Return the setup for processes with other working folders."""
     cache = setup.cache
     model = setup.model
     lora_dir = setup.lora_dir
@@ -421,7 +424,7 @@ def make_paths_absolute(setup: WorkerSetup) -> WorkerSetup:
 
 
 def _make_path_absolute(source: str) -> str:
-    """A path from the root; a hub id is no path."""
+    """Return a path as an absolute one; a hub id stays, since it is not a path."""
     return os.path.abspath(source) if os.path.exists(source) else source
 
 
@@ -435,7 +438,7 @@ def _import_ray() -> tuple[Any, Any]:
 
 
 def _list_ray_errors() -> tuple[type[Exception], ...]:
-    """What calls of Ray and of Ray Serve raise where a process, a node or the cluster has gone."""
+    """Return the errors of Ray and Ray Serve for a process, a node or a cluster that has gone."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 

@@ -77,14 +77,14 @@ class RankDeployment:
         self.check_health()
 
     async def describe(self) -> str:
-        """What the model takes, `{"facts": ...}`; or why it cannot be served so, `{"refused": [type, message]}`."""
+        """Return the model's facts, `{"facts": ...}`, or the reason of a refusal, `{"refused": [type, message]}`."""
         error = self._error
         if error is not None:
             return json.dumps({"refused": [type(error).__name__, str(error)]})
         return json.dumps({"facts": self._facts})
 
     async def generate(self, batch_id: str, message: str, files: Files) -> AsyncIterator[Answer]:
-        """Gives each rank a batch and yields what rank 0 answers; a caller that ends this early stops the batch."""
+        """Give each rank a batch and yield the answers of rank 0. A caller that ends this early stops the batch."""
         # A batch that was stopped before may not have ended yet.
         while not self._is_idle.is_set():
             await self._is_idle.wait()
@@ -106,7 +106,7 @@ class RankDeployment:
                 self._spawn_task(self._stop_batch(batch_id))
 
     def check_health(self) -> None:
-        """Raises the error of the ranks, if they have failed. Ray Serve calls this, and replaces the replica."""
+        """Raise the error of the ranks, if they have failed. Ray Serve calls this, and replaces the replica."""
         if isinstance(self._error, RankError):
             raise self._error
 
@@ -128,7 +128,7 @@ class RankDeployment:
                 await asyncio.wait_for(self._is_idle.wait(), STOP_AGAIN_SECONDS)
 
     async def _start_ranks(self) -> None:
-        """Tells each actor its place. The ranks meet where rank 0 is."""
+        """Tell each actor its place. The ranks meet at rank 0."""
         from ray.exceptions import RayError
 
         try:
@@ -145,7 +145,7 @@ class RankDeployment:
             raise RankError(0, "not started", f"the ranks cannot be started: {shorten_error(error)}") from None
 
     async def _follow_rank(self, rank: RankState) -> None:
-        """Reads what an actor reports, until its rank has ended."""
+        """Read the reports of an actor until its rank has ended."""
         from ray.exceptions import RayError
 
         while rank.outcome is None:
@@ -165,7 +165,7 @@ class RankDeployment:
                 rank.outcome = RankFailure(time.monotonic(), *news.failure[1:])
 
     async def _watch_ranks(self) -> None:
-        """Ends this replica if a rank fails, is silent or makes no progress."""
+        """End this replica if a rank fails, is silent or makes no progress."""
         first_failure = None
         while first_failure is None:
             looked = time.monotonic()
@@ -207,7 +207,10 @@ class RankDeployment:
 
 
 def _create_actors(setup: WorkerSetup, bundle: dict[str, float]) -> list[Any]:
-    """The actors of the ranks, each in a bundle of the placement group that Ray Serve has made for this replica."""
+    """Create the actors of the ranks, each in a bundle of the placement group.
+
+    Ray Serve has made the group for this replica.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -230,7 +233,7 @@ def _create_actors(setup: WorkerSetup, bundle: dict[str, float]) -> list[Any]:
 
 
 def shorten_error(error: BaseException | str) -> str:
-    """The line of an error of Ray, or of a message, that says why, or its first one."""
+    """Return the line of an error of Ray, or of a message, with the reason; the first line if none has it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return ""
