@@ -89,7 +89,7 @@ def enable_cache(
     attention_backend: str | None = None,
     quantize_config: QuantizeConfig | Mapping[str, Any] | None = None,
 ) -> Any:
-    """Leaves out blocks whose work hardly changed since the last step that was computed.
+    """Install a cache for blocks whose work hardly changes. They are left out until they are computed again.
 
     Each config may be a dict, as in a config file (`load_configs`).
 
@@ -188,7 +188,7 @@ class _Enabled:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call of the pipeline is under way, which needs it."""
+        """Return whether a call of the pipeline is under way. Such a call needs the cache."""
         if self.runner is not None and self.runner.is_running:
             return True
         return any(cache.is_in_call for cache in self.caches)
@@ -198,14 +198,15 @@ class _Enabled:
 
 
 def _keep_enabled(owners: Sequence[Any], enabled: _Enabled) -> None:
-    """Keeps it on the pipeline, where it survives the replacement of a transformer, and on the transformers."""
+    """Keep the caches on the pipeline and on its transformers. On the pipeline they survive the replacement of a
+    transformer."""
     for owner in owners:
         vars(owner)[_ENABLED] = enabled
         enabled.stack.callback(vars(owner).pop, _ENABLED, None)
 
 
 def _find_enabled(pipe: Any) -> list[_Enabled]:
-    """What is enabled on a pipeline, and on the transformers that it has now."""
+    """Return everything enabled on a pipeline and on its present transformers."""
     owners = [pipe, *list_cached_models(pipe)]
     found: list[_Enabled] = []
     for owner in owners:
@@ -216,7 +217,7 @@ def _find_enabled(pipe: Any) -> list[_Enabled]:
 
 
 def _parse_mappings(**configs: Any) -> dict[str, Any]:
-    """Configs by name; dicts among them are read as sections of a config file.
+    """Return configs by name. Dicts among them are read like sections of a config file.
 
     Raises:
         ModelError: if one is neither, or not allowed.
@@ -239,13 +240,14 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
 
 
 def build_default_config(blocks: int) -> DBCacheConfig:
-    """The default `cache_config` of `enable_cache` for `blocks` blocks: an eighth of them are always computed."""
+    """Build the default `cache_config` of `enable_cache` for `blocks` blocks. An eighth of them are always computed."""
     return DBCacheConfig(Fn_compute_blocks=max(1, round(blocks / 8)))
 
 
 @checked()
 def disable_cache(pipe_or_adapter: Any) -> Any:
-    """Undoes `enable_cache`, quantization apart; the pipeline is bit for bit what it was. Returns its argument.
+    """Undo `enable_cache`, except for quantization, and return the argument. The pipeline is then bit for bit as
+    before.
 
     Raises:
         StateError: if a call is under way, or the pipeline was divided, and its weights were changed or freed since.
@@ -257,7 +259,7 @@ def disable_cache(pipe_or_adapter: Any) -> Any:
 
 
 def _list_unused(pipe_or_adapter: Any) -> list[_Enabled]:
-    """What is enabled. Raises `StateError` while a call of a pipeline uses it."""
+    """Return everything enabled on a pipeline. Raises `StateError` while a call of a pipeline uses it."""
     found = _find_enabled(_unwrap_pipeline(pipe_or_adapter))
     if any(enabled.is_in_call for enabled in found):
         raise StateError("the pipeline is in the middle of a call, which uses its cache; change it after the call")
@@ -274,7 +276,7 @@ def refresh_context(
     verbose: bool = False,
     **changes: Any,
 ) -> None:
-    """Drops what was remembered, for a new image. Only a transformer without a pipeline needs it.
+    """Drop everything remembered, for a new image. Only a transformer without a pipeline needs it.
 
     Args:
         transformer: what `enable_cache` was given.
@@ -312,7 +314,8 @@ def refresh_context(
 
 @checked()
 def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -> list[ContextReport]:
-    """What was left out in the last generation: one report for each context, and in a runner for each stage.
+    """Report the work left out in the last generation. There is one report for each context, and in a runner for each
+    stage.
 
     Args:
         pipe_or_adapter: what `enable_cache` was given, or a runner, whose ranks must all call it.
@@ -345,7 +348,7 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
 
 @checked()
 def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
-    """The settings of a cache in one word, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
+    """Write the settings of a cache in one word, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
 
     Args:
         what: what `enable_cache` was given, a runner, what `summary` returned, or a config.
@@ -365,7 +368,7 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
 
 
 def _unwrap_pipeline(target: Any) -> Any:
-    """The pipeline, or the transformer that has none."""
+    """Return the pipeline, or a transformer without one."""
     if isinstance(target, Runner):
         return target.pipe
     if not isinstance(target, BlockAdapter):
@@ -413,7 +416,7 @@ def _build_model_cache(
 
 
 def list_cached_models(pipe: Any) -> list[nn.Module]:
-    """The models of a pipeline that may have a cache, or a model that has no pipeline."""
+    """List the models of a pipeline on which a cache may be, or a model without a pipeline."""
     if isinstance(pipe, nn.Module):
         return [unwrap_module(pipe)]
     parts = list_pipeline_parts(pipe).values()
@@ -425,7 +428,8 @@ def list_cached_models(pipe: Any) -> list[nn.Module]:
 
 
 def _list_called_models(pipe: Any, config: CacheConfig | None) -> list[nn.Module]:
-    """The models whose calls are cached; a cache of blocks needs transformers, and another any model of the loop."""
+    """List the models with cached calls. A cache of blocks needs transformers, other caches work with any model of
+    the loop."""
     if not isinstance(config, CallCacheConfig):
         return list(map(unwrap_module, find_transformers(pipe)))
     if isinstance(pipe, nn.Module):
@@ -440,7 +444,7 @@ def _build_caches(
     calibrator: Calibration | None,
     modifiers: Sequence[ParamsModifier] | ParamsModifier | None,
 ) -> list[ModelCache]:
-    """A cache for each model, of its blocks or of its calls."""
+    """Build a cache for each model, of its blocks or of its calls."""
     caches: list[ModelCache] = []
     if isinstance(config, CallCacheConfig):
         check_one_forecast(config, calibrator)
@@ -459,7 +463,7 @@ def _build_caches(
 
 
 def _list_later_shares(model: nn.Module) -> Collection[str]:
-    """The modules of whose weights another rank has the first numbers."""
+    """Return the modules with weights divided over ranks, on every rank except the first of them."""
     share = find_share(model)
     if share is None or share.cuts.index == 0:
         return ()
@@ -483,7 +487,7 @@ def _install_caches(
     adapted: Sequence[TransformerBlockLists],
     config: CacheConfig | None,
 ) -> None:
-    """Installs the caches, with one clock for all of a pipeline."""
+    """Install the caches, with one clock for all of a pipeline."""
 
     def begin_caches(steps: int) -> None:
         for cache in caches:
@@ -521,7 +525,7 @@ def _install_caches(
 
 
 def _warn_of_replaced_model(pipe: Any, transformer: nn.Module) -> None:
-    """Warns if a cached model is no longer the pipeline's, nor within one of its components."""
+    """Warn if a cached model is no longer the pipeline's, nor within one of its components."""
     for part in list_pipeline_parts(pipe).values():
         if isinstance(part, nn.Module) and any(transformer is module for module in unwrap_module(part).modules()):
             return
@@ -541,7 +545,7 @@ def _divide_and_quantize(
     kernel: str | None,
     quantization: QuantizeConfig | None,
 ) -> Runner | None:
-    """Divides a pipeline over the ranks, sets its kernel, and quantizes its weights; returns the runner, if any."""
+    """Divide a pipeline over the ranks, set its kernel, and quantize its weights. Return the runner, if any."""
     runner = None
     if division is not None:
         runner = _divide_pipeline(stack, pipe, division, kernel)
@@ -558,7 +562,7 @@ def _divide_and_quantize(
 
 
 def _divide_pipeline(stack: ExitStack, pipe: Any, division: RankDivision, kernel: str | None) -> Runner | None:
-    """Makes a call of this pipeline a call of a runner: the instance gets a subclass of its own.
+    """Turn calls of this pipeline into calls of a runner. The instance gets a subclass of its own.
 
     Returns:
         The runner; None if nothing is divided.

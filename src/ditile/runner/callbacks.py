@@ -72,7 +72,7 @@ class _SilentBar:
         return None
 
     def update(self, _: int = 1) -> None:
-        """Does nothing: micro-steps are not shown."""
+        """Do nothing: micro-steps are not shown."""
 
 
 class StepEndCallbacks:
@@ -127,7 +127,7 @@ class StepEndCallbacks:
         self._bar: Any = None
 
     def install_callbacks(self, stack: ExitStack, call: dict[str, Any]) -> StepCallbacks:
-        """Replaces the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
+        """Replace the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
         if self._callback is not None or self._gathers_tensors:
             call["callback_on_step_end"] = self._handle_micro_step_end
             # A user's pipeline class may lack this argument, and always pass the same tensors.
@@ -174,13 +174,13 @@ class StepEndCallbacks:
         self._meter.mark_loop_begin()
 
     def _wants_latents(self, step: int) -> bool:
-        """Whether the whole latents are gathered at the end of an iteration."""
+        """Return whether the whole latents are gathered at the end of an iteration."""
         if self._gathers_tensors or self._is_watched(step):
             return True
         return self._gather_period > 0 and self._is_step_visible(step) and step % self._gather_period == 0
 
     def _is_watched(self, step: int) -> bool:
-        """Whether the watcher of rank 0 gets the latents of an iteration."""
+        """Return whether the watcher of rank 0 gets the latents of an iteration."""
         return self._is_step_visible(step) and step // self._order in self._watcher.latents_at
 
     def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
@@ -211,7 +211,8 @@ class StepEndCallbacks:
             self.loop.forget_constants()
 
     def _is_step_visible(self, step: int) -> bool:
-        """Whether the stock pipelines show this iteration: all, or every second one with two-stage schedulers."""
+        """Return whether the stock pipelines show this iteration. They show all, or every second one with two-stage
+        schedulers."""
         return step == self._steps - 1 or (step + 1) % self._order == 0
 
     def _handle_micro_step_end(self, pipe: Any, _: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

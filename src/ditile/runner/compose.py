@@ -121,51 +121,51 @@ class Composition:
 
     @property
     def model(self) -> nn.Module:
-        """The transformer or U-Net that the pipeline calls."""
+        """Return the pipeline's transformer or U-Net."""
         return self.block_hooks.transformer
 
     @property
     def models(self) -> list[nn.Module]:
-        """All models that the pipeline calls in its loop."""
+        """Return all models called in the pipeline's loop."""
         return [hooks.transformer for hooks in self.block_hooks.models]
 
     @property
     def spec(self) -> ModelSpec:
-        """What is known of the model."""
+        """Return the spec of the model."""
         return self.block_hooks.spec
 
     @property
     def is_planned(self) -> bool:
-        """Whether enough is known of the model to tell the shape of a call from its arguments."""
+        """Return whether enough is known of the model to tell the shape of a call from its arguments."""
         return self.spec.example is not None
 
     @property
     def trace(self) -> GenerationTrace:
-        """Records a call, on request."""
+        """Return the trace, with a record of the call if it was asked for."""
         return self.mesh.traffic.trace
 
     @property
     def resident_blocks(self) -> range:
-        """The blocks whose weights this rank holds."""
+        """Return the blocks with weights on this rank."""
         return select_local_blocks(self.stages, self.mesh.stage_index, self.plan.num_whole_stages)
 
     @property
     def calls_whole_model(self) -> bool:
-        """Whether nothing inside the model is touched."""
+        """Return whether nothing inside the model is touched."""
         return isinstance(self.block_hooks, CallCountHooks)
 
     @property
     def model_caches(self) -> list[ModelCache]:
-        """The caches of the pipeline's models, which may come and go between calls."""
+        """Return the caches of the pipeline's models. They may come and go between calls."""
         return find_model_caches(self.pipe)
 
     @property
     def block_caches(self) -> list[TransformerCache]:
-        """Those that leave out blocks."""
+        """Return the caches of blocks."""
         return [cache for cache in self.model_caches if isinstance(cache, TransformerCache)]
 
     def find_refusal_reason(self) -> str | None:
-        """Why the model cannot run as it is now on this rank, or None."""
+        """Return why the model cannot run on this rank in its present state, or None."""
         reason = self.block_hooks.explain_refusal(self.resident_blocks)
         if self.offload is not None:
             reason = reason or explain_offload_refusal(self.block_hooks.models)
@@ -176,7 +176,7 @@ class Composition:
         return reason
 
     def explain_streaming_refusal(self) -> str | None:
-        """Why the weights of this rank's blocks cannot be sent to the other stages as they are now, or None."""
+        """Return why the weights of this rank's blocks cannot be sent to the other stages now, or None."""
         warmup_group = self.pipefusion.warmup_group
         if warmup_group is None or warmup_group.weight_stream is None:
             return None
@@ -184,7 +184,7 @@ class Composition:
         return reason or explain_manager_refusal(self.pipe, self.device, "warmup_mode=sequence")
 
     def list_divided_parts(self) -> list[nn.Module]:
-        """Return the models of the pipeline whose calls are divided; compiled ones as they are."""
+        """Return the models of the pipeline with divided calls. Compiled ones stay wrapped."""
         parts: list[nn.Module] = [getattr(self.pipe, name) for name in list_denoiser_names(self.pipe)]
         if self.parallel_vae is not None:
             parts.append(self.pipe.vae)
@@ -193,7 +193,7 @@ class Composition:
         return parts
 
     def list_partial_models(self) -> list[nn.Module]:
-        """The models of which this rank has a part, or will have after a call."""
+        """Return the models of which this rank has a part, now or after a call."""
         models: list[nn.Module] = []
         if self.plan.divides_blocks:
             models += self.models
@@ -202,7 +202,7 @@ class Composition:
         return models
 
     def guard_pipeline(self, pipe: Any) -> None:
-        """Makes a pipeline on these models refuse what needs whole weights, before it has touched anything."""
+        """Make a pipeline on these models refuse operations on whole weights, before they touch anything."""
         partial_models = self.list_partial_models()
         if partial_models:
             refuse_saving(self.guards, pipe, partial_models)
@@ -210,7 +210,7 @@ class Composition:
             self.sharded.guard_pipeline_loaders(pipe)
 
     def renew_groups(self) -> None:
-        """Gives every strategy groups that no failed call has left messages in. All ranks must call it."""
+        """Give every strategy new groups, without messages from failed calls. All ranks must call it."""
         # Tapes know the old groups.
         self.release_recordings()
         self.mesh.renew_groups(self.plan)
@@ -223,7 +223,7 @@ class Composition:
     def install_for_call(
         self, callbacks: StepCallbacks, call: Mapping[str, Any], decisions: AgreementGroups | None, *, first: bool
     ) -> Iterator[Loop]:
-        """Installs all strategies for the length of one call, on the scheduler that the pipeline has now.
+        """Install all strategies for one call, on the pipeline's present scheduler.
 
         Args:
             callbacks: what happens at the ends of steps.
@@ -273,7 +273,7 @@ class Composition:
                 raise
 
     def _attach_recorder(self, stack: ExitStack) -> None:
-        """Lets calls of the models be recorded until the stack is closed; no hook of a call may be on them yet."""
+        """Let calls of the models be recorded until the stack is closed. No hook of a call may be on them yet."""
         self.loop.recorder = self.recorder
         if self.recorder is not None:
             self.recorder.begin_generation()
@@ -281,7 +281,7 @@ class Composition:
             stack.callback(self.loop.when_over.clear)
 
     def prepare_recorder(self, *, traced: bool) -> bool:
-        """Look at what is on the models before a call; return whether this rank may record calls of them."""
+        """Inspect the models before a call. Return whether this rank may record calls of them."""
         if self.recorder is None:
             return False
         self.recorder.caches = {cache.transformer: cache for cache in self.block_caches}
@@ -292,7 +292,7 @@ class Composition:
         return not self.recorder.refusal
 
     def _explain_unrecorded_calls(self, caches: Mapping[nn.Module, BlockCache]) -> str:
-        """Why calls of the models as they are now, before the hooks of a call are on them, are not recorded."""
+        """Return why calls of the models are not recorded, before the hooks of a call are on them."""
         if not caches.keys() <= set(self.models):
             return "a cache is on a model that is not divided"
         # It may keep something in Python.
@@ -301,7 +301,7 @@ class Composition:
         return ""
 
     def release_recordings(self) -> None:
-        """Forgets what was recorded, and frees its memory."""
+        """Forget all recordings, and free their memory."""
         if self.recorder is not None:
             self.recorder.release()
 
@@ -324,7 +324,7 @@ class Composition:
 
     @contextmanager
     def _attach_caches(self, batch: DataCfgBatch, decisions: AgreementGroups) -> Iterator[None]:
-        """Gives the caches the loop's clock and an agreement with other ranks, for the length of a call."""
+        """Give the caches the loop's clock and an agreement with other ranks during a call."""
         loop = self.loop
         names: dict[nn.Module, str] = {}
         stages: dict[nn.Module, int] = {}
@@ -367,7 +367,7 @@ class Composition:
             agreement.close_channels()
 
     def _surround_calls(self, stack: ExitStack, batch: DataCfgBatch, call: Mapping[str, Any]) -> LoopForecasts | None:
-        """Puts caches of whole calls around the models, until the stack is closed; None if there are none."""
+        """Put caches of whole calls around the models until the stack is closed. None if there are none."""
         caches = [cache for cache in self.model_caches if isinstance(cache, CallCache)]
         if not caches:
             return None
@@ -386,7 +386,7 @@ class Composition:
         return forecasts
 
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
-        """Merges several kernels into one, because the kernels of a patch are small, and launching many takes long."""
+        """Merge several kernels into one. The kernels of a patch are small, and launching many takes long."""
         self.attention.rotary.replace_processors(stack, block_hook.block)
         # async_ulysses sends v while k is computed, so it needs them apart. Weights that come and go stay apart too.
         if not self.plan.async_ulysses and self.offload is None:
@@ -441,13 +441,13 @@ class LayerAttentionBuilder:
         self._turn = torch.tensor(0)
 
     def choose_dispatch_backend(self, backend: Any) -> Any:
-        """The name of the backend that calls ditile's attention, given the backend that a processor names."""
+        """Return the name of the backend for ditile's attention in place of a processor's own backend."""
         if self._kernel is not None:
             backend = self._kernel.backend
         return register_backend(backend)
 
     def build_layer_attention(self, layer: str, backend: Any, *, kind: str, through_dispatch: bool) -> LayerAttention:
-        """The attention of a layer.
+        """Build the attention of a layer.
 
         Args:
             layer: its name in the model.
@@ -473,7 +473,7 @@ class LayerAttentionBuilder:
         return UlyssesExchange(axis, traffic, uneven=uneven, weights=weights)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
-        """The source of a layer's keys: fresh ones, the ring's, or stale ones."""
+        """Build the source of a layer's keys: fresh ones, the ring's, or stale ones."""
         now = self._now
         traffic = self._mesh.traffic
         distrifusion = self._mesh["distrifusion"]
@@ -510,7 +510,7 @@ class CompositionOptions(NamedTuple):
 def compose_strategies(
     pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, options: CompositionOptions
 ) -> Composition:
-    """Builds every strategy of a plan, keeps this rank's share of the pipeline's weights, and moves it to the device.
+    """Build every strategy of a plan, keep this rank's share of the pipeline's weights, and move it to the device.
 
     Raises:
         ModelError: if the pipeline cannot be divided.
@@ -574,7 +574,8 @@ def _keep_own_weights(
     *,
     keep: bool,
 ) -> tuple[Weights, ShardedTransformer]:
-    """Takes the weights out of the models that other ranks hold; returns what the whole had, and this rank's share."""
+    """Take the weights held by other ranks out of the models. Return the weights of the whole, and this rank's
+    share."""
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
     # Before the guards of tensor parallelism, which lie around these and go first.
     if plan.divides_blocks:
@@ -592,7 +593,7 @@ def _keep_own_weights(
 def _choose_named_kernel(
     name: str | None, transformer: Any, device: torch.device, plan: Plan
 ) -> DiffusersKernel | None:
-    """The kernel of that name; None leaves the choice to each processor."""
+    """Return the named kernel. None leaves the choice to each processor."""
     if name is None:
         return None
     return choose_kernel(name, device, transformer.dtype, lse=plan.ring > 1)
@@ -606,7 +607,7 @@ def _build_pipefusion(
     sharded: ShardedTransformer,
     warmup_group: WarmupGroup | None,
 ) -> PipeFusion:
-    """This rank's stage."""
+    """Build this rank's stage."""
     joint = block_hooks.anatomy.joint
     stage = stages[mesh.stage_index]
     return PipeFusion(mesh, stage, plan, joint, sharded.streams, warmup_group)
@@ -615,7 +616,7 @@ def _build_pipefusion(
 def _move_own_weights(
     pipe: Any, block_hooks: TransformerHooks, own: range, plan: Plan, device: torch.device, mesh: Mesh
 ) -> BlockOffload | None:
-    """Moves the pipeline to the device, without blocks that are streamed from the host's memory."""
+    """Move the pipeline to the device, except for blocks streamed from the host's memory."""
     offload = None
     if plan.offloads_rank(mesh.rank):
         offload = BlockOffload(block_hooks.models, own, HostCopies(device))
@@ -633,7 +634,7 @@ def _move_own_weights(
 
 
 def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
-    """Raises `PlanError` on every rank if the weights of a host's ranks need more than its memory."""
+    """Check host memory on every rank. Raises `PlanError` on all of them if the weights of a host's ranks need more."""
     kept = Counter[str]()
     there = {}
     own_bytes = 0 if offload is None else offload.count_host_bytes()
@@ -658,7 +659,7 @@ def _build_loop(
     mesh: Mesh,
     recorder: RecordedSteps | None,
 ) -> Loop:
-    """What drives the pipeline's loop."""
+    """Build the driver of the pipeline's loop."""
     kept_buffers = None
     if recorder is not None:
         kept_buffers = recorder.kept_buffers
@@ -682,7 +683,7 @@ def _build_attention(
     warmup_group: WarmupGroup | None,
     options: CompositionOptions,
 ) -> LayerAttentionBuilder:
-    """What builds the attention of each layer."""
+    """Build the builder of each layer's attention."""
     attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks)
     if options.recorder is not None:
         options.recorder.scopes = (attention.rotary.hide_tables,)
@@ -690,7 +691,7 @@ def _build_attention(
 
 
 def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
-    """A pipeline's autoencoder by rows, where the plan says so."""
+    """Build an autoencoder divided by rows if the plan asks for it."""
     if plan.vae != "rows":
         return None
     return ParallelVAE(
@@ -703,12 +704,12 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 
 def _name_recorder(recorder: RecordedSteps | None) -> str:
-    """What reads weights in one place because it was asked to; empty if nothing does."""
+    """Return the option under which weights are read in one place; empty if there is none."""
     return "" if recorder is None else "cuda_graphs=True"
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
-    """Raises `ModelError` if a manager of diffusers moves weights that something of the plan reads in one place."""
+    """Raise `ModelError` if diffusers offloads weights to be read in one place under the plan."""
     reader = ""
     if _name_recorder(options.recorder):
         reader = _name_recorder(options.recorder)
@@ -721,12 +722,13 @@ def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: Co
 
 
 def _may_change(block_hooks: TransformerHooks) -> bool:
-    """Whether the pipeline calls another model in some steps, or one in another mode."""
+    """Return whether the pipeline calls another model in some steps, or one in another mode."""
     return block_hooks.other is not None or any(hooks.anatomy.modes for hooks in block_hooks.models)
 
 
 def find_model_caches(pipe: Any) -> list[ModelCache]:
-    """The caches of a pipeline's models, also of models that every rank calls whole, such as one without a prompt."""
+    """Return the caches of a pipeline's models. They include models called whole by every rank, such as one without
+    a prompt."""
     caches: dict[nn.Module, ModelCache] = {}
     for part in list_pipeline_parts(pipe).values():
         if isinstance(part, nn.Module):
@@ -738,12 +740,12 @@ def find_model_caches(pipe: Any) -> list[ModelCache]:
 
 
 def find_loop_models(pipe: Any) -> list[nn.Module]:
-    """The models that a pipeline calls in its loop now; the modules themselves, where they are compiled."""
+    """Return the models called in a pipeline's loop now, unwrapped if they are compiled."""
     return [unwrap_compiled(getattr(pipe, name)) for name in list_denoiser_names(pipe)]
 
 
 def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]:
-    """The blocks of every stage; none where they are not known.
+    """Return the blocks of every stage; none where they are not known.
 
     Raises:
         PlanError: if the plan does not fit the model.
@@ -755,7 +757,7 @@ def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]
 
 
 def move_pipeline(pipe: Any, device: torch.device) -> None:
-    """Moves a pipeline to a device if some of it is elsewhere: `pipe.to` takes long even if all of it is there."""
+    """Move a pipeline to a device if some of it is elsewhere. `pipe.to` takes long even if all of it is there."""
     offloaded = find_offload_devices(pipe)
     away: list[nn.Module] = []
     is_plain = False
@@ -776,7 +778,7 @@ def move_pipeline(pipe: Any, device: torch.device) -> None:
 
 
 def check_pipeline(pipe: Any) -> None:
-    """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop, and a scheduler."""
+    """Check that this is a pipeline with a model in its loop, and a scheduler. Raises `ModelError` otherwise."""
     if not isinstance(getattr(pipe, "components", None), Mapping):
         raise ModelError(
             f"{type(pipe).__name__} is not a diffusers pipeline; give a pipeline, such as ditile.load(NAME), or derive "
@@ -796,7 +798,7 @@ def check_pipeline(pipe: Any) -> None:
 
 
 def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> TransformerHooks:
-    """The hooks for the models of a pipeline."""
+    """Build the hooks for the models of a pipeline."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
     spec = registry.select_plan_spec(pipe, plan)
     block_hooks: TransformerHooks | None = None
@@ -815,7 +817,7 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
 
 
 def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks, options: CompositionOptions) -> None:
-    """Refuses a model that cannot be divided so, before anything is touched."""
+    """Check that a model can be divided under the plan, before anything is touched."""
     model = block_hooks.transformer
     attention = options.attention
     if attention is not None and not block_hooks.chain:
@@ -850,7 +852,7 @@ def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks,
 
 
 def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, mesh: Mesh) -> tuple[Plan, Plan | None]:
-    """The plan without warmup_mode=auto, and the plan of calls in which its warmup group rests."""
+    """Return the plan without warmup_mode=auto, and the plan of calls without its warmup group."""
     shared = plan.resolve_warmup()
     serial = plan.resolve_warmup(streams=False)
     # The plan names a mode, or `auto` has none to choose from.
@@ -870,7 +872,7 @@ def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, me
 def _build_warmup_group(
     pipe: Any, block_hooks: TransformerHooks, stages: list[range], plan: Plan, mesh: Mesh, *, may_rest: bool
 ) -> WarmupGroup | None:
-    """The stages that compute the synchronous steps together, where the plan has some."""
+    """Build the group of stages for shared synchronous steps, if the plan has some."""
     if plan.warmup_mode not in ("sequence", "separate"):
         return None
     if block_hooks.other is not None:
@@ -896,7 +898,8 @@ def _build_warmup_group(
 def _list_shard_options(
     block_hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool
 ) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Each model that tensor parallelism cuts, and how; refuses what cannot be cut while every model is whole."""
+    """List each model cut by tensor parallelism, and how. Models that cannot be cut are refused while every model is
+    whole."""
     shards: list[tuple[nn.Module, dict[str, Any]]] = []
     if plan.tensor == 1:
         return shards
@@ -918,7 +921,7 @@ def _list_shard_options(
 
 
 def _shard_transformers(shards: list[tuple[nn.Module, dict[str, Any]]], mesh: Mesh) -> ShardedTransformer:
-    """Keeps this rank's share of the weights of every block."""
+    """Keep this rank's share of the weights of every block."""
     if not shards:
         return ShardedTransformer(TensorCuts({}, 0, (1,)), keep=True)
     all_sharded = []

@@ -27,7 +27,7 @@ PLACES_OF_ADAPTERS = ("target_modules", "base_model_name_or_path", "revision", "
 
 
 def describe_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Each argument that is not None, without callbacks, which one rank alone may have."""
+    """Describe each argument that is not None. Callbacks are left out, since only one rank may have them."""
     described = {}
     for name, value in call.items():
         if value is not None and not name.startswith("callback"):
@@ -36,7 +36,8 @@ def describe_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_state(pipe: Any, device: torch.device) -> dict[str, Any]:
-    """What an image depends on besides the arguments: scheduler, configs, dtypes, autocast, the type of device."""
+    """Describe the scheduler, configs, dtypes, autocast and type of device. Besides the arguments, an image depends
+    on these."""
     state: dict[str, Any] = {"device": device.type, "autocast": "off"}
     if torch.is_autocast_enabled(device.type):
         state["autocast"] = str(torch.get_autocast_dtype(device.type))
@@ -67,7 +68,7 @@ def describe_state(pipe: Any, device: torch.device) -> dict[str, Any]:
 
 
 def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
-    """How LoRAs are used on this rank: in each block, and in each list and model that uses one the same throughout.
+    """Describe the use of LoRAs on this rank: in each block, and in each list and model with one use throughout.
 
     Ranks have some blocks in common, and others not; keys that only one of two ranks has say nothing.
     """
@@ -97,7 +98,7 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _name_block(places: Sequence[str]) -> str:
-    """Of a path such as transformer.blocks.3.attn.to_q the model, its list and its block."""
+    """Return the model, list and block in a path such as transformer.blocks.3.attn.to_q."""
     # The layers of text encoders are in lists further down.
     for index, place in enumerate(places):
         if place.isdecimal():
@@ -106,7 +107,7 @@ def _name_block(places: Sequence[str]) -> str:
 
 
 def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, how it is used) of each adapter of a layer of peft's, in words that do not depend on its rank."""
+    """Yield the name and use of each adapter of a peft layer, in words independent of its rank."""
     if not hasattr(layer, "merged_adapters"):
         return
     # LoRA and its relatives have a factor; others, such as IA3, have none. An alpha of a file is a tensor.
@@ -131,7 +132,7 @@ def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _describe_adapter(config: Any) -> Any:
-    """Return the config of an adapter without what says where it came from, or which layers a rank has."""
+    """Return an adapter's config, except its origin and the names of a rank's layers."""
     values = config.to_dict()
     for name in PLACES_OF_ADAPTERS:
         values.pop(name, None)
@@ -143,7 +144,7 @@ def _name_loras(part: Any) -> str:
 
 
 def describe_value(value: Any) -> Any:
-    """A number as it is, anything else as canonical JSON; what is not known to be data is described by its type."""
+    """Return a number unchanged, and anything else in canonical JSON. A value not known to be data becomes its type."""
     # NaN would differ from itself.
     if value is None or (isinstance(value, int | float) and value == value):
         return value
@@ -157,7 +158,7 @@ def describe_value(value: Any) -> Any:
 
 
 def _describe_object(value: Any) -> Any:
-    """What stands for an object in JSON."""
+    """Return an object's representation in JSON."""
     match value:
         case enum.Enum():
             return value.value

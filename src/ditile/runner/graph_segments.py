@@ -12,7 +12,8 @@ from ditile.distributed.recording.tape import Action
 
 
 def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: int) -> bool:
-    """Whether a call can be captured on a GPU, and later ones still run as code; frees what the capture will need.
+    """Return whether a GPU has room to capture a call and still run later ones by code. Memory for the capture is freed
+    first.
 
     Args:
         pools_bytes: of the pools of all graphs.
@@ -32,7 +33,7 @@ def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: 
 
 @functools.cache
 def prepare_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a device on which all graphs are captured."""
+    """Return a device's stream for capturing graphs."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -43,7 +44,7 @@ def prepare_capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def explain_no_graphs() -> str:
-    """Return why this torch cannot record calls as graphs, or nothing."""
+    """Return why this torch cannot record calls in graphs, or nothing."""
     if torch.version.hip is not None:
         return "cuda_graphs=True needs CUDA, and this torch is built for HIP; leave it out"
     # Since 2.13 torch undoes a capture that failed (pytorch#180395), and generators know each capture.
@@ -78,7 +79,7 @@ class GraphSegments:
         self._outer_stream = torch.cuda.current_stream(device)
 
     def open(self) -> None:
-        """Begins to capture."""
+        """Begin to capture."""
         if self._anchor is None:
             self._begin()
             torch.zeros(1, device=self._device)
@@ -120,7 +121,7 @@ class GraphSegments:
         return graph.replay
 
     def abandon(self) -> None:
-        """End the graph, of which nothing is used, and undo what its capture has left."""
+        """End the graph without using it, and undo the traces of its capture."""
         if self._graph is None:
             return
         try:
@@ -133,11 +134,11 @@ class GraphSegments:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pool, which torch's allocator gives back once no graph of it is left."""
+        """Return the bytes of the pool. torch's allocator gives them back once no graph of it is left."""
         return sum(block["total_size"] for block in torch.cuda.memory_snapshot(self._pool, include_traces=False))
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """A tensor that does not own its memory, so that the pool gives it to others once the call dropped it."""
+        """Return a tensor without ownership of its memory, so the pool can reuse it once the call dropped it."""
         if tensor.device.type != "cuda" or not tensor.numel():
             return tensor
         memory = tensor.untyped_storage()

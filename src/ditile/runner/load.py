@@ -111,7 +111,7 @@ def load(
     transformer: str | None = None,
     components: Mapping[str, str] | None = None,
 ) -> diffusers.DiffusionPipeline | diffusers.ModularPipeline:
-    """The pipeline of a bundled model, a folder or a hub id, on the CPU.
+    """Load the pipeline of a bundled model, a folder or a hub id onto the CPU.
 
     A folder with a `modular_model_index.json` and no `model_index.json` is a modular pipeline of diffusers. Its own
     components are read as in any other pipeline, and components that its index places elsewhere are read there.
@@ -173,7 +173,7 @@ def load(
 
 
 def _check_fetched_types(source: str, variant: str | None) -> None:
-    """Checks the files of the hub as `find_model_source` checks those of a folder before they are read."""
+    """Check files of the hub before they are read. The checks are those of `find_model_source` on a folder."""
     for component in _list_components(source):
         config = locate_component_file(source, component.name, "config.json")
         if config is not None:
@@ -181,7 +181,7 @@ def _check_fetched_types(source: str, variant: str | None) -> None:
 
 
 def choose_weight_dtype(source: Path | str, dtype: torch.dtype | str | None) -> torch.dtype:
-    """The type of a model's weights: `dtype` if it is given, otherwise as `choose_dtype_name` says."""
+    """Return `dtype` if it is given, otherwise the type chosen by `choose_dtype_name`."""
     if isinstance(dtype, torch.dtype):
         return dtype
     weight_dtype: torch.dtype = getattr(torch, choose_dtype_name(source, dtype))
@@ -190,7 +190,7 @@ def choose_weight_dtype(source: Path | str, dtype: torch.dtype | str | None) -> 
 
 @contextmanager
 def convert_build_errors(name: str, refusal: str = "is not one that diffusers can build here") -> Iterator[None]:
-    """Turns what diffusers and transformers raise for a model that they cannot build into an error of ditile.
+    """Turn the exceptions of diffusers and transformers for a model they cannot build into an error of ditile.
 
     Args:
         name: of the model.
@@ -217,7 +217,8 @@ def convert_build_errors(name: str, refusal: str = "is not one that diffusers ca
 
 
 def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The model and the files of its components: a file in place of a model is the transformer of a published one.
+    """Return the model and the files of its components. A file in place of a model is the transformer of a published
+    one.
 
     Raises:
         LoadError, ModelError: if the file cannot be read, fits no published model, or there are two files.
@@ -247,7 +248,7 @@ def load_partial_components(
     variant: str | None = None,
     files: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The components of a pipeline that a rank of a plan reads in part; diffusers reads the others whole.
+    """Load the components read in part by a rank of a plan. diffusers reads the others whole.
 
     Raises:
         ModelError, PlanError: if the transformer cannot be divided so.
@@ -286,13 +287,13 @@ def load_partial_components(
 
 
 def _choose_placement(plan: Plan, rank: int) -> EncoderPlacement:
-    """Which part of the text encoders a rank of a plan has."""
+    """Return the part of the text encoders on a rank of a plan."""
     image = next(ranks for ranks in list_subgroups(plan, IMAGE) if rank in ranks)
     return EncoderPlacement.choose_placement(plan, image.index(rank))
 
 
 def find_pipeline_kind(source: Path | str) -> Any:
-    """What says which call a pipeline has: its class; of a modular one, the pipeline itself without its components.
+    """Return the class of a pipeline; of a modular one, the pipeline itself without its components.
 
     Returns:
         None if its model_index.json names no pipeline of diffusers.
@@ -314,7 +315,7 @@ def find_pipeline_kind(source: Path | str) -> Any:
 def load_modular_pipeline(
     source: Path | str, dtype: torch.dtype, variant: str | None, loaded: Mapping[str, Any]
 ) -> Any:
-    """A modular pipeline with all of the components that its blocks use, of which some are loaded already."""
+    """Load a modular pipeline with all components of its blocks. Some of them are loaded already."""
     pipe = find_pipeline_kind(source)
     pipe.register_components(**{name: part for name, part in loaded.items() if name in pipe.component_names})
     for name in pipe.pretrained_component_names:
@@ -345,7 +346,7 @@ def load_modular_pipeline(
 def load_whole_models(
     source: Path | str, dtype: torch.dtype, variant: str | None = None, *, apart: Collection[str] = ()
 ) -> dict[str, nn.Module]:
-    """The models that are not `apart`, whole, each after a check that its files have all of its weights.
+    """Load the models not in `apart` whole. Each is checked first for all of its weights.
 
     Quantized ones are not among them, nor those whose classes are in neither diffusers nor transformers: their own
     loaders read them, with the pipeline.
@@ -374,7 +375,7 @@ def load_whole_models(
 
 
 def load_shared_components(source: Path | str, *, apart: Collection[str] = ()) -> dict[str, Any]:
-    """The components that are no models (tokenizers, schedulers) and lie in the folder of another bundled model."""
+    """Load tokenizers and schedulers from the folder of another bundled model if they lie there."""
     shared: dict[str, Any] = {}
     if not isinstance(source, Path):
         return shared
@@ -396,7 +397,7 @@ def load_partial_transformer(
     *,
     variant: str | None = None,
 ) -> nn.Module:
-    """A transformer with the weights of a rank's blocks, and what every rank has, on the CPU.
+    """Load a transformer onto the CPU, with the weights of a rank's blocks and those shared by all ranks.
 
     Raises:
         ModelError: if its anatomy is not known, or its quantizer is not installed.
@@ -423,7 +424,7 @@ def load_partial_transformer(
 def load_component_file(
     source: Path | str, file: str, plan: Plan, rank: int, dtype: torch.dtype, name: str = TRANSFORMER
 ) -> nn.Module:
-    """A component of a pipeline with the weights of a file: a rank's share if the plan divides it.
+    """Load a pipeline's component with the weights of a file: a rank's share if the plan divides it.
 
     Raises:
         ModelError: if its anatomy is not known, or it is not a model of diffusers or transformers.
@@ -444,7 +445,7 @@ def load_component_file(
 
 
 def check_component_file(source: Path | str, name: str, file: str) -> ConvertedFile | None:
-    """Checks by its header what `load_component_file` would read, with the same errors.
+    """Check a file for `load_component_file` by its header. The errors are the same.
 
     Returns:
         The tensors of the component; None if it is a model of transformers.
@@ -457,7 +458,7 @@ def check_component_file(source: Path | str, name: str, file: str) -> ConvertedF
 
 
 def _find_file_class(source: Path | str, name: str, file: str) -> Any:
-    """The class of a component whose weights are in a file. Raises `ModelError` if it is no model."""
+    """Return the class of a component with weights in a file. Raises `ModelError` if it is not a model."""
     component = next(part for part in _list_components(source) if part.name == name)
     if component.cls is None or not issubclass(component.cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
         raise ModelError(f"{name} of {source} is a {component.class_name}, which is not read from one file ({file})")
@@ -467,7 +468,7 @@ def _find_file_class(source: Path | str, name: str, file: str) -> Any:
 def _load_encoder_file(
     source: Path | str, name: str, model_class: Any, file: str, placement: EncoderPlacement, dtype: torch.dtype | None
 ) -> nn.Module:
-    """A rank's part of a model of transformers with the weights of a file; without a dtype on the meta device."""
+    """Load a rank's part of a transformers model with the weights of a file; without a dtype on the meta device."""
     locate = _locate_component_files(source, name)
     path = _find_config(locate, name)
     if _is_quantized(path):
@@ -487,7 +488,7 @@ def _load_encoder_file(
 
 
 def _match_component_file(source: Path | str, name: str, model_class: Any, file: str) -> ConvertedFile:
-    """The tensors of a file as those of a component, whose config in the pipeline may be that of another model.
+    """Match the tensors of a file to a component. Its config in the pipeline may be that of another model.
 
     Raises:
         LoadError: if the file is not whole, or fits no config of such a model.
@@ -509,7 +510,7 @@ def _read_share(
     dtype: torch.dtype,
     row_blocks: Mapping[str, RowBlocks] | None = None,
 ) -> nn.Module:
-    """Reads a rank's share into a model without weights, which then has placeholders for the other blocks."""
+    """Read a rank's share into a model without weights. Afterwards it has placeholders for the other blocks."""
     # diffusers keeps these in float32, whatever the dtype.
     keep_fp32 = model._keep_in_fp32_modules or ()
     if not plan.divides_blocks:
@@ -548,14 +549,14 @@ def _read_share(
 
 
 def _finish_model(model: Any, place: Path) -> nn.Module:
-    """Does what `from_pretrained` does last."""
+    """Finish a model in the same way `from_pretrained` does."""
     model.register_to_config(_name_or_path=str(place))
     finished: nn.Module = model.eval()
     return finished
 
 
 def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
-    """The model; tensors that the checkpoint will fill are on the meta device."""
+    """Build the model. Tensors to be filled from the checkpoint are on the meta device."""
     values, unused, _ = cls.load_config(config, return_unused_kwargs=True, return_commit_hash=True)
     with local_torch_dtype(dtype), init_on_meta_device():
         model = cls.from_config(dict(values), **unused)
@@ -568,7 +569,7 @@ def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
 
 
 def _has_unsaved_tensors(module: nn.Module) -> bool:
-    """Whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
+    """Return whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
     if module._non_persistent_buffers_set:
         return True
     for name, value in vars(module).items():
@@ -586,7 +587,7 @@ def _has_unsaved_tensors(module: nn.Module) -> bool:
 
 
 def _locate_component_files(source: Path | str, name: str) -> LocateFile:
-    """The files of a component, in a folder or on the hub."""
+    """Return a function to locate the files of a component, in a folder or on the hub."""
     if isinstance(source, Path):
         return locate_in_folder(find_component_folder(source, name))
 
@@ -601,12 +602,12 @@ def _locate_component_files(source: Path | str, name: str) -> LocateFile:
 
 
 def locate_component_file(source: Path | str, name: str, file: str) -> Path | None:
-    """A file of a component; None if it has no such file."""
+    """Return a file of a component; None if there is no such file."""
     return _locate_component_files(source, name)(file)
 
 
 def read_model_index(source: Path | str) -> dict[str, Any]:
-    """The index of a pipeline: name -> [library, class], in a modular pipeline with a dict of where it is.
+    """Read the index of a pipeline: name -> [library, class]. In a modular pipeline a dict with the location is added.
 
     Raises:
         LoadError: if there is none.
@@ -619,7 +620,7 @@ def read_model_index(source: Path | str) -> dict[str, Any]:
 
 
 def check_component_packages(source: Path | str) -> None:
-    """Raises `ModelError` if a component of transformers needs torchvision, which is not installed."""
+    """Check that torchvision is installed if a component needs it. Raises `ModelError` otherwise."""
     for component in _list_components(source):
         if component.library == "transformers" and _lacks_torchvision(component.cls):
             needed_by = f"{component.name} of {source}, a {component.class_name},"
@@ -627,7 +628,7 @@ def check_component_packages(source: Path | str) -> None:
 
 
 def _lacks_torchvision(cls: Any) -> bool:
-    """Whether transformers has a placeholder for a class, or for the part of a processor that reads videos."""
+    """Return whether transformers has a placeholder for a class, or for a processor's video part."""
     # A placeholder raises for any other attribute than this one.
     if "torchvision" in getattr(cls, "_backends", ()):
         return True
@@ -637,7 +638,7 @@ def _lacks_torchvision(cls: Any) -> bool:
 
 
 def _list_components(source: Path | str) -> list[_Component]:
-    """The components of a pipeline whose files lie with its index."""
+    """List the components of a pipeline stored next to its index."""
     components = []
     for name, (library, class_name) in list_own_components(source, read_model_index(source)):
         components.append(_Component(name, library, class_name, _find_component_class(library, class_name)))
@@ -645,14 +646,14 @@ def _list_components(source: Path | str) -> list[_Component]:
 
 
 def _find_component_class(library: Any, class_name: Any) -> type[Any] | None:
-    """The class of a component; None if it is in neither diffusers nor transformers."""
+    """Return the class of a component; None if it is in neither diffusers nor transformers."""
     module = {"diffusers": diffusers, "transformers": transformers}.get(str(library))
     cls = getattr(module, str(class_name), None)
     return cls if isinstance(cls, type) else None
 
 
 def _find_config(locate: LocateFile, name: str) -> Path:
-    """The config of a component. Raises `LoadError` if there is none, or no model can be built from it."""
+    """Return the config of a component. Raises `LoadError` if there is none, or no model can be built from it."""
     config = locate("config.json")
     if config is None:
         raise LoadError(f"{name} has no config.json, or the hub cannot be reached; copy the whole model")
@@ -665,7 +666,7 @@ def _is_quantized(config: Path) -> bool:
 
 
 def _is_read_by_share(config: Path) -> bool:
-    """Whether a model is quantized in a way of which a rank can read its share: torchao's, or bitsandbytes' 4 bits."""
+    """Return whether a rank can read its share of a quantized model: torchao's, or bitsandbytes' 4 bits."""
     quantization = read_json_object(config, ConfigValues).get("quantization_config") or {}
     method = quantization.get("quant_method")
     if method == "bitsandbytes":
@@ -674,7 +675,7 @@ def _is_read_by_share(config: Path) -> bool:
 
 
 def _open_prequantized(checkpoint: Checkpoint, config: Path) -> PrequantizedCheckpoint:
-    """The quantized weights of a model whose config says that it has some. Raises `LoadError` if it has none."""
+    """Open the quantized weights promised by a model's config. Raises `LoadError` if there are none."""
     prequantized = PrequantizedCheckpoint.recognize(checkpoint, config.parent)
     if prequantized is None:
         raise LoadError(
@@ -685,7 +686,7 @@ def _open_prequantized(checkpoint: Checkpoint, config: Path) -> PrequantizedChec
 
 
 def count_quantized_components(source: Path | str, apart: Collection[str] = ()) -> dict[str, StoredWeights]:
-    """Transformer that is not `apart` -> how much of it is quantized, by the files of a folder or of the hub's cache.
+    """Count the quantized weights of each transformer not in `apart`, by the files of a folder or of the hub's cache.
 
     Raises:
         LoadError: if a file or a part of a weight is missing.
@@ -711,7 +712,7 @@ def count_quantized_components(source: Path | str, apart: Collection[str] = ()) 
 
 
 def _has_all_files(locate: LocateFile) -> bool:
-    """Whether the files of a component's weights are there."""
+    """Return whether all files of a component's weights are there."""
     single, index_name = name_weight_files(STEM, None)
     index = locate(index_name)
     if index is None:
@@ -722,7 +723,7 @@ def _has_all_files(locate: LocateFile) -> bool:
 def _collect_source_options(
     source: Path | str, name: str, locate: LocateFile, variant: str | None
 ) -> tuple[str, dict[str, Any]]:
-    """Where `from_pretrained` finds a component: its folder or hub id, and keyword arguments."""
+    """Return the source of a component for `from_pretrained`: its folder or hub id, and keyword arguments."""
     place, options = name_component_source(source, name)
     if variant is not None and _has_variant_files(locate, variant):
         return place, {**options, "variant": variant}
@@ -730,6 +731,6 @@ def _collect_source_options(
 
 
 def _has_variant_files(locate: LocateFile, variant: str) -> bool:
-    """Whether a component has files of a variant; if it has none, diffusers takes the plain ones."""
+    """Return whether a component has files of a variant. Without them diffusers takes the plain ones."""
     names = [name for stem in STEMS for name in name_weight_files(stem, variant)]
     return any(locate(name) is not None for name in names)

@@ -45,7 +45,7 @@ _LOAD_ERRORS = (
 
 @checked()
 def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
-    """Loads a LoRA into a pipeline, divided or not, as `pipe.load_lora_weights` does. Every rank must call it.
+    """Load a LoRA into a pipeline, divided or not, like `pipe.load_lora_weights`. Every rank must call it.
 
     A rank that holds a share of the weights keeps the same share of the LoRA. Keys that nothing of the pipeline takes
     are named in the log.
@@ -113,7 +113,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
 
 
 def _locate_source(source: Any, label: str, kwargs: dict[str, Any]) -> str:
-    """Return the folder or hub id of a LoRA, and put the name of its file, where it is known, into the arguments.
+    """Return the folder or hub id of a LoRA. If the name of its file is known, it is put into the arguments.
 
     Raises:
         ModelError: if there is nothing, which diffusers would take for a hub id; for a folder of which diffusers would
@@ -137,7 +137,7 @@ def _locate_source(source: Any, label: str, kwargs: dict[str, Any]) -> str:
 
 
 def _choose_weight_name(folder: Path, label: str) -> str:
-    """Return the only file of weights in a folder, or the one that `save_lora_weights` wrote."""
+    """Return the only file of weights in a folder, or the one written by `save_lora_weights`."""
     # Without hidden files, which systems leave beside others.
     names = sorted(path.name for path in folder.glob("[!.]*.safetensors"))
     own = [name for name in names if name.endswith(LORA_WEIGHT_NAME_SAFE)] or names
@@ -152,7 +152,7 @@ def _choose_weight_name(folder: Path, label: str) -> str:
 
 
 def _choose_adapter_name(loaded: Collection[str]) -> str:
-    """Return the name that diffusers gives an adapter, also on a rank where no layer has one yet."""
+    """Return diffusers' default name for a new adapter, also on a rank without layers for it."""
     number = 0
     while f"default_{number}" in loaded:
         number += 1
@@ -160,7 +160,7 @@ def _choose_adapter_name(loaded: Collection[str]) -> str:
 
 
 def has_second_transformer(pipe: Any) -> bool:
-    """Whether a pipeline calls two transformers in turns, each with LoRAs of its own."""
+    """Return whether a pipeline calls two transformers in turns, each with LoRAs of its own."""
     return SECOND in getattr(pipe, "_lora_loadable_modules", ()) and getattr(pipe, SECOND, None) is not None
 
 
@@ -172,7 +172,7 @@ def _load_local_part(
     shares: Mapping[str, ShardedTransformer],
     **kwargs: Any,
 ) -> None:
-    """Loads what this rank has of a LoRA, through the pipeline's own loader."""
+    """Load this rank's part of a LoRA through the pipeline's own loader."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         # The config names the layers of all ranks.
@@ -190,7 +190,7 @@ def _load_local_part(
 
 @contextmanager
 def _convert_load_errors(label: str) -> Iterator[None]:
-    """Turns what diffusers, peft and safetensors raise for a LoRA that they cannot load into `ModelError`."""
+    """Turn exceptions of diffusers, peft and safetensors for a LoRA they cannot load into `ModelError`."""
     try:
         yield
     except DitileError:
@@ -203,7 +203,7 @@ def _convert_load_errors(label: str) -> Iterator[None]:
 
 @contextmanager
 def _undo_on_failure(pipe: Any) -> Iterator[None]:
-    """Deletes what a LoRA that fails to load has left, and uses the earlier ones as before."""
+    """Delete the leftovers of a LoRA if it fails to load, and use the earlier ones again."""
     earlier = list_loaded_loras(pipe)
     uses = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in _list_lora_layers(pipe)]
     try:
@@ -221,7 +221,7 @@ def _undo_on_failure(pipe: Any) -> Iterator[None]:
 
 
 def _list_lora_layers(pipe: Any) -> list[Any]:
-    """The layers of a pipeline's modules that have LoRAs."""
+    """List the layers with LoRAs in a pipeline's modules."""
     layers: list[Any] = []
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
@@ -230,7 +230,7 @@ def _list_lora_layers(pipe: Any) -> list[Any]:
 
 
 def fuse_loras(pipe: Any) -> None:
-    """Adds the LoRAs that are used now to the weights, and unloads them. Every rank must call it.
+    """Add the LoRAs in use to the weights, and unload them. Every rank must call it.
 
     Raises:
         ModelError: if weights are quantized, to which nothing can be added.
@@ -251,7 +251,7 @@ def fuse_loras(pipe: Any) -> None:
 
 
 def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
-    """Makes the following calls use these of the loaded LoRAs, and no others. Every rank must call it.
+    """Make the following calls use these of the loaded LoRAs, and no others. Every rank must call it.
 
     The results are then the same as if only these had been loaded; with no LoRA, the same as without LoRAs.
 
@@ -279,7 +279,7 @@ def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
 
 
 def forget_loras(runner: Any, names: Collection[str]) -> None:
-    """Deletes LoRAs that are loaded, and frees their memory. Every rank must call it.
+    """Delete loaded LoRAs, and free their memory. Every rank must call it.
 
     When the last one is deleted, the layers are the plain ones again.
 
@@ -304,7 +304,7 @@ def forget_loras(runner: Any, names: Collection[str]) -> None:
 
 
 def list_loaded_loras(pipe: Any) -> set[str]:
-    """The names of the adapters that are loaded into a pipeline."""
+    """Return the names of the adapters loaded into a pipeline."""
     # Without peft no LoRA can be loaded, and diffusers raises when asked for a list.
     if not is_installed("peft") or not hasattr(pipe, "get_list_adapters"):
         return set()
@@ -318,7 +318,8 @@ def _name_choices(loaded: Collection[str]) -> str:
 
 
 def _check_whole_weights(part: nn.Module) -> None:
-    """Raises `ModelError` if only a share of the weights was loaded, and `parallelize` has not been called yet."""
+    """Check that a pipeline has whole weights. Raises `ModelError` if a share was loaded and `parallelize` was not
+    called yet."""
     loaded = vars(part).get(LOADED_ATTRIBUTE)
     if loaded is not None and len(loaded.tensor_shares) > 1:
         raise ModelError(
@@ -328,7 +329,7 @@ def _check_whole_weights(part: nn.Module) -> None:
 
 
 def _register_empty_adapter(part: Any, name: str, config: Any) -> None:
-    """Registers an adapter with a component that has none of its layers."""
+    """Register an adapter with a component that has none of its layers."""
     require_extra("lora", "a LoRA")
     from peft import inject_adapter_in_model
     from peft.utils.constants import DUMMY_TARGET_MODULES

@@ -135,7 +135,7 @@ class WeightMap(FileValues):
 
 @checked()
 def defaults(model: str) -> dict[str, Any]:
-    """The call arguments that suit a model: its size, steps, guidance and others; the command line uses them too.
+    """Return the call arguments for a model: its size, steps, guidance and others. The command line uses them too.
 
         runner(prompt, **ditile.defaults("shapes-flux"))
 
@@ -155,7 +155,7 @@ def defaults(model: str) -> dict[str, Any]:
 
 
 def read_generation_defaults(model: str) -> dict[str, Any]:
-    """What `defaults` returns, and the frame rate of video files, which is no argument of the call."""
+    """Return the result of `defaults` and the frame rate of video files, which is not a call argument."""
     source = _locate_model(model, weights=False)
     if isinstance(source, str):
         return {}
@@ -168,7 +168,7 @@ def read_generation_defaults(model: str) -> dict[str, Any]:
 def find_model_source(
     name: str, variant: str | None = None, *, weights: bool = True, components: Mapping[str, str] | None = None
 ) -> Path | str:
-    """Where a model is: the folder of a bundled or local one, or the hub id itself.
+    """Return the folder of a bundled or local model, or the hub id itself.
 
     Args:
         name: of a bundled or published model, a folder, or a hub id.
@@ -208,7 +208,7 @@ def find_model_source(
 def collect_component_files(
     transformer: str | None, components: Mapping[str, str] | Iterable[str] | None
 ) -> dict[str, str]:
-    """Component -> the file with its weights.
+    """Return the file with the weights of each component.
 
     Args:
         transformer: the file of the component of that name; None if it has none.
@@ -244,7 +244,7 @@ def collect_component_files(
 
 
 def check_model_file(file: Path | str, component: str = TRANSFORMER) -> str:
-    """The format of a file of weights, by its ending and its content.
+    """Return the format of a file of weights, by its ending and its content.
 
     Raises:
         ModelError: if there is no such file, or it needs a package that is not installed.
@@ -277,7 +277,7 @@ def check_model_file(file: Path | str, component: str = TRANSFORMER) -> str:
 
 
 def _read_format(path: Path) -> str:
-    """What the first bytes of a file say of its format."""
+    """Return the format of a file according to its first bytes."""
     try:
         with path.open("rb") as file:
             # Eight bytes of length come before the brace of a header of safetensors.
@@ -295,7 +295,7 @@ def _read_format(path: Path) -> str:
 
 
 def _locate_model(name: str, *, weights: bool) -> Path | str:
-    """The folder or the hub id of a model, without a look at its files."""
+    """Return the folder or hub id of a model without looking at its files."""
     if not name or not isinstance(name, str | Path):
         raise ModelError(_describe_unknown_model(name))
     folder = Path(os.path.expanduser(name))
@@ -316,7 +316,7 @@ def _locate_model(name: str, *, weights: bool) -> Path | str:
 
 
 def _describe_unknown_model(name: Any) -> str:
-    """Why a name is no model's, and what would be one."""
+    """Explain why there is no model of a name, and suggest one."""
     hint = suggest_nearest(str(name), [model.name for model in list_known_models()], "")
     if hint:
         hint += " "
@@ -340,7 +340,7 @@ def _describe_unknown_model(name: Any) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of a hub id with its owner."""
+    """Return whether a name has the form of a hub id with its owner."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -352,7 +352,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def find_index_file(folder: Path) -> Path | None:
-    """The index of a pipeline's folder; None if it is no pipeline."""
+    """Return the index of a pipeline's folder; None if it is not a pipeline."""
     for name in (MODEL_INDEX, MODULAR_INDEX):
         if os.path.exists(folder / name):
             return folder / name
@@ -360,7 +360,7 @@ def find_index_file(folder: Path) -> Path | None:
 
 
 def list_own_components(source: Path | str, index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The components that lie with a pipeline's index: name, (library, class).
+    """Yield the name and (library, class) of components stored next to a pipeline's index.
 
     Args:
         source: the folder, or the hub id.
@@ -384,7 +384,8 @@ def list_own_components(source: Path | str, index: Mapping[str, Any]) -> Iterato
 
 
 def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
-    """Whether a component of a modular pipeline lies with the index, which names the place that it was read from."""
+    """Return whether a component of a modular pipeline lies next to the index. The index names its original
+    location."""
     if place == source:
         return True
     if not isinstance(source, Path):
@@ -393,7 +394,7 @@ def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
 
 
 def refuse_unknown_components(source: Path | str, index: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises `ModelError` if a pipeline, by its index, lacks one of the components."""
+    """Check that a pipeline's index has all of the components. Raises `ModelError` otherwise."""
     known = []
     for name, (library, _) in list_own_components(source, index):
         # An optional component that the pipeline lacks has no library.
@@ -405,7 +406,8 @@ def refuse_unknown_components(source: Path | str, index: Mapping[str, Any], name
 
 
 def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[str], *, weights: bool) -> None:
-    """Raises `LoadError` for weights that are not whole by their headers or, if `weights` are read, missing."""
+    """Check the headers of all weights. Raises `LoadError` for weights that are cut short or, if `weights` are read,
+    missing."""
     index = read_json_object(find_index_file(folder) or folder, IndexValues)
     refuse_unknown_components(folder, index, apart)
     for name, (library, _) in list_own_components(folder, index):
@@ -422,14 +424,14 @@ def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises `LoadError` for a folder that is no model of safetensors, such as one of pickles."""
+    """Check that a folder holds a model of safetensors. Raises `LoadError` otherwise, such as for pickles."""
     if not (folder / "config.json").exists():
         raise LoadError(f"{folder} has no config.json; give a folder that save_pretrained of a model wrote")
     _check_component(folder, None)
 
 
 def _check_component(folder: Path, variant: str | None, or_give: str = "") -> None:
-    """Raises `LoadError` for a component that is missing, or that has a config.json and no whole weights with it.
+    """Check a component. Raises `LoadError` if it is missing, or has a config.json without whole weights.
 
     The error ends with `or_give`, which says what may be given instead.
     """
@@ -450,7 +452,7 @@ def _check_component(folder: Path, variant: str | None, or_give: str = "") -> No
 
 
 def _explain_missing_weights(folder: Path, or_give: str) -> str:
-    """Return why a component has no files of weights under the names that are read."""
+    """Return why a component has no files of weights under the expected names."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     for name in names:
         variant = re.fullmatch(rf"(?:{'|'.join(STEMS)})\.(?!safetensors)(\w+)(?:-\d+-of-\d+)?\.safetensors", name)
@@ -469,7 +471,7 @@ def _explain_missing_weights(folder: Path, or_give: str) -> str:
 
 
 def check_stored_types(folder: Path, variant: str | None) -> None:
-    """Checks the headers of a component's files of weights, as far as they are there.
+    """Check the headers of those files of a component's weights that are present.
 
     diffusers and transformers would cast integers, and leave scales out.
 
@@ -510,7 +512,7 @@ def _list_weight_files(folder: Path, variant: str | None) -> list[Path]:
 
 
 def name_weight_files(stem: str, variant: str | None) -> tuple[str, str]:
-    """Return the name of a checkpoint in one file, and that of the index of one in several files."""
+    """Return the name of a checkpoint in one file, and the name of the index for several files."""
     middle = f".{variant}" if variant else ""
     return f"{stem}{middle}.safetensors", f"{stem}.safetensors.index{middle}.json"
 
@@ -522,7 +524,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def open_safetensors(path: Path, framework: str) -> Any:
-    """A file of safetensors, of which only the header is read. Raises `LoadError` if it is cut short."""
+    """Open a safetensors file and read only its header. Raises `LoadError` if it is cut short."""
     import safetensors
 
     try:
@@ -533,7 +535,7 @@ def open_safetensors(path: Path, framework: str) -> Any:
 
 
 def open_gguf(path: Path) -> Any:
-    """A file of GGUF, of which only the header is read, with its tensors mapped.
+    """Open a GGUF file and read only its header. Its tensors are mapped.
 
     Raises:
         LoadError: if it is cut short, or its header says what cannot be.
@@ -555,7 +557,7 @@ def open_gguf(path: Path) -> Any:
             return super()._get_field_parts(orig_offs, raw_type)
 
         def measure_array(self, start: int) -> int:
-            """The bytes of an array, whose items nobody needs."""
+            """Return the bytes of an array, without reading its items."""
             order = ">" if self.byte_order == "S" else "<"
             content: Any = self.data
             # An array begins with the type of its items in 4 bytes, and their number in 8.
@@ -583,19 +585,19 @@ def open_gguf(path: Path) -> Any:
 
 
 def refuse_out_of_memory(error: Exception) -> None:
-    """Raise `MemoryError` for an error that says that no memory is left, which says nothing of a file or a model."""
+    """Raise `MemoryError` if an error reports that memory ran out. Such an error says nothing of a file or a model."""
     if is_out_of_memory(error):
         raise MemoryError(join_error_lines(error)) from error
 
 
 def refuse_missing_weights(names: Collection[str], place: Path) -> None:
-    """Raises `LoadError` if the files of a model lack weights of these names."""
+    """Raise `LoadError` if the files of a model lack weights of these names."""
     if names:
         raise LoadError(f"{place} lacks {len(names)} weight(s), such as {min(names)}; copy it again")
 
 
 def check_config_counts(config: Mapping[str, Any], path: Path | str) -> None:
-    """Raises `LoadError` for a config with more layers or timesteps than any model has: building it would not end."""
+    """Raise `LoadError` for a config with more layers or timesteps than any model. Building it would not end."""
     for name, value in config.items():
         for pattern, most in MOST_IN_CONFIGS.items():
             if re.fullmatch(pattern, str(name)):
@@ -620,7 +622,7 @@ def _check_config_count(name: str, value: Any, most: int, path: Path | str) -> N
 
 
 def choose_dtype_name(source: Path | str, dtype: str | None, *, on_gpu: bool | None = None) -> str:
-    """The type of a model's weights: `dtype` if it is given, otherwise bfloat16 on GPUs and float32 for bundled models.
+    """Return the name of `dtype` if it is given, otherwise bfloat16 on GPUs and float32 for bundled models.
 
     Args:
         source: of the model, as `find_model_source` returns it.
@@ -667,7 +669,7 @@ def read_json_object(path: Path, kind: type[FileValues] = FileValues) -> dict[st
 
 
 def check_weight_source(source: str, option: str) -> None:
-    """Checks the value of an option that names weights, such as a LoRA.
+    """Check the value of an option for weights, such as a LoRA.
 
     Raises:
         ModelError: if it is neither there nor a hub id.
@@ -684,7 +686,7 @@ def check_weight_source(source: str, option: str) -> None:
 
 @lru_cache(maxsize=64)  # what was there once stays there
 def check_hub_access(repository: str, file: str = "*model_index.json", option: str = "model") -> None:
-    """Raises `LoadError` at once for what is not in the hub's cache and cannot be fetched.
+    """Check the hub's cache. Raises `LoadError` at once for a file that is neither in it nor can be fetched.
 
     huggingface_hub alone would retry for half a minute, for each of several files.
 
@@ -706,7 +708,7 @@ def check_hub_access(repository: str, file: str = "*model_index.json", option: s
 
 
 def _find_connection_error(url: str) -> str | None:
-    """Why a server cannot be reached; None if it answers, whatever it says."""
+    """Return why a server cannot be reached; None if it answers, even with an error."""
     # urllib does not speak SOCKS, which such a proxy may be.
     if "all" in urllib.request.getproxies():
         return None
@@ -725,7 +727,7 @@ def _find_connection_error(url: str) -> str | None:
 
 @contextmanager
 def report_download_progress(repository: str) -> Iterator[None]:
-    """Reports progress of this rank of `launch` whenever the cache folder of a repository (its hub id) has grown.
+    """Report progress of this rank of `launch` whenever the cache folder of a repository (its hub id) has grown.
 
     A download that hangs reports nothing, so `launch` ends the run after its stall timeout.
     """
@@ -743,7 +745,7 @@ def report_download_progress(repository: str) -> Iterator[None]:
 
 
 def find_blob_folder(repository: str) -> Path:
-    """The folder of the hub's cache with the files of a model, unfinished ones included."""
+    """Return the hub's cache folder for the files of a model, including unfinished ones."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -751,7 +753,7 @@ def find_blob_folder(repository: str) -> Path:
 
 
 def _report_growth(folder: Path, ended: threading.Event) -> None:
-    """Reports progress whenever a folder has changed, until the download has ended."""
+    """Report progress whenever a folder has changed, until the download has ended."""
     before = _list_file_stats(folder)
     while not ended.wait(PERIOD):
         now = _list_file_stats(folder)
@@ -761,7 +763,7 @@ def _report_growth(folder: Path, ended: threading.Event) -> None:
 
 
 def _list_file_stats(folder: Path) -> dict[str, tuple[int, int]]:
-    """The size and time of each file."""
+    """Return the size and time of each file."""
     file_stats = {}
     for path in folder.glob("*"):
         # The hub renames a file that is complete, perhaps between `glob` and `stat`.

@@ -103,7 +103,7 @@ class QuantizationRecord:
 
 
 def list_quantization_records(model: nn.Module) -> list[QuantizationRecord]:
-    """The records of a model, one for each call of `quantize` that changed it."""
+    """Return the records of a model, one for each call of `quantize` that changed it."""
     return list(vars(unwrap_compiled(model)).get(_RECORDS, ()))
 
 
@@ -149,7 +149,7 @@ class _QuantizationWork:
 
 
 def _plan_model(model: nn.Module, config: QuantizeConfig) -> list[_QuantizationWork]:
-    """The work on a model, for each type. Raises `ModelError`, before anything is changed, if there is none."""
+    """Plan the work on a model, for each type. Raises `ModelError` before anything is changed if there is none."""
     layers, kept = _select_layers(model, config)
     layers_by_type: dict[str, dict[str, nn.Linear]] = {}
     for path, layer in layers.items():
@@ -167,7 +167,7 @@ def _plan_model(model: nn.Module, config: QuantizeConfig) -> list[_QuantizationW
 def _plan_layers(
     model: nn.Module, quant_type: str, layers: Mapping[str, nn.Linear], config: QuantizeConfig
 ) -> _QuantizationWork:
-    """Plans the layers of one type; a dummy layer of each shape is tried first."""
+    """Plan the layers of one type. A dummy layer of each shape is tried first."""
     name = ALIASES.get(quant_type, quant_type)
     # The granularity of scales: a row of weights and a token, a layer and a call, or a block of 128 x 128 weights.
     scheme = "row" if config.per_row else "tensor"
@@ -202,7 +202,7 @@ def _plan_layers(
 
 
 def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, nn.Linear], list[str]]:
-    """The Linears to be quantized, by path, and the paths of layers that stay in float32. LoRAs are in neither."""
+    """Return the Linears to quantize, by path, and the paths of layers kept in float32. LoRAs are in neither."""
     regions = [""]
     blocks = tuple(config.repeated_blocks or getattr(model, "_repeated_blocks", None) or ())
     if config.regional_quantize and blocks:
@@ -246,7 +246,7 @@ def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, 
 def _check_quant_type(
     model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, schemes: Sequence[str]
 ) -> None:
-    """Raises `ModelError` for a type that is known not to run, without a trial."""
+    """Check a type without a trial. Raises `ModelError` if it is known not to run."""
     if name.startswith(("svdq", "nvfp4")):
         raise ModelError(f"quant_type={name!r} has no kernel here; try int4_weight_only or float8")
     if name not in QUANT_TYPES:
@@ -271,7 +271,7 @@ def _check_quant_type(
 def _choose_quantizer(
     candidates: Sequence[QuantizeLinear], width: int, out: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[QuantizeLinear | None, str]:
-    """The first candidate that can quantize and call a Linear of a shape; or None, and why none can."""
+    """Return the first candidate able to quantize and call a Linear of a shape; or None, and why none can."""
     reasons: dict[str, None] = {}
     for quantizer in candidates:
         try:
@@ -295,7 +295,7 @@ def _choose_quantizer(
 
 
 def _list_quantizers(name: str, device: torch.device, schemes: Sequence[str], group: int) -> list[QuantizeLinear]:
-    """Ways to quantize a layer, the best first."""
+    """Return ways to quantize a layer, the best first."""
     if name == "bitsandbytes_4bit":
         return [_quantize_to_nf4]
     factories: list[ConfigFactory] = []
@@ -313,7 +313,8 @@ def _quantize_by_torchao(make_config: ConfigFactory, layer: nn.Linear) -> nn.Mod
 
 
 def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
-    """A Linear of bitsandbytes in the type NF4. `to` quantizes its weight, even if it is on that device already."""
+    """Quantize a Linear to the NF4 type of bitsandbytes. `to` quantizes its weight, even if it is on that device
+    already."""
     require_quantizer("bitsandbytes_4bit")
     import bitsandbytes  # type: ignore[import-not-found]
 
@@ -333,7 +334,7 @@ def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
 
 
 def _list_torchao_configs(name: str, device: torch.device, scheme: str, group: int) -> list[ConfigFactory]:
-    """The configs of torchao for a type, the best first. None of them changes torch.compile's global settings."""
+    """Return torchao's configs for a type, the best first. None of them changes torch.compile's global settings."""
     require_quantizer(name)
     from torchao import quantization as torchao  # type: ignore[import-untyped]
 
