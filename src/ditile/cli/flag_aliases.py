@@ -60,7 +60,7 @@ _MULTI_VALUE_HELP = ", with spaces: 7 7 8; what is no flag, such as a prompt, st
 
 
 def list_aliases(classes: Sequence[type]) -> list[FlagAlias]:
-    """The aliases that a command with these classes of options has.
+    """Return the aliases of a command with these classes of options.
 
     An alias of a class that the command does not have would be read without any effect.
     """
@@ -73,7 +73,7 @@ def list_aliases(classes: Sequence[type]) -> list[FlagAlias]:
 
 
 def add_alias_arguments(parser: argparse.ArgumentParser, classes: Sequence[type]) -> None:
-    """Adds the aliases for classes of options, in groups of their own; an unused alias leaves no attribute."""
+    """Add the aliases for classes of options, in groups of their own. An unused alias leaves no attribute."""
     titles = {
         XDIT_ALIASES: "plan, with the flags of xDiT",
         CACHE_DIT_ALIASES: "image, plan and run, with the flags of cache-dit",
@@ -102,7 +102,7 @@ def _add_alias(group: Any, alias: FlagAlias) -> None:
 
 
 def merge_alias_values(arguments: argparse.Namespace, cls: type, flag_values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a class of options, from its own flags and from aliases.
+    """Merge the values of a class of options from its own flags and from aliases.
 
     Raises:
         ModelError: if a flag and its alias say different things; for a `Plan` it is a `PlanError`.
@@ -135,7 +135,7 @@ def merge_alias_values(arguments: argparse.Namespace, cls: type, flag_values: di
 
 
 def _name_field(alias: FlagAlias) -> str:
-    """The name of an alias's field on the command line; it is an argument without a flag if both names are equal."""
+    """Return how the command line names an alias's field. If both names are equal it is an argument without a flag."""
     if alias.name == alias.field:
         return alias.field.upper()
     return format_flag(alias.field)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 def draw_pictures(
     request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, promise: JsonObject
 ) -> Outcome | None:
-    """Runs this rank's part. Rank 0 returns the outcome, the others None.
+    """Run this rank's part. Rank 0 returns the outcome, the others None.
 
     Args:
         promise: what bounds promised, as of `Promise.to_json_dict`; empty without bounds.
@@ -99,7 +99,7 @@ def draw_prompt_lines(
     total: int,
     promise: JsonObject,
 ) -> Outcome | None:
-    """Generates the images of some lines, one on each replica at a time. Rank 0 returns the outcome, the others None.
+    """Generate the images of some lines, one on each replica at a time. Rank 0 returns the outcome, the others None.
 
     Args:
         request, run, plan, cache, promise: as in `draw_pictures`.
@@ -161,7 +161,7 @@ def build_outcome(
     skipped: int = 0,
     promise: JsonObject | None = None,
 ) -> Outcome:
-    """The outcome of some calls; `skipped` is how many of the images were there before."""
+    """Build the outcome of some calls; `skipped` is the number of images that were there before."""
     return Outcome(
         plan=str(plan),
         model=request.model,
@@ -182,7 +182,7 @@ def build_outcome(
 def _prepare_runner(
     request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
 ) -> tuple[Any, Runner, dict[str, Any]]:
-    """The pipeline, its runner, and what its calls start from."""
+    """Load the pipeline, and return it with its runner and the conditions of its calls."""
     silence_libraries()
     check_request_by_files(request, plan, cache)
     conditions = read_condition_files(request)
@@ -220,12 +220,15 @@ def _warm(runner: Runner, call: CallArguments, cache: CacheOptions) -> None:
 
 
 def _count_calls(cache: CacheOptions) -> int:
-    """How often a request is generated: with --perf once more than is counted, as the first call makes what stays."""
+    """Return the number of calls for a request.
+
+    --perf has one more than it counts, since the first builds what later calls reuse.
+    """
     return 1 + NUM_PERF_CALLS if cache.perf else 1
 
 
 def _call_and_report(runner: Runner, make: Callable[[], CallArguments], cache: CacheOptions) -> RunnerCallResult:
-    """Calls a runner once, or as often as --perf wants; `make` makes new arguments for each call."""
+    """Call a runner once, or several times for --perf. `make` builds new arguments for each call."""
     reports = []
     for _ in range(_count_calls(cache)):
         with convert_value_errors(runner.pipe):
@@ -250,7 +253,7 @@ def _build_lines_call(
     plan: Plan,
     conditions: Mapping[str, Any],
 ) -> CallArguments:
-    """The call that makes the images of some lines: one on its own, or a batch over the replicas."""
+    """Build the call for the images of some lines: one line, or a batch over the replicas."""
     seeds = [line.seed for line in lines]
     bases = [base | {"prompt": line.prompt} for line in lines]
     if plan.data == 1:
@@ -260,7 +263,7 @@ def _build_lines_call(
 
 @contextlib.contextmanager
 def _show_decoded_frames(pipe: Any, call: CallArguments, count: int, *, shown: bool) -> Iterator[None]:
-    """Shows how many frames of a call's videos the decoder has made, after the progress of the steps."""
+    """Show the progress of decoding a call's video frames, after the progress of the steps."""
     decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
     name = find_argument(pipe, FRAME_COUNTS)
     frames = None
@@ -286,7 +289,7 @@ class _FrameProgress:
         self._advance: Callable[[int], None] | None = None
 
     def count_decoded(self, _module: Any, _inputs: Any, output: Any) -> None:
-        """A forward hook of a decoder, whose output is [B, 3, F, H, W] or [B F, 3, H, W]."""
+        """Count decoded frames in a forward hook of the decoder. Its output is [B, 3, F, H, W] or [B F, 3, H, W]."""
         if isinstance(output, tuple):
             output = output[0]
         if self._advance is None:
@@ -303,7 +306,7 @@ class _FrameProgress:
 
 
 def _write_trace(runner: Runner, path: str | None) -> None:
-    """Writes the trace of the last call if there is a path; all ranks call it."""
+    """Write the trace of the last call if there is a path; all ranks call it."""
     try:
         if path is not None:
             runner.write_trace(path)

@@ -151,14 +151,17 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def _end_with_error(failure: RankFailure, message: str, code: int) -> int:
-    """The exit code of a failed command, whose message the watch over torchrun's ranks prints if there is one."""
+    """Report a failed command, and return its exit code.
+
+    If torchrun has a watch over its ranks, that prints the message.
+    """
     if not report_failure(failure, code):
         _print_error(message, code)
     return code
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the parser of the whole command line."""
     top = FlagParser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     parsers = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=FlagParser)
@@ -177,7 +180,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _check_words(words: list[str]) -> None:
-    """Raises `PlanError` for a word that is not UTF-8, or that argparse would read as a list."""
+    """Check the encoding and form of each word.
+
+    Raises `PlanError` if it is not UTF-8, or argparse would read it as a list.
+    """
     for word in words:
         # Python keeps bytes that it cannot decode as halves of surrogate pairs.
         if any("\ud800" <= letter <= "\udfff" for letter in word):
@@ -245,7 +251,7 @@ def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
 
 
 def _collect_values(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of a class of options that were given, by flags and by aliases."""
+    """Return the values given for a class of options, by flags and by aliases."""
     return flag_aliases.merge_alias_values(arguments, cls, collect_arguments(cls, arguments))
 
 
@@ -299,7 +305,9 @@ class GenerateJob(NamedTuple):
 
 
 def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -> Plan:
-    """The plan with warmup_mode=auto for a model of few steps: a server does not know the steps of a request."""
+    """Return the plan with warmup_mode=auto for a model of few steps, since a server does not know the steps of a
+    request.
+    """
     if _collect_values(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
         return plan
     can_share = min(plan.pipefusion, plan.num_patches) > 1 and plan.token_ranks * plan.tensor == 1
@@ -309,7 +317,7 @@ def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -
 
 
 def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions, bool]:
-    """The options with the file to write, and whether the model makes videos.
+    """Return the options with the output file, and whether the model makes videos.
 
     Raises:
         ModelError: if the given file is of the other kind, or cannot be encoded here.
@@ -334,7 +342,7 @@ def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions,
 
 
 def _print_note_on_prompts(request: GenerateOptions) -> None:
-    """Says so if a prompt names nothing that the model knows."""
+    """Print a note if a prompt names nothing that the model knows."""
     known = find_known_model(request.model)
     if known is None:
         return
@@ -351,7 +359,7 @@ def _print_note_on_prompts(request: GenerateOptions) -> None:
 
 
 def _generate_pictures(job: GenerateJob) -> Outcome | None:
-    """The outcome of one call, on rank 0; None on torchrun's other ranks."""
+    """Generate the images of one call. Returns the outcome on rank 0, and None on torchrun's other ranks."""
     request, run, plan, cache, promise, makes_videos = job
     if env.read_torchrun_place() is None and request.seed is None:
         request = dataclasses.replace(request, seed=choose_random_seed())
@@ -365,7 +373,7 @@ def _generate_pictures(job: GenerateJob) -> Outcome | None:
 
 
 def _generate_prompts_file(job: GenerateJob) -> Outcome | None:
-    """The outcome of a file of prompts, on rank 0. If no image is missing, no model is loaded."""
+    """Generate a file of prompts, and return the outcome on rank 0. If no image is missing, no model is loaded."""
     from ditile.runner.requests import prompts
 
     request, run, plan, cache, promise, makes_videos = job
@@ -392,7 +400,7 @@ def _describe_promise(promise: Promise | None) -> JsonObject:
 
 
 def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
-    """Runs a function on the ranks of a plan, torchrun's or new ones, and returns the first rank's result."""
+    """Run a function on the ranks of a plan, torchrun's or new ones, and return the first rank's result."""
     env.check_torchrun_world(plan)
     if env.read_torchrun_place() is None and plan.world > 1:
         with Status(f"starting {plan.world} ranks") as status:
@@ -444,7 +452,7 @@ def _print_dry_run(request: GenerateOptions, run: RunOptions, plan: Plan, cache:
 
 
 def _pick_one_line(request: GenerateOptions, plan: Plan) -> GenerateOptions:
-    """The options of one call. A dry run needs no prompt of the user's: in place of a file they have one."""
+    """Return the options of one call. In a dry run, an example replaces a missing prompt or a file of prompts."""
     if request.prompts_file is not None:
         return dataclasses.replace(request, prompts_file=None, prompt=EXAMPLE, num_images=plan.data)
     return dataclasses.replace(request, prompt=request.prompt or EXAMPLE)
@@ -509,14 +517,14 @@ def _run_plan_command(arguments: argparse.Namespace) -> int:
 
 
 def silence_libraries() -> None:
-    """Silences libraries; it must come before diffusers is imported, which would warn."""
+    """Silence libraries. This must come before the import of diffusers, which would warn."""
     from ditile.runner.requests import prepare
 
     prepare.silence_libraries()
 
 
 def leave_torchrun() -> None:
-    """Destroys the process group under torchrun; every rank calls this at the end of a command."""
+    """Destroy the process group under torchrun. Every rank calls this at the end of a command."""
     if env.read_torchrun_place() is not None:
         from ditile.distributed.torchrun import leave_process_group
 
@@ -524,7 +532,7 @@ def leave_torchrun() -> None:
 
 
 def _print_error(message: str, code: int) -> int:
-    """Prints one line. Long messages are cut in the middle, where they quote user input."""
+    """Print an error as one line. Long messages are cut in the middle, where they quote user input."""
     line = escape_controls(" ".join(message.split()))
     if len(line) > MAX_LINE:
         line = f"{line[: MAX_LINE // 2]} .. {line[4 - MAX_LINE // 2 :]}"

@@ -28,7 +28,7 @@ _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed"
 
 
 def show_models(shown: ModelsOptions, console: Console) -> None:
-    """Prints what can run. Raises `ModelError` if nothing has the name, or Markdown and a name are both given."""
+    """Print what can run. Raises `ModelError` if nothing has the name, or Markdown and a name are both given."""
     matrix = read_matrix()
     if shown.markdown:
         if shown.name is not None:
@@ -57,19 +57,19 @@ def _build_tables_of_known_name(matrix: JsonObject, name: str) -> list[Table]:
 
 
 def read_matrix() -> JsonObject:
-    """The table of models and methods, which `build_matrix` of the tests has built."""
+    """Read the table of models and methods, built by `build_matrix` of the tests."""
     matrix: JsonObject = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
     return matrix
 
 
 def read_families() -> JsonObject:
-    """What every family holds under every axis, as the tests of all tiny pipelines prove it."""
+    """Read what the tests of all tiny pipelines proved about every family under every axis."""
     families: JsonObject = json.loads((ASSETS / "families.json").read_text("utf-8"))
     return families
 
 
 def build_matrix_tables(matrix: JsonObject) -> list[Table]:
-    """The tables of `ditile models`, for 80 columns: families with a `ModelSpec`, and all others by support level."""
+    """Build the tables of `ditile models`, for 80 columns. Families without a `ModelSpec` are listed by support level."""
     specs = []
     others = []
     for family in matrix["families"]:
@@ -88,7 +88,7 @@ def build_matrix_tables(matrix: JsonObject) -> list[Table]:
 
 
 def _build_spec_tables(matrix: JsonObject, specs: list[JsonObject]) -> list[Table]:
-    """The families with a `ModelSpec`: their classes, and their methods."""
+    """Build the tables of families with a `ModelSpec`: their classes, and their methods."""
     classes = Table("family")
     # Names of classes are copied, so they stay whole; the family's is broken where columns are few.
     classes.add_column("transformer", no_wrap=True)
@@ -102,7 +102,7 @@ def _build_spec_tables(matrix: JsonObject, specs: list[JsonObject]) -> list[Tabl
 
 
 def _build_level_tables(families: list[JsonObject]) -> list[Table]:
-    """Families by support level, and what else is said of them."""
+    """Build the tables of families by support level, with remarks about them."""
     names_by_level: dict[str, list[str]] = {}
     names_by_remark: dict[str, list[str]] = {}
     for family in families:
@@ -120,7 +120,9 @@ def _build_level_tables(families: list[JsonObject]) -> list[Table]:
 
 
 def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
-    """The models and families whose names have these letters, without regard to case and to what is no letter.
+    """Build tables of the models and families with a name, ignoring case and all but letters and digits.
+
+    A part of a name is enough.
 
     Args:
         matrix: what `read_matrix` gives.
@@ -152,7 +154,7 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
 
 
 def build_table_of_file(path: Path) -> Table:
-    """What is in a file with the weights of a component, and what a transformer's lacks.
+    """Build a table of the contents of a component's weight file. For a transformer it includes what is missing.
 
     Raises:
         DitileError: if it is none, or a transformer of no published model.
@@ -186,12 +188,12 @@ def build_table_of_file(path: Path) -> Table:
 
 
 def _simplify(name: str) -> str:
-    """The letters and digits of a name, in lower case: Qwen-Image and qwenimage are the same."""
+    """Return the letters and digits of a name, in lower case. Qwen-Image and qwenimage are the same."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _group_conditions(matrix: JsonObject) -> dict[str, list[str]]:
-    """What calls start from, in words -> the classes of pipelines that do."""
+    """Group the classes of pipelines by the inputs of their calls, in words."""
     groups: dict[str, list[str]] = {}
     for name, row in matrix["conditions"].items():
         groups.setdefault(row["words"], []).append(name)
@@ -199,7 +201,7 @@ def _group_conditions(matrix: JsonObject) -> dict[str, list[str]]:
 
 
 def format_matrix_markdown(matrix: JsonObject, proven: JsonObject) -> str:
-    """The text of docs/matrix.md.
+    """Return the text of docs/matrix.md.
 
     Args:
         matrix: what `read_matrix` gives.
@@ -222,7 +224,10 @@ def format_matrix_markdown(matrix: JsonObject, proven: JsonObject) -> str:
 
 
 def _format_families(proven: JsonObject) -> list[str]:
-    """A row for each pipeline, with the number of the reason where it does not hold a column, and the reasons."""
+    """Format a row for each pipeline, and the reasons.
+
+    Where a column does not hold, the row has the number of the reason.
+    """
     columns = proven["columns"]
     table = [["pipeline", *columns], ["---", *[":-:"] * len(columns)]]
     numbers: dict[str, str] = {}
@@ -258,7 +263,7 @@ def _format_families(proven: JsonObject) -> list[str]:
 
 
 def _format_references(proven: JsonObject) -> list[str]:
-    """Which calls with reference images hold `references`, and why the others do not."""
+    """Format which calls with reference images hold `references`, and why the others do not."""
     pipelines = {family["name"]: f"{family['pipeline']} ({family['name']})" for family in proven["families"]}
     answers: dict[str, list[str]] = {}
     for name, reason in proven["references"].items():

@@ -54,7 +54,7 @@ class Outcome:
 
 
 def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
-    """The reports of several calls as one, for each rank."""
+    """Sum the reports of several calls for each rank."""
     rank_reports = []
     for calls in zip(*reports, strict=True):
         # What does not add up, such as the warmup mode, is from the last call.
@@ -75,7 +75,7 @@ def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
 
 
 def compute_median_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
-    """The report of the last of several equal calls, with the medians of their seconds, for each rank."""
+    """Return the report of the last of several equal calls for each rank, with the medians of their seconds."""
     rank_reports = []
     for calls in zip(*reports, strict=True):
         seconds = {}
@@ -98,7 +98,7 @@ _NO_REPORT: Mapping[str, Any] = {
 
 
 def summarize_outcome(outcome: Outcome) -> JsonObject:
-    """The outcome as JSON types; seconds are from rank 0, and lists are in the order of the ranks."""
+    """Return the outcome as JSON types. Seconds are from rank 0, and lists are in the order of the ranks."""
     first = outcome.reports[0] if outcome.reports else _NO_REPORT
     summary = {
         "plan": outcome.plan,
@@ -122,7 +122,7 @@ def summarize_outcome(outcome: Outcome) -> JsonObject:
 
 
 def _summarize_optional_facts(outcome: Outcome) -> JsonObject:
-    """The entries of the summary that only some runs have."""
+    """Return the entries of the summary that only some runs have."""
     facts: JsonObject = {}
     if outcome.components:
         facts["components"] = outcome.components
@@ -146,7 +146,7 @@ def _summarize_optional_facts(outcome: Outcome) -> JsonObject:
 
 
 def _compute_saved_share(entries: list[JsonObject]) -> float:
-    """The share of all runs of blocks that caches saved."""
+    """Return the share of block runs that caches saved."""
     # Each entry counts by its blocks and steps.
     runs = 0
     saved = 0.0
@@ -157,7 +157,7 @@ def _compute_saved_share(entries: list[JsonObject]) -> float:
 
 
 def list_outcome_lines(outcome: Outcome) -> Iterator[str]:
-    """The outcome for people: lines that begin with what they are about."""
+    """Yield the lines of the outcome for people, each with its subject first."""
     for name, text in _list_rows(outcome):
         yield f"{name:<15}{text}"
 
@@ -189,7 +189,7 @@ def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
 
 
 def _format_promise(promise: JsonObject) -> str:
-    """What bounds promised, in the order of what came out above it."""
+    """Format the values promised under bounds, in the order of the results above them."""
     parts = []
     if promise["seconds"] is not None:
         parts.append(f"{promise['seconds']:.2f} s an image")
@@ -200,7 +200,7 @@ def _format_promise(promise: JsonObject) -> str:
 
 
 def _list_time_rows(outcome: Outcome, facts: JsonObject) -> Iterator[tuple[str, str]]:
-    """How long the calls took, and their steps."""
+    """Yield rows for the times of the calls, and their steps."""
     seconds = facts["seconds"]
     steps = facts["steps"]
     parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
@@ -223,7 +223,7 @@ def _list_time_rows(outcome: Outcome, facts: JsonObject) -> Iterator[tuple[str, 
 
 
 def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    """Rows for quantization, LoRA and cache, with what the cache saved."""
+    """Yield rows for quantization, LoRA and cache, with the savings of the cache."""
     settings = outcome.settings
     entries = outcome.left_out
     if "quantize_config" in settings:
@@ -250,7 +250,7 @@ def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
 
 
 def _format_image_names(outcome: Outcome) -> str:
-    """The names of all files if they are few, otherwise the first and the last."""
+    """Format the names of all files if they are few, otherwise of the first and the last."""
     names = outcome.images
     text = " ".join(names)
     if len(names) > MAX_ITEMS_SHOWN:

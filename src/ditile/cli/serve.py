@@ -20,7 +20,7 @@ from ditile.serve.options import ServeOptions
 
 
 def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
-    """Serves a model until a signal stops the process; returns the exit code.
+    """Serve a model until a signal stops the process, and return the exit code.
 
     Raises:
         DitileError: if a package is missing, an option does not fit, or the server cannot listen.
@@ -41,7 +41,8 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
 async def predict_call(
     model: str, plan: Plan, components: Mapping[str, str] | None = None, profile: str | None = None
 ) -> dict[str, Any]:
-    """What `ditile plan` predicts for a plan on this machine, as JSON types; empty if it was never measured.
+    """Return the prediction of `ditile plan` for a plan on this machine, as JSON types; empty if the machine was never
+    measured.
 
     It runs in a process of its own, as it needs torch.
     """

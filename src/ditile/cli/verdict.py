@@ -27,16 +27,16 @@ class PlanVerdict:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no check failed."""
+        """Return whether no check failed."""
         return all(check.ok is not False for check in self.checks)
 
     def render_tables(self) -> list[Table | str]:
-        """The title and the table of the verdict."""
+        """Return the title and the table of the verdict."""
         return [self.title, build_verdict_table(self)]
 
 
 def build_verdict_table(verdict: PlanVerdict) -> Table:
-    """The verdict with a tick or a cross for every check."""
+    """Build a table of the verdict with a tick or a cross for every check."""
     from rich.table import Table
 
     table = Table()

@@ -64,7 +64,7 @@ ArgumentsFactory = Callable[[Any], dict[str, Any]]
 
 
 def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
-    """Checks a plan on a model by name, on this rank; every rank must call it.
+    """Check a plan on a model by name, on this rank; every rank must call it.
 
     Raises:
         DitileError: if the model or the plan does not fit.
@@ -110,7 +110,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
 def run_plan_checks(
     make: PipelineFactory, call: ArgumentsFactory, plan: Plan, steps: int, device: str | None
 ) -> tuple[list[Check], str]:
-    """All checks of a plan, and a description of the machine; every rank must call it, and gets the same.
+    """Run all checks of a plan, and describe the machine. Every rank must call it, and gets the same result.
 
     Args:
         make: (plan) -> the pipeline, the same on every rank, with what this rank needs for the plan; the whole for
@@ -188,7 +188,7 @@ def _check_exactness(runner: Runner, latents: Tensor, reference: Tensor | None) 
 
 
 def _prove_patches(pipe: Any, plan: Plan) -> tuple[bool | None, str]:
-    """Whether a call that is computed patch by patch is the whole call, as the values of a `Check`."""
+    """Prove that a call computed patch by patch equals the whole call. Returns the values of a `Check`."""
     if plan.divides_the_batch_alone:
         return None, "not needed: each device computes whole images"
     prove = import_lab("study.prove")
@@ -203,13 +203,13 @@ def _prove_patches(pipe: Any, plan: Plan) -> tuple[bool | None, str]:
 
 
 def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:
-    """The rounding of the coarsest type among the latents and the model's weights, which may be of different types."""
+    """Return the coarsest rounding among the types of the latents and the weights. These may be of different types."""
     dtypes = {parameter.dtype for parameter in find_loop_model(runner.pipe).parameters()} | {latents.dtype}
     return max(rounding for dtype, rounding in ROUNDING_BY_DTYPE.items() if dtype in dtypes)
 
 
 def _digest_call_result(runner: Runner, call: ArgumentsFactory, reference: Tensor | None) -> tuple[str, float]:
-    """The digest of a call's result, and its difference from the reference. It keeps no tensor alive."""
+    """Return the digest of a call's result, and its difference from the reference, keeping no tensor alive."""
     latents = _generate_first_result(runner, call(runner.pipe))
     return _hash_latents(latents), _compute_difference(latents, reference)
 
@@ -230,7 +230,7 @@ def _check_repeatability(runner: Runner, first: tuple[str, float], second: tuple
 
 
 def _explain_difference(plan: Plan, difference: float) -> str:
-    """How far the plan's image is from one device's, and what allows it to be another."""
+    """Explain why the plan's image may differ from one device's, and by how much."""
     causes = []
     if plan.attends_to_stale_keys:
         causes.append("stale keys")
@@ -245,7 +245,7 @@ def _explain_difference(plan: Plan, difference: float) -> str:
 
 
 def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
-    """Checks that the ages of some keys were compared; a wrong age raises `StateError` during the call."""
+    """Check that the ages of some keys were compared. A wrong age raises `StateError` during the call."""
     name = "stale keys are as old as scheduled"
     counts = gather_json(ages.passed, runner.mesh.everyone)
     schedule = PatchSchedule.from_plan(runner.plan, steps)
@@ -255,7 +255,7 @@ def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
 
 
 def _check_traffic_bytes(runner: Runner, sent: dict[str, int]) -> Check:
-    """Compares the bytes that each rank sent in the first call, by kind, with the formula."""
+    """Check the bytes that each rank sent in the first call against the formula, by kind."""
     name = "ranks send as many bytes as calculated"
     job = runner.job()
     if job is None:
@@ -311,7 +311,7 @@ class _HostSyncCounter:
 
     @contextlib.contextmanager
     def count_host_syncs(self) -> Iterator[None]:
-        """Counts within."""
+        """Count host syncs within the context."""
         if self._reason_not_counted:
             yield
             return
@@ -339,7 +339,7 @@ class _HostSyncCounter:
             handle.remove()
 
     def check_host_syncs(self) -> Check:
-        """The count of all ranks."""
+        """Check the counts of all ranks."""
         name = "the CPU does not wait for the GPU within steps"
         answers = gather_json(self._places, self._runner.mesh.everyone)
         if self._reason_not_counted:
@@ -356,7 +356,7 @@ class _HostSyncCounter:
 
 
 def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:
-    """The latents of the pipeline without any plan; each call of its model reports progress to `launch`."""
+    """Compute the latents of the pipeline without any plan. Each call of its model reports progress to `launch`."""
     # Without it `launch` would take rank 0 for hanging while others wait.
     find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     pipe.to(device)
@@ -368,7 +368,7 @@ def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.
 
 
 def _generate_first_result(pipe: Any, call: CallArguments) -> Tensor:
-    """The first of the results of a pipeline or a runner."""
+    """Return the first result of a pipeline or a runner."""
     results = pipe(**call)
     if isinstance(results, dict):
         results = list(results.values())
@@ -394,7 +394,10 @@ def _wait_for_slowest_rank() -> Iterator[None]:
 
 
 def _compute_difference(latents: Tensor, reference: Tensor | None) -> float:
-    """The largest difference as a share of the largest value; infinite if either is not finite, 0 without reference."""
+    """Return the largest difference as a share of the largest value.
+
+    It is infinite if either is not finite, and 0 without a reference.
+    """
     if reference is None:
         return 0.0
     latents = latents.cpu().double()
@@ -412,7 +415,7 @@ def _hash_latents(latents: Tensor) -> str:
 
 
 def _measure_tensor_bytes(runner: Runner) -> int:
-    """Bytes of all tensors: allocated on a GPU, alive on a CPU."""
+    """Measure the bytes of all tensors: allocated on a GPU, alive on a CPU."""
     release_memory()
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
@@ -422,7 +425,7 @@ def _measure_tensor_bytes(runner: Runner) -> int:
 
 
 def _count_live_cpu_bytes(wait_seconds: float) -> int:
-    """Bytes of tensors on the CPU, after some seconds."""
+    """Count the bytes of tensors on the CPU, after some seconds."""
     time.sleep(wait_seconds)
     sizes = {}
     for instance in gc.get_objects():
@@ -435,7 +438,7 @@ def _count_live_cpu_bytes(wait_seconds: float) -> int:
 
 
 def _describe_environment(runner: Runner) -> str:
-    """Versions and devices, which a bug report needs."""
+    """Describe versions and devices for a bug report."""
     device_types = sorted({torch.device(device).type for device in runner.devices})
     machine = platform.machine()
     if "cuda" in device_types:

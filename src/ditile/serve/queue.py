@@ -118,7 +118,7 @@ class JobQueue:
 
 
 def describe_shape(job: Job) -> str | None:
-    """Describe the options that a batch's jobs must share; None for a job that runs alone."""
+    """Describe the options that a batch has in common; None for a job that runs alone."""
     request = job.request
     # Conditions and previews belong to one job's call, and a bound on seconds is that of one job.
     if request.options.image is not None or request.num_previews or request.bounds.seconds is not None:
