@@ -69,7 +69,7 @@ def read_families() -> JsonObject:
 
 
 def build_matrix_tables(matrix: JsonObject) -> list[Table]:
-    """Build the tables of `ditile models`, for 80 columns. Families without a `ModelSpec` are listed by support level."""
+    """Build the tables of `ditile models`, 80 columns wide. Families without a `ModelSpec` are by support level."""
     specs = []
     others = []
     for family in matrix["families"]:
