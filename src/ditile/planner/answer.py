@@ -65,7 +65,7 @@ class RankShare(NamedTuple):
 
 
 def list_rank_shares(subject: PlanSubject, job: PlannedCall, profile: Profile) -> tuple[RankShare, ...]:
-    """The share of each rank; none where devices and shares are alike."""
+    """Return the share of each rank; none if all devices and shares are alike."""
     if job.plan.world == 1 or not (profile.by_rank or job.plan.has_unlike_ranks):
         return ()
     parts = job.shard_tokens(None)
@@ -125,7 +125,7 @@ class PlanAnswer:
     lacks_tape_memory: bool = False
 
     def to_json_dict(self) -> JsonObject:
-        """The answer for programs."""
+        """Convert the answer to JSON types for programs."""
         # Programs find every kind, with null where there is none.
         others = dict.fromkeys(OTHER_KINDS) | self._describe_others_for_programs()
         return {
@@ -155,7 +155,7 @@ class PlanAnswer:
         return described
 
     def _describe_price(self, number: int) -> JsonObject:
-        """One of the plans for programs."""
+        """Describe one of the plans for programs."""
         price = self.result.prices[number]
         return {
             "plan": str(price.plan),
@@ -174,7 +174,7 @@ class PlanAnswer:
         }
 
     def describe_call(self) -> str:
-        """What is priced, in one line."""
+        """Describe the priced call in one line."""
         call = self.call
         parts = [f"{call['width']} x {call['height']} px", f"{call['steps']} steps", str(call["dtype"])]
         if call["frames"] != 1:
@@ -188,16 +188,16 @@ class PlanAnswer:
         return f"{self.model}, {', '.join(parts)}"
 
     def describe_choice(self) -> str:
-        """The first plan, on one line."""
+        """Describe the first plan on one line."""
         best = self.result.prices[0]
         return f"planned: {best.plan} (predicted {format_number(best.latency_s)} s a loop on {self.hardware})"
 
     def to_json(self) -> str:
-        """The same as `to_json_dict`, as text."""
+        """Format the result of `to_json_dict` in JSON."""
         return json.dumps(self.to_json_dict(), indent=2)
 
     def render_tables(self) -> list[Table | str]:
-        """The answer for people."""
+        """Format the answer for people."""
         prices = self.result.prices
         labels = [str(price.plan) for price in prices]
         columns: dict[str, list[str]] = {}
@@ -231,7 +231,7 @@ class PlanAnswer:
         return title
 
     def _iterate_remarks(self) -> Iterator[str]:
-        """What is said below the tables, except warnings."""
+        """Yield the remarks below the tables, except warnings."""
         best = self.result.prices[0]
         if self.models > 1 and best.plan.offload == "none":
             yield f"weights are those of {self.models} transformers, which are on the device all the time"
@@ -256,7 +256,7 @@ class PlanAnswer:
             yield f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here"
 
     def _describe_host_memory(self) -> Iterator[str]:
-        """What the first plan needs of a host's memory: where weights stay there, and where loading may not fit."""
+        """Yield lines on host memory for the first plan: for weights kept there, and for loading if it may not fit."""
         host = self.hosts[0]
         plan = self.result.prices[0].plan
         stays = plan.offload == "blocks"
@@ -276,7 +276,7 @@ class PlanAnswer:
             yield needs
 
     def _describe_recorded_steps(self) -> Iterator[str]:
-        """Yield what recorded steps bring the first plan."""
+        """Yield the gain of the first plan from recorded steps."""
         best = self.result.prices[0]
         if self.lacks_tape_memory:
             yield "what recorded steps hold does not fit a device: plan 1 is priced without"
@@ -289,7 +289,7 @@ class PlanAnswer:
             )
 
     def _describe_other(self, kind: OtherKind, other: OtherPlan) -> str:
-        """What a plan that is not ranked would save, and what speaks against it."""
+        """Describe the savings of a plan that is not ranked, and the reasons against it."""
         best = self.result.prices[0]
         price = other.price
         seconds = format_number(price.latency_s)
@@ -304,7 +304,7 @@ class PlanAnswer:
 
 
 def make_memory_table(memories: Sequence[RankMemory]) -> Table:
-    """What ranks need, by kind, in 80 columns; ranks that need the same share a row."""
+    """Make a table of the memory of ranks, by kind, in 80 columns. Ranks with equal needs share a row."""
     from rich.table import Table
 
     table = Table("rank")
@@ -325,7 +325,7 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
 
 
 def make_share_table(shares: Sequence[RankShare]) -> Table:
-    """What each rank has of the work, in 80 columns."""
+    """Make a table of each rank's share of the work, in 80 columns."""
     from rich.table import Table
 
     table = Table("rank", "device")
@@ -344,7 +344,7 @@ def make_share_table(shares: Sequence[RankShare]) -> Table:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as runs: 0, 2-5."""
+    """Format ranks in runs: 0, 2-5."""
     runs = []
     # Ranks that follow each other differ by as much as their places.
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
@@ -357,7 +357,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_fewer_steps(other: OtherPlan, all_steps: int, best: Price) -> str:
-    """What one rank does in the time of the first plan, and which of both changes images less."""
+    """Describe one rank's work in the time of the first plan, and the change of images under both."""
     times = f"{other.steps} of {all_steps} steps on one rank take {format_number(other.price.call_s)} s"
     whole = f"plan 1 takes {format_number(best.call_s)} s on {best.plan.world} ranks"
     # As measured at four steps (docs/pipefusion.md).

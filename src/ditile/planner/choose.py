@@ -58,7 +58,7 @@ REQUEST_FIELDS = (
 
 
 def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> PlanAnswer:
-    """The answer to a question.
+    """Answer a question.
 
     Args:
         all_devices: search only plans that use every device, as when the ranks were started already.
@@ -114,7 +114,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
 
 
 def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = False) -> PlanSearch:
-    """The search that a question asks for. Raises as `answer_question`."""
+    """Prepare the search for a question. Raises the errors of `answer_question`."""
     from ditile.planner.search import PlanSearch, SearchRequest, predict_skipped_steps
     from ditile.planner.subject import PlanSubject
 
@@ -154,7 +154,7 @@ def _parse_memory(text: str | None, name: str) -> int | None:
 
 
 def _describe_call(search: PlanSearch, question: PlanQuestion) -> CallArguments:
-    """See `PlanAnswer.call`."""
+    """Describe the call for `PlanAnswer.call`."""
     shape = search.shape
     filled = search.subject.fill_arguments(search.call)
     scale = "guidance_scale"
@@ -197,7 +197,7 @@ def plan_for(
     schedule: str | None = None,
     **asked: Any,
 ) -> Plan | Promise:
-    """The plan that is predicted to be the fastest for a model, on this machine as `ditile calibrate` measured it.
+    """Return the fastest plan predicted for a model on this machine, by the measurements of `ditile calibrate`.
 
     With a bound it returns a `Promise` instead, which has a `plan`, and a `cache_config` if some steps are forecast:
 
@@ -247,7 +247,7 @@ def _choose_promise_of_question(
     strength: float | None = None,
     all_devices: bool = False,
 ) -> Promise:
-    """The promise for a question; its plan is the one to be priced, or the best of a search."""
+    """Return the promise for a question. Its plan is the priced one, or the best of a search."""
     search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
     num_steps = count_loop_steps(search.shape.steps, strength)
     size = read_call_size(question.fill_call_arguments())
@@ -279,7 +279,7 @@ def _print_on_first_rank(line: str) -> None:
 def resolve_plan_option(
     text: str, options: GenerateOptions, run: RunOptions, plan_of_flags: Plan, replicas: int = 1
 ) -> Plan:
-    """The plan of `--plan`; for `auto` the first plan of `ditile plan`, which is printed.
+    """Return the plan of `--plan`. For `auto` it is the first plan of `ditile plan`, and is printed.
 
     Raises:
         DitileError: if flags say a plan too, this machine was not measured, or not all replicas have such devices.
@@ -311,7 +311,7 @@ def _make_question(
     profile: str | None,
     price: str | None = None,
 ) -> PlanQuestion:
-    """The question for a plan of a request."""
+    """Make the question for a plan of a request."""
     place = env.read_torchrun_place()
     # Under torchrun the ranks are there already, and a plan must use all of them.
     devices = None if place is None else place.world
@@ -320,7 +320,7 @@ def _make_question(
 
 
 def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | None = None) -> None:
-    """Raises `PlanError` if a later replica of a plan for this machine has other devices than the first."""
+    """Check the devices of a plan's replicas. Raises `PlanError` if a later one has other devices than the first."""
     if replicas == 1:
         return
     profile = load_machine_profile(PlanQuestion(profile=profile_path))
@@ -339,7 +339,7 @@ def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | Non
 def choose_within_bounds(
     bounds: Bounds, options: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
 ) -> tuple[Promise, CacheOptions]:
-    """Return the promise that keeps the bounds of a request, and the cache of its computed steps.
+    """Return the promise within the bounds of a request, and the cache of its computed steps.
 
     A plan that flags say is kept; without one the fastest plan is searched, if this machine was measured.
 
@@ -379,7 +379,7 @@ def choose_promise_of_request(
     hosts: int = 1,
     profile: str | None = None,
 ) -> Promise:
-    """The promise that keeps the bounds of a request.
+    """Return the promise within the bounds of a request.
 
     Args:
         plan: the plan; None searches for the fastest, if this machine was measured.
@@ -405,7 +405,7 @@ def choose_promise_of_request(
 
 
 def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
-    """The result of `decide` (number of hosts), which reads files: under torchrun rank 0 decides for all ranks."""
+    """Return the result of `decide` (number of hosts), on files read by rank 0 only under torchrun."""
     if env.read_torchrun_place() is None:
         return decide(1)
     from ditile.distributed.torchrun import decide_on_first_rank

@@ -33,7 +33,7 @@ STEPS_SHOWN = 2
 
 
 def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArguments, engine: EngineOptions) -> str:
-    """The table and the schedule of a call of a model under a plan, as text.
+    """Format the table and the schedule of a model's call under a plan.
 
     Args:
         options: the request; the defaults of the model and its pipeline complete it. For a hub id only configs are
@@ -68,13 +68,13 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
-    """The planned call that `describe_dry_run` shows, with the same arguments and errors."""
+    """Plan the call shown by `describe_dry_run`, with the same arguments and errors."""
     subject, call = _read_planned_call(options)
     return build_subject_job(subject, plan, call, configs)
 
 
 def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArguments]:
-    """The model of a request without its weights, and the arguments of the call."""
+    """Return the model of a request without its weights, and the arguments of the call."""
     source = find_model_source(options.model, weights=False, components=options.components)
     base = defaults(options.model)
     has_controlnet = options.controlnet is not None
@@ -94,7 +94,7 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArgum
 
 
 def _describe_host_memory(subject: PlanSubject, job: PlannedCall, *, offloads_text: bool) -> str:
-    """Describes the weights of all ranks that stay in the host's memory."""
+    """Describe the weights of all ranks kept in the host's memory."""
     host = count_host_memory(subject, job, offloads_text=offloads_text)
     machine_bytes = count_memory_bytes()
     short = ""
@@ -107,7 +107,7 @@ def _describe_host_memory(subject: PlanSubject, job: PlannedCall, *, offloads_te
 
 
 def _describe_components(options: GenerateOptions, subject: PlanSubject) -> str:
-    """A line on each component that has a file of its own, or quantized weights; empty if there is none."""
+    """Write a line on each component with a file of its own, or quantized weights; empty if there is none."""
     lines = []
     for name in dict.fromkeys([*options.components, *subject.stored]):
         line = f"{name}: its own weights"
@@ -123,7 +123,7 @@ def _describe_components(options: GenerateOptions, subject: PlanSubject) -> str:
 
 
 def _describe_class(options: GenerateOptions) -> str:
-    """A line that names the class for the conditions of a request; empty if it has none."""
+    """Write a line on the class for the conditions of a request; empty if it has none."""
     if not options.conditions:
         return ""
     kind, own, _ = choose_requested_class(options)
@@ -135,7 +135,7 @@ def _describe_class(options: GenerateOptions) -> str:
 def build_subject_job(
     subject: PlanSubject, plan: Plan, call: CallArguments, configs: CallArguments, element_size: int = 4
 ) -> PlannedCall:
-    """Plans a call of a model whose numbers have `element_size` bytes.
+    """Plan a call of a model with numbers of `element_size` bytes.
 
     Raises:
         ModelError, PlanError: if the model has no spec, or does not fit the plan or the cache.

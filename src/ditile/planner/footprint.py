@@ -57,7 +57,7 @@ class LiveNumbers(NamedTuple):
     both: float = 0
 
     def count_numbers(self, image: int, text: int) -> float:
-        """Numbers with so many tokens."""
+        """Count the numbers for some tokens."""
         return self.once + self.image * image + self.text * text + self.both * (image + text)
 
     def __add__(self, other: tuple[float, ...]) -> LiveNumbers:  # type: ignore[override]
@@ -67,7 +67,7 @@ class LiveNumbers(NamedTuple):
         return LiveNumbers(*map(operator.sub, self, other))
 
     def divide_by_ranks(self, whole: int, ranks: float) -> LiveNumbers:
-        """The same on one rank, which has `whole` numbers of each kind undivided."""
+        """Return the numbers on one rank. It has `whole` numbers of each kind undivided."""
         counts = []
         for count in self:
             undivided = min(count, whole)
@@ -92,7 +92,7 @@ class Footprint:
     kept: tuple[LiveNumbers, ...]
 
     def divide_by_ranks(self, channels: int, ranks: float) -> Footprint:
-        """The footprint of one rank of tensor parallelism; `channels` is the width of a token between blocks."""
+        """Return the footprint of one rank of tensor parallelism. `channels` is the width of a token between blocks."""
         whole = WHOLE * channels
 
         def divide_moments(moments: tuple[LiveNumbers, ...], whole: int) -> tuple[LiveNumbers, ...]:
@@ -176,11 +176,11 @@ class FootprintTracker(StorageTracker):
         return subtract_storage
 
     def attend_to_keys(self) -> None:
-        """Notes that attention is computed now."""
+        """Note that attention is computed now."""
         self._attending.add(self._live_numbers)
 
     def make_footprint(self, kept: Sequence[LiveNumbers]) -> Footprint:
-        """The footprint of all that ran within the tracker; `kept` is that of `Footprint`."""
+        """Make the footprint of all work within the tracker. `kept` is that of `Footprint`."""
         return Footprint(
             moments=find_pareto_front(self._fused | self._gelu),
             fused=find_pareto_front(self._fused),
@@ -190,12 +190,12 @@ class FootprintTracker(StorageTracker):
 
 
 def count_decoder_numbers(config: JsonObject, kind: Any) -> float:
-    """The most numbers that are alive at one time for each latent pixel that a VAE decodes."""
+    """Count the most numbers alive at one time for each latent pixel decoded by a VAE."""
     return _count_decoding_peak(kind, config, "latent_channels")
 
 
 def count_frame_decoder_numbers(config: JsonObject, kind: Any, channels: str, frames: int) -> float:
-    """The same for a VAE of frames that decodes so many latent frames; above `FRAMES` it is on the line through both.
+    """Count the same for a VAE of frames with a number of latent frames. Above `FRAMES` it is on the line through both.
 
     Args:
         channels: the config's name for the channels of latents.
@@ -235,7 +235,8 @@ class DecodeWork(NamedTuple):
 
 
 def count_decode_work(kind: Any, config: JsonObject, channels: str, frames: int = 0) -> DecodeWork:
-    """The work of a decode of so many latent frames; 0 is an image. Above `FRAMES` it is on the line through both."""
+    """Count the work to decode a number of latent frames; 0 is an image. Above `FRAMES` it is on the line through
+    both."""
     if frames > FRAMES[1]:
         few = count_decode_work(kind, config, channels, FRAMES[0])
         more = count_decode_work(kind, config, channels, FRAMES[1])
@@ -269,7 +270,7 @@ class VaeScale(NamedTuple):
     channels: str = "latent_channels"
 
     def count_latent_frames(self, frames: int) -> int:
-        """Latent frames of so many frames; raises `ModelError` if they are not whole ones."""
+        """Return the latent frames for a number of frames. Raises `ModelError` if they are not whole ones."""
         if not self.frames:
             return 1
         if (frames - self.first) % self.frames:
@@ -281,7 +282,7 @@ class VaeScale(NamedTuple):
 
 
 def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
-    """The scale of a VAE, by its class and config."""
+    """Measure the scale of a VAE, by its class and config."""
     with init_on_meta_device(), torch.no_grad():
         vae: Any = kind.from_config(config)
         channels = next(name for name in CHANNELS if name in vae.config)
@@ -305,7 +306,7 @@ def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
 
 
 def find_pareto_front(moments: Iterable[LiveNumbers]) -> tuple[LiveNumbers, ...]:
-    """The moments that no other one exceeds in every kind."""
+    """Return the moments not exceeded by another one in every kind."""
     front: list[LiveNumbers] = []
     for moment in sorted(moments, reverse=True):
         if not any(all(map(operator.le, moment, larger)) for larger in front):

@@ -205,12 +205,12 @@ rate."""
 
 
 def list_hardware() -> list[str]:
-    """The names of profiles that come with this package."""
+    """List the names of the profiles in this package."""
     return sorted([*SHEETS, *(path.stem for path in PROFILES.glob("*.json"))])
 
 
 def load_profile(name: str, interlink: str | None = None) -> Profile:
-    """The profile of some hardware.
+    """Load the profile of some hardware.
 
     Args:
         name: one of `list_hardware()`, or the device of each rank with `,` between them.
@@ -237,7 +237,7 @@ def _load_device_profile(name: str) -> Profile:
 
 
 def join_devices(profiles: Sequence[Profile]) -> Profile:
-    """The profile of one machine with these devices, in the order of the ranks.
+    """Join devices in the order of the ranks into the profile of one machine.
 
     Raises:
         PlanError: if their curves are of numbers of unlike sizes.
@@ -263,7 +263,7 @@ def join_devices(profiles: Sequence[Profile]) -> Profile:
 
 
 def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:
-    """The profile of a device that reaches the shares `gets` of its datasheet."""
+    """Make the profile of a device with the shares `gets` of its datasheet."""
     # A product or an attention of this size reaches half of the rate.
     matmul_half = gets.matmul_half
     half = gets.attention_half
@@ -307,7 +307,7 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
 
 
 def add_interlink(profile: Profile, interlink: str) -> Profile:
-    """The profile with hosts that a link of so many bits a second joins; messages on it overlap as within a host."""
+    """Add a link between hosts to a profile, in bits a second. Messages on it overlap like within a host."""
     # A tenth of the bandwidth is taken to be protocol, and 50 microseconds the way from host to host.
     bits = parse_bandwidth(interlink)
     host_link = Link(
@@ -320,7 +320,7 @@ def add_interlink(profile: Profile, interlink: str) -> Profile:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits a second of a text such as "100Mbit" or "10Gbit". Raises `PlanError` if the text is no bandwidth."""
+    """Parse the bits a second of a text such as "100Mbit" or "10Gbit". Raises `PlanError` if it is not a bandwidth."""
     bits = _parse_amount(text, "([kmg])()bit(?:/s)?")
     if not bits:
         raise PlanError(f"interlink={text!r} is no bandwidth; write 10Gbit, 1Gbit or 100Mbit")
@@ -328,7 +328,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_byte_amount(text: str, name: str = "memory") -> int:
-    """Bytes of a text such as "48GB", "40GiB" or "512MB"; `name` is that of the option in an error.
+    """Parse the bytes of a text such as "48GB", "40GiB" or "512MB". `name` is the option's name for errors.
 
     Raises:
         PlanError: if the text is no amount.
@@ -340,7 +340,8 @@ def parse_byte_amount(text: str, name: str = "memory") -> int:
 
 
 def _parse_amount(text: str, unit: str) -> float:
-    """A number with a unit; the groups of `unit` are the prefix and the "i" of powers of 1024. 0 if nothing matches."""
+    """Parse a number with a unit; 0 if nothing matches. The groups of `unit` are the prefix and the "i" of powers of
+    1024."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*{unit}", text.strip().lower())
     if match is None:
         return 0.0

@@ -76,7 +76,7 @@ class StreamSizes(NamedTuple):
     many: bool = False
 
     def match_stream(self, size: int) -> Stream:
-        """The stream with this number of tokens; "once" if there is none."""
+        """Return the stream with this number of tokens; "once" if there is none."""
         if self.text and size == self.image + self.text:
             return "both"
         if self.text and size == self.text:
@@ -84,7 +84,7 @@ class StreamSizes(NamedTuple):
         return "image" if size == self.image else self.others.get(size, "once")
 
     def match_rows(self, rows: int) -> tuple[Stream, int]:
-        """The stream that so many rows of a product belong to, and the rows for each token."""
+        """Return the stream for some rows of a product, and the rows for each token."""
         stream = self.match_stream(rows)
         if stream != "once" or not self.many:
             return stream, 1
@@ -95,11 +95,11 @@ class StreamSizes(NamedTuple):
         return "once", rows
 
     def count_tokens(self, stream: Stream) -> int:
-        """Tokens of a stream; 1 for what belongs to no token."""
+        """Count the tokens of a stream; 1 for work without tokens."""
         return select_stream_length(stream, self.image, self.text)
 
     def find_widest_stream(self, tensors: Sequence[Tensor]) -> Stream:
-        """The stream with the most tokens that dimensions of some tensors count."""
+        """Return the stream with the most tokens among the dimensions of some tensors."""
         streams = set[Stream]()
         for tensor in tensors:
             streams.update(map(self.match_stream, tensor.shape))
@@ -109,7 +109,7 @@ class StreamSizes(NamedTuple):
         return "once"
 
     def count_live_numbers(self, tensor: Tensor) -> LiveNumbers:
-        """The numbers of a tensor, by the streams that its shape shows."""
+        """Count the numbers of a tensor, by the streams in its shape."""
         numbers = tensor.untyped_storage().nbytes() / tensor.element_size()
         stream = self.find_widest_stream([tensor])
         # A tensor with the image's tokens as rows and columns, such as a latent.
@@ -192,7 +192,7 @@ class TransformerWork:
     streams: tuple[Mapping[str, Stream], ...] = ()
 
     def mix_blocks(self, blocks: range, runs: Sequence[float]) -> WorkMix:
-        """The work of some blocks; `runs` is the share of the calls in which each of them runs."""
+        """Mix the work of some blocks. `runs` is the share of the calls in which each of them runs."""
         ones = [1.0] * len(blocks)
         return WorkMix(
             blocks=_merge_same_work([self.blocks[block] for block in blocks], runs),
@@ -202,7 +202,7 @@ class TransformerWork:
 
 
 def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tuple[Work, float]]:
-    """Each different work once, with the sum of its times."""
+    """Merge equal work, and sum its times."""
     # Blocks that are built alike share one object.
     totals: dict[int, float] = {}
     work_by_id = {id(work): work for work in works}
@@ -212,7 +212,7 @@ def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tupl
 
 
 def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
-    """The call that the spec of a family has as an example.
+    """Make the example call from the spec of a family.
 
     Raises:
         ModelError: if the spec has no `example`, which says how to call the forward.
@@ -229,7 +229,7 @@ def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
 
 
 def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: CountedCall | None) -> TransformerWork:
-    """Counts a transformer, whose weights are not read.
+    """Count the work of a transformer, without reading its weights.
 
     Args:
         transformer: on the meta device.
@@ -288,7 +288,7 @@ class MemoryTraffic(NamedTuple):
 
 
 def count_unpacking_traffic(stored: StoredWeights, element_size: int) -> MemoryTraffic:
-    """What a call does to unpack its quantized weights, each once, into numbers of so many bytes.
+    """Count the traffic to unpack quantized weights in a call, each once, into numbers of `element_size` bytes.
 
     The products that read these numbers are counted as those of plain weights.
     """
@@ -305,7 +305,7 @@ def count_unpacking_traffic(stored: StoredWeights, element_size: int) -> MemoryT
 
 @lru_cache
 def _count_unpacking(name: str, dtype: torch.dtype) -> MemoryTraffic:
-    """The bytes for each number of a type of GGUF, and the kernels for a weight, by diffusers' own code."""
+    """Count bytes per number of a GGUF type, and kernels per weight, by diffusers' own code."""
     from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES, GGUFParameter, dequantize_gguf_tensor
 
     quant_type = next(quant_type for quant_type in GGML_QUANT_SIZES if quant_type.name == name)
@@ -336,7 +336,7 @@ class _TrafficRecorder(TorchDispatchMode):
 
 
 def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks) -> None:
-    """Records the kernels of blocks; a block that is built like an earlier one passes its inputs on."""
+    """Record the kernels of blocks. A block built like an earlier one only passes its inputs on."""
     # Blocks that are built alike have the same kernels, so that counting one of them is enough.
     first_of_kind: dict[tuple[Any, ...], int] = {}
     for hook in hooks.chain:
@@ -354,7 +354,7 @@ def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: Transforme
 
 
 def _watch_ends(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks, spec: ModelSpec) -> None:
-    """Records the kernels of the modules that a spec names: those of the ends, and those that seldom compute."""
+    """Record the kernels of modules named in a spec: those of the ends, and those that seldom compute."""
     patterns = {"first": (spec.image_tokens,), "last": (spec.out,), "step": spec.per_step, "once": spec.constant}
     modules = []
     for place, names in patterns.items():
@@ -390,7 +390,7 @@ class _KernelRecorder(TorchDispatchMode):
 
     @contextmanager
     def record_module(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
-        """Notes the kernels of a module at a place."""
+        """Note the kernels of a module at a place."""
         self.work.setdefault(place, Counter())
         # Torch ignores what a hook returns if it is None, which both methods return.
         before = module.register_forward_pre_hook(lambda *_: self._enter_module(place))
@@ -400,7 +400,7 @@ class _KernelRecorder(TorchDispatchMode):
         after.remove()
 
     def watch_modules(self, stack: ExitStack, hook: BlockHook) -> None:
-        """Notes whose tokens the Linears and norms of a block are given, until the stack is closed."""
+        """Note the streams of the inputs to a block's Linears and norms, until the stack is closed."""
         streams = self.streams.setdefault(hook.index, {})
 
         def watch(path: str, module: nn.Module) -> None:
@@ -508,7 +508,7 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
 
 
 def _is_interleaving(args: Any) -> bool:
-    """Whether tensors are joined number by number: along a last dimension of 1, or a new one."""
+    """Return whether tensors are joined number by number: along a last dimension of 1, or a new one."""
     first = args[0][0]
     dim = args[1] if len(args) > 1 else 0
     is_new = dim % (first.dim() + 1) == first.dim()
@@ -525,7 +525,7 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def select_stream_length(stream: Stream, image: int, text: int) -> int:
-    """The number of tokens of a stream, given those of image and text; 1 for work that belongs to no token."""
+    """Return the number of tokens of a stream, from those of image and text; 1 for work without tokens."""
     if stream == "image":
         return image
     if stream == "text":
@@ -534,7 +534,7 @@ def select_stream_length(stream: Stream, image: int, text: int) -> int:
 
 
 def make_passthrough(block: nn.Module, anatomy: ListAnatomy) -> Callable[..., Any]:
-    """A forward that passes image and text on, for a block that is built like an earlier one."""
+    """Make a forward to pass on image and text, for a block built like an earlier one."""
     names = list_parameter_names(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

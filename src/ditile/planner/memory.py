@@ -53,12 +53,12 @@ class RankMemory(NamedTuple):
 
     @property
     def denoising_peak(self) -> int:
-        """Bytes at the peak of a denoising step, without the VAE and the process itself."""
+        """Return the bytes at the peak of a denoising step, without the VAE and the process itself."""
         return self.weights + self.text + self.keys + self.activations + self.tapes
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the peak of the whole call."""
+        """Return the bytes at the peak of the whole call."""
         # Tapes read and write keys where they are, so that these stay too.
         decode = self.decode + self.keys if self.tapes else self.decode
         always = self.weights + self.text + self.vae + self.idle + self.tapes
@@ -81,7 +81,7 @@ class HostMemory(NamedTuple):
 def count_host_memory(
     subject: PlanSubject, job: PlannedCall, host: int | None = None, *, offloads_text: bool = False
 ) -> HostMemory:
-    """The memory of the host whose ranks need the most.
+    """Count the memory of the host with the neediest ranks.
 
     Args:
         subject, job: the call under its plan.
@@ -104,7 +104,7 @@ def count_host_memory(
 def _count_host_bytes_of_rank(
     subject: PlanSubject, job: PlannedCall, rank: int, offloads_text: bool
 ) -> tuple[int, int]:
-    """The bytes that a rank keeps in the host's memory, and the bytes that it reads."""
+    """Count the bytes a rank keeps in the host's memory, and the bytes it reads."""
     size = job.shape.element_size
     place = job.locate_rank(rank)
     text = _count_text_parameters(subject, job.plan, rank) * size
@@ -118,7 +118,7 @@ def _count_host_bytes_of_rank(
 
 
 def count_offloaded_bytes(subject: PlanSubject, job: PlannedCall, rank: int) -> int:
-    """Bytes of a rank's blocks in the host's memory while it generates; 0 if they are on its device."""
+    """Count the bytes of a rank's blocks in the host's memory while it generates; 0 if they are on its device."""
     if not job.plan.offloads_rank(rank):
         return 0
     place = job.locate_rank(rank)
@@ -131,7 +131,7 @@ def count_offloaded_bytes(subject: PlanSubject, job: PlannedCall, rank: int) -> 
 
 
 def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, divisor: float, model: int) -> int:
-    """Bytes of a block of a transformer in pinned memory, which torch allocates in powers of two."""
+    """Count the bytes of a transformer's block in pinned memory. torch allocates it in powers of two."""
     size = job.shape.element_size
     if job.plan.tensor == 1:
         sizes = [subject.count_weight_bytes(numbers, size, model) for numbers in job.weights.tensors[block]]
@@ -144,12 +144,12 @@ def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, divi
 
 
 def _count_text_parameters(subject: PlanSubject, plan: Plan, rank: int) -> int:
-    """Parameters of the text encoders on a rank."""
+    """Count the text encoders' parameters on a rank."""
     return math.ceil(subject.text * compute_text_share(plan, rank))
 
 
 def compute_text_share(plan: Plan, rank: int) -> float:
-    """The part of the text encoders that a rank has, 0 to 1."""
+    """Return a rank's part of the text encoders, 0 to 1."""
     if plan.text == "split":
         weights = _list_rank_weights(plan)
         return weights[_find_rank_of_image(plan, rank)] / sum(weights)
@@ -157,7 +157,7 @@ def compute_text_share(plan: Plan, rank: int) -> float:
 
 
 def compute_decode_share(plan: Plan, rank: int, rows: int) -> float:
-    """The part of a replica's images that a rank decodes, 0 to 1, if their latents have so many rows."""
+    """Return the part of a replica's images decoded by a rank, 0 to 1, for latents with `rows` rows."""
     if plan.vae == "rows":
         shares = count_weighted_shares(rows, _list_rank_weights(plan))
         return shares[_find_rank_of_image(plan, rank)] / rows
@@ -165,7 +165,7 @@ def compute_decode_share(plan: Plan, rank: int, rows: int) -> float:
 
 
 def _find_rank_of_image(plan: Plan, rank: int) -> int:
-    """The place of a rank among those of its replica."""
+    """Return the place of a rank in its replica."""
     return rank % (plan.world // plan.data)
 
 
@@ -184,7 +184,7 @@ def count_rank_memory(
     *,
     records: bool = False,
 ) -> RankMemory:
-    """The memory of a rank in a call.
+    """Count the memory of a rank in a call.
 
     Args:
         subject, job: the call under its plan.
@@ -235,19 +235,20 @@ def count_rank_memory(
 
 
 def can_record_calls(plan: Plan, profile: Profile) -> bool:
-    """Whether a machine can record the calls of a plan: a CPU has no graphs."""
+    """Return whether a machine can record the calls of a plan. A CPU has no graphs."""
     return profile.runs_ahead and plan.can_be_recorded
 
 
 def _count_largest_block(subject: PlanSubject, blocks: range, divisor: float) -> int:
-    """Parameters of the largest of some blocks, on a rank of tensor parallelism."""
+    """Count the parameters of the largest of some blocks, on a rank of tensor parallelism."""
     return max(subject.count_parameters(range(block, block + 1), divisor) for block in blocks)
 
 
 def count_peaks_of_ranks(
     subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0, *, records: bool = False
 ) -> dict[int, int]:
-    """Bytes of the ranks that may need the most. Of equal shares, the first rank of a stage has the largest."""
+    """Count the bytes of the ranks with the largest needs. Of equal shares, the first rank of a stage has the
+    largest."""
     plan = job.plan
     last = plan.pipefusion - 1
     # Replicas and both halves of guidance need the same, so that one pipeline of stages is looked at.
@@ -267,7 +268,7 @@ def count_peaks_of_ranks(
 def _count_activation_bytes(
     subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int, text_tokens: int
 ) -> int:
-    """Bytes of tensors that the largest micro-step computes, sends and receives ahead, and that steps keep."""
+    """Count the bytes of tensors kept by steps, or computed, sent and received ahead by the largest micro-step."""
     plan = job.plan
     place = job.locate_rank(rank)
     shape = job.compute_replica_shape(place.data)
@@ -300,7 +301,8 @@ def _count_activation_bytes(
 
 
 def _list_largest_micro_steps(schedule: PatchSchedule) -> list[MicroStep]:
-    """A micro-step for each kind of patch: the first patch, which is the largest, and the first one with latents."""
+    """List a micro-step for each kind of patch: the first patch, because it is the largest, and the first with
+    latents."""
     # The first step and the last synchronous one; and a stale step after the pipeline was filled.
     last_synchronous = max(schedule.warmup - 1, 0)
     filled = min(schedule.warmup + 2, schedule.steps - 1)
@@ -318,7 +320,8 @@ def _list_largest_micro_steps(schedule: PatchSchedule) -> list[MicroStep]:
 def _count_micro_step_peak(
     footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
 ) -> float:
-    """Numbers per row of the batch at the peak of a micro-step, including earlier messages to the next stage."""
+    """Count the numbers per row of the batch at the peak of a micro-step, including earlier messages to the next
+    stage."""
     plan = job.plan
     micro_batches = job.step_schedule.split_micro_batches(micro)
     image, text = cost.count_micro_step_tokens(job, place, WHOLE_STEP)
@@ -334,7 +337,7 @@ def _count_micro_step_peak(
 def _count_computed_numbers(
     footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
 ) -> float:
-    """Numbers per row of the batch of what a micro-step computes, at its peak."""
+    """Count the numbers per row of the batch computed by a micro-step, at its peak."""
     schedule = job.step_schedule
     micro_batches = schedule.split_micro_batches(micro)
     image, text = cost.count_micro_step_tokens(job, place, WHOLE_STEP)
@@ -352,7 +355,8 @@ def _count_computed_numbers(
 
 
 def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_tokens: int) -> int:
-    """Bytes that recorded calls hold: memory for the largest of them, and what each call is given, sends and returns.
+    """Count the bytes held by recorded calls: memory for the largest of them, and each call's inputs, messages and
+    results.
 
     One tape is played at a time, so all compute in the same memory.
     """
@@ -398,7 +402,7 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
 
 
 def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:
-    """Bytes of decoding a replica's images on its first rank; with `vae=rows`, of the rows of each rank."""
+    """Count the bytes to decode a replica's images on its first rank; with `vae=rows`, to decode each rank's rows."""
     shape = job.compute_replica_shape(place.data)
     rows = shape.height // subject.vae_scale
     share = compute_decode_share(job.plan, rank, rows)
@@ -408,7 +412,7 @@ def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoord
 
 
 def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> float:
-    """Numbers that an exchange around attention adds to the other live tensors of a rank with so many tokens."""
+    """Count the numbers added by an exchange around attention to the other live tensors of a rank."""
     tokens = 0
     lengths = [shard.count_tokens() for shard in job.shard_tokens(job.select_patch(micro))]
     keeps_keys = job.plan.distrifusion == 1 and job.step_schedule.keeps_keys(micro.step)
@@ -428,7 +432,7 @@ def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> flo
 
 
 def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Bytes of the messages that are received ahead and of the message that is being read; 0 in step 0."""
+    """Count the bytes of messages received ahead and of the message being read; 0 in step 0."""
     if place.stage == 0 or micro.step == 0:
         return 0
     # The first patch has the text, and where references come first, another one has the most latents.

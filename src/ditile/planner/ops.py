@@ -76,18 +76,18 @@ class CacheSkips:
     calls: CachedCalls = CachedCalls.WHOLE
 
     def can_be_recorded(self, plan: Plan) -> bool:
-        """Whether calls of some stage may be recorded under a plan."""
+        """Return whether calls of some stage may be recorded under a plan."""
         if self.calls is CachedCalls.PROBED:
             # Later stages are told the decision before they compute.
             return plan.pipefusion > 1
         return self.calls is not CachedCalls.CODE
 
     def has_probe(self, blocks: range) -> bool:
-        """Whether a stage of these blocks computes some of a probe, or decides by it."""
+        """Return whether a stage of these blocks computes some of a probe, or decides by it."""
         return self.calls is CachedCalls.PROBED and blocks.start < max(self.first, 1)
 
     def can_skip_block(self, block: int, blocks: int) -> bool:
-        """Whether a block of so many does not run in those steps."""
+        """Return whether a block of so many does not run in those steps."""
         return self.first <= block < blocks - self.last
 
 
@@ -119,14 +119,14 @@ class MachineWork:
     _mixes: dict[tuple[range, CacheSkips | None], WorkMix] = field(default_factory=dict)
 
     def select_attention(self, blocks: range) -> Work:
-        """The attention of some blocks."""
+        """Return the attention of some blocks."""
         if blocks not in self._attentions:
             work = merge_work([self.transformer_work.blocks[block] for block in blocks])
             self._attentions[blocks] = {kernel: n for kernel, n in work.items() if kernel.kind == "attention"}
         return self._attentions[blocks]
 
     def fingerprint_work(self, blocks: range) -> frozenset[Any]:
-        """A key that is equal for blocks with the same work."""
+        """Return an equal key for blocks with the same work."""
         if blocks not in self._alike:
             # Blocks that are built alike share one object, so their ids are equal.
             works = self.transformer_work
@@ -137,7 +137,7 @@ class MachineWork:
         return self._alike[blocks]
 
     def mix_blocks(self, blocks: range, skips: CacheSkips | None) -> WorkMix:
-        """The work of some blocks, without those that a cache leaves out."""
+        """Mix the work of some blocks, except blocks left out by a cache."""
         if (blocks, skips) not in self._mixes:
             num_blocks = len(self.transformer_work.blocks)
             runs = [1.0] * len(blocks)
@@ -147,7 +147,7 @@ class MachineWork:
         return self._mixes[blocks, skips]
 
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
-        """Seconds of some work. They are cached by its `id`, so the work must outlive this, and by the tokens."""
+        """Return the seconds of some work. They are cached by tokens and by its `id`, so the work must outlive this."""
         key = id(work)
         if key not in self._attends:
             self._attends[key] = any(kernel.kind == "attention" for kernel in work)
@@ -162,7 +162,7 @@ class MachineWork:
 
     @cached_property
     def unpacking_load(self) -> DeviceLoad:
-        """The load of unpacking all quantized weights, as a call does before it multiplies with them."""
+        """Return the load to unpack all quantized weights before a call multiplies with them."""
         if self.stored is None or not self.stored.formats:
             return DeviceLoad(0.0, 0.0)
         profile = self.profile
@@ -173,7 +173,7 @@ class MachineWork:
 
     @cached_property
     def roofline_device(self) -> RooflineDevice:
-        """The machine's device."""
+        """Return the machine's device."""
         return RooflineDevice(self.profile)
 
 
@@ -206,7 +206,7 @@ class OpPricer:
 
     @cached_property
     def first_alike_stages(self) -> list[int]:
-        """For each stage the first one that does the same work."""
+        """Return for each stage the first one with the same work."""
         first_stages: dict[Any, int] = {}
         last = self.job.plan.pipefusion - 1
         group_size = self.schedule.warmup_group_size
@@ -222,7 +222,7 @@ class OpPricer:
         return alike
 
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
-        """Seconds for which an op occupies its stage; with `free`, messages take no time."""
+        """Return the seconds an op occupies its stage. With `free`, messages take no time."""
         # Stages with the same work take the same time.
         stage = self.first_alike_stages[stage]
         patch = self._first_alike_patches[op.patch]
@@ -235,7 +235,7 @@ class OpPricer:
 
     @cached_property
     def _first_alike_patches(self) -> dict[int | None, int | None]:
-        """For each patch the first one with the same work and messages; None is the whole image."""
+        """Return for each patch the first one with the same work and messages. None is the whole image."""
         layout = self.job.image_layout
         first_patches: dict[tuple[Any, ...], int] = {}
         alike: dict[int | None, int | None] = {None: None}
@@ -250,17 +250,17 @@ class OpPricer:
         return alike
 
     def is_played(self, step: int, stage: int) -> bool:
-        """Whether a stage plays the calls of a step, which the host starts segment by segment."""
+        """Return whether a stage plays the calls of a step. The host starts played calls segment by segment."""
         return step in self._played_steps and not self.skips.has_probe(self.job.stages[stage])
 
     @cached_property
     def _played_steps(self) -> frozenset[int]:
-        """The steps whose calls are played in an image after the first ones, in which calls are recorded."""
+        """Return the steps with played calls in images after the first ones. Those record the calls."""
         steps = range(self.schedule.steps) if self.records else ()
         return frozenset(step for step in steps if not self._runs_as_code(step))
 
     def _runs_as_code(self, step: int) -> bool:
-        """Whether no image plays the calls of a step."""
+        """Return whether the calls of a step are played in no image."""
         schedule = self.schedule
         if schedule.reads_stale_keys(step):
             return False
@@ -281,7 +281,7 @@ class OpPricer:
 
     @cached_property
     def step_kinds(self) -> Sequence[tuple[bool, ...]]:
-        """A key for each step; steps with equal keys have the same work and messages."""
+        """Return a key for each step. Steps with equal keys have the same work and messages."""
         return _list_step_kinds(self.schedule, self.skips.steps, self._played_steps)
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
@@ -300,7 +300,7 @@ class OpPricer:
         return seconds
 
     def _compute_call_seconds(self, stage: int, op: Op, *, free: bool) -> float:
-        """Seconds of a call of the transformer on a stage, or of a micro-batch of it."""
+        """Compute the seconds of a transformer call on a stage, or of a micro-batch of it."""
         micro = self._make_micro_step(op)
         place = self._places[stage]
         load = DeviceLoad(0.0, 0.0).combine_loads(self.compute_stage_load(place, micro, op), self._slowdown)
@@ -314,7 +314,8 @@ class OpPricer:
         return load.get_busy_seconds(self._profile)
 
     def _compute_step_seconds(self, op: Op, *, free: bool) -> float:
-        """Seconds of the scheduler for a patch; a synchronous step has all patches in one iteration of the loop."""
+        """Compute the scheduler's seconds for a patch. A synchronous step has all patches in one iteration of the
+        loop."""
         micro = self._make_micro_step(op)
         patches = len(self.schedule.list_denoised_patches(micro))
         seconds = self.iteration_seconds
@@ -326,11 +327,11 @@ class OpPricer:
 
     @property
     def iteration_seconds(self) -> float:
-        """Seconds of the pipeline and its scheduler for each iteration of the loop."""
+        """Return the seconds of the pipeline and its scheduler for each iteration of the loop."""
         return self._profile.micro_s
 
     def _get_offload_seconds(self, stage: int) -> float:
-        """Seconds in which the weights of a stage's blocks come from the host's memory, under what is computed."""
+        """Return the seconds to load the weights of a stage's blocks from the host's memory during computation."""
         job = self.job
         blocks = job.stages[stage]
         # Blocks that fit the buffers stay on the device.
@@ -344,7 +345,7 @@ class OpPricer:
         return num_bytes / self._profile.host_bandwidth
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
-        """Seconds of a message on its way, after those for which it occupies its sender."""
+        """Return the seconds of a message on its way, after those it occupies its sender."""
         patch = self._first_alike_patches[op.patch]
         key = ("travel", self.first_alike_stages[stage], op.kind, patch, op.micro_batch, self.step_kinds[op.step])
         if key not in self._seen:
@@ -354,7 +355,7 @@ class OpPricer:
         return self._seen[key]
 
     def _count_message_bytes(self, stage: int, op: Op) -> float:
-        """Bytes of a message from stage to stage."""
+        """Count the bytes of a message from stage to stage."""
         job = self.job
         place = self._places[stage]
         if op.kind is OpKind.SEND and op.patch is not None:
@@ -381,7 +382,7 @@ class OpPricer:
         return MicroStep(op.step, None)
 
     def compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
-        """The load of a stage's blocks and of the model's ends that it has, in one call or a micro-batch of it."""
+        """Compute the load of a stage's blocks and its ends of the model, in one call or a micro-batch of it."""
         job = self.job
         work = self._basis.transformer_work
         tokens = self._make_rank_tokens(place, micro, op)
@@ -430,7 +431,7 @@ class OpPricer:
         return total._replace(host=max(total.host, started))
 
     def _compute_unpacking_load(self, blocks: range, computed: float) -> DeviceLoad:
-        """The load of unpacking a rank's weights, of whose blocks a share is computed."""
+        """Compute the load to unpack a rank's weights. Only a share of its blocks is computed."""
         stored = self._basis.stored
         if stored is None:
             return DeviceLoad(0.0, 0.0)
@@ -442,7 +443,7 @@ class OpPricer:
         return DeviceLoad(share * load.device / self.job.plan.tensor, share * load.host)
 
     def _makes_shared_outputs(self, micro: MicroStep, mix: WorkMix) -> bool:
-        """Whether a recorded call makes what the calls of other patches of its step read."""
+        """Return whether a recorded call makes values that are read in other patches' calls of its step."""
         first = self.schedule.list_micro_steps(micro.step)[0]
         if micro.patch is None or micro != first:
             return False
@@ -454,7 +455,7 @@ class OpPricer:
         return any(shared)
 
     def _get_computed_share(self, place: RankCoordinates, step: int) -> float:
-        """The share of a stage's blocks that run in a step; blocks that are left out exchange nothing."""
+        """Return the share of a stage's blocks that run in a step. Blocks left out exchange nothing."""
         if step not in self.skips.steps:
             return 1.0
         stage = self.job.stages[place.stage]
@@ -493,7 +494,7 @@ class OpPricer:
         )
 
     def _add_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
-        """The load of a call with its exchanges: the device waits for the bytes, the host starts each exchange."""
+        """Add exchanges to the load of a call. The device waits for the bytes, the host starts each exchange."""
         total = own
         for kind, (exchanges, sent) in cost.count_call_exchanges(self.job, place, micro).items():
             crossed = TOKEN_AXES if kind == "prediction" else (kind,)
@@ -521,7 +522,8 @@ class OpPricer:
         return total
 
     def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
-        """The load of a warmup group's call: weights arrive while it computes, and it waits for keys of each layer."""
+        """Add exchanges to the load of a warmup group's call. Weights arrive while it computes, but it waits for
+        keys of each layer."""
         job = self.job
         work = self._basis.transformer_work
         streams_weights = self.schedule.mode == "sequence"
@@ -549,13 +551,13 @@ class OpPricer:
         return load.combine_loads(packing)
 
     def _compute_packing_load(self, sent: float, messages: float) -> DeviceLoad:
-        """The load of packing and unpacking messages of so many bytes; none where they travel as they are."""
+        """Compute the load to pack and unpack messages; none if they are sent unpacked."""
         if self.job.plan.wire_dtype is None or not sent:
             return DeviceLoad(0.0, 0.0)
         return compute_packing_load(self._profile, sent, messages)
 
     def _get_ring_attention_seconds(self, place: RankCoordinates, micro: MicroStep) -> float:
-        """Seconds of attention in a call, during which a ring's messages travel."""
+        """Return the seconds of attention in a call. A ring's messages travel during it."""
         tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, micro.step, micro.patch))
         n = self.job.plan.ring
         attention_work = self._basis.select_attention(self.job.stages[place.stage])
@@ -570,7 +572,7 @@ class OpPricer:
         return link.latency_s + size / link.bandwidth
 
     def get_axis_link(self, axis: str) -> Link:
-        """The slowest link that an axis crosses, with the bandwidth that each rank has while others share it."""
+        """Return the slowest link on an axis, with the bandwidth of each rank while others share it."""
         if axis not in self._links:
             self._links[axis] = find_crossed_link(self.job.plan, self._profile, self._host, axis)
         return self._links[axis]
@@ -598,15 +600,15 @@ class UnlikeOpPricer(OpPricer):
 
     @cached_property
     def first_alike_stages(self) -> list[int]:
-        """Every stage is a kind of its own."""
+        """Return every stage, each being a kind of its own."""
         return list(range(len(self.job.stages)))
 
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
-        """Seconds for which an op occupies its stage; with `free`, messages take no time."""
+        """Return the seconds an op occupies its stage. With `free`, messages take no time."""
         return max(pricer.get_op_seconds(stage, op, free=free) for pricer in self._pricers_of_stages[stage])
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
-        """Seconds of the longest message of a stage's ranks on its way."""
+        """Return the seconds of the longest message among a stage's ranks."""
         return max(pricer.get_travel_seconds(stage, op) for pricer in self._pricers_of_stages[stage])
 
 
@@ -614,7 +616,7 @@ class UnlikeOpPricer(OpPricer):
 def _list_step_kinds(
     schedule: PatchSchedule, skipped_steps: frozenset[int], played_steps: frozenset[int]
 ) -> Sequence[tuple[bool, ...]]:
-    """See `OpPricer.step_kinds`. Many plans have the same schedule, so the list is kept."""
+    """Compute `OpPricer.step_kinds`. Many plans have the same schedule, so the list is kept."""
     kinds = []
     for step in range(schedule.steps):
         is_stale = schedule.reads_stale_keys(step)

@@ -59,7 +59,7 @@ class Price:
 
     @property
     def call_s(self) -> float:
-        """Seconds of the whole call."""
+        """Return the seconds of the whole call."""
         return self.text_s + self.latency_s + self.decode_s
 
 
@@ -68,7 +68,7 @@ class Pricer(MachineWork):
     """Prices the calls of one model on one machine."""
 
     def make_op_pricer(self, job: PlannedCall, skips: CacheSkips) -> OpPricer:
-        """What prices the ops of a call. Raises `PlanError` if the devices of some ranks are not known."""
+        """Make the pricer for the ops of a call. Raises `PlanError` if the devices of some ranks are not known."""
         self.profile.check_rank_count(job.plan.world)
         works = self._work_of_ranks
         # Ranks with alike devices and unlike shares differ too.
@@ -80,7 +80,7 @@ class Pricer(MachineWork):
 
     @cached_property
     def _work_of_ranks(self) -> Sequence[MachineWork]:
-        """The model on the device of each rank; empty where all are alike."""
+        """Return the model on the device of each rank; empty if all are alike."""
         devices = self.profile.by_rank
         works: list[MachineWork] = []
         for rank, device in enumerate(devices):
@@ -96,7 +96,7 @@ class Pricer(MachineWork):
         return works
 
     def price_call(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS, memory_bytes: int = 0) -> Price:
-        """The price of a call."""
+        """Compute the price of a call."""
         ops = self.make_op_pricer(job, skips)
         latency, _ = _simulate_loop(ops, free=False)
         free, compute = _simulate_loop(ops, free=True)
@@ -116,28 +116,28 @@ class Pricer(MachineWork):
         )
 
     def predict_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
-        """The latency of a price, without the rest of it."""
+        """Predict the latency of a call, without the rest of its price."""
         latency, _ = _simulate_loop(self.make_op_pricer(job, skips), free=False)
         return latency
 
     def predict_recorded_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
-        """Return the latency with recorded steps; 0 where nothing can be recorded."""
+        """Return the latency with recorded steps; 0 if nothing can be recorded."""
         pricer = replace(self, records=True)
         if not pricer.make_op_pricer(job, skips).records:
             return 0.0
         return pricer.predict_latency(job, skips)
 
     def bound_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
-        """Seconds for which the busiest stage is occupied: the loop takes at least as long, however stages wait."""
+        """Return the seconds the busiest stage is occupied. The loop takes at least as long, however stages wait."""
         return max(self._sum_stage_seconds(job, skips).values())
 
     def find_busiest_stage(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> int:
-        """The stage that is occupied longest; of alike ones, the first."""
+        """Return the stage occupied longest. Of alike ones, it is the first."""
         seconds = self._sum_stage_seconds(job, skips)
         return max(seconds, key=seconds.__getitem__)
 
     def _sum_stage_seconds(self, job: PlannedCall, skips: CacheSkips) -> dict[int, float]:
-        """Seconds for which each stage is occupied, of alike ones the first."""
+        """Sum the seconds each stage is occupied. Of alike stages only the first is there."""
         ops = self.make_op_pricer(job, skips)
         # Steps of one kind have the same work, and so have stages that are alike.
         steps_by_kind: dict[tuple[tuple[bool, ...], int], list[int]] = {}
@@ -154,7 +154,7 @@ class Pricer(MachineWork):
 
 
 def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:
-    """Seconds of the loop, and those that its busiest stage works; with `free`, messages take no time."""
+    """Simulate the loop. Return its seconds, and those its busiest stage works. With `free`, messages take no time."""
     steps = ops.job.shape.steps
     shown, spans = _simulate_steps(ops, free=free)
     ends = _find_step_ends(spans, shown)
@@ -172,7 +172,7 @@ def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:
 
 
 def _simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
-    """How many steps are simulated, and their ops."""
+    """Return the number of simulated steps, and their ops."""
     schedule = ops.schedule
     # Which steps compute references depends on their number.
     is_steady = not ops.skips.steps and not (schedule.num_references and schedule.references)
@@ -192,7 +192,8 @@ def _simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
 
 
 def predict_step_seconds(ops: OpPricer, *, free: bool) -> float:
-    """Seconds of a step after the synchronous ones, when the pipeline is full; with `free`, messages take no time."""
+    """Predict the seconds of a step after the synchronous ones, in a full pipeline. With `free`, messages take no
+    time."""
     shown, spans = _simulate_steps(ops, free=free)
     ends = _find_step_ends(spans, shown)
     if shown == 1:
@@ -201,7 +202,7 @@ def predict_step_seconds(ops: OpPricer, *, free: bool) -> float:
 
 
 def _count_sent_bytes(ops: OpPricer) -> int:
-    """Bytes that all ranks send in the whole call. Steps of one kind send the same, as do most stages."""
+    """Count the bytes sent by all ranks in the whole call. Steps of one kind send the same, and so do most stages."""
     job = ops.job
     plan = job.plan
     schedule = ops.schedule
@@ -226,7 +227,7 @@ def _count_sent_bytes(ops: OpPricer) -> int:
 
 
 def _find_step_ends(spans: list[Span], steps: int) -> list[float]:
-    """When the scheduler has denoised the last patch of each step."""
+    """Return the time at which the scheduler has denoised the last patch of each step."""
     ends = [0.0] * steps
     for span in spans:
         if span.op.kind is OpKind.STEP:

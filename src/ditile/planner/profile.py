@@ -62,7 +62,7 @@ class Curve:
             raise ValueError("not one rate for each of its sizes")
 
     def interpolate(self, x: float, y: float = 1.0) -> float:
-        """The rate at some sizes."""
+        """Return the rate at some sizes."""
         k, part = _locate_on_log_scale(self.x, x)
         # The neighbours on the first axis, each interpolated on the second.
         low: Any = self.rates[k]
@@ -73,7 +73,7 @@ class Curve:
         return _mix_on_log_scale(low, high, part)
 
     def slow_down(self, slower: float) -> Curve:
-        """The curve with all rates divided by one factor."""
+        """Divide all rates of the curve by one factor."""
 
         def divide_rates(row: Any) -> Any:
             if isinstance(row, tuple):
@@ -143,7 +143,7 @@ class RankDevice:
     __pydantic_config__ = CONFIG
 
     def is_unlike(self, other: RankDevice) -> bool:
-        """Whether it differs so much from another that their shares should."""
+        """Return whether two devices differ so much that their shares should."""
         speeds = sorted((self.speed, other.speed))
         memories = sorted((self.memory_bytes, other.memory_bytes))
         return speeds[1] > UNLIKE * speeds[0] or memories[1] > UNLIKE * memories[0]
@@ -218,11 +218,11 @@ class Profile:
             raise ValueError(f"no pointwise curve of {', '.join(sorted(missing))}")
 
     def knows_ranks(self, count: int) -> bool:
-        """Whether the devices of so many ranks are known, as all are where they are alike."""
+        """Return whether the devices of so many ranks are known. If all are alike, they are."""
         return not self.by_rank or count <= len(self.by_rank)
 
     def check_rank_count(self, count: int) -> None:
-        """Raises `PlanError` if devices are not alike, and are known of fewer ranks."""
+        """Check the number of ranks. Raises `PlanError` if devices are not alike, and are known for fewer ranks."""
         if not self.knows_ranks(count):
             known = len(self.by_rank)
             raise PlanError(
@@ -232,11 +232,11 @@ class Profile:
 
     @property
     def has_unlike_ranks(self) -> bool:
-        """Whether measured ranks differ so much that their shares should."""
+        """Return whether measured ranks differ so much that their shares should."""
         return any(one.is_unlike(other) for one, other in itertools.combinations(self.ranks, 2))
 
     def list_measured_ranks(self) -> list[Profile]:
-        """A profile of each measured rank: the curves of this one, as much faster or slower as the rank is."""
+        """List a profile of each measured rank. It has these curves, scaled by the rank's speed."""
         profiles = []
         for device in self.ranks:
             slower = 1 / device.speed
@@ -248,14 +248,14 @@ class Profile:
         return profiles
 
     def get_rank_profile(self, rank: int) -> Profile:
-        """The device of a rank, with the links of the machine."""
+        """Return the device of a rank, with the links of the machine."""
         if not self.by_rank:
             return self
         own = self.by_rank[rank]
         return dataclasses.replace(own, link=self.link, interlink=self.interlink, devices=self.devices)
 
     def slow_down(self, slower: float) -> Profile:
-        """The profile with all rates of a device divided by one factor."""
+        """Divide all rates of a device by one factor."""
         return dataclasses.replace(
             self,
             matmul=self.matmul.slow_down(slower),
@@ -264,12 +264,12 @@ class Profile:
         )
 
     def to_json(self) -> str:
-        """The profile as JSON."""
+        """Format the profile in JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str = "the profile") -> Profile:
-        """The inverse of `to_json`; `where` names the text in errors. Raises `ModelError` if the text is no profile."""
+        """Parse the JSON of `to_json`. `where` names the text in errors. Raises `ModelError` if it is not a profile."""
         try:
             values = files.parse_json(text)
             if isinstance(values, dict):
@@ -289,7 +289,7 @@ class Profile:
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Profile:
-        """A profile from a file. Raises `ModelError` if the file cannot be read, or is no profile."""
+        """Read a profile from a file. Raises `ModelError` if the file cannot be read, or is not a profile."""
         try:
             text = files.read_text(path)
         except (OSError, ValueError) as error:
@@ -300,7 +300,7 @@ class Profile:
 # Many plans ask for the rates of the same sizes.
 @lru_cache(maxsize=65536)
 def _locate_on_log_scale(points: tuple[float, ...], value: float) -> tuple[int, float]:
-    """The point at or below a value, and how far it is to the next one on a logarithmic scale."""
+    """Return the point at or below a value, and its part of the way to the next one on a logarithmic scale."""
     # Outside of what was measured, the rate stays what it was at the nearest size.
     if value <= points[0]:
         return 0, 0.0

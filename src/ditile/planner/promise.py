@@ -48,7 +48,7 @@ class Bounds:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is a bound."""
+        """Return whether there is a bound."""
         return self.seconds is not None or self.min_psnr is not None
 
 
@@ -74,12 +74,12 @@ class Promise:
 
     @property
     def skips_steps(self) -> bool:
-        """Whether some steps are forecast."""
+        """Return whether some steps are forecast."""
         return self.num_computed < self.num_steps
 
     @property
     def cache_config(self) -> FittedScheduleConfig | None:
-        """The cache that keeps the promise, for `ditile.enable_cache`; None where all steps compute."""
+        """Return the cache of the promise, for `ditile.enable_cache`; None if all steps compute."""
         if not self.skips_steps:
             return None
         return FittedScheduleConfig(steps=self.num_computed, schedule=self.schedule)
@@ -94,7 +94,7 @@ class Promise:
         return ", ".join(parts)
 
     def to_json_dict(self) -> JsonObject:
-        """The promise for programs."""
+        """Convert the promise to JSON types for programs."""
         return {
             "plan": str(self.plan),
             "computed_steps": self.num_computed,
@@ -106,7 +106,7 @@ class Promise:
 
     @classmethod
     def from_json_dict(cls, values: JsonObject, model: str, schedule: str | None) -> Promise:
-        """The promise that another rank made for a model; that rank's host may have the package elsewhere."""
+        """Build another rank's promise for a model. That rank's host may have the package elsewhere."""
         _, path = find_schedule(model, values["steps"], schedule)
         return cls(
             plan=Plan.parse(values["plan"]),
@@ -122,7 +122,7 @@ class Promise:
 def find_schedule(
     model: str, num_steps: int, path: str | None, size: Mapping[str, int] | None = None
 ) -> tuple[Schedule | None, str | None]:
-    """The schedule in a file, or the one that comes with ditile for a model and a number of steps, and its file.
+    """Return the schedule in a file, or ditile's own for a model and a number of steps, and its file.
 
     Args:
         path: the file; None looks for one that comes with ditile.
@@ -153,12 +153,12 @@ def find_schedule(
 
 
 def read_call_size(call: Mapping[str, Any]) -> dict[str, int]:
-    """Height, width and frames of a call, as far as it says them."""
+    """Return the height, width and frames given in a call."""
     return {name: call[name] for name in SIZE_ARGUMENTS if call.get(name) is not None}
 
 
 def count_loop_steps(num_steps: int, strength: float | None) -> int:
-    """The steps that a call makes: with a strength it begins later, as in the pipelines of diffusers."""
+    """Count the steps of a call. With a strength it begins later, like the pipelines of diffusers."""
     if strength is None:
         return num_steps
     return min(int(num_steps * strength), num_steps)
@@ -175,7 +175,7 @@ def choose_promise(
     size: Mapping[str, int] | None = None,
     predict: PredictSeconds | None = None,
 ) -> Promise:
-    """The promise that keeps the bounds.
+    """Choose the promise within the bounds.
 
     Args:
         bounds: at least one.
@@ -226,7 +226,7 @@ def choose_promise(
 def _list_candidates(
     bounds: Bounds, num_steps: int, schedule: Schedule | None
 ) -> list[tuple[int, float | None, float | None]]:
-    """Computed steps that keep the bound on PSNR, the most first, each with its mean and worst PSNR."""
+    """List numbers of computed steps within the bound on PSNR, the largest first, each with its mean and worst PSNR."""
     candidates: list[tuple[int, float | None, float | None]] = [(num_steps, None, None)]
     # Budgets come with the fewest computed steps first.
     budgets = () if schedule is None else schedule.budgets
@@ -248,7 +248,7 @@ def _name_bounds(bounds: Bounds) -> str:
 
 
 def _explain_fit(model: str, num_steps: int, size: Mapping[str, int] | None) -> str:
-    """How to make a schedule, and how long that takes."""
+    """Explain the command to make a schedule, and the time it takes."""
     command = make_fit_command(model, num_steps, size)
     return (
         f"there is none of {model} for {num_steps} steps; run `{command}`, which takes as long as about {FIT_IMAGES} "

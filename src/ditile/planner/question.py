@@ -137,11 +137,11 @@ class PlanQuestion(SourceOptions):
 
     @property
     def priced_plan(self) -> Plan | None:
-        """The one plan that is to be priced; None for a search."""
+        """Return the one plan to price; None for a search."""
         return None if self.price is None else Plan.parse(self.price)
 
     def read_pictures(self) -> list[Image.Image]:
-        """The images that the call starts from; for a size, an image without a motif.
+        """Read the images at the start of the call; for a size, an image without a motif.
 
         Raises:
             ModelError: if a file is not an image, or a side is out of its range.
@@ -149,7 +149,7 @@ class PlanQuestion(SourceOptions):
         return [_read_picture_or_size(each) for each in self.image or ()]
 
     def fill_call_arguments(self) -> CallArguments:
-        """The arguments of the call to plan for; the model's defaults complete them.
+        """Fill the arguments of the call to plan for with the model's defaults.
 
         Raises:
             ModelError, LoadError: as `ditile.defaults`.
@@ -159,7 +159,7 @@ class PlanQuestion(SourceOptions):
         return build_dry_run_call(wanted, defaults(self.model))
 
     def check_without_torch(self) -> None:
-        """Checks all that can be checked before torch is imported.
+        """Check a question as far as possible before torch is imported.
 
         Raises:
             PlanError: as `load_machine_profile`, or if the plan to be priced does not fit a model known by name.
@@ -193,7 +193,7 @@ def _read_picture_or_size(text: str) -> Image.Image:
 
 
 def load_machine_profile(ask: PlanQuestion) -> Profile:
-    """The profile of the machine that a question names, or of this one, with the device of each rank if they differ.
+    """Load the profile of a question's machine, or of this one, with the device of each rank if they differ.
 
     Raises:
         PlanError: if the hardware is not known, this machine was not measured, or fewer ranks were than are asked for.

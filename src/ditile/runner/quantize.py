@@ -95,7 +95,7 @@ class QuantizationRecord:
     bytes_after: int
 
     def __str__(self) -> str:
-        """One line."""
+        """Format the record in one line."""
         before = self.bytes_before / 2**20
         after = self.bytes_after / 2**20
         counts = f"{len(self.layers)} layers quantized, {len(self.left)} left as they are"
@@ -123,7 +123,7 @@ class _QuantizationWork:
     left: dict[str, str]
 
     def quantize_layers(self) -> None:
-        """Quantizes the layers, one at a time."""
+        """Quantize the layers, one at a time."""
         before = count_parameter_bytes(self.model)
         for path, quantizer in self.quantizers.items():
             layer = self.model.get_submodule(path)
@@ -383,7 +383,7 @@ def quantize(
     quantize_config: QuantizeConfig | Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> T:
-    """Quantizes the Linears of a model in place, on the device where they are; before `parallelize` or after it.
+    """Quantize the Linears of a model in place, on their device; before `parallelize` or after it.
 
     Linears of the model's `_keep_in_fp32_modules`, which diffusers loads in float32, are not quantized.
 
@@ -421,7 +421,7 @@ def quantize(
 
 
 def _find_target_models(target: Any, config: QuantizeConfig) -> list[tuple[nn.Module, QuantizeConfig]]:
-    """The models to quantize, each with its config: named components, or the transformers and the U-Net."""
+    """Return the models to quantize, each with its config: named components, or the transformers and the U-Net."""
     pipe = target
     # A module may have an attribute `pipe` of its own.
     if not isinstance(target, nn.Module):

@@ -53,11 +53,11 @@ class Report:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of all kinds."""
+        """Return the bytes of all kinds together."""
         return sum(self.sent.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Convert the report to JSON types."""
         return asdict(self) | {"bytes_sent": self.bytes_sent}
 
 
@@ -89,12 +89,12 @@ class CallMeter:
         self._began = self._loop_began = self._ended = self._clock.mark_point()
 
     def mark_loop_begin(self) -> None:
-        """Notes that the loop begins."""
+        """Note that the loop begins."""
         self._loop_began = self._ended = self._clock.mark_point()
         self._trace.mark_step()
 
     def record_step_end(self, key_bytes: int, text: int | None, references: int = 0, *, computed: bool = True) -> None:
-        """Notes the end of a step.
+        """Note the end of a step.
 
         Args:
             key_bytes: bytes of stale keys.
@@ -113,7 +113,7 @@ class CallMeter:
     def build_report(
         self, synchronous: list[int], warmup_mode: str, cache_bytes: int, recorded: RecordedCalls | None = None
     ) -> Report:
-        """Ends the call, and waits for the device.
+        """End the call, and wait for the device.
 
         Args:
             synchronous, warmup_mode: its synchronous steps, and how they ran.

@@ -128,7 +128,7 @@ class Runner:
         keep_weights: bool,
         deferred: bool = False,
     ) -> None:
-        """Divides the pipeline; a deferred runner does so in its first call, from which its models are derived."""
+        """Divide the pipeline. A deferred runner derives its models and divides them in its first call."""
         self.pipe = pipe
         self.plan = plan
         self.mesh = mesh
@@ -154,7 +154,7 @@ class Runner:
         self._use_pipeline(pipe, type(pipe))
 
     def _divide(self) -> None:
-        """Divides the pipeline, and notes what `restore` compares with."""
+        """Divide the pipeline, and note the state for later comparison by `restore`."""
         composition = self._compose()
         self._composition = composition
         self.plan = composition.plan
@@ -166,7 +166,7 @@ class Runner:
 
     @property
     def _parts(self) -> Composition:
-        """The strategies of the plan."""
+        """Return the strategies of the plan."""
         if self._composition is None:
             raise StateError(
                 f"{type(self.pipe).__name__} is divided at its first call, from whose arguments its model is derived; "
@@ -175,7 +175,7 @@ class Runner:
         return self._composition
 
     def _use_pipeline(self, pipe: Any, pipeline_class: type) -> None:
-        """Calls run a pipeline of a class from now on."""
+        """Run a pipeline of a class in all later calls."""
         self.pipe = pipe
         self._pipeline_class = pipeline_class
         self._pipes[pipeline_class.__module__, pipeline_class.__name__] = (pipe, pipeline_class)
@@ -195,7 +195,7 @@ class Runner:
         watch: StepWatch = NOBODY,
         **kwargs: Any,
     ) -> Any:
-        """Generates, with the arguments and the result of `pipe(...)`.
+        """Generate an image, with the arguments and the result of `pipe(...)`.
 
         Args:
             output: what a modular pipeline returns, as `pipe(..., output=...)`; of other pipelines `output_on`.
@@ -236,7 +236,7 @@ class Runner:
             self._stop_event = None
 
     def stop(self) -> None:
-        """Ends the current call without an image; one rank is enough, and any thread may do it.
+        """End the current call without an image. One rank is enough, and any thread may do it.
 
         The call raises `StoppedError` on every rank, at most two steps later, and decodes nothing. The next call is as
         if there had been none. A stop while an image is decoded comes too late: the call returns it. A stop while
@@ -249,7 +249,7 @@ class Runner:
 
     @property
     def num_preparing_steps(self) -> int:
-        """Steps of an image that run as code before later ones are played, if calls may be recorded at all."""
+        """Return the number of an image's steps run by code before later ones are played; 0 if nothing is recorded."""
         parts = self._composition
         if parts is None or parts.recorder is None:
             return 0
@@ -257,17 +257,17 @@ class Runner:
 
     @property
     def is_running(self) -> bool:
-        """Whether a call is running."""
+        """Return whether a call is running."""
         return self._stop_event is not None
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call under NCCL raised in the middle of an image, so that all ranks must be started again."""
+        """Return whether a call under NCCL raised in the middle of an image. All ranks must be started again then."""
         return is_world_broken()
 
     @checked()
     def switch_pipeline(self, kind: type[Any]) -> Any:
-        """Runs another class of pipelines on the divided model from now on, such as its image-to-image pipeline.
+        """Run another class of pipelines on the divided model from now on, such as its image-to-image pipeline.
 
         All ranks must switch to the same class, between calls. The new pipeline has the components that the pipeline
         has now, as they are; plan, weights, LoRAs and caches stay. `pipe` is the pipeline of that class from then on,
@@ -309,7 +309,8 @@ class Runner:
         return self.pipe
 
     def forget_recorded_steps(self) -> None:
-        """Frees the memory of recorded steps, between calls; later calls record again. Without any it does nothing.
+        """Free the memory of recorded steps, between calls. Later calls record again. Without recorded steps it does
+        nothing.
 
         Raises:
             StateError: if a call is running.
@@ -320,7 +321,7 @@ class Runner:
             self._composition.recorder.reset()
 
     def restore(self) -> None:
-        """Makes the pipeline what it was before `parallelize`, bit for bit.
+        """Restore the pipeline to its state before `parallelize`, bit for bit.
 
         Raises:
             StateError: if a call is running, the weights of other stages or the text encoders were freed, LoRAs were
@@ -344,7 +345,7 @@ class Runner:
         self._restored = True
 
     def _check_restorable(self) -> None:
-        """Raises `StateError` if weights were freed, or what was kept aside no longer fits the rest."""
+        """Check that the weights can be restored. Raises `StateError` if some were freed, or no longer fit the rest."""
         if self._parts.encoders.has_freed_encoders:
             raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
         if not self.plan.divides_weights:
@@ -375,7 +376,7 @@ class Runner:
 
     @note_shared_call()
     def reports(self) -> list[dict[str, Any]]:
-        """`report` of every rank as JSON types, in rank order, on every rank. All ranks must call it.
+        """Gather `report` of every rank in JSON types, in rank order, on every rank. All ranks must call it.
 
         Raises:
             StateError: before the first call.
@@ -387,7 +388,7 @@ class Runner:
     @note_shared_call()
     @checked()
     def write_trace(self, path: str | Path) -> None:
-        """Writes the trace of the last call as Chrome trace JSON, on rank 0. All ranks must call it.
+        """Write the trace of the last call as Chrome trace JSON, on rank 0. All ranks must call it.
 
         Raises:
             StateError: if the last call recorded no trace.
@@ -405,7 +406,7 @@ class Runner:
             write_chrome_trace(path, [list(itertools.starmap(TraceEvent, of_rank)) for of_rank in everyone])
 
     def job(self) -> PlannedCall | None:
-        """The last call, or before the first the pipeline's default call, as numbers; None without a spec."""
+        """Return the last call, or before the first the pipeline's default call, in numbers; None without a spec."""
         parts = self._composition
         if parts is None or not parts.is_planned:
             return None
@@ -421,7 +422,8 @@ class Runner:
         )
 
     def __str__(self) -> str:
-        """A table of device, place, blocks, tokens, parameters, keys and bytes per step of each rank, for `job`."""
+        """Format `job` in a table with device, place, blocks, tokens, parameters, keys and bytes per step of each
+        rank."""
         if self._composition is None:
             return f"{self!r}; it is divided at its first call"
         name = type(self.pipe).__name__
@@ -432,18 +434,18 @@ class Runner:
         return describe_derived_model(name, model, self.plan, self.devices, self._parameter_counts, self._parts.stages)
 
     def __reduce__(self) -> NoReturn:
-        """Raises `StateError`: its groups and hooks are those of this process."""
+        """Raise `StateError`. The runner's groups and hooks belong to this process."""
         raise StateError(
             "a runner cannot be copied or pickled; copy its pipeline before parallelize, and divide the copy"
         )
 
     def __repr__(self) -> str:
-        """The pipeline, the plan and this rank, on one line."""
+        """Format the pipeline, the plan and this rank on one line."""
         rank = f"rank {self.mesh.rank} of {self.plan.world} on {self.devices[self.mesh.rank]}"
         return f"<Runner of {type(self.pipe).__name__}: {self.plan}; {rank}>"
 
     def _derive_and_divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Derives what is not known from the arguments of the first call, and divides the pipeline.
+        """Derive unknown models from the arguments of the first call, and divide the pipeline.
 
         Raises:
             ModelError: if a model cannot be derived, or does not hold.
@@ -519,7 +521,7 @@ class Runner:
 
     @contextmanager
     def _note_failure(self) -> Iterator[None]:
-        """Notes that messages may still be on their way, if a call fails."""
+        """Note on a failure that messages may still be on their way."""
         try:
             yield
         except StoppedError:  # all ranks end after the same step
@@ -537,7 +539,8 @@ class Runner:
         options: dict[str, Any],
         watch: StepWatch,
     ) -> dict[str, Any]:
-        """The arguments by name. Raises on every rank if one refuses the call, or they were called differently."""
+        """Return the arguments by name. Raises on every rank if one refuses the call, or they were called
+        differently."""
         parts = self._parts
         may_record = parts.prepare_recorder(traced=self.trace)
         bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"], watch)
@@ -573,7 +576,7 @@ class Runner:
         return call
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the pipeline's call by name."""
+        """Return the arguments of the pipeline's call by name."""
         try:
             call: dict[str, Any] = dict(self._signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
@@ -584,7 +587,8 @@ class Runner:
     def _bind_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output_name: str, output_on: Any, watch: Any
     ) -> dict[str, Any]:
-        """The arguments by name. Raises what this rank alone finds wrong with them, and with the named output."""
+        """Return the arguments by name. Raises for faults in them or in the named output that are seen on this rank
+        only."""
         if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
             raise StateError("the pipeline has another model than was divided; put that back, or parallelize it again")
         if output_on not in ("all", "first"):
@@ -605,16 +609,16 @@ class Runner:
         return call
 
     def _read_steps(self, call: Mapping[str, Any]) -> int | None:
-        """Return the steps that a call asks for; None where it does not say."""
+        """Return the number of steps in a call; None if it has none."""
         steps = self._fill_defaults(call).get("num_inference_steps")
         return steps if isinstance(steps, int) else None
 
     def _count_iterations(self, call: Mapping[str, Any]) -> int | None:
-        """Return the most steps that a call may take; None where that is not known."""
+        """Return the maximum number of steps in a call; None if it is not known."""
         return count_most_iterations(self.pipe, call, self._read_steps(call))
 
     def _check_call(self, call: Mapping[str, Any]) -> None:
-        """Raises `ModelError` for a call that this rank cannot honour exactly."""
+        """Check that this rank can run a call exactly. Raises `ModelError` otherwise."""
         steps = self._read_steps(call)
         iterations = self._count_iterations(call)
         partial = self.plan.attends_to_stale_keys or self.plan.pipefusion > 1
@@ -633,7 +637,7 @@ class Runner:
             self._advise_once(describe_stale_statistics(self.pipe, self._fill_defaults(call)))
 
     def _explain_step_refusal(self, call: Mapping[str, Any], steps: int | None) -> str | None:
-        """Why what a call does between and at the ends of its steps cannot be honoured exactly, or None."""
+        """Return why the actions of a call between and at the ends of its steps cannot be exact, or None."""
         reason = None
         # Without known blocks there are no patches: every rank steps whole images.
         if self._parts.block_hooks.chain and self.plan.num_patches > 1:
@@ -646,7 +650,7 @@ class Runner:
         return reason
 
     def _explain_scheduler_of_batch(self, call: Mapping[str, Any]) -> str | None:
-        """Why a scheduler of the user's own cannot step the images of all replicas, or None."""
+        """Return why a user's own scheduler cannot step the images of all replicas, or None."""
         images = count_images(read_call_values(self._fill_defaults(call)))
         scheduler = self.pipe.scheduler
         if self.plan.data <= images or not is_custom_scheduler(scheduler):
@@ -662,17 +666,17 @@ class Runner:
         return defaults | dict(call)
 
     def _advise_once(self, advice: str | None) -> None:
-        """Logs a line on the first rank, unless it was logged before."""
+        """Log a line on the first rank, unless it was logged before."""
         if advice is not None and advice not in self._advised and self.mesh.rank == 0:
             LOG.warning(advice)
         self._advised.add(advice)
 
     def _describe_loras(self) -> dict[str, str]:
-        """The LoRAs of the model that is divided."""
+        """Describe the LoRAs of the divided model."""
         return digest.describe_loras({"transformer": self._parts.model})
 
     def _describe_dtypes(self) -> dict[str, torch.dtype]:
-        """The type of each parameter of the models of which this rank has a part."""
+        """Return the type of each parameter in the models of which this rank has a part."""
         dtypes = {}
         for model in self._parts.list_partial_models():
             for name, parameter in model.named_parameters():
@@ -680,7 +684,7 @@ class Runner:
         return dtypes
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
-        """Raises `PlanError`, before anything runs, for a call that the plan does not fit."""
+        """Check before anything runs that a call fits the plan. Raises `PlanError` otherwise."""
         rule = None
         if self.plan.cfg > 1:
             rule = read_guidance_rule(find_call_owner(self.pipe), getattr(self.pipe, "config", {}))
@@ -720,7 +724,8 @@ class Runner:
 def _agree_on_result(
     run: Callable[[], Result], mesh: Mesh, describe: Callable[[Result], dict[str, Any]] = lambda result: {}
 ) -> tuple[Result, list[dict[str, Any]]]:
-    """The result of a function here, and its description on each rank; raises on every rank if it raises on one.
+    """Return a function's result on this rank, and its description on each rank. If it raises on one rank, all ranks
+    raise.
 
     Raises:
         StateError: if "call" or "loras" of the descriptions differ.
@@ -777,7 +782,7 @@ class DecodeChecks:
         self._complaint: str | None = None
 
     def install_checks(self, stack: ExitStack, pipe: Any) -> None:
-        """Checks all that is decoded, by a VAE or what a pipeline has in its place, until the stack is closed."""
+        """Check all decoded output, of a VAE or its substitute, until the stack is closed."""
         for coder in pipe.components.values():
             decode = getattr(coder, "decode", None)
             if isinstance(coder, nn.Module) and callable(decode):
@@ -785,7 +790,7 @@ class DecodeChecks:
                 override_attribute(stack, coder, "decode", WatchedMethod(check, decode))
 
     def raise_complaint(self, group: dist.ProcessGroup | None) -> None:
-        """Raises `ModelError` on all ranks of a group if what one of them decoded is not finite."""
+        """Raise `ModelError` on all ranks of a group if one of them decoded numbers that are not finite."""
         complaint = next(filter(None, gather_json(self._complaint, group)), None)
         if complaint is not None:
             raise ModelError(complaint)
@@ -824,7 +829,7 @@ def parallelize(
     example: Mapping[str, Any] | None = None,
     trust_code: bool = False,
 ) -> Runner:
-    """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
+    """Divide a diffusers pipeline over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
     Args:
         pipe: any supported diffusers pipeline, on any device; every rank gives one of its own.
@@ -886,14 +891,14 @@ def parallelize(
 
 
 def _study_models(pipe: Any, example: Mapping[str, Any] | None) -> None:
-    """Derive and prove the anatomies of the models that are in no table."""
+    """Derive and prove the anatomies of unknown models."""
     for transformer in list_unknown_models(pipe):
         LOG.info("%s is in no table of ditile: it is studied once, on a small copy", type(transformer).__name__)
     import_lab("study.prove").ensure_anatomies(pipe, build_single_runner, example)
 
 
 def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> bool:
-    """Derives the models of a pipeline that are not known; False on every rank if that needs an example.
+    """Derive the unknown models of a pipeline. The result is False on every rank if that needs an example.
 
     Raises:
         ModelError: if a model cannot be derived, or does not hold.
@@ -917,7 +922,7 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
 
 
 def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedSteps | None:
-    """Return what records calls of a plan's model as CUDA graphs; None if nothing does.
+    """Build the recorder of a plan's model in CUDA graphs; None if nothing is to be recorded.
 
     Raises:
         ModelError: if the setting is not known.
@@ -942,7 +947,7 @@ def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedS
 
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:
-    """A runner of a plan of one rank, whoever else there is, where the pipeline is."""
+    """Build a runner for a plan of one rank on the pipeline's device, regardless of other ranks."""
     # Rank 0 of one, without a process group.
     mesh = Mesh(0, 1)
     device = find_pipeline_device(pipe)

@@ -18,7 +18,7 @@ from ditile.plan.errors import ModelError
 
 
 def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, Any]) -> Any:
-    """A pipeline of another class on the same modules, which stay as they are.
+    """Build a pipeline of another class on the same modules, without changing them.
 
     Args:
         pipe: the pipeline whose settings it gets.
@@ -65,7 +65,7 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
 
 
 def share_settings(pipe: Any, sibling: Any, components: Mapping[str, Any]) -> None:
-    """Gives a pipeline the parts and the progress bar that another has now."""
+    """Give a pipeline the present parts and progress bar of another."""
     for name, part in components.items():
         if name in sibling.components and getattr(sibling, name, None) is not part:
             sibling.register_modules(**{name: part})
@@ -74,7 +74,7 @@ def share_settings(pipe: Any, sibling: Any, components: Mapping[str, Any]) -> No
 
 
 def _check_part_type(name: str, part_name: str, part: Any, types: tuple[Any, ...]) -> None:
-    """Raises `ModelError` if the class of a model is not one that a pipeline's signature names."""
+    """Check the class of a model against a pipeline's signature. Raises `ModelError` if it is not named there."""
     if not isinstance(part, nn.Module):
         return
     model = unwrap_compiled(part)

@@ -23,7 +23,7 @@ DERIVED_COLUMNS = ("rank", "device", "place", "blocks", "parameters")
 
 
 def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], parameters: Sequence[int] | None = None) -> str:
-    """The table as text, for 80 columns.
+    """Format the table as text, for 80 columns.
 
     Args:
         model: the name that the table shows.
@@ -79,7 +79,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
 def describe_derived_model(
     pipeline: str, model: str, plan: Plan, devices: Sequence[str], parameters: Sequence[int], stages: Sequence[range]
 ) -> str:
-    """The table for a model without a `ModelSpec`, with only the columns that do not depend on a call.
+    """Format the table for a model without a `ModelSpec`. It has only columns that do not depend on a call.
 
     Args:
         pipeline, model: the names of the classes of the pipeline and its transformer.
@@ -118,7 +118,7 @@ def _make_rank_table(columns: Sequence[str] = COLUMNS) -> Table:
 
 
 def _format_rank_place(plan: Plan, rank: int) -> str:
-    """The coordinates of a rank on the axes that the plan uses; "-" if it uses none."""
+    """Format the coordinates of a rank on the axes of the plan; "-" if it uses none."""
     coordinates = compute_coordinates(plan, rank)
     lines = []
     for axis in AXES:
@@ -129,13 +129,13 @@ def _format_rank_place(plan: Plan, rank: int) -> str:
 
 
 def _count_expected_parameters(job: PlannedCall, place: RankCoordinates) -> int:
-    """The parameters of a rank: its share of those of its stage's blocks, plus the shared ones."""
+    """Estimate the parameters of a rank: its share of its stage's blocks, plus the shared ones."""
     of_blocks = sum(job.weights.blocks[block] for block in job.select_resident_blocks(place))
     return job.weights.shared + math.ceil(of_blocks / job.compute_tensor_divisor(place))
 
 
 def _format_speed_up_bound(job: PlannedCall) -> str:
-    """The product of the bounds of all axes, with its factors; data parallelism counts, as it makes more images."""
+    """Format the product of all axes' bounds, with its factors. Data parallelism counts, since it makes more images."""
     bounds = compute_axis_bounds(job)
     product = f"{math.prod(bounds.values()):.2f}x"
     # Shares of unlike size are for devices of unlike speed, of which a plan without devices knows nothing.
@@ -150,7 +150,7 @@ def _format_speed_up_bound(job: PlannedCall) -> str:
 
 
 def compute_axis_bounds(job: PlannedCall) -> dict[str, float]:
-    """The bound of each axis that the plan uses; their product is the bound of the plan."""
+    """Return the bound of each axis in use. Their product is the bound of the plan."""
     bounds: dict[str, float] = {}
     if job.plan.pipefusion > 1:
         bounds["pipefusion"] = _bound_stage_speedup(job)

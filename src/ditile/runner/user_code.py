@@ -70,14 +70,14 @@ def explain_code_refusal(parts: Iterable[nn.Module], plan: Plan, steps: int | No
 
 
 def describe_own_rows(model: nn.Module, plan: Plan) -> str | None:
-    """Return what a plan that only divides the batch takes for granted of a user's own class, or None."""
+    """Return the assumption of a plan that only divides the batch about a user's own class, or None."""
     if _find_package(type(model)) in KNOWN_PACKAGES or plan.data * plan.cfg == 1 or not plan.divides_the_batch_alone:
         return None
     return f"{type(model).__name__} is not diffusers' own code: '{plan}' takes it that no row of its batch sees another"
 
 
 def list_user_code(model: nn.Module) -> list[UserCode]:
-    """Return what on a model and its parts is not of the known packages."""
+    """List code on a model and its parts from outside the known packages."""
     codes = _list_unknown_hooks("", [*torch_module._global_forward_pre_hooks.values()])
     codes += _list_unknown_hooks("", [*torch_module._global_forward_hooks.values()])
     classes: dict[type, str] = {}
@@ -105,7 +105,7 @@ def _list_unknown_hooks(path: str, hooks: Iterable[Any]) -> list[UserCode]:
 
 
 def _iterate_unknown_attributes(path: str, module: nn.Module) -> Iterator[UserCode]:
-    """Yield what a module has as an attribute of its own: a forward, a processor, hooks of diffusers or accelerate."""
+    """Yield unknown code in a module's own attributes: a forward, a processor, hooks of diffusers or accelerate."""
     for attribute, value in vars(module).items():
         if attribute == "_diffusers_hook":
             yield from _list_unknown_hooks(path, value.hooks.values())
@@ -129,7 +129,7 @@ def _iterate_class_code(cls: type, path: str) -> Iterator[UserCode]:
 
 
 def _iterate_unknown_functions(code: Any, owner: type = object) -> Iterator[str]:
-    """Yield the names of called functions that are neither of the known packages nor of the owner's class."""
+    """Yield the names of called functions from neither the known packages nor the owner's class."""
     for function in _iterate_functions(code):
         name = str(getattr(function, "__name__", type(function).__name__))
         is_of_class = any(vars(base).get(name) is function for base in owner.__mro__)
@@ -138,7 +138,7 @@ def _iterate_unknown_functions(code: Any, owner: type = object) -> Iterator[str]
 
 
 def _iterate_functions(code: Any) -> Iterator[Any]:
-    """Yield the function of a method or a partial call, and the functions that it wraps."""
+    """Yield the function of a method or a partial call, and any functions wrapped by it."""
     wrapped = getattr(code, "__wrapped__", None)
     if wrapped is not None:
         yield from _iterate_functions(wrapped)

@@ -76,7 +76,7 @@ class PipelineConfigs:
 
     @classmethod
     def read_source(cls, source: Path | str, components: Mapping[str, str] | None = None) -> PipelineConfigs:
-        """Reads configs alone.
+        """Read only configs.
 
         Args:
             source: the folder or hub id.
@@ -120,7 +120,7 @@ class PipelineConfigs:
         return cls(source, pipeline, index, kind, transformer, coder, vae, places, stored)
 
     def choose_class(self, given: Collection[str], *, has_controlnet: bool) -> PipelineConfigs:
-        """These configs for the class that generates from what is given, if its calls can be recorded.
+        """Return these configs for the class that generates from the given inputs, if its calls can be recorded.
 
         Raises:
             ModelError: if no class of the family generates from that.
@@ -131,7 +131,7 @@ class PipelineConfigs:
         return replace(self, pipeline=kind)
 
     def is_recorded(self, spec: ModelSpec | None) -> bool:
-        """Whether a call is recorded to know its shape: those of a spec's own pipelines it says itself."""
+        """Return whether a call must be recorded to know its shape. A spec knows it for its own pipelines."""
         if spec is None or spec.example is None:
             return True
         name = self.pipeline.__name__
@@ -139,7 +139,7 @@ class PipelineConfigs:
 
     @property
     def has_second(self) -> bool:
-        """Whether two transformers are called in turns."""
+        """Return whether two transformers are called in turns."""
         return (self.index.get("transformer_2") or [None])[0] is not None
 
     @property
@@ -209,7 +209,7 @@ class PipelineConfigs:
 
 
 def _list_unlisted_encoders(pipeline: Any, index: JsonObject) -> dict[str, list[str]]:
-    """The text encoders of a class that an index does not list: those of configs that come with this package."""
+    """List the text encoders missing in a pipeline's index, by the configs in this package."""
     parameters = inspect.signature(pipeline.__init__).parameters
     encoders = {}
     for name in TEXT:
@@ -221,7 +221,7 @@ def _list_unlisted_encoders(pipeline: Any, index: JsonObject) -> dict[str, list[
 
 
 def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObject, dict[str, Path | str]]:
-    """The index of the ordinary pipeline whose transformer a modular one calls alike, and where its components are.
+    """Read the index of the ordinary pipeline for a modular one's transformer, and the locations of its components.
 
     Raises:
         ModelError: if diffusers has none.
@@ -245,7 +245,7 @@ def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObje
 
 
 def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int | None:
-    """Parameters of a text encoder; None if transformers has no such class, or the config cannot be read."""
+    """Count the parameters of a text encoder; None if transformers has no such class, or the config cannot be read."""
     kinds = getattr(transformers, kind, None)
     if kinds is None:
         return None

@@ -58,7 +58,7 @@ OpenTensors = Callable[[Path], AbstractContextManager[OpenedTensors]]
 
 
 def open_tensors(path: Path) -> AbstractContextManager[OpenedTensors]:
-    """A file of safetensors, whose tensors have the names of the model."""
+    """Open a safetensors file. Its tensors have the names of the model."""
     opened: AbstractContextManager[OpenedTensors] = open_safetensors(path, "pt")
     return opened
 
@@ -79,7 +79,7 @@ class Checkpoint:
 
     @classmethod
     def open_checkpoint(cls, locate: LocateFile, stem: str, variant: str | None = None) -> Checkpoint:
-        """The checkpoint `STEM[.VARIANT].safetensors`, or the files that `STEM.safetensors.index[.VARIANT].json` names.
+        """Open the checkpoint `STEM[.VARIANT].safetensors`, or the files in `STEM.safetensors.index[.VARIANT].json`.
 
         Raises:
             LoadError: if there is neither, or what there is cannot be read.
@@ -95,7 +95,7 @@ class Checkpoint:
             return cls(dict.fromkeys(tensors.keys(), single), locate)
 
     def find_weights(self, names: AbstractSet[str], place: Path) -> Checkpoint:
-        """Return the checkpoint with the weights that its index leaves out, if its files have them.
+        """Return the checkpoint with any weights missing in its index, if its files have them.
 
         Raises:
             LoadError: if they have not.
@@ -111,7 +111,7 @@ class Checkpoint:
         return replace(self, files=found)
 
     def locate_stored_file(self, file: str) -> Path:
-        """The path of a file. Raises `LoadError` if it is missing."""
+        """Return the path of a file. Raises `LoadError` if it is missing."""
         path = self.locate(file)
         if path is None:
             raise LoadError(f"{file} is missing, and the index in its folder names it; copy the whole model")
@@ -120,7 +120,7 @@ class Checkpoint:
     def read_into_module(
         self, module: nn.Module, dtype: torch.dtype, *, keep_fp32: Sequence[str] = (), part: SelectShard | None = None
     ) -> int:
-        """Reads the parameters and persistent buffers that a module has, and nothing else, onto the CPU.
+        """Read only the parameters and persistent buffers of a module, onto the CPU.
 
         Args:
             module: has tensors of the checkpoint's shapes, on the meta device.
@@ -159,7 +159,7 @@ class Checkpoint:
 
 
 def locate_in_folder(path: Path) -> LocateFile:
-    """The files of a folder."""
+    """Return a function to locate the files of a folder."""
 
     def locate_file(name: str) -> Path | None:
         file = path / name
@@ -169,7 +169,7 @@ def locate_in_folder(path: Path) -> LocateFile:
 
 
 def _batch_tensor_names(path: Path, open_file: OpenTensors, names: set[str]) -> Iterator[list[str]]:
-    """The names in the order of the file, in runs of about `MAPPED` bytes."""
+    """Yield the names in the order of the file, in runs of about `MAPPED` bytes."""
     batch: list[str] = []
     size = 0
     with open_file(path) as tensors:
@@ -202,7 +202,7 @@ def _copy_own_part(
     dtype: torch.dtype,
     keep_fp32: Sequence[str],
 ) -> tuple[Tensor, int]:
-    """A rank's part of a tensor, and the bytes that were read for it."""
+    """Return a rank's part of a tensor, and the bytes read for it."""
     if isinstance(stored, QuantizedTensor):
         tensor = stored.copy_share(cut, dtype)
         return tensor, count_tensor_bytes(tensor)
@@ -223,7 +223,8 @@ def _copy_own_part(
 
 
 def _choose_tensor_dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:
-    """The type of a tensor by diffusers' rule: floating point numbers have one type, except in `keep_fp32` modules."""
+    """Return the type of a tensor by diffusers' rule: floating point numbers have one type, except in `keep_fp32`
+    modules."""
     if not tensor.is_floating_point():
         return tensor.dtype
     # diffusers matches these names with parts of a path.

@@ -26,7 +26,7 @@ _SECTIONS = {"general", "tokenizer"}
 
 @contextmanager
 def open_encoder_file(path: Path, kind: Any, config: Any) -> Iterator[dict[str, EncoderTensor]]:
-    """The state dict of a model whose tensors are read from a file as long as this is open.
+    """Open a model's state dict with tensors read from a file. They can be read while this is open.
 
     Args:
         path: the file.
@@ -55,7 +55,7 @@ class EncoderTensor(ConvertedTensor):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape in numbers."""
+        """Return the shape in numbers."""
         return torch.Size(self.tensor.get_own_shape())
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -69,7 +69,7 @@ class EncoderTensor(ConvertedTensor):
 def _rename_tensors(
     path: Path, architecture: str, tensors: Mapping[str, FileTensor], kind: Any, config: Any
 ) -> dict[str, FileTensor]:
-    """The tensors of GGUF under the names of a model, with what its architecture changes in them undone."""
+    """Rename the tensors of GGUF for a model, and undo the changes of its architecture to them."""
     known = set(gguf_models.GGUF_SUPPORTED_ARCHITECTURES) - _SECTIONS
     # Files of T5 without a decoder are of "t5encoder".
     model_type = architecture.removesuffix("encoder")
@@ -97,7 +97,7 @@ def _rename_tensors(
 
 
 def _refuse_quantized(path: Path, tensors: Mapping[str, FileTensor]) -> None:
-    """Raises `LoadError` for integers in place of weights, and for what is beside them and would be left out."""
+    """Raise `LoadError` for integers in place of weights, and for tensors beside them that would be left out."""
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         if leaf == "weight":

@@ -34,7 +34,7 @@ class BlockFormat(NamedTuple):
     num_bytes: int
 
     def unpack_rows(self, packed: Tensor) -> Tensor:
-        """The numbers of a weight in float32."""
+        """Return the numbers of a weight in float32."""
         return torch.from_numpy(gguf.dequantize(packed.as_subclass(Tensor).numpy(), self.quant_type))
 
 
@@ -67,7 +67,7 @@ class GgufTensors:
 
     @classmethod
     def read_header(cls, path: Path) -> GgufTensors:
-        """Reads where the tensors are.
+        """Read the positions of the tensors.
 
         Raises:
             LoadError: if the file is not whole, or has a type of weights that diffusers does not know.
@@ -93,23 +93,23 @@ class GgufTensors:
 
     @contextmanager
     def open_mapping(self) -> Iterator[GgufTensors]:
-        """The same tensors, while the file is mapped."""
+        """Yield the same tensors, while the file is mapped."""
         # Views of a mapping that cannot be written would make torch warn.
         yield replace(self, mapped=np.memmap(self.path, mode="c"))
 
     def offset_keys(self) -> list[str]:
-        """The names in the order of the file."""
+        """Return the names in the order of the file."""
         return list(self.entries)
 
     def get_slice(self, name: str) -> _GgufTensor:
-        """A tensor, of which nothing is read."""
+        """Return a tensor without reading any of it."""
         return _GgufTensor(self, self.entries[name])
 
     @staticmethod
     def replace_quantized_linears(
         model: Any, formats: Mapping[str, BlockFormat | None], dtype: torch.dtype
     ) -> frozenset[str]:
-        """Lets a model without weights compute with quantized ones, as diffusers does.
+        """Replace the Linears of a model without weights by quantized ones, like diffusers.
 
         Args:
             model: the model.

@@ -86,7 +86,7 @@ class LoraKeyFilter:
         self._dropped: set[str] = set()
 
     def filter_state_dict(self, source: Any, **kwargs: Any) -> Any:
-        """What the pipeline's `lora_state_dict` returns, without those keys.
+        """Return the result of the pipeline's `lora_state_dict` without those keys.
 
         Raises:
             ModelError: if nothing of the pipeline takes any of the keys.
@@ -125,14 +125,15 @@ class LoraKeyFilter:
         return local, *({} for _ in alphas), metadata
 
     def list_components_elsewhere(self) -> set[str]:
-        """The components that a LoRA changes on other ranks but not on this one."""
+        """Return the components changed by a LoRA on other ranks but not on this one."""
         return self._dropped - self._kept
 
     def _select_applied_keys(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in state.items() if self._is_applied(key, state)}
 
     def _is_applied(self, key: str, state: Mapping[str, Any]) -> bool:
-        """Whether a key leads to a layer of the pipeline, on whatever rank, and is not one factor without the other.
+        """Return whether a key leads to a layer of the pipeline on any rank. One factor without the other does not
+        count.
 
         Raises:
             ModelError: if it does, and has another shape than the layer takes.
@@ -167,7 +168,7 @@ class LoraKeyFilter:
         return True
 
     def _find_problem(self, key: str, state: Mapping[str, Any], layer: Any) -> str:
-        """Why a layer cannot take a value of a LoRA; empty if it can."""
+        """Return why a layer cannot take a value of a LoRA; empty if it can."""
         value = state[key]
         shape = list(value.shape)
         if not _names_factor(key):
@@ -204,7 +205,7 @@ class LoraKeyFilter:
         return ""
 
     def _check_alphas(self, values: Mapping[str, Any]) -> None:
-        """Raises `ModelError` for an alpha that is not one finite number."""
+        """Check that each alpha is one finite number. Raises `ModelError` otherwise."""
         for key, value in values.items():
             if not key.endswith(".alpha"):
                 continue
@@ -218,7 +219,7 @@ class LoraKeyFilter:
     def _find_config(
         self, component: str, state: Mapping[str, Any], alphas: Sequence[Any], metadata: Mapping[str, Any] | None
     ) -> Any:
-        """Return the config that diffusers finds for the adapter of a whole component.
+        """Return diffusers' config for the adapter of a whole component.
 
         Args:
             component: its name.
@@ -258,7 +259,7 @@ class LoraKeyFilter:
         return config
 
     def _check_layers_are_alike(self, factors: Mapping[str, Any]) -> None:
-        """Raises `ModelError` if a layer lacks a bias or a magnitude that others have: peft would leave it empty."""
+        """Raise `ModelError` if a layer lacks a bias or a magnitude and others have it. peft would leave it empty."""
         layers = {key.partition(".lora_B.weight")[0] for key in factors if key.endswith(".lora_B.weight")}
         for leaf in (".lora_B.bias", ".lora_magnitude_vector"):
             having = {key.partition(leaf)[0] for key in factors if leaf in key}
@@ -270,7 +271,7 @@ class LoraKeyFilter:
                 )
 
     def _find_whole_part(self, component: str) -> nn.Module | None:
-        """The structure of a component with the blocks of all ranks; None if the pipeline does not have it."""
+        """Return the structure of a component with the blocks of all ranks; None if the pipeline does not have it."""
         if component not in self._whole_parts and component in self._parts:
             whole = unwrap_compiled(self._parts[component])
             in_part = component in self._shares or any(map(is_placeholder, whole.modules()))
@@ -282,7 +283,7 @@ class LoraKeyFilter:
     def _report_unapplied_keys(
         self, file_keys: Sequence[str], state: Mapping[str, Any], applied: Mapping[str, Any]
     ) -> None:
-        """Logs the keys that nothing takes; raises `ModelError` if these are all."""
+        """Log the keys without a layer to take them. Raises `ModelError` if none has one."""
         if not applied:
             raise ModelError(
                 f"lora={self._label!r} changes nothing of this {self._pipeline}: no layer takes its "
@@ -304,20 +305,20 @@ class LoraKeyFilter:
         return factor if share is None else share.cut_lora_factor(name, factor)
 
     def _is_key_local(self, key: str) -> bool:
-        """Whether the path of a key leads to a module of this rank, and not to a placeholder."""
+        """Return whether the path of a key leads to a module of this rank, and not to a placeholder."""
         component, _, name = key.partition(".")
         part = self._parts.get(component)
         return part is None or not is_placeholder(_follow_key(part, name)[0])
 
 
 def _strip_component(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a component has of a table, without its name."""
+    """Return a component's part of a table, without its name."""
     prefix = f"{component}."
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
 def _measure_ranks(part: nn.Module, factors: dict[str, Any], *, is_text: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return factors under peft's names, and the rank of each layer as diffusers' loaders find it."""
+    """Return factors under peft's names, and the rank of each layer by the rule of diffusers' loaders."""
     ranks = {}
     if is_text:
         factors = convert_state_dict_to_peft(convert_state_dict_to_diffusers(factors))
@@ -338,7 +339,7 @@ def _measure_ranks(part: nn.Module, factors: dict[str, Any], *, is_text: bool) -
 
 
 def _follow_key(part: nn.Module, name: str) -> tuple[nn.Module, list[str]]:
-    """The module that a key leads to, and the names after it; a placeholder that is on the way."""
+    """Return the module at a key, and the names after it; a placeholder if one is on the way."""
     module = part
     path = name.split(".")
     # In most LoRAs the names of CLIP's layers begin with `text_model`. Some versions of transformers have no such
@@ -360,7 +361,7 @@ def _names_factor(name: str) -> bool:
 
 
 def _swap_factor(key: str) -> str:
-    """The key of the other factor of the same layer; the key itself if it is none of two factors."""
+    """Return the key of the same layer's other factor; the key itself if it is not one of two factors."""
     for one, other in ((".lora_A.", ".lora_B."), (".lora_B.", ".lora_A.")):
         # Only the second factor may have a bias.
         if one in key and key.endswith(".weight"):
@@ -369,18 +370,18 @@ def _swap_factor(key: str) -> str:
 
 
 def is_finite(numbers: Tensor) -> bool:
-    """Return whether all numbers are finite, also in fp8, of which torch cannot say it."""
+    """Return whether all numbers are finite. torch cannot tell in fp8, so they are converted."""
     return bool(numbers.float().isfinite().all())
 
 
 def _get_factors(loaded_state: Any) -> dict[str, Any]:
-    """The state dict in what a pipeline's `lora_state_dict` returned."""
+    """Return the state dict in the result of a pipeline's `lora_state_dict`."""
     state: dict[str, Any] = loaded_state[0] if isinstance(loaded_state, tuple) else loaded_state
     return state
 
 
 def _list_file_keys(source: Any, weight_name: str | None) -> list[str]:
-    """The keys of a file or a state dict, as its trainer named them; none of a file that diffusers chooses."""
+    """List the keys of a file or a state dict under its trainer's names; none if diffusers chooses the file."""
     if isinstance(source, Mapping):
         return list(source)
     path = Path(source, weight_name or "")
@@ -407,7 +408,7 @@ def _read_with_kohya_factors(source: Any, weight_name: str | None) -> dict[str, 
 
 
 def _find_lost_keys(file_keys: Iterable[str], state: Mapping[str, Any]) -> list[str]:
-    """The keys of a file of which a converter has left nothing."""
+    """List the keys of a file that a converter dropped."""
     has_text = any(key.startswith(TEXT_PREFIXES) for key in state)
     has_bias = any(key.endswith(".lora_B.bias") for key in state)
     lost = []
@@ -420,7 +421,7 @@ def _find_lost_keys(file_keys: Iterable[str], state: Mapping[str, Any]) -> list[
 
 
 def _name_keys(keys: Sequence[str]) -> str:
-    """How many keys there are, and the first of them."""
+    """Format the number of keys, and the first of them."""
     named = ", ".join(keys[:NUM_NAMED])
     more = ", .." if len(keys) > NUM_NAMED else ""
     return f"{len(keys)} keys ({named}{more})"

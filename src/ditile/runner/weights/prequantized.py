@@ -49,7 +49,7 @@ class BitsAndBytesWeights:
 
     @classmethod
     def find_parts(cls, names: Collection[str]) -> BitsAndBytesWeights:
-        """Groups names such as `proj.weight.absmax` by the weight, with those that a weight must have."""
+        """Group names such as `proj.weight.absmax` by weight, if all required ones are there."""
         parts: dict[str, dict[str, str]] = {}
         for name in names:
             path, _, part = name.partition(".weight.")
@@ -66,11 +66,11 @@ class BitsAndBytesWeights:
         return cls(parts)
 
     def name_type(self, weight: str) -> str:
-        """As bitsandbytes calls the type, such as nf4."""
+        """Return bitsandbytes' name of the type, such as nf4."""
         return self.parts[weight][STATE].rpartition("__")[2]
 
     def measure_weight(self, weight: str, views: Views) -> Sequence[int]:
-        """The shape in numbers, of a weight that has as many scales as the kernels read."""
+        """Return the shape in numbers. A weight must have the number of scales read by the kernels."""
         state = json.loads(bytes(views[STATE].numpy()))
         shape: list[int] = state["shape"]
         numbers = math.prod(shape)
@@ -91,7 +91,7 @@ class BitsAndBytesWeights:
         return shape
 
     def build_weight(self, weight: str, views: Views) -> Tensor:
-        """A parameter of bitsandbytes, in memory of its own."""
+        """Build a parameter of bitsandbytes, in memory of its own."""
         from bitsandbytes.nn import Params4bit  # type: ignore[import-not-found]
 
         self.measure_weight(weight, views)
@@ -105,7 +105,7 @@ class BitsAndBytesWeights:
         return built
 
     def find_row_blocks(self, weight: str, shape: Sequence[int]) -> RowBlocks | None:
-        """None: scales may be quantized themselves, in blocks that do not end with rows."""
+        """Return None: scales may be quantized themselves, in blocks that do not end with rows."""
         return None
 
 
@@ -125,7 +125,7 @@ class TorchaoWeights:
 
     @classmethod
     def read_metadata(cls, metadata: Mapping[str, str], place: Path) -> TorchaoWeights:
-        """What the metadata of a file says of all tensors.
+        """Read the description of all tensors in the metadata of a file.
 
         Raises:
             LoadError: if this version of torchao does not know a class.
@@ -149,15 +149,15 @@ class TorchaoWeights:
         return cls(parts, descriptions, safetensors_utils.object_from_dict)
 
     def name_type(self, weight: str) -> str:
-        """The class, such as Int8Tensor."""
+        """Return the class, such as Int8Tensor."""
         return str(self.descriptions[weight]["_type"])
 
     def measure_weight(self, weight: str, views: Views) -> Sequence[int]:
-        """The shape in numbers."""
+        """Return the shape in numbers."""
         return self.build_weight(weight, views).shape
 
     def build_weight(self, weight: str, views: Views) -> Tensor:
-        """A tensor of torchao's, which is a view too."""
+        """Build a tensor of torchao, also a view."""
         description = self.descriptions[weight]
         data = {**description["_data"], **views}
         whole = {
@@ -167,7 +167,7 @@ class TorchaoWeights:
         return self.build(whole)
 
     def find_row_blocks(self, weight: str, shape: Sequence[int]) -> RowBlocks | None:
-        """How a weight is cut; None if it cannot be."""
+        """Return the blocks for cutting a weight; None if it cannot be cut."""
         if "act_pre_scale" in self.parts[weight]:
             return None
         data = self.descriptions[weight]["_data"]
@@ -193,7 +193,7 @@ class StoredWeights(NamedTuple):
     formats: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     def count_bytes(self, numbers: float, element_size: int) -> int:
-        """The bytes of some of the numbers, as if all were alike."""
+        """Return the bytes of some numbers, at the average size of all."""
         total = self.quantized_bytes + self.plain * element_size
         return int(numbers * total / (self.quantized + self.plain))
 
@@ -214,7 +214,7 @@ class PrequantizedCheckpoint:
 
     @classmethod
     def recognize(cls, stored: Checkpoint, place: Path) -> PrequantizedCheckpoint | None:
-        """A checkpoint with quantized weights; None if all are plain.
+        """Recognize a checkpoint with quantized weights; None if all are plain.
 
         Raises:
             LoadError: if a weight lacks a part.
@@ -237,12 +237,12 @@ class PrequantizedCheckpoint:
 
     @contextmanager
     def open_file(self, path: Path) -> Iterator[OpenedTensors]:
-        """A file, in which each quantized weight is one tensor."""
+        """Open a file. Each quantized weight is one tensor in it."""
         with self.stored.open_file(path) as opened:
             yield _OpenedWeights(self, path, opened)
 
     def list_files(self) -> dict[str, str]:
-        """Weight -> the file in which its numbers are."""
+        """Return the file with the numbers of each weight."""
         files = dict(self.stored.files)
         for weight, parts in self.library.parts.items():
             main, *others = parts.values()
@@ -252,7 +252,7 @@ class PrequantizedCheckpoint:
         return files
 
     def list_row_blocks(self, tensors: Mapping[str, Tensor], size: int) -> dict[str, RowBlocks]:
-        """How weights, which are among tensors of the model's shapes, are cut for a tensor axis of a size.
+        """Return the blocks for cutting weights along a tensor axis of a size. The tensors have the model's shapes.
 
         Raises:
             PlanError: if they are not.
@@ -271,7 +271,7 @@ class PrequantizedCheckpoint:
         return row_blocks
 
     def count_stored_weights(self) -> StoredWeights:
-        """How much of the transformer is quantized, by the headers of all files."""
+        """Count the quantized numbers of the transformer by the headers of all files."""
         quantized = 0
         plain = 0
         quantized_bytes = 0
@@ -288,7 +288,7 @@ class PrequantizedCheckpoint:
         return StoredWeights(quantized, plain, quantized_bytes)
 
     def build_checkpoint(self, model: Any, dtype: torch.dtype, config: Mapping[str, Any] | None = None) -> Checkpoint:
-        """The checkpoint of a model without weights, which is made to take quantized ones, as diffusers does it.
+        """Build the checkpoint of a model without weights, after preparing it for quantized ones like diffusers.
 
         Args:
             model: the model.
@@ -333,7 +333,7 @@ class PrequantizedCheckpoint:
         return Checkpoint(self.list_files(), self.stored.locate, self.open_file)
 
     def refuse_weight(self, weight: str, problem: str) -> NoReturn:
-        """Raises `LoadError` for a weight."""
+        """Raise `LoadError` for a weight."""
         raise LoadError(f"{self.place}: quantized weight {weight} {problem}; copy it again")
 
 

@@ -112,7 +112,7 @@ class FileTensor(Tensor):
     def from_shape(
         cls, name: str, shape: Sequence[int], stored_type: str, block: BlockFormat | None = None
     ) -> FileTensor:
-        """A tensor of a file."""
+        """Build a tensor of a file."""
         tensor = torch.empty(tuple(shape), device="meta").as_subclass(cls)
         tensor.stored_name = name
         tensor.stored_type = stored_type
@@ -122,7 +122,7 @@ class FileTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function, and records it in the tensors that it returns."""
+        """Call a function, and record it in the returned tensors."""
         options = kwargs or {}
         result = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
         if isinstance(result, FileTensor):
@@ -139,14 +139,14 @@ class FileTensor(Tensor):
         self.block = _list_operands(operation)[0].block
 
     def get_own_shape(self) -> tuple[int, ...]:
-        """The shape in numbers."""
+        """Return the shape in numbers."""
         shape = tuple(self.shape)
         if self.block is None:
             return shape
         return (*shape[:-1], shape[-1] // self.block.num_bytes * self.block.numbers)
 
     def list_stored(self) -> list[FileTensor]:
-        """The tensors in the file that it is made of."""
+        """List the tensors in the file from which it is made."""
         if self.operation is None:
             return [self]
         stored = []
@@ -155,7 +155,8 @@ class FileTensor(Tensor):
         return stored
 
     def replay_operations(self, read: Callable[[FileTensor], Tensor]) -> Tensor:
-        """The tensor, made of what is read for those of the file; a view of that, unless parts of it are joined."""
+        """Make the tensor from the values read for those of the file. It is a view of them, unless parts of it are
+        joined."""
         if self.operation is None:
             return read(self)
         function, args, kwargs, place = self.operation
@@ -193,7 +194,7 @@ class SingleFile:
 
     @classmethod
     def read_header(cls, path: Path) -> SingleFile:
-        """The names and shapes of a file's tensors.
+        """Read the names and shapes of a file's tensors.
 
         Raises:
             LoadError: if it is cut short, or no such file, or a weight in fp8 has no scale and others have.
@@ -228,7 +229,7 @@ class SingleFile:
         return file
 
     def _refuse_lost_scales(self) -> None:
-        """Raises `LoadError` for a matrix in fp8 without a scale where the file says that it has one, or others have.
+        """Raise `LoadError` for an fp8 matrix without a scale if the file promises one, or others have one.
 
         ComfyUI takes such a scale for 1. Its own files have none of them: what is not scaled there (norms, biases,
         embeddings) has 16 or 32 bits. So the scale was lost, and numbers without it are wrong by factors of hundreds.
@@ -247,7 +248,7 @@ class SingleFile:
 
     @property
     def prefix(self) -> str:
-        """What ComfyUI has before the names of the transformer's tensors; empty if it did not write the file."""
+        """Return ComfyUI's prefix of the transformer's tensor names; empty if it did not write the file."""
         for prefix in PREFIXES:
             if any(name.startswith(prefix) for name in self.tensors):
                 return prefix
@@ -255,19 +256,19 @@ class SingleFile:
 
     @property
     def own_tensors(self) -> dict[str, FileTensor]:
-        """The transformer's tensors, without ComfyUI's prefix."""
+        """Return the transformer's tensors, without ComfyUI's prefix."""
         prefix = self.prefix
         return {name.removeprefix(prefix): self.tensors[name] for name in self.tensors if name.startswith(prefix)}
 
     def guess_component(self) -> str:
-        """The component that a file is of, by the names of its tensors."""
+        """Return the component of a file, guessed from its tensor names."""
         for component, pattern in COMPONENT_NAMES.items():
             if any(re.fullmatch(pattern, name) for name in self.own_tensors):
                 return component
         return TRANSFORMER
 
     def count_types(self) -> Counter[str]:
-        """Type of numbers -> how many of them the transformer has."""
+        """Count the transformer's numbers by their type."""
         numbers = Counter[str]()
         for tensor in self.own_tensors.values():
             scaled = "" if tensor.scale is None else " with scales"
@@ -275,7 +276,7 @@ class SingleFile:
         return numbers
 
     def convert_tensors(self, model_class: Any, config: Path) -> dict[str, FileTensor]:
-        """The tensors that a model needs, by their names in the model.
+        """Return the tensors needed by a model, under its own names.
 
         Args:
             model_class: the class of the model.
@@ -304,7 +305,7 @@ class SingleFile:
     def _rename_tensors(
         self, class_name: str, config: Mapping[str, Any], tensors: dict[str, FileTensor]
     ) -> tuple[dict[str, FileTensor], set[str]]:
-        """What diffusers makes of the names of others; and the names that it leaves over."""
+        """Rename tensors by diffusers' conversion. Return them, and the names left over."""
         loadable: Any = SINGLE_FILE_LOADABLE_CLASSES.get(class_name)
         if loadable is None:
             return tensors, set()
@@ -359,7 +360,7 @@ class SingleFile:
                 self._check_floating_point(name, tensors[name])
 
     def _check_floating_point(self, name: str, tensor: FileTensor) -> None:
-        """Raises `LoadError` for integers in place of a weight: without their scales they mean nothing."""
+        """Raise `LoadError` for integers in place of a weight. Without their scales they mean nothing."""
         for stored in tensor.list_stored():
             # The types of a block are checked where the file is read.
             is_packed = self.prequantized is not None and stored.stored_name in self.prequantized.library.parts
@@ -388,7 +389,7 @@ class ConvertedFile:
 
     @classmethod
     def match_config(cls, file: SingleFile, model_class: Any, own_config: Path | None) -> ConvertedFile:
-        """A file with the config that it fits: the pipeline's own, or that of a published model of the same class.
+        """Match a file to a config: the pipeline's own, or a published model's of the same class.
 
         Raises:
             LoadError: if it fits none.
@@ -408,7 +409,7 @@ class ConvertedFile:
         )
 
     def list_row_blocks(self, size: int = 1) -> dict[str, RowBlocks]:
-        """The weights that stay quantized, and how each is cut for a tensor axis of a size.
+        """Return the blocks for cutting quantized weights along a tensor axis of a size.
 
         Raises:
             PlanError: if they are not cut.
@@ -425,7 +426,7 @@ class ConvertedFile:
         return row_blocks
 
     def count_stored_weights(self) -> StoredWeights:
-        """How much of the transformer is quantized, and stays so."""
+        """Count the transformer's numbers that stay quantized."""
         if self.file.prequantized is not None:
             return self.file.prequantized.count_stored_weights()
         quantized = 0
@@ -445,7 +446,7 @@ class ConvertedFile:
         return StoredWeights(quantized, plain, quantized_bytes, formats)
 
     def build_checkpoint(self, model: Any, dtype: torch.dtype) -> Checkpoint:
-        """The checkpoint of a model without weights, whose Linears are replaced if the file has quantized ones."""
+        """Build the checkpoint of a model without weights. Its Linears are replaced if the file has quantized ones."""
         quantized: frozenset[str] = frozenset()
         if self.file.gguf is not None:
             formats = {name: tensor.block for name, tensor in self.tensors.items()}
@@ -518,7 +519,7 @@ class ConvertedTensor:
 
 
 def _attach_scales(path: Path, tensors: Mapping[str, FileTensor], opened: OpenedTensors) -> dict[str, FileTensor]:
-    """The tensors of an open file without the scales of its weights in fp8, which have them then.
+    """Attach the scales in an open file to its fp8 weights, and return the tensors without them.
 
     Raises:
         LoadError: if a weight has two scales, one of another shape or of which no number can be multiplied, or is
@@ -551,7 +552,7 @@ def _attach_scales(path: Path, tensors: Mapping[str, FileTensor], opened: Opened
 
 
 def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
-    """A weight's scale, repeated for each of its numbers; a view but for blocks. None if it cannot be its scale.
+    """Repeat a weight's scale for each of its numbers, in a view except for blocks. None if it cannot be its scale.
 
     Files have one as [] or [1], one for each row as [rows] or [rows, 1], for blocks of rows and columns as [n, m], and
     for blocks within rows as [rows, m, 1].
@@ -576,7 +577,7 @@ def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
 
 
 def _check_format(path: Path, name: str, text: str) -> None:
-    """Raises `LoadError` where ComfyUI's word for the format of weights says that more than a scale undoes it."""
+    """Check ComfyUI's format of the weights. Raises `LoadError` if more than a scale is needed to undo it."""
     unknown = []
     for form in re.findall(r'"format"\s*:\s*"([^"]*)"', text):
         if not form.startswith(FP8_FORMATS):
@@ -590,7 +591,7 @@ def _check_format(path: Path, name: str, text: str) -> None:
 
 
 def find_base_models(path: Path) -> list[str]:
-    """The published models whose transformer a file may have: first the one that it most likely is of.
+    """Return the published models with a transformer like a file's, the most likely first.
 
     Raises:
         LoadError: if it is not known.
@@ -632,7 +633,8 @@ def find_base_models(path: Path) -> list[str]:
 
 
 def _shares_names(file: SingleFile, model: KnownModel) -> bool:
-    """Return whether a file has most names of a published model's transformer, of which one block of each is built."""
+    """Return whether a file has most names of a published model's transformer. It is built with one block of each
+    kind."""
     model_class = getattr(diffusers, model.transformer)
     config = model.folder / CONFIG
     values = read_json_object(config)
@@ -652,7 +654,7 @@ def _count_share(names: AbstractSet[str], tensors: Mapping[str, Any]) -> float:
 
 
 def _infer_hub_id(file: SingleFile) -> str | None:
-    """The model that diffusers would take a file for; None if it does not know it."""
+    """Return diffusers' guess of a file's model; None if it has none."""
     try:
         kind = infer_diffusers_model_type(dict(file.tensors) | file.own_tensors)
     except (*CONVERSION_ERRORS, NameError):
@@ -663,7 +665,7 @@ def _infer_hub_id(file: SingleFile) -> str | None:
 
 
 def _list_published(class_name: str) -> list[KnownModel]:
-    """The published models whose transformer is of a class."""
+    """List the published models with a transformer of a class."""
     published = [model for model in list_known_models() if model.hub_id]
     return [model for model in published if model.transformer == class_name]
 
