@@ -94,7 +94,7 @@ class SearchRequest:
 
     @property
     def ranks_of_host(self) -> int:
-        """Ranks on each host."""
+        """Return the number of ranks on each host."""
         return self.devices // self.hosts
 
 
@@ -161,7 +161,7 @@ class SearchResult:
 
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """Turns garbage collection off: a search makes many objects, and each collection would scan all of torch's."""
+    """Turn garbage collection off. A search makes many objects, and each collection would scan all of torch's."""
     # A caller may have turned it off before.
     was_on = gc.isenabled()
     gc.disable()
@@ -184,12 +184,12 @@ class PlanSearch:
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape of the call."""
+        """Return the shape of the call."""
         return self.subject.make_call_shape(self.call, self.profile.element_size)
 
     @cached_property
     def pricer(self) -> Pricer:
-        """Prices the plans."""
+        """Make the pricer of the plans."""
         request = self.request
         return make_pricer(self.subject, self.call, self.profile, request.ranks_of_host, records=request.records)
 
@@ -198,7 +198,7 @@ class PlanSearch:
         return self.subject.collect_facts(self.shape)
 
     def _get_device_bytes(self, rank: int = 0) -> int:
-        """Memory of a rank's device."""
+        """Return the memory of a rank's device."""
         return self.request.memory_bytes or self.profile.get_rank_profile(rank).memory_bytes
 
     def _name_place(self, rank: int) -> str:
@@ -206,7 +206,7 @@ class PlanSearch:
 
     @cached_property
     def _device_speeds(self) -> Sequence[float]:
-        """Calls a second that the device of each rank makes alone; empty where all are alike."""
+        """Return the calls a second of each rank's device by itself; empty if all are alike."""
         job = self._make_job(Plan(offload=self.request.offload))
         speeds = []
         for rank in range(len(self.profile.by_rank)):
@@ -217,7 +217,7 @@ class PlanSearch:
 
     @_pause_garbage_collection()
     def find_fastest_plans(self) -> SearchResult:
-        """The fastest of all legal plans that fit, with their prices.
+        """Return the fastest of all legal plans that fit, with their prices.
 
         Raises:
             PlanError: if no plan fits the memory or the latency.
@@ -268,7 +268,7 @@ class PlanSearch:
         return SearchResult(tuple(allowed), len(too_large), len(jobs_by_bound), self._find_other_plans(allowed))
 
     def price_plan(self, plan: Plan) -> SearchResult:
-        """The price of one plan, as it is.
+        """Return the price of one plan, without changing it.
 
         Raises:
             PlanError: if it does not fit the model, the devices, the memory or the latency.
@@ -307,7 +307,8 @@ class PlanSearch:
         return SearchResult((price,), others=others)
 
     def predict_call_seconds(self, plan: Plan, num_computed: int) -> float:
-        """Seconds of the whole call, if so many of its steps compute and the others are forecast."""
+        """Predict the seconds of the whole call if only `num_computed` of its steps compute and the others are
+        forecast."""
         # A forecast takes microseconds, so it is as if the call had fewer steps.
         request = replace(self.request, whole_calls=True)
         fewer = replace(self, call=self.call | {"num_inference_steps": num_computed}, request=request)
@@ -315,11 +316,11 @@ class PlanSearch:
         return price.call_s
 
     def _give_up_recording(self) -> PlanSearch:
-        """The same search without recorded steps."""
+        """Return the same search without recorded steps."""
         return replace(self, request=replace(self.request, records=False))
 
     def _iterate_variants(self, plan: Plan) -> Iterator[SizedJob]:
-        """The plan as it fits its devices, and where they are not alike also with weights in the host's memory."""
+        """Yield the plan in its fitted form; if devices are not alike, also with weights in the host's memory."""
         sized = self.fit_plan_to_memory(plan)
         is_moved = sized.job.plan.stage_blocks != plan.stage_blocks
         if self.profile.by_rank and (sized.lacks > 0 or is_moved):
@@ -329,7 +330,7 @@ class PlanSearch:
         yield sized
 
     def _offload_lacking_ranks(self, plan: Plan) -> SizedJob | None:
-        """The plan with blocks of the ranks that lack memory in the host's; None where that changes nothing."""
+        """Return the plan with blocks in the host's memory for ranks short of memory; None if that changes nothing."""
         smallest = replace(plan, **dict(self.subject.memory_saving_options))
         # Calls with offloaded weights have no tapes.
         sized = self._size_job(self._make_job(smallest), records=False)
@@ -346,7 +347,7 @@ class PlanSearch:
         return self.fit_plan_to_memory(offloaded)
 
     def fit_plan_to_memory(self, plan: Plan) -> SizedJob:
-        """The plan, or a variant under which a call fits a device; if none fits, the one that needs least memory.
+        """Return the plan, or a variant whose calls fit a device; if none fits, the one with the least memory.
 
         The variants divide the decode by rows, split the text encoders, or do both.
         """
@@ -370,7 +371,7 @@ class PlanSearch:
         return smallest
 
     def _move_blocks(self, sized: SizedJob) -> SizedJob:
-        """The plan with blocks moved from stages that lack memory to those with the most room."""
+        """Move blocks from stages short of memory to those with the most room."""
         if not self.profile.by_rank:
             return sized
         best = sized
@@ -389,7 +390,7 @@ class PlanSearch:
         return best
 
     def _move_block(self, job: PlannedCall, giver: int, taker: int) -> PlannedCall:
-        """The call with a block of one stage in another."""
+        """Move one block of a call from a stage to another."""
         blocks = [len(stage) for stage in job.stages]
         blocks[giver] -= 1
         blocks[taker] += 1
@@ -400,7 +401,7 @@ class PlanSearch:
         return self._make_job(plan)
 
     def _balance_stages(self, price: Price) -> Price:
-        """The price with single blocks moved from stage to stage as long as that makes the loop shorter."""
+        """Move single blocks from stage to stage while that makes the loop shorter."""
         better: Price | None = price
         while better is not None:
             price = better
@@ -408,7 +409,7 @@ class PlanSearch:
         return price
 
     def _find_shorter_loop(self, price: Price) -> Price | None:
-        """The plan with one block in another stage, if its loop is shorter then."""
+        """Return the plan with one block in another stage, if its loop is shorter then."""
         # What stages do besides their blocks is not in the weights by which they were cut.
         job = self._make_job(price.plan)
         # Moves between other stages leave the one that all wait for as it is.
@@ -428,7 +429,7 @@ class PlanSearch:
         return None
 
     def _count_rooms(self, sized: SizedJob) -> list[int]:
-        """Bytes that each stage has left on the rank with the least; none where its weights do not fit the host."""
+        """Count the bytes left in each stage on the rank with the least; none if its weights do not fit the host."""
         plan = sized.job.plan
         rooms = [self._get_device_bytes()] * plan.pipefusion
         # Ranks of a stage have the same blocks, so that the fullest of them decides.
@@ -440,7 +441,7 @@ class PlanSearch:
         return rooms
 
     def iterate_other_warmups(self, job: PlannedCall) -> Iterator[Plan]:
-        """The plan with the other ways to run its synchronous steps that could make them shorter.
+        """Yield the plan with other warmup modes that could make its synchronous steps shorter.
 
         Where the request does not say how many there are, stages that share them take another one if it costs little.
         """
@@ -468,7 +469,7 @@ class PlanSearch:
             yield shared
 
     def sort_jobs_by_bound(self) -> list[tuple[float, PlannedCall]]:
-        """Every plan with the seconds for which its busiest stage is occupied, the fastest first."""
+        """Return every plan with the seconds its busiest stage is occupied, the fastest first."""
         jobs = []
         for plan in iterate_plans(self.subject, self.shape, self.request):
             equal = self._make_job(plan)
@@ -483,7 +484,7 @@ class PlanSearch:
         return sorted(bounds, key=lambda bounded: bounded[0])
 
     def _make_job(self, plan: Plan) -> PlannedCall:
-        """The call under a plan."""
+        """Make the call under a plan."""
         return self.subject.make_plan_job(plan, self.shape)
 
     def _size_plan(self, plan: Plan) -> SizedJob:
@@ -514,11 +515,11 @@ class PlanSearch:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of a host's memory; 0 if they are not known."""
+        """Return the bytes of a host's memory; 0 if they are not known."""
         return self.request.host_memory_bytes or self.profile.host_memory_bytes
 
     def _count_missing_host_bytes(self, job: PlannedCall) -> int:
-        """Bytes that a host lacks for the weights that stay in its memory; 0 if it has enough, as far as is known."""
+        """Count the bytes a host lacks for the weights kept in its memory; 0 if it has enough or is not known."""
         # A host whose memory is not known is taken to have enough.
         if job.plan.offload == "none" or not self.host_bytes:
             return 0
@@ -545,7 +546,7 @@ class PlanSearch:
         )
 
     def _complete_prices(self, prices: Sequence[Price]) -> list[Price]:
-        """The prices that are shown, in their order."""
+        """Return the shown prices, in their order."""
         if self.profile.by_rank:
             # However its stages were cut, a plan ends at the same cut, so that the fastest start is enough.
             fastest: dict[Plan, Price] = {}
@@ -583,20 +584,20 @@ class PlanSearch:
         return replace(completed, plan=by_rows.job.plan, decode_s=divided, memory_bytes=by_rows.memory)
 
     def _fit_weighted_ends(self, price: Price) -> Price:
-        """The price with decode and text divided by the speeds of the devices; as it was, where they lack memory."""
+        """Return the price with decode and text divided by device speeds; unchanged if memory is short."""
         sized = self._size_plan(self._weigh_ends(price.plan))
         if sized.lacks > 0:
             return price
         return replace(price, plan=sized.job.plan, memory_bytes=sized.memory)
 
     def _weigh_ends(self, plan: Plan) -> Plan:
-        """The plan with decode and text divided by the speeds of the devices, where it divides them."""
+        """Divide a plan's decode and text by the speeds of the devices, if the plan divides them."""
         if not self._device_speeds:
             return plan
         return weigh_ends(plan, self._device_speeds)
 
     def _predict_decode_seconds(self, plan: Plan) -> float:
-        """Seconds until the slowest rank has decoded its share."""
+        """Predict the seconds until the slowest rank has decoded its share."""
         images = math.ceil(self.shape.images / plan.data)
         pixels = images * self.shape.height * self.shape.width // self.subject.vae_scale**2
         rows = self.shape.height // self.subject.vae_scale
@@ -610,7 +611,7 @@ class PlanSearch:
         return slowest
 
     def _predict_text_seconds(self, plan: Plan) -> float:
-        """Seconds until the text encoders of the slowest replica are done."""
+        """Predict the seconds until the text encoders of the slowest replica are done."""
         tokens = self.subject.count_prompt_tokens(self.call, self.shape)
         ranks_of_image = plan.world // plan.data
         slowest = 0.0
@@ -634,7 +635,7 @@ class PlanSearch:
         return drop_missing(others)
 
     def _find_equal_shares(self, best: Price) -> OtherPlan | None:
-        """The best plan with equal shares; None where devices are alike, or its shares are equal."""
+        """Return the best plan with equal shares; None if devices are alike, or its shares are equal."""
         equal = replace(
             best.plan,
             stage_blocks=None,
@@ -654,7 +655,7 @@ class PlanSearch:
         return OtherPlan(price, lacks_bytes=max(sized.lacks, 0))
 
     def _find_fewer_steps(self, best: Price) -> OtherPlan | None:
-        """The most steps that one rank makes in the time of a plan with stale keys; None if that is none."""
+        """Return the most steps possible on one rank in the time of a plan with stale keys; None if there are none."""
         steps = self.shape.steps
         if steps > FEW_STEPS or best.plan.world == 1 or not best.plan.attends_to_stale_keys:
             return None
@@ -671,7 +672,8 @@ class PlanSearch:
     def _find_approximation(
         self, prices: Sequence[Price], approximate: Callable[[Plan], Plan | None]
     ) -> OtherPlan | None:
-        """The fastest of some plans under an approximation, if that saves much. It is proposed and never taken."""
+        """Return the fastest of some plans under an approximation, if that saves much. It is proposed and never
+        taken."""
         fastest: list[Price] = []
         for price in prices:
             plan = approximate(price.plan)
@@ -686,14 +688,14 @@ class PlanSearch:
 
     @staticmethod
     def _pack_messages(plan: Plan) -> Plan | None:
-        """The plan with messages in eight bits a number; None if it has none that could be packed."""
+        """Return the plan with messages in eight bits a number; None if it has no messages to pack."""
         is_sending = any(getattr(plan, name) > 1 for name in ("pipefusion", *SEQUENCE))
         if not is_sending or plan.wire_dtype is not None:
             return None
         return replace(plan, wire_dtype="int8")
 
     def _leave_out_references(self, plan: Plan) -> Plan | None:
-        """The plan with references in synchronous steps alone; None if the call has none."""
+        """Return the plan with references only in synchronous steps; None if the call has none."""
         if not self.shape.references:
             return None
         # References are a patch of their own, so there are at least two.
@@ -708,7 +710,7 @@ def _format_gigabytes(size: int) -> str:
 def make_pricer(
     subject: PlanSubject, call: CallArguments, profile: Profile, host: int | None = None, *, records: bool = False
 ) -> Pricer:
-    """The pricer of a model's calls.
+    """Make the pricer of a model's calls.
 
     Args:
         subject, call: the model and the call.
@@ -721,7 +723,8 @@ def make_pricer(
 
 
 def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) -> Iterator[Plan]:
-    """Every plan that the model and the call allow, on all devices or, unless `all_devices`, on a divisor of them."""
+    """Yield every plan allowed by the model and the call, on all devices or, unless `all_devices`, on a divisor of
+    them."""
     facts = subject.collect_facts(shape)
     worlds = [request.devices] if request.all_devices else list_divisors(request.devices)
     # Other numbers are tried later, for the fastest plans alone.
@@ -737,7 +740,7 @@ def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) ->
 
 
 def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
-    """Degrees whose product is `world`. DistriFusion excludes PipeFusion and ring."""
+    """Yield degrees with the product `world`. DistriFusion excludes PipeFusion and ring."""
     branches = shape.branches_per_call * shape.calls
     for factors in _iterate_products(world, len(AXES)):
         degrees = dict(zip(AXES, factors, strict=True))
@@ -752,7 +755,7 @@ def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
 
 
 def _iterate_products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """A number as a product of so many factors, in every order."""
+    """Yield a number's factorizations into so many factors, in every order."""
     if factors == 1:
         yield (number,)
         return
@@ -776,7 +779,7 @@ def _iterate_patch_counts(degrees: Mapping[str, int], warmup: int) -> Iterator[d
 
 
 def list_divisors(number: int) -> list[int]:
-    """The divisors of a number, in order."""
+    """List the divisors of a number, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n < number]
 
@@ -784,7 +787,7 @@ def list_divisors(number: int) -> list[int]:
 def predict_skipped_steps(
     config: CacheConfig | None, steps: int, hit_rate: float | None = None, forecast: Calibration | None = None
 ) -> CacheSkips:
-    """The steps that a cache leaves out, and how its calls are recorded.
+    """Predict the steps left out by a cache, and the way its calls are recorded.
 
     Args:
         config: the cache; None leaves nothing out.

@@ -46,15 +46,15 @@ class RankTokens(NamedTuple):
     fused: bool = False
 
     def count_tokens(self, stream: Stream) -> int:
-        """Tokens of a stream."""
+        """Count the tokens of a stream."""
         return select_stream_length(stream, self.image, self.text)
 
     def count_all_tokens(self) -> RankTokens:
-        """The same if the rank computes all tokens, and attends with all heads."""
+        """Return the tokens of a rank that computes all of them, and attends with all heads."""
         return self._replace(image=self.image_keys, text=self.text_keys, heads=1.0, split=1, share=1.0)
 
     def count_keys(self, stream: Stream) -> int:
-        """Keys of a stream."""
+        """Count the keys of a stream."""
         return select_stream_length(stream, self.image_keys, self.text_keys)
 
 
@@ -65,11 +65,11 @@ class DeviceLoad(NamedTuple):
     host: float
 
     def combine_loads(self, other: DeviceLoad, times: float = 1.0) -> DeviceLoad:
-        """This load, and then `times` the other one."""
+        """Add the other load `times` times to this one."""
         return DeviceLoad(self.device + times * other.device, self.host + times * other.host)
 
     def get_busy_seconds(self, profile: Profile) -> float:
-        """Seconds until both are done: a host runs ahead of a GPU, but a CPU is device and host at once."""
+        """Return the seconds until both are done. A host runs ahead of a GPU, but a CPU is device and host at once."""
         if profile.runs_ahead:
             return max(self.device, self.host)
         return self.device + self.host
@@ -83,7 +83,7 @@ class RooflineDevice:
         self._seen: dict[tuple[RooflineKernel, int, float, bool], float] = {}
 
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
-        """The load of some work on one rank."""
+        """Compute the load of some work on one rank."""
         device = sum(times * self._get_kernel_seconds(kernel, tokens) for kernel, times in work.items())
         num_kernels = sum(work.values())
         return DeviceLoad(device + num_kernels * self._profile.kernel_gap_s, num_kernels * self._profile.kernel_s)
@@ -108,7 +108,7 @@ class RooflineDevice:
         return operations / rate
 
     def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: float, fused: bool) -> float:
-        """Seconds of a product with a rank's share of a matrix, or of reading numbers once; for so many rows."""
+        """Compute the seconds of a product with a rank's share of a matrix, or to read numbers once; for some rows."""
         profile = self._profile
         if kernel.kind == "matmul":
             k, n = kernel.size
@@ -124,12 +124,12 @@ class RooflineDevice:
 
 
 def merge_work(works: Iterable[Work]) -> Work:
-    """The work of several together."""
+    """Merge the work of several kernels or blocks."""
     return sum(map(Counter, works), Counter[RooflineKernel]())
 
 
 def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Link:
-    """The slowest link that an axis crosses, with the bandwidth that each rank has while others share it.
+    """Return the slowest link on an axis, with the bandwidth of each rank while others share it.
 
     Args:
         host: ranks on each host.
@@ -149,7 +149,7 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
 
 
 def compute_slowdown(profile: Profile, ranks: int) -> float:
-    """The factor by which work takes longer while this number of ranks of a host compute."""
+    """Compute the slowdown of work while this number of ranks of a host compute."""
     slowdown = max(1.0, ranks / profile.devices)
     if profile.devices == 1:
         return slowdown
@@ -160,7 +160,7 @@ def compute_slowdown(profile: Profile, ranks: int) -> float:
 
 
 def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
-    """Share of a link's bandwidth in an exchange."""
+    """Return the share of a link's bandwidth in an exchange."""
     if kind == "tensor":
         return link.reduce
     if kind == "ring":
@@ -175,12 +175,13 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
 
 
 def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> float:
-    """Seconds of a message that do not overlap with computing."""
+    """Compute the seconds of a message without those overlapped by computing."""
     return sending * (1 - overlap) + max(0.0, sending * overlap - compute)
 
 
 def compute_packing_load(profile: Profile, sent: float, messages: float) -> DeviceLoad:
-    """The load of packing so many bytes of messages in eight bits a number, and of unpacking as many that come."""
+    """Compute the load to pack so many bytes of messages in eight bits a number, and to unpack the same number
+    received."""
     if not messages:
         return DeviceLoad(0.0, 0.0)
     # A byte is a number, and a kernel reads the numbers of one message.
@@ -190,7 +191,7 @@ def compute_packing_load(profile: Profile, sent: float, messages: float) -> Devi
 
 
 def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> float:
-    """Seconds of text encoders on one rank, each of whose weights is read once, and multiplied with every token.
+    """Compute the seconds of text encoders on one rank. Each weight is read once, and multiplied with every token.
 
     Ranks that split the layers (text=split) compute one after the other, and take as long.
     """
@@ -202,7 +203,7 @@ def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> floa
 
 
 def compute_decode_seconds(work: DecodeWork, pixels: int, share: float, profile: Profile) -> float:
-    """Seconds of a decode of so many latent pixels on a rank with a share of their rows; 1 where none are divided.
+    """Compute the seconds to decode some latent pixels on a rank with a share of their rows; 1 if none are divided.
 
     Convolutions are priced as products of as many operations; what only reads and writes is not counted.
     """
@@ -229,7 +230,7 @@ class WarmupBlock(NamedTuple):
 
 
 def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: float) -> float:
-    """Seconds of blocks whose weights are sent so many blocks ahead of their use (`weight_streaming`).
+    """Compute the seconds of blocks with weights sent `ahead` blocks before their use (`weight_streaming`).
 
     One process group sends weights and keys in the order in which they are started, so a gather of keys waits for the
     weights that were started before it.

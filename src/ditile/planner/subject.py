@@ -122,7 +122,7 @@ class PlanSubject:
         has_controlnet: bool = False,
         components: Mapping[str, str] | None = None,
     ) -> PlanSubject:
-        """The pipeline of a folder or hub id (of which only configs are read).
+        """Read the pipeline of a folder or hub id. Only its configs are read.
 
         Args:
             given: what its calls start from besides words, as `image`: the class of its family that generates from
@@ -141,7 +141,7 @@ class PlanSubject:
 
     @classmethod
     def from_pipeline_configs(cls, name: str, configs: PipelineConfigs) -> PlanSubject:
-        """The pipeline of configs that were read."""
+        """Build the pipeline of configs that were read."""
         transformer = configs.build_transformer()
         spec = find_model_spec(transformer)
         recorder = None
@@ -174,14 +174,14 @@ class PlanSubject:
 
     @cached_property
     def model_spec(self) -> ModelSpec:
-        """The spec of its family; where that says nothing of its work, what its anatomy says."""
+        """Return the spec of its family. If that says nothing of its work, the spec comes from its anatomy."""
         if self.is_derived:
             return make_derived_spec(self.transformer)
         return find_model_spec(self.transformer) or UNKNOWN_MODEL
 
     @cached_property
     def is_derived(self) -> bool:
-        """Whether no `ModelSpec` says what the work of its family is, so that a recorded call does."""
+        """Return whether the work must be counted on a recorded call, because no `ModelSpec` describes it."""
         spec = find_model_spec(self.transformer)
         if self.recorder is None:
             return False
@@ -189,12 +189,12 @@ class PlanSubject:
 
     @cached_property
     def block_hooks(self) -> TransformerHooks:
-        """Hooks for its blocks, which are not installed."""
+        """Build hooks for its blocks, without installing them."""
         return build_block_hooks(self.transformer, self.model_spec)
 
     @cached_property
     def parameter_counts(self) -> Weights:
-        """The numbers of its parameters."""
+        """Return the numbers of its parameters."""
         weights = self.block_hooks.describe_weights()
         if not self.is_derived:
             return weights
@@ -210,7 +210,7 @@ class PlanSubject:
         return replace(weights, layers=tuple(layers), out=out, exchanges=self._find_tensor_exchanges())
 
     def _find_tensor_exchanges(self) -> tuple[tuple[tuple[str, str], ...], ...]:
-        """Of each block, the sums after its row-parallel Linears and within its norms across heads."""
+        """Find for each block the sums after its row-parallel Linears and within its norms across heads."""
         chain = self.block_hooks.chain
         if "tensor" in find_holes(type(self.transformer), self.pipeline.__name__):
             return tuple(() for _ in chain)
@@ -227,13 +227,13 @@ class PlanSubject:
 
     @cached_property
     def transformer_work(self) -> TransformerWork:
-        """Its work, counted on the first use."""
+        """Count its work on the first use."""
         call = self._make_counted_call() if self.is_derived else None
         return count_transformer_work(self.transformer, self.model_spec, call)
 
     @cached_property
     def token_side(self) -> int:
-        """Pixels of the side of a token."""
+        """Return the pixels along the side of a token."""
         if not self.is_derived:
             return self.vae_scale * self.model_spec.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
         # What a call has besides the image, such as references, is the same at both sizes.
@@ -246,7 +246,7 @@ class PlanSubject:
         return round(math.sqrt(more_pixels / (tokens[1] - tokens[0])))
 
     def _record(self, call: CallArguments) -> RecordedStep:
-        """The first step of a call."""
+        """Record the first step of a call."""
         assert self.recorder is not None
         filled = self.fill_arguments(call)
         sizes = drop_missing({name: _describe_argument(value) for name, value in filled.items()})
@@ -256,7 +256,7 @@ class PlanSubject:
         return self._steps[key]
 
     def _record_probe(self) -> RecordedStep:
-        """The step of the call that is counted: one branch of one image."""
+        """Record the step of the counted call: one branch of one image."""
         size = {
             "height": PROBED.rows * self.token_side,
             "width": PROBED.tokens_per_row * self.token_side,
@@ -281,7 +281,7 @@ class PlanSubject:
 
     @cached_property
     def attention_heads(self) -> tuple[int, int]:
-        """Heads of attention in a block, and channels of each."""
+        """Return the attention heads in a block, and the channels of each."""
         kernels = [kernel for kernel in self.transformer_work.blocks[0] if kernel.kind == "attention"]
         if not kernels:
             raise ModelError(
@@ -294,12 +294,12 @@ class PlanSubject:
 
     @cached_property
     def replicated_numbers(self) -> int:
-        """Numbers that every rank has in buffers of the transformer."""
+        """Count the numbers in buffers of the transformer. Every rank has them."""
         return sum(buffer.numel() for buffer in self.transformer.buffers())
 
     @memoize_method
     def get_footprint(self, ranks: float) -> Footprint:
-        """The numbers that are alive in its forward, on each of so many ranks of tensor parallelism.
+        """Return the numbers alive in its forward, on each of so many ranks of tensor parallelism.
 
         Args:
             ranks: of unlike shares, the whole over the share.
@@ -318,7 +318,8 @@ class PlanSubject:
 
     @memoize_method
     def count_kept_numbers(self, blocks: range, ranks: float, image: int, text: int) -> float:
-        """Numbers that some blocks keep for a whole generation, on each of so many ranks of tensor parallelism."""
+        """Count the numbers kept by some blocks for a whole generation, on each of so many ranks of tensor
+        parallelism."""
         kept = self.get_footprint(ranks).kept
         return sum(kept[block].count_numbers(image, text) for block in blocks)
 
@@ -329,7 +330,7 @@ class PlanSubject:
 
     @cached_property
     def _divisible_weights(self) -> Weights:
-        """What it is made of, with the equal parts that unlike shares of tensor parallelism are made of."""
+        """Return its weights, with the equal parts that make up unlike shares of tensor parallelism."""
         table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
         # Of shares that differ, all parts are counted.
         cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, weights=(2.0, 1.0))
@@ -337,7 +338,7 @@ class PlanSubject:
 
     @cached_property
     def sharded_parameters(self) -> tuple[int, ...]:
-        """Parameters of each block that tensor parallelism divides."""
+        """Return the parameters of each block divided by tensor parallelism."""
         counts = []
         for hook in self.block_hooks.chain:
             count = 0
@@ -349,7 +350,7 @@ class PlanSubject:
 
     @memoize_method
     def count_parameters(self, blocks: range, ranks: float) -> int:
-        """Parameters of some blocks on each of so many ranks of tensor parallelism."""
+        """Count the parameters of some blocks on each of so many ranks of tensor parallelism."""
         count = 0
         for block in blocks:
             count += self.parameter_counts.blocks[block]
@@ -364,7 +365,7 @@ class PlanSubject:
 
     @memoize_method
     def count_decode_numbers(self, frames: int = 1) -> float:
-        """Numbers that are alive at once while a latent pixel of so many latent frames is decoded."""
+        """Count the numbers alive at once for each latent pixel during a decode of so many latent frames."""
         if self.decoder is None:
             return 0.0
         # A VAE of frames keeps some of them alive, so its peak depends on their number.
@@ -376,7 +377,7 @@ class PlanSubject:
 
     @memoize_method
     def count_decode_work(self, frames: int = 1) -> DecodeWork:
-        """The work of a decode of so many latent frames."""
+        """Count the work to decode so many latent frames."""
         if self.decoder is None:
             return DecodeWork(0.0, 0)
         if self.scale.frames:
@@ -385,13 +386,13 @@ class PlanSubject:
 
     @staticmethod
     def count_prompt_tokens(call: CallArguments, shape: Shape) -> int:
-        """Tokens that text encoders read for an image: the tokens of its prompt and of the negative prompt."""
+        """Count the tokens read by text encoders for an image: the tokens of its prompt and of the negative prompt."""
         # There are two prompts at most, whatever branches are made of them.
         prompts = min(shape.branches_per_call * shape.calls, 2)
         return int(call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
 
     def count_text_tokens(self, call: CallArguments) -> int:
-        """Tokens of text that cross attention sees, which are not in the sequence."""
+        """Count the text tokens of cross attention. They are not in the sequence."""
         # Text in the sequence is counted with its tokens.
         if self.model_spec.joint != "none":
             return 0
@@ -402,17 +403,17 @@ class PlanSubject:
 
     @property
     def streams_weights(self) -> bool:
-        """Whether stages can share synchronous steps by sending each other the weights of blocks."""
+        """Return whether stages can share synchronous steps by sending each other the weights of blocks."""
         return self.models == 1 and not self.block_hooks.anatomy.modes
 
     @property
     def divides_decode(self) -> bool:
-        """Whether the decode can be divided by rows."""
+        """Return whether the decode can be divided by rows."""
         return self.coder.__name__ in PROVEN
 
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
-        """(field of a plan, value) with which a rank needs less memory, at no cost in the loop."""
+        """List (field of a plan, value) that lower a rank's memory at no cost in the loop."""
         options = []
         if not self.is_derived or self.divides_decode:
             options.append(("vae", "rows"))
@@ -421,7 +422,7 @@ class PlanSubject:
         return tuple(options)
 
     def can_run_plan(self, plan: Plan) -> bool:
-        """Whether its family can run under a plan, as the table of families says (`ditile models`)."""
+        """Return whether its family can run under a plan, by the table of families (`ditile models`)."""
         if not self.is_derived:
             return True
         if self._find_holes(plan):
@@ -431,7 +432,7 @@ class PlanSubject:
         return round(heads * self.transformer_work.key_heads) % plan.tensor == 0
 
     def _find_holes(self, plan: Plan) -> dict[str, str]:
-        """Each axis of a plan that its family does not hold -> the reason."""
+        """Return the reason for each axis of a plan not supported by its family."""
         holes = find_holes(type(self.transformer), self.pipeline.__name__)
         reasons = {}
         for axis in AXES:
@@ -442,12 +443,12 @@ class PlanSubject:
         return reasons
 
     def fill_arguments(self, call: CallArguments) -> CallArguments:
-        """The arguments of a call, completed by the defaults of the pipeline."""
+        """Complete the arguments of a call by the defaults of the pipeline."""
         config: Any = self.transformer.config
         return fill_call_defaults(list_call_parameters(self.pipeline), config, self.vae_scale, call)
 
     def make_call_shape(self, call: CallArguments, element_size: int = 4) -> Shape:
-        """The shape of a call; the pipeline's own defaults fill the gaps.
+        """Make the shape of a call. The pipeline's own defaults fill the gaps.
 
         Raises:
             ModelError: if a side is not a whole number of tokens, or there are frames that the model does not make.
@@ -464,7 +465,7 @@ class PlanSubject:
         return self._make_recorded_shape(filled, element_size)
 
     def count_weight_bytes(self, numbers: float, element_size: int, model: int = 0) -> int:
-        """The bytes of some weights of one of the transformers, which may be quantized."""
+        """Count the bytes of some weights of one of the transformers. They may be quantized."""
         stored = self.stored.get(DENOISERS[model])
         if stored is None:
             return int(numbers * element_size)
@@ -476,7 +477,7 @@ class PlanSubject:
         return any(stored.quantized for stored in self.stored.values())
 
     def join_stored_weights(self) -> StoredWeights | None:
-        """What the weights of all transformers together are; None if none are in a file of their own."""
+        """Join the stored weights of all transformers; None if none are in a file of their own."""
         if not self.stored:
             return None
         numbers = self.parameter_counts.shared + sum(self.parameter_counts.blocks)
@@ -496,11 +497,11 @@ class PlanSubject:
 
     @property
     def makes_videos(self) -> bool:
-        """Whether a call has frames."""
+        """Return whether a call has frames."""
         return self.recorder is not None and self.recorder.takes_frames
 
     def bind_pictures(self, pictures: Sequence[Image.Image]) -> CallArguments:
-        """The arguments of a call that starts from some pictures; none where its class is not known to take any.
+        """Return the arguments of a call with input images; none if its class is not known to take any.
 
         Raises:
             ModelError: if they are more than it takes.
@@ -555,7 +556,8 @@ class PlanSubject:
         )
 
     def _fit_size(self, height: int, width: int, tokens: int) -> tuple[int, int]:
-        """Pixels of an image with this number of tokens: some pipelines scale images to the size of their training."""
+        """Return the pixels of an image with this number of tokens. Some pipelines scale images to the size of their
+        training."""
         side = self.token_side
         if tokens * side**2 == height * width:
             return height, width
@@ -563,7 +565,7 @@ class PlanSubject:
         return round(tokens / columns) * side, columns * side
 
     def _find_grid(self, height: int, width: int, first: RecordedCall) -> Grid:
-        """The rows that patches are cut at: of every frame of latents `[B, .., H, W]`, or of the flattened tokens."""
+        """Return the rows to cut patches at: of every frame of latents `[B, .., H, W]`, or of the flattened tokens."""
         flat = Grid(first.image, 1)
         if not self.is_derived:
             read_grid = self.model_spec.grid
@@ -583,11 +585,11 @@ class PlanSubject:
         return flat
 
     def collect_facts(self, shape: Shape) -> Facts:
-        """What plans of a call are checked against."""
+        """Collect the facts for checks of a call's plans."""
         return shape.collect_facts(type(self.transformer).__name__, len(self.block_hooks.chain))
 
     def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
-        """The call under a plan.
+        """Make the call under a plan.
 
         Raises:
             PlanError: if the plan does not fit.
@@ -637,21 +639,22 @@ class PlanSubject:
 
 
 def make_derived_spec(transformer: nn.Module) -> ModelSpec:
-    """What the anatomy of a transformer says of its family; raises `ModelError` if it is not known."""
+    """Make the spec of a transformer's family from its anatomy. Raises `ModelError` if it is not known."""
     anatomy = build_block_hooks(transformer, UNKNOWN_MODEL).anatomy
     joint = "none" if anatomy.is_one_sequence else anatomy.joint
     return replace(UNKNOWN_MODEL, name=name_family(type(transformer)), joint=joint)
 
 
 def _renew_numbers(value: Any) -> Any:
-    """Another tensor of the same size, where one has numbers that decide nothing."""
+    """Return another tensor of the same size if the value has numbers that decide nothing."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
         return torch.empty_like(value)
     return value
 
 
 def _describe_argument(value: Any) -> Any:
-    """A number or a word, and of images their sizes; None of anything else, which says nothing of a call's size."""
+    """Return a number or a word, and the sizes of images; None for anything else, since it says nothing of a call's
+    size."""
     if isinstance(value, Image.Image):
         return value.size
     if isinstance(value, list):
@@ -660,6 +663,6 @@ def _describe_argument(value: Any) -> Any:
 
 
 def _has_image_keys(hook: BlockHook, path: str) -> bool:
-    """Whether a module attends to tokens of the image, and not to those of a second stream alone."""
+    """Return whether a module attends to tokens of the image, and not only to those of a second stream."""
     kinds = [drop_further_keys(kind.rstrip(REAL_PAIRS)) for kind in hook.anatomy.attention[path]]
     return any(kind.endswith(("N", "J")) for kind in kinds)

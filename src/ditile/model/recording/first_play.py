@@ -26,7 +26,7 @@ class TensorKeeper:
         self._num_bytes = 0
 
     def copy_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the device, or on the host where the device has many already."""
+        """Copy a tensor on the device, or to the host if the device has many already."""
         self._num_bytes += tensor.nbytes
         device = tensor.device
         if self._num_bytes > DEVICE_BYTES:
@@ -50,12 +50,12 @@ class FirstPlay(NamedTuple):
     keeper: TensorKeeper
 
     def wait_for_messages(self) -> None:
-        """Wait for what the code has started: it reads and writes memory that the tape writes too."""
+        """Wait for messages of the code. They read and write memory that is written by the tape too."""
         for wait in filter(None, self.code.under_way):
             wait()
 
     def find_difference(self, recording: Recording, result: Any, made: Collection[int]) -> str:
-        """Return what the tape makes otherwise than the code, or nothing.
+        """Return the difference of the tape's results from the code's, or nothing.
 
         Args:
             recording: the tape.
@@ -86,7 +86,7 @@ class FirstPlay(NamedTuple):
         return difference
 
     def _play_alone(self, recording: Recording) -> str:
-        """Play a tape without its messages; return what it sends otherwise, or nothing."""
+        """Play a tape without its messages. Return the difference in its own messages, or nothing."""
         heard: Iterator[Message] = iter(self.code.messages)
         for index, action in enumerate(recording.tape.actions):
             if index in recording.notes:

@@ -42,7 +42,7 @@ class StaticInput:
         self._state: tuple[Any, ...] = ()
 
     def fill(self, source: Tensor, moment: Hashable, *, checks: bool = False) -> None:
-        """Copy a tensor, unless it was the last one that was copied at this moment, unchanged.
+        """Copy a tensor, unless the last copy at this moment was of the same one, unchanged.
 
         Args:
             source: the tensor.
@@ -79,7 +79,7 @@ class ConstantInput:
     statics: Any
 
     def fill(self, value: Any, moment: Hashable, *, checks: bool = False) -> bool:
-        """Copy the value of another generation; return False where its numbers or shapes are others."""
+        """Copy the value of another generation. Return False if its numbers or shapes are different."""
         leaves = pytree.tree_leaves(value)
         if len(leaves) != len(self.leaves):
             return False
@@ -143,14 +143,14 @@ class CallTape:
     num_lost: int = 0
 
     def drop_tape(self) -> None:
-        """Drops the tape, and what it alone reads and writes."""
+        """Drop the tape, and memory used only by it."""
         self.tape = None
         self.result = None
         self.marks = []
         self.makers = frozenset()
 
     def give_up(self, problem: str) -> None:
-        """Such calls run as code from now on."""
+        """Run such calls as code from now on."""
         self.drop_tape()
         self.inputs = []
         self.constants = {}
@@ -190,35 +190,35 @@ class KeptTapes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held."""
+        """Return the bytes in use."""
         return self._tape_bytes + self.kept_buffers.num_bytes
 
     def begin_generation(self) -> None:
-        """A call of the pipeline begins."""
+        """Begin a call of the pipeline."""
         self.generation += 1
         self.kept_buffers.generation = self.generation
 
     def end_generation(self) -> None:
-        """Its last step is over: keys that no tape has read are not kept for the next one."""
+        """End a call of the pipeline. Keys not read by any tape are not kept for the next one."""
         if not any(call.last_used == self.generation for call in self._list_taped_calls()):
             self.kept_buffers.drop_memory_of(self.generation)
 
     def find_call(self, key: Hashable) -> CallTape | None:
-        """The calls of a form at a place, if there were any."""
+        """Return the calls of a form at a place, if there were any."""
         call = self._calls.get(key)
         if call is not None:
             call.last_used = self.generation
         return call
 
     def add_call(self, key: Hashable, call: CallTape) -> None:
-        """Adds the calls of a form."""
+        """Add the calls of a form."""
         if len(self._calls) >= FORMS_KEPT:
             self._drop_calls_of(min(call.last_used for call in self._calls.values()))
         call.last_used = self.generation
         self._calls[key] = call
 
     def get_segments(self, size: Hashable) -> Segments:
-        """What captures calls on images of a size; it stays as long as a tape holds it."""
+        """Return the capturer of calls on images of a size. It stays until no tape holds it."""
         segments = self._segments.get(size)
         if segments is None:
             segments = self._make_segments()
@@ -226,7 +226,7 @@ class KeptTapes:
         return segments
 
     def get_static(self, owner: Hashable, like: Tensor) -> StaticInput:
-        """Memory like a tensor's, for one purpose."""
+        """Get memory like a tensor's, for one purpose."""
         # Calls of all patches share them, so a tensor that all are given is copied once.
         key = (owner, like.shape, like.dtype, like.stride())
         static = self._statics.get(key)
@@ -236,7 +236,7 @@ class KeptTapes:
         return static
 
     def make_constant(self, owner: Hashable, value: Any, moment: Hashable) -> ConstantInput:
-        """Return a value in memory that stays."""
+        """Copy a value into memory that stays."""
         leaves, spec = pytree.tree_flatten(value)
         own: list[Any] = []
         statics: list[Any] = []
@@ -252,26 +252,27 @@ class KeptTapes:
         return ConstantInput(own, pytree.tree_unflatten(statics, spec))
 
     def enforce_limit(self) -> bool:
-        """Counts the memory of all tapes after one came or went; False if those of this generation hold too much."""
+        """Count the memory of all tapes after one was added or dropped. False if those of this generation hold too
+        much."""
         self._count_tape_bytes()
         return self.make_room(0)
 
     def make_room(self, num_bytes: int) -> bool:
-        """Forgets what was not used for the longest time until so much more fits; False if that is not enough."""
+        """Forget the least recently used until so many bytes more fit. False if that is not enough."""
         while self.num_bytes + num_bytes > self._limit_bytes:
             if not self._drop_oldest():
                 return False
         return True
 
     def make_room_to_capture(self, size: Hashable) -> bool:
-        """The same until a call on images of a size can be captured, by the memory of the device that is free."""
+        """Forget the least recently used until the device has free memory to capture a call on images of a size."""
         while not self._has_room(sum(self._pool_bytes.values()), self._pool_bytes.get(size, 0)):
             if not self._drop_oldest():
                 return False
         return True
 
     def _drop_oldest(self) -> bool:
-        """Forgets what was not used for the longest time; False if this generation uses all that is left."""
+        """Forget the least recently used. False if this generation uses all that is left."""
         used = [call.last_used for call in self._list_taped_calls()]
         oldest = min([*used, *self.kept_buffers.list_generations()], default=self.generation)
         if oldest >= self.generation:
@@ -281,7 +282,7 @@ class KeptTapes:
         return True
 
     def clear(self) -> None:
-        """Forgets everything, and frees the memory."""
+        """Forget everything, and free the memory."""
         self._calls.clear()
         self._pool_bytes.clear()
         self._tape_bytes = 0
@@ -297,7 +298,7 @@ class KeptTapes:
         self._count_tape_bytes()
 
     def _count_tape_bytes(self) -> None:
-        """Counts the memory of all tapes."""
+        """Count the memory of all tapes."""
         tapes = [call.tape for call in self._calls.values() if call.tape is not None]
         tensors = list_tensors([tape.held for tape in tapes])
         tensors += [static.tensor for static in self._statics.values()]

@@ -27,7 +27,7 @@ class RecordedCalls:
 
 
 def sum_recorded_calls(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What was recorded in several calls of a pipeline as one, from and as JSON types."""
+    """Sum the records of several calls of a pipeline, from and to JSON types."""
     as_code: Counter[str] = Counter()
     for summary in summaries:
         as_code.update(summary["as_code"])
@@ -40,7 +40,7 @@ def sum_recorded_calls(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def format_recorded_calls(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """How many calls were played on the rank that played the fewest, and why most of the others ran as code there."""
+    """Format the number of calls played on the rank that played the fewest, and the main reason for code there."""
     # A replica without an image calls nothing.
     busy = [rank for rank in ranks if rank["calls"]] or ranks
     recorded = min(busy, key=lambda rank: rank["played"] / max(1, rank["calls"]))

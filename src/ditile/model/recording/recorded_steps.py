@@ -73,16 +73,16 @@ class BlockCache(Protocol):
     """Leaves out blocks of a model, see `ditile.cache`."""
 
     def prepare_call(self, args: Any, kwargs: Any) -> Hashable | None:
-        """Decides on a call before it is made; None if numbers of the call decide."""
+        """Decide on a call before it is made; None if numbers of the call decide."""
 
     def list_stored_keys(self) -> Sequence[Any] | None:
-        """What blocks stored in a call that was recorded; None if some of it was stored for the first time."""
+        """List the values stored by blocks in a recorded call; None if some were stored for the first time."""
 
     def repeat_call(self) -> AbstractContextManager[None]:
-        """Within it the call that was made is made once more, with what was known before it; nothing is noted."""
+        """Repeat the last call within the context, from the state before it. Nothing is noted."""
 
     def end_played_call(self, stored: Sequence[Any]) -> None:
-        """Note that a tape was played in place of the call."""
+        """Note that a tape was played instead of the call."""
 
 
 class RecordedSteps:
@@ -133,17 +133,17 @@ class RecordedSteps:
         self._shared = StepOutputs()
 
     def begin_generation(self) -> None:
-        """A call of the pipeline begins."""
+        """Begin a call of the pipeline."""
         self._tapes.begin_generation()
         self._counts_before = (self.num_recorded, self.num_played, self.problems + self.preparations)
 
     def end_generation(self) -> None:
-        """The last step is over."""
+        """End the last step."""
         self._tapes.end_generation()
         self._shared.forget_step()
 
     def summarize_generation(self) -> RecordedCalls:
-        """What was recorded since the generation began."""
+        """Summarize the recordings since the generation began."""
         recorded, played, reasons = self._counts_before
         recorded = self.num_recorded - recorded
         played = self.num_played - played
@@ -152,19 +152,19 @@ class RecordedSteps:
         return RecordedCalls(calls, recorded, played, as_code, self._tapes.num_bytes)
 
     def release(self) -> None:
-        """Forgets all recorded calls, and frees their memory."""
+        """Forget all recorded calls, and free their memory."""
         self._tapes.clear()
         self._unplayed.clear()
         self._models.clear()
         self._shared = StepOutputs()
 
     def reset(self) -> None:
-        """Forgets all recorded calls, and that a recording has failed: later calls are recorded again."""
+        """Forget all recorded calls, and any failed recording: later calls are recorded again."""
         self.release()
         self.failure = ""
 
     def run_call(self, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Makes a call of a model: with its code, recorded, or played."""
+        """Make a call of a model: with its code, recorded, or played."""
         self.has_played = False
         if now.is_surveyed or now.is_dry:
             return forward(*args, **kwargs)
@@ -180,7 +180,7 @@ class RecordedSteps:
     def _run_cached(
         self, cache: BlockCache, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Makes a call of which a cache leaves out blocks: each decision has a tape."""
+        """Make a call with blocks left out by a cache. Each decision has a tape."""
         # A cache has nothing to reuse yet.
         if _is_first_step(now):
             return self._prepare_call(FIRST_STEP, forward, args, kwargs)
@@ -198,7 +198,7 @@ class RecordedSteps:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Make a call whose blocks do what a decision says."""
+        """Make a call with its blocks following a decision."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return self._run_code("an argument is no tensor and no number", forward, args, kwargs)
@@ -246,7 +246,7 @@ class RecordedSteps:
         self.num_played += 1
 
     def _explain_missing_tape(self, call: CallTape, now: Generation) -> str:
-        """Why a call has no tape and cannot be recorded now, or nothing."""
+        """Return why a call has no tape and cannot be recorded now, or nothing."""
         if call.tape is not None:
             return ""
         # They would lie in memory that tapes share.
@@ -257,7 +257,7 @@ class RecordedSteps:
         return ""
 
     def _can_play_at_once(self, call: CallTape, now: Generation, model: nn.Module) -> bool:
-        """Whether a call in the first step of a generation is the same as in an earlier one, but for its arguments."""
+        """Return whether a call in the first step of a generation equals an earlier one except for its arguments."""
         if call.tape is None or call.constant_keys or call.marks:
             return False
         # Code that enters blocks in the first step finds what messages between stages are like.
@@ -280,7 +280,7 @@ class RecordedSteps:
     def _replace_lost_tape(
         self, call: CallTape, now: Generation, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Makes a call whose tape reads what another one did not compute in this step."""
+        """Make a call with a tape whose inputs another tape did not compute in this step."""
         call.num_lost += 1
         if call.num_lost > LOOKS:
             # From now on it computes all it needs, which is to be looked at.
@@ -292,13 +292,14 @@ class RecordedSteps:
         return self._run_code("what it shares with other patches was not played", forward, args, kwargs)
 
     def note_code(self, reason: str) -> None:
-        """Notes a call that is not made through the recorder."""
+        """Note a call made without the recorder."""
         self.preparations[reason] += 1
 
     def _look_at_call(
         self, call: CallTape, now: Generation, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """The first call of a form: it loads kernels, and shows what cannot be recorded while nothing depends on it."""
+        """Make the first call of a form. It loads kernels, and shows obstacles to recording while nothing depends on
+        it."""
 
         def note_constant(key: Hashable, make: Callable[[], Any]) -> Any:
             call.constant_keys.add(key)
@@ -332,7 +333,7 @@ class RecordedSteps:
     def _record_call(
         self, call: CallTape, now: Generation, model: nn.Module, forward: Callable[..., Any], inputs: Any, statics: Any
     ) -> Any:
-        """Make a call by its code, and a tape of it; return what the code returns.
+        """Make a call by its code, and a tape of it. Return the result of the code.
 
         Args:
             inputs, statics: arguments and keyword arguments as they are given, and in memory that stays.
@@ -385,7 +386,7 @@ class RecordedSteps:
         code: CodeCall,
         first_play: FirstPlay,
     ) -> str:
-        """Make a tape of a call that was made by its code, and play it once; return why it is of no use, or nothing."""
+        """Make a tape of a call made by its code, and play it once. Return why it cannot be used, or nothing."""
         memory = now.memory
         args, kwargs = statics
         device = list_tensors(statics)[0].device
@@ -420,7 +421,7 @@ class RecordedSteps:
         return ""
 
     def _note_stored_keys(self, call: CallTape, model: nn.Module) -> str:
-        """Notes what a cache has stored in a call that was recorded; returns why a tape cannot do so, or nothing."""
+        """Note the values stored by a cache in a recorded call. Return why a tape cannot do so, or nothing."""
         if model not in self.caches:
             return ""
         stored = self.caches[model].list_stored_keys()
@@ -430,7 +431,7 @@ class RecordedSteps:
         return ""
 
     def _fit_tape(self, call: CallTape) -> None:
-        """Drops a new tape if tapes hold too much with it."""
+        """Drop a new tape if tapes hold too much with it."""
         if call.tape is None:
             return
         if self._tapes.enforce_limit():
@@ -446,7 +447,7 @@ class RecordedSteps:
         LOG.warning("%s (%s); steps run as code from now on", self.failure, error)
 
     def _list_shared_outputs(self, call: CallTape, now: Generation) -> Outputs:
-        """What the tapes of other patches have computed in this step; a call that is recorded depends on them."""
+        """List the outputs of other patches' tapes in this step. A recorded call depends on them."""
         call.makers = frozenset()
         if not _shares_outputs(call, now):
             return {}
@@ -455,7 +456,8 @@ class RecordedSteps:
 
     @contextmanager
     def _hide_remembered(self, now: Generation, shared: Outputs) -> Iterator[None]:
-        """Within it, nothing is remembered but what calls share: a tape would read the memory of another call."""
+        """Hide remembered values in the context, except those shared by calls. A tape would read the memory of
+        another call."""
         with ExitStack() as stack:
             stack.enter_context(now.memory.hide_remembered(shared))
             for scope in self.scopes:
@@ -463,7 +465,7 @@ class RecordedSteps:
             yield
 
     def _fill_inputs(self, owner: Hashable, leaves: list[Any], moment: Hashable) -> tuple[list[StaticInput], list[Any]]:
-        """Copy tensors to memory that stays; return it, and the leaves with it in their place."""
+        """Copy tensors to memory that stays. Return it, and the leaves with it in their place."""
         inputs: list[StaticInput] = []
         statics = list(leaves)
         for index, leaf in enumerate(leaves):
@@ -485,7 +487,7 @@ class RecordedSteps:
                 call.constants[key] = self._tapes.make_constant((id(model), key), value, moment)
 
     def _compare_addresses(self, call: CallTape, now: Generation, model: nn.Module) -> None:
-        """Forgets a tape if something that it reads or writes has moved, and looks at the model again."""
+        """Forget a tape if memory read or written by it has moved, and look at the model again."""
         call.epoch = now.memory.epoch
         _, call.model_problem = self._look_at_model(now, model)
         if call.tape is not None:
@@ -501,7 +503,8 @@ class RecordedSteps:
         return addresses, now.memory.list_addresses(now.branch, call.buffers)
 
     def _look_at_model(self, now: Generation, model: nn.Module) -> tuple[Any, str]:
-        """Where a model's weights are, and why it cannot be recorded; once in an epoch for all its calls."""
+        """Return the addresses of a model's weights, and why it cannot be recorded; once in an epoch for all its
+        calls."""
         epoch, addresses, problem = self._models.get(id(model), (None, None, ""))
         if epoch is not now.memory.epoch:
             addresses, problem = survey_model(model)
@@ -517,19 +520,20 @@ def _read_static_constant(call: CallTape, key: Hashable, make: Callable[[], Any]
 
 
 def _shares_outputs(call: CallTape, now: Generation) -> bool:
-    """Whether a call may read what calls of other patches computed in the same step."""
+    """Return whether a call may read outputs of other patches' calls in the same step."""
     return now.micro_step.patch is not None and call.num_lost <= LOOKS
 
 
 def _list_foreign_tensors(watch: OperatorWatch, now: Generation, model: nn.Module) -> list[Tensor]:
-    """What a call has read besides weights and keys, which may go: a tape whose addresses differ is not played."""
+    """List tensors a call has read besides weights and keys. They may go, and a tape with other addresses is not
+    played."""
     known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
     known.update(now.memory.list_storage_addresses(now.branch))
     return [tensor for address, tensor in watch.read.items() if address not in known]
 
 
 def _explain_code(now: Generation) -> str:
-    """Why a call runs as code although later ones may be recorded, or nothing."""
+    """Return why a call runs by its code although later ones may be recorded, or nothing."""
     # Some rows of a batch, or stages that compute a step together, are in no place of their own.
     if now.batch_range is not None:
         return "a part of a batch"
@@ -542,7 +546,7 @@ def _explain_code(now: Generation) -> str:
 
 
 def _describe_size(leaves: list[Any]) -> Hashable:
-    """The size of the images of a call: the shape of the first tensor that a model is given, which is its latents."""
+    """Return the size of a call's images: the shape of the model's first tensor argument, its latents."""
     return next((leaf.shape for leaf in leaves if isinstance(leaf, Tensor)), None)
 
 
@@ -551,7 +555,8 @@ def _is_first_step(now: Generation) -> bool:
 
 
 def _is_first_call(now: Generation, model: nn.Module) -> bool:
-    """Whether a model is called for the first time, as the second one of Wan 2.2 in mid-run: it finds constants."""
+    """Return whether a model is called for the first time, like the second one of Wan 2.2 in mid-run: it finds
+    constants."""
     begun = now.memory.begun_models
     key = (model, now.branch)
     is_first = _is_first_step(now)
@@ -580,7 +585,7 @@ def _describe_place(now: Generation, model: nn.Module) -> tuple[Hashable, ...]:
 
 
 def _describe_moment(now: Generation) -> Hashable:
-    """Return equal values within a step, outside of which a callback may have changed numbers."""
+    """Return equal values within a step. Outside of it a callback may have changed numbers."""
     return now.memory.epoch, now.micro_step.step
 
 
@@ -589,7 +594,7 @@ def _describe_modes() -> tuple[bool, ...]:
 
 
 def _describe_leaf(leaf: Any) -> Hashable:
-    """Equal for arguments that give the same tape."""
+    """Return equal values for arguments with the same tape."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride(), leaf.device
     return type(leaf), leaf

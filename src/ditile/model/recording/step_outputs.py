@@ -42,7 +42,7 @@ class StepOutputs:
         self._epoch: object = None
 
     def enter_call(self, now: Generation, model: nn.Module) -> None:
-        """A call begins; those of other steps are forgotten."""
+        """Begin a call, and forget those of other steps."""
         if self._step != now.micro_step.step or self._epoch is not now.memory.epoch:
             self._step = now.micro_step.step
             # Something may have changed the model since.
@@ -51,13 +51,13 @@ class StepOutputs:
         self.tapes, self.looked = self._calls.setdefault((id(model), now.branch), (set(), {}))
 
     def forget_step(self) -> None:
-        """Forgets the calls of the last step, whose outputs nothing reads any more."""
+        """Forget the calls of the last step. Nothing reads their outputs any more."""
         self.tapes = set()
         self.looked = {}
         self._calls = {}
 
     def list_outputs(self) -> Outputs:
-        """What tapes have written in this step."""
+        """List the outputs of tapes in this step."""
         outputs: Outputs = {}
         for tape in self._list_tapes():
             for known in self._outputs[tape].values():
@@ -66,7 +66,7 @@ class StepOutputs:
         return outputs
 
     def keep_outputs(self, recording: Recording, outputs: Outputs) -> None:
-        """Keeps what a new tape computed beyond what `list_outputs` gave it, as long as the tape is kept.
+        """Keep outputs of a new tape beyond those from `list_outputs`, until the tape is dropped.
 
         The call must be over. The tape then ends with a copy of these outputs, which are replaced by it.
         """
@@ -84,7 +84,7 @@ class StepOutputs:
             self._outputs[recording.tape] = own
 
     def note_play(self, tape: Tape) -> None:
-        """A tape was made or played."""
+        """Note that a tape was made or played."""
         if tape in self._outputs:
             self.tapes.add(ref(tape))
 
@@ -94,7 +94,7 @@ class StepOutputs:
 
 
 def _move_outputs(recording: Recording, outputs: Outputs) -> None:
-    """Copies outputs to memory that no other tape writes into, now and at the end of each play."""
+    """Copy outputs to memory that no other tape writes into, now and at the end of each play."""
     tensors: dict[int, Tensor] = {}
     for tensor in list_tensors([known.output for known in outputs.values()]):
         tensors[id(tensor)] = tensor
@@ -112,7 +112,7 @@ def _move_outputs(recording: Recording, outputs: Outputs) -> None:
 
 
 def _select_unchanged(outputs: Outputs) -> Outputs:
-    """The outputs into which nothing was written since."""
+    """Return the outputs not written to since."""
     unchanged: Outputs = {}
     for key, known in outputs.items():
         if known.is_unchanged:

@@ -30,7 +30,7 @@ _READ_FORM = operator.attrgetter("shape", "dtype")
 
 
 def survey_model(model: nn.Module) -> tuple[Any, str]:
-    """Where a model's weights are and how it is set, and why it cannot be recorded, or nothing.
+    """Return the addresses of a model's weights and its settings, and why it cannot be recorded, or nothing.
 
     A loop over the tables of the modules: torch's own iterators make twenty times as many Python calls.
     """
@@ -84,13 +84,13 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
 
 
 def list_weight_memory(model: nn.Module) -> list[Tensor]:
-    """The weights of a model, and the tensors that quantized ones consist of."""
+    """List the weights of a model, and the tensors inside quantized ones."""
     _, parts = _unwrap_weights((*model.parameters(), *model.buffers()))
     return parts
 
 
 def _unwrap_weights(weights: Iterable[Tensor | None]) -> tuple[list[Any], list[Tensor]]:
-    """The classes of wrapped weights and how they are read, and the tensors in which all weights keep their numbers."""
+    """Return the classes and metadata of wrapped weights, and the tensors with the numbers of all weights."""
     classes: list[Any] = []
     parts: list[Tensor] = []
     pending = [weight for weight in weights if weight is not None]
@@ -107,7 +107,7 @@ def _unwrap_weights(weights: Iterable[Tensor | None]) -> tuple[list[Any], list[T
 
 
 def _describe_process() -> tuple[Any, ...]:
-    """Settings of the process that choose kernels."""
+    """Describe the settings of the process that choose kernels."""
     return (
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.allow_tf32,
@@ -136,7 +136,7 @@ class _KeptTensor:
 
 
 def _describe_value(value: Any) -> Any:
-    """Describe what a module keeps: numbers and tensors in tables and lists; of anything else the class."""
+    """Describe values kept by a module: numbers and tensors in tables and lists, and the class of anything else."""
     if isinstance(value, _NUMBERS):
         return repr(value)
     if isinstance(value, Tensor):

@@ -144,7 +144,7 @@ class PipelineConfigs:
 
     @property
     def _encoder_names(self) -> dict[str, str]:
-        """Text encoder -> the name of its class."""
+        """Return the class name of each text encoder."""
         names = {}
         for name in TEXT:
             entry = self.index.get(name)
@@ -155,7 +155,7 @@ class PipelineConfigs:
 
     @property
     def encoders(self) -> tuple[Any, ...]:
-        """The classes of the text encoders; None of those that are not known here.
+        """Return the classes of the text encoders; None for classes unknown here.
 
         Where the index does not name them, as in the configs that come with this package, the pipeline's own code does.
         """
@@ -165,12 +165,12 @@ class PipelineConfigs:
         return tuple(getattr(transformers, name, None) for name in names)
 
     def build_transformer(self) -> nn.Module:
-        """The transformer without weights."""
+        """Build the transformer without weights."""
         with init_on_meta_device():
             return self.kind.from_config(self.transformer)  # type: ignore[no-any-return]
 
     def build_parts(self, transformer: nn.Module) -> tuple[dict[str, nn.Module], list[TransformerHooks]]:
-        """The models without weights, text encoders left out; and hooks for those that are called in a step."""
+        """Build the models without weights, except text encoders; and hooks for those called in a step."""
         with init_on_meta_device():
             parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
             if self.has_second:
@@ -179,16 +179,16 @@ class PipelineConfigs:
         return parts, [build_block_hooks(part, UNKNOWN_MODEL) for name, part in parts.items() if name != "vae"]
 
     def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:
-        """Records calls of a pipeline of these models."""
+        """Make a recorder for calls of a pipeline of these models."""
         pipe = build_recorded_pipeline(self.locate_component, self.pipeline, self.index, parts)
         return PipelineRecorder(pipe, *hooks)
 
     def locate_component(self, name: str) -> Path | str:
-        """The folder or hub id that has a component."""
+        """Return the folder or hub id of a component."""
         return self.places.get(name, self.source)
 
     def count_other_parts(self) -> OtherParts:
-        """Reads the parameters of other parts from a file, or counts them on models made from configs."""
+        """Read the parameters of other parts from a file, or count them on models made from configs."""
         # Configs of published models come without those of their text encoders.
         facts = Path(self.source, FACTS)
         if facts.exists():

@@ -81,7 +81,7 @@ class StopAfterFirstStep(Exception):  # noqa: N818
 
 @lru_cache(maxsize=1)
 def read_prompt_table() -> Mapping[str, Mapping[str, Any]]:
-    """Pipeline -> each argument that stands for a prompt, and its shape without rows: sizes by their names in configs.
+    """Read the shapes without rows of each pipeline's prompt arguments. Sizes have their names in configs.
 
     A shape in a list is that of a list's item for each row. `picture` and `film` have the size of the call, and
     `ends` are where the texts of rows in one sequence begin and end. What is null is not given: the pipeline takes it
@@ -119,11 +119,11 @@ class PipelineRecorder:
 
     @property
     def takes_frames(self) -> bool:
-        """Whether a call has a number of frames."""
+        """Return whether a call has a number of frames."""
         return not self._parameters.keys().isdisjoint(FRAME_COUNTS)
 
     def count_text_tokens(self, call: CallArguments) -> int:
-        """Tokens of the text that a call has."""
+        """Count the text tokens of a call."""
         tokens = call.get("max_sequence_length")
         own = self._parameters.get("max_sequence_length")
         if not tokens and own is not None:
@@ -131,7 +131,7 @@ class PipelineRecorder:
         return int(tokens or getattr(self.pipe, "tokenizer_max_length", None) or 512)
 
     def record_step(self, call: CallArguments) -> RecordedStep:
-        """The first step of a call.
+        """Record the first step of a call.
 
         Args:
             call: its arguments; the words of a prompt among them are not read.
@@ -183,7 +183,7 @@ class PipelineRecorder:
         override_attribute(stack, model, "forward", forward_and_record)
 
     def make_arguments(self, call: CallArguments, make_unknown: Callable[..., Tensor]) -> CallArguments:
-        """The arguments of a pipeline's call of two steps, with what stands for a prompt.
+        """Make the arguments of a pipeline's call of two steps, with placeholders for the prompt.
 
         Args:
             call: others; the words of a prompt among them are not read.
@@ -217,7 +217,7 @@ class PipelineRecorder:
         return arguments | {"num_inference_steps": 2, "output_type": "latent"}
 
     def _takes_negative_prompt(self, call: CallArguments) -> bool:
-        """Whether the pipeline encodes a negative prompt in a call, be it an empty one of its own."""
+        """Return whether the pipeline encodes a negative prompt in a call, even an empty one of its own."""
         if self._guidance is None or not self._guidance.needs_negative_prompt:
             return True
         return call.get("negative_prompt") is not None
@@ -242,7 +242,7 @@ class PipelineRecorder:
         return make_unknown(*lengths)
 
     def _read_shape(self, shape: Sequence[str], call: CallArguments) -> list[int]:
-        """The lengths of names, some of which are products or sums."""
+        """Return the lengths for names. Some names are products or sums."""
         known = self._sizes | {"text": self.count_text_tokens(call)}
 
         def multiply_names(names: str) -> int:
@@ -252,7 +252,7 @@ class PipelineRecorder:
 
     @cached_property
     def _sizes(self) -> dict[str, Any]:
-        """By name: those of the transformer's config, of the connectors', and of the pipeline."""
+        """Return sizes by name from the configs of the transformer and the connectors, and from the pipeline."""
         config = dict(self._hooks[0].transformer.config)  # type: ignore[arg-type]
         connectors = getattr(self.pipe, "connectors", None)
         if connectors is not None:
@@ -262,7 +262,7 @@ class PipelineRecorder:
 
 
 def _make_watcher(hook: BlockHook, passthrough: Callable[..., Any], seen: dict[int, dict[str, Any]]) -> Any:
-    """A forward that passes on what it is given, of which the arguments are noted."""
+    """Make a forward to pass on its inputs and note its arguments."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         seen[hook.index] = bind_arguments(hook.block, args, kwargs)
@@ -274,7 +274,7 @@ def _make_watcher(hook: BlockHook, passthrough: Callable[..., Any], seen: dict[i
 def _describe_call(
     hooks: TransformerHooks, arguments: CallArguments, seen: Mapping[int, Mapping[str, Any]], out: Any
 ) -> RecordedCall:
-    """A call, of whose blocks `seen` has the arguments."""
+    """Describe a call, from the arguments of its blocks in `seen`."""
     if not seen:
         raise ModelError(f"{type(hooks.transformer).__name__} called none of its blocks")
     first = min(seen)
@@ -306,7 +306,7 @@ def _describe_call(
 
 @contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Silences warnings of diffusers and transformers about the recorded call, which generates nothing."""
+    """Silence warnings of diffusers and transformers about the recorded call. It generates nothing."""
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -321,7 +321,7 @@ def silence_libraries() -> Iterator[None]:
 def build_recorded_pipeline(
     locate: Callable[[str], Path | str], pipeline: Any, index: JsonObject, parts: Mapping[str, Any]
 ) -> Any:
-    """A pipeline without weights, text encoders and what they need.
+    """Build a pipeline without weights, text encoders and their preprocessing.
 
     Args:
         locate: component -> the folder or hub id with its config.
@@ -365,14 +365,14 @@ class _Unread:
 
 
 def load_component_config(cls: Any, source: Path | str, name: str) -> JsonObject:
-    """The config of a component of the models of diffusers. Raises `OSError` if there is none."""
+    """Load the config of a component of diffusers. Raises `OSError` if there is none."""
     where, subfolder = name_component_source(source, name)
     config: JsonObject = cls.load_config(where, **subfolder)
     return config
 
 
 def _build_part(source: Path | str, name: str, library: str, kind: str) -> Any:
-    """A part of a pipeline by its config, or by the defaults of its class if there is none."""
+    """Build a part of a pipeline by its config, or by the defaults of its class if there is none."""
     place = diffusers if library == "diffusers" else getattr(diffusers.pipelines, library)
     cls = getattr(place, kind, None) or getattr(diffusers, kind)
     is_model = issubclass(cls, nn.Module)

@@ -41,7 +41,7 @@ class SizesOnly(TorchDispatchMode):
         self._unknown = dict[int, weakref.ref[Any]]()
 
     def make_unknown(self, *shape: int) -> Tensor:
-        """A tensor of floats that are not known."""
+        """Make a tensor of unknown floats."""
         return self._mark_unknown(_make_empty(shape, None, torch.get_default_dtype()))
 
     def _mark_unknown(self, tensor: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class SizesOnly(TorchDispatchMode):
         return self._compute_on_meta(func, args, kwargs, tensors)
 
     def _compute_on_meta(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-        """What an operator makes, computed on the meta device."""
+        """Compute the result of an operator on the meta device."""
         if "device" in kwargs:
             kwargs["device"] = _META
         try:
@@ -91,7 +91,7 @@ class SizesOnly(TorchDispatchMode):
         return tree_map_only(Tensor, self._make_like, out)
 
     def _make_like(self, out: Tensor) -> Tensor:
-        """An unknown tensor on the CPU like one on the meta device."""
+        """Make an unknown tensor on the CPU like one on the meta device."""
         if _is_float(out):
             return self._mark_unknown(_make_empty(out.shape, out.stride(), out.dtype))
         # Whole numbers may be indices: they must be in the range of any table.
