@@ -1,4 +1,4 @@
-"""The keys of a server: where they are read, and whose key a request shows."""
+"""The keys of a server, and the owner of a request's key."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ApiKeys:
 
     def find_key(self, secret: bytes) -> ApiKey | None:
         """Return the key with these bytes; None if it is not known."""
-        # Each is compared, so that the time does not tell which one is nearly right.
+        # Every key is compared, so that the time does not reveal a nearly right one.
         matches = [key for key in self._keys if hmac.compare_digest(key.key, secret)]
         return matches[0] if matches else None
 
@@ -82,7 +82,7 @@ def _read_key_file(path: str, source: str) -> str:
             mode = os.fstat(file.fileno()).st_mode
     except (OSError, ValueError) as error:
         raise ModelError(f"{source} cannot be read: {error}; give a file with a key on each line") from None
-    # A pipe, such as a shell's <(..), has no permissions that matter.
+    # The permissions of a pipe, such as a shell's <(..), do not matter.
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
         LOG.warning("%s can be read by other users of this machine; try chmod 600 %s", source, path)
     return text

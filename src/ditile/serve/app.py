@@ -1,4 +1,4 @@
-"""The app: the routers, and what is logged of each request around them."""
+"""The app: the routers, the gate before them, and the access log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
 
     Raises `ModelError` if the file of keys cannot be read, or one of its keys is not valid.
     """
-    # By default streams end on a signal; here their jobs get the time that the server leaves them.
+    # By default a signal ends streams at once; here their jobs get the server's time to finish.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     options = service.options
     keys = ApiKeys(read_api_keys(options.api_key))
@@ -67,12 +67,12 @@ def create_app(service: Service) -> FastAPI:
                 expose_headers=["openai-poll-after-ms", "retry-after"],
             )
         )
-    # After CORS, whose headers the gate's refusals need, too.
+    # The gate comes after CORS, because its refusals need the headers of CORS too.
     middleware.append(Middleware(RequestGate, options=options, keys=keys))
     app = FastAPI(
         title="ditile",
         version=__version__,
-        # That page would load scripts of other servers.
+        # The page of docs would load scripts from other servers.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -93,7 +93,7 @@ def create_app(service: Service) -> FastAPI:
 def write_access_log(stream: TextIO) -> Iterator[None]:
     """Log each request as a line of JSON within the context: its time, path, key owner, job and duration."""
     handler = logging.StreamHandler(stream)
-    # Where the stream takes nothing, clients would write a traceback into the other log with each request.
+    # If the stream is closed, each request would otherwise write a traceback into the other log.
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(message)s"))
     ACCESS_LOG.addHandler(handler)
@@ -120,7 +120,7 @@ class AccessLog:
             return
         state = scope.setdefault("state", {})
         began = time.time()
-        # The status of a request whose answer never began.
+        # The status to log if the answer never begins.
         status = 500
 
         async def send_noted(message: Message) -> None:
@@ -201,7 +201,7 @@ async def _describe_model(http: HttpRequest) -> JsonObject:
         "edits": facts.edit is not None,
         "negative_prompt": facts.takes("negative_prompt"),
         "defaults": list_own_values(facts),
-        # It reads the folder of LoRAs.
+        # This reads the folder of LoRAs, so it runs in a thread.
         "loras": await asyncio.to_thread(service.options.list_lora_names, facts),
     }
 

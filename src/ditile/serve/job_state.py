@@ -1,4 +1,4 @@
-"""What the service knows of one job and of one batch: where it is, who watches it, and how it is to end."""
+"""The service's state of one job and of one batch: position, watchers, and outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ditile.serve.jobs import Failure, Job, JobEvent, JobResult, State
 from ditile.serve.replica import Replica
 
-# Events that are kept for a watcher who does not fetch them: the newest.
+# The number of newest events to keep for a slow watcher.
 MAX_NEWS = 16
 
 
@@ -43,9 +43,9 @@ class JobState:
 
     Attributes:
         latest: its last event, without a preview.
-        timer: of its timeout; None for a job that had ended before this server started.
-        batch: of which it is a part; None while it waits.
-        outcome: how it will end as soon as its ranks have stopped; None while nothing has ended it.
+        timer: the timer of its timeout; None for a job that had ended before this server started.
+        batch: its batch; None while it waits.
+        outcome: the outcome once its ranks have stopped; None while nothing has ended it.
         is_ending: whether its end is being written to disk.
         is_settled: whether there will be no more news of it.
     """
@@ -67,7 +67,7 @@ class JobState:
         """Replace the job, and notify its watchers."""
         self.latest = dataclasses.replace(event, preview=None, preview_index=0)
         for watcher in self.watchers:
-            # Steps replace each other, so that they push no preview out.
+            # A step replaces the step before it, so that steps push no preview out of the queue.
             if watcher.pending and watcher.pending[-1].preview is None:
                 watcher.pending.pop()
             watcher.pending.append(event)
@@ -80,7 +80,7 @@ class JobState:
 
     async def watch(self) -> AsyncIterator[JobEvent]:
         """Yield the job's current state, and then its news until it is settled."""
-        # It listens before the first event is out, so that it misses none.
+        # The watcher is added before the first event is sent, so that it misses none.
         watcher = _Watcher()
         self.watchers.add(watcher)
         try:

@@ -70,8 +70,8 @@ class Request:
         output_compression: the quality of jpeg and webp, 0 to 100; 100 is the best.
         num_previews: how many previews the client wants while the image is generated.
         loras: names of LoRAs, as `ServeOptions.list_lora_names` has them -> their scales.
-        computed_steps: how many steps call the model; the others are forecast. None leaves that to the server.
-        bounds: by which the computed steps are chosen instead.
+        computed_steps: the number of steps that call the model; the others are forecast. None leaves it to the server.
+        bounds: bounds for choosing the computed steps instead.
         timeout: seconds after its arrival at which the job is ended; None for the server's own limit.
         client: values that the API must return to the client, as JSON types; they do not change what is generated.
     """
@@ -113,7 +113,7 @@ class Failure:
     Attributes:
         code: "refused" (the request does not fit the model or the plan), "rank_failed", "ranks_failed" (in each
             start), "out_of_memory", "timeout", "restarted" (the server was) or "internal".
-        message: one line for the client, which says what would work.
+        message: one line for the client, with a suggestion.
     """
 
     code: str
@@ -187,7 +187,7 @@ class JobEvent:
 
     Attributes:
         job: as it is now.
-        step, num_steps: how many steps are done, and how many there are.
+        step, num_steps: the number of steps done, and of all steps.
         preview: a PNG of the running latents, if there is a new one.
         preview_index: its number from 0.
     """

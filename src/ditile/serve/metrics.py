@@ -1,4 +1,4 @@
-"""What a server counts and times, for Prometheus. Each event of the service has one method here."""
+"""The counters and times of a server for Prometheus. Each event of the service has one method here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ditile.serve.jobs import Job, JobResult
 
 # Bounds of the histogram in seconds: from a small model's image to a long video.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
-# Parts of a job that its call measures; besides, "wait" ends when its ranks begin, and "total" when it has ended.
+# Stages that a call measures. Besides these, "wait" ends when the ranks begin, and "total" when the job has ended.
 CALL_STAGES = ("text", "denoise", "decode")
 # Name -> help, and labels. Dashboards rely on these names.
 _COUNTERS: dict[str, tuple[str, list[str]]] = {
@@ -94,7 +94,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _note_seconds(self, stage: str, begin: float, end: float | None) -> None:
-        # The clock may have been set back meanwhile.
+        # The system clock may have been set back meanwhile.
         if end is not None:
             self._seconds.labels(stage).observe(max(0.0, end - begin))
 

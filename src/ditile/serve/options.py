@@ -20,7 +20,7 @@ from ditile.runner.requests.options import EngineOptions, SourceOptions
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 """As browsers write it: a scheme, a host and a port, and no path."""
-# A large photo; each takes some bytes of the server's memory while it is decoded.
+# The size of a large photo. Each pixel takes some bytes of the server's memory during decoding.
 MAX_UPLOAD_PIXELS = 2**24
 FOR_SECOND = f"{DENOISERS[1]}="
 """Begins the name of a request's LoRA that is for the second of two transformers, as of --lora."""
@@ -31,7 +31,7 @@ Port = Annotated[int, Field(ge=0, lt=2**16)]
 
 @options()
 class ServeOptions(EngineOptions, SourceOptions):
-    """What to serve, to whom, and within which limits."""
+    """The options of a server: model, clients and limits."""
 
     plan: str | None = define_option(
         None,
@@ -114,7 +114,7 @@ class ServeOptions(EngineOptions, SourceOptions):
         if self.ray is None:
             return
         has_port = self.ray.rpartition(":")[2].isdecimal()
-        # An address with a scheme is one of Ray's client, which needs no cluster on this machine.
+        # An address with a scheme is for Ray's client, which needs no cluster on this machine.
         if "://" in self.ray or not (self.ray == "local" or has_port):
             raise ModelError(
                 f"ray={self.ray!r} is no address of a cluster, such as 10.0.0.1:6379; run this on one of its machines"

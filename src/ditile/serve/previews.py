@@ -21,18 +21,18 @@ from ditile.plan.errors import ModelError
 
 # Singular values below this share of the largest are noise where an image has few latent pixels.
 CUTOFF = 1e-2
-# Latent pixels that the map is fitted to, the newest.
+# The map is fitted to this many of the newest latent pixels.
 MAX_ROWS = 2**16
 
 
 class PreviewDecoder:
-    """The linear map of one VAE, as far as it has been fitted.
+    """The linear map of one VAE, fitted to the images so far.
 
     Latents are of one image: `[1, C, h, w]`, `[1, C, F, h, w]` and `[1, F, C, h, w]` of a video, or packed
     `[1, N, C]`, each token of which has 2x2 colours.
 
     Args:
-        channels: of the latents of the VAE; only to tell `[1, C, F, h, w]` from `[1, F, C, h, w]`.
+        channels: the channels of the VAE's latents, only to tell `[1, C, F, h, w]` from `[1, F, C, h, w]`.
     """
 
     def __init__(self, channels: int | None = None) -> None:
@@ -57,7 +57,7 @@ class PreviewDecoder:
         if side > 1 and len(frames) > 1:
             raise ModelError("latents of a video that are packed into tokens have no known grid")
         inputs = torch.cat([_append_ones(grid) for grid in grids])
-        # A latent frame holds several frames, except for the first; it is compared with the last of them.
+        # A latent frame holds several frames, except for the first. It is compared with its last frame.
         stride = (len(frames) - 1) / max(len(grids) - 1, 1)
         shown = [frames[round(index * stride)] for index in range(len(grids))]
         colors = torch.cat([_average_colors(frame, grids[0], side) for frame in shown])
@@ -110,20 +110,20 @@ class PreviewDecoder:
 
 
 class CallPreviews:
-    """The previews of one call: which latents they need, and what becomes of these.
+    """The previews of one call, made from the latents after some steps.
 
         previews = CallPreviews(decoder, pipe.scheduler, {4, 9}, (1024, 1024), show)
         runner(..., watch=StepWatch(on_latents=previews.take_latents, latents_at=previews.latents_at))
 
     Args:
-        steps: after which there is a preview; also the last one, for `last_latents`.
+        steps: the steps with a preview after them; also the last one, for `last_latents`.
         size: (width, height) of the images in pixels.
         on_preview: called with (step, a preview of each image) if the decoder was fitted before.
 
     Attributes:
         latents_at: the steps after which the latents are needed.
-        last_latents: those that came last, of all images.
-        last_step: the step after which they came; -1 before.
+        last_latents: the latest latents of all images.
+        last_step: the step of the latest latents; -1 before the first.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class CallPreviews:
         self._on_preview = on_preview
         self.latents_at = self._steps
         if can_estimate_clean(scheduler):
-            # The line needs the latents of the step before, too.
+            # The estimate needs the latents of the step before, too.
             self.latents_at |= {step - 1 for step in steps if step > 0}
         self.last_latents: Tensor | None = None
         self.last_step = -1
@@ -155,7 +155,7 @@ class CallPreviews:
         self.last_step = step
         if step not in self._steps:
             return
-        # The first image has no preview, nor has one of another size than its class was asked for: the call goes on.
+        # The first image has no preview, nor has an image of another size than its class requested. The call goes on.
         with suppress(ModelError):
             self._on_preview(step, [self._decoder.decode(row[None], self._size) for row in clean])
 
@@ -164,7 +164,7 @@ def can_estimate_clean(scheduler: Any) -> bool:
     """Return whether it is known how a scheduler mixes images with noise, and its steps add none."""
     config = scheduler.config
     adds_noise = config.get("stochastic_sampling") or str(config.get("algorithm_type")).startswith("sde")
-    # Between two latents, a scheduler of a higher order makes more than one step.
+    # A scheduler of a higher order makes more than one step between two latents.
     if adds_noise or getattr(scheduler, "order", 1) != 1:
         return False
     return type(scheduler).__name__.startswith("FlowMatch") or hasattr(scheduler, "_sigma_to_alpha_sigma_t")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from ditile.serve.jobs import Job, QueueFullError
 
-# The assumed seconds of a job until one was measured.
+# The assumed seconds of a job until one has been measured.
 FIRST_GUESS = 5.0
 # Options that may differ within a batch.
 _DIFFERING = ("prompt", "negative_prompt", "seed", "num_images")
@@ -105,7 +105,7 @@ class JobQueue:
         waiting = [iter(jobs.values()) for jobs in self._owners.values()]
         while waiting and room > 0:
             for jobs in tuple(waiting):
-                # The next one of this owner.
+                # The owner's next job of the same shape.
                 alike = (job for job in jobs if job is not first and describe_shape(job) == shape)
                 job = next(alike, None)
                 if job is None:
@@ -120,11 +120,11 @@ class JobQueue:
 def describe_shape(job: Job) -> str | None:
     """Describe the options that a batch has in common; None for a job that runs alone."""
     request = job.request
-    # Conditions and previews belong to one job's call, and a bound on seconds is that of one job.
+    # Conditions and previews belong to one job's call, and a bound on seconds holds for one job.
     if request.options.image is not None or request.num_previews or request.bounds.seconds is not None:
         return None
     options = request.to_json()["options"]
-    # A call takes a prompt for every row, or for none.
+    # A call has a prompt for every row, or for none.
     has_texts = [options["prompt"] is None, options["negative_prompt"] is None]
     for name in _DIFFERING:
         del options[name]

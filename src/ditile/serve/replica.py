@@ -1,4 +1,4 @@
-"""A replica of the model: ranks that `launch` starts in a thread of the server, and starts again when one fails.
+"""A replica of the model: ranks that `launch` runs in a thread of the server, and restarts when one fails.
 
 A replica reports by events, which arrive in order in the server's event loop. Whatever ends the ranks (a signal, a rank
 that hangs, an error that leaves messages in flight) ends only the batch that they were generating, and no other job. If
@@ -31,22 +31,22 @@ from ditile.serve.jobs import Failure, Files, JobResult
 from ditile.serve.link import Batch, Message, SocketLink, WorkerSetup
 
 LOG = logging.getLogger("ditile")
-# As /health reports them.
+# The states of a replica, under the names that /health reports.
 ReplicaState = Literal["starting", "ready", "drawing", "down", "failed"]
-# A replica has failed after this many starts in a row that failed in the same way.
+# A replica has failed after this many starts in a row with the same failure.
 FAILED_STARTS = 3
-# The cause of ranks whose processes the server could not start.
+# The cause of a failure if the server could not start the processes of ranks.
 NOT_STARTED = "not started"
-# Seconds after which a rank that the system has stopped counts as failed.
+# Seconds until a rank stopped by the system counts as failed.
 STOPPED_SECONDS = 2.0
-# Seconds between two starts, at most; ranks that never became ready wait 1, 2, 4 .. seconds.
+# At most these seconds between two starts; ranks that never became ready wait 1, 2, 4 .. seconds.
 LONGEST_DELAY = 30.0
-# How often a batch is asked again to stop, until it has: its call may not have begun yet.
+# Seconds between requests to stop a batch. They are repeated because its call may not have begun yet.
 STOP_AGAIN_SECONDS = 0.2
-# How long ranks may take to exit before they are killed: idle ranks, and ranks that are busy or loading.
+# Seconds for ranks to exit before they are killed: idle ranks, and busy or loading ones.
 LEAVE_SECONDS = 10.0
 LEAVE_BUSY_SECONDS = 0.1
-# Seconds in which a stopped batch has to end, within two steps; after that its ranks are started again.
+# Seconds for a stopped batch to end, within two steps. After that its ranks are started again.
 STOP_LIMIT = 120.0
 
 
@@ -81,7 +81,7 @@ class ReplicaEvent:
     error: DitileError | None = None
 
 
-# Called in the server's event loop with each event of a replica.
+# A function called in the server's event loop with each event of a replica.
 EventHandler = Callable[[ReplicaEvent], None]
 
 
@@ -156,11 +156,11 @@ class Replica(ABC):
         self._tell("down", lost, failure=failure, error=error)
 
     def _log_end(self, error: DitileError) -> None:
-        # The command itself reports a model that does not fit when it ends.
+        # If the model does not fit, the command itself reports it when it ends.
         if not isinstance(error, RankError) and self.facts is None:
             return
         line = str(error)
-        # Starts that fail in the same way fill the log with one traceback alone.
+        # Starts that fail in the same way log only one traceback.
         traceback = getattr(error, "traceback", "").rstrip()
         if traceback and line != self._last_line:
             LOG.error("replica %s: %s\n%s", self.name, line, traceback)
@@ -196,7 +196,7 @@ class LocalReplica(Replica):
         super().__init__(name, on_event)
         self._setup = setup
         self._links: list[SocketLink] = []
-        # A single thread keeps messages in order. Links can block, if a rank computes or files are large.
+        # A single thread keeps messages in order. Links can block while a rank computes or files are large.
         self._sender = ThreadPoolExecutor(1, f"links-{name}")
         self._is_ending = threading.Event()
         self._is_killed = threading.Event()
@@ -208,7 +208,7 @@ class LocalReplica(Replica):
 
     def start(self) -> None:
         """Start the ranks, and start them again when they fail."""
-        # Its thread starts now: later there may be no room for it.
+        # The thread of the executor starts now, since later the system may allow no more threads.
         self._sender.submit(_send_to_all, [], {}, None)
         threading.Thread(target=self._keep_ranks_alive, name=f"ranks-{self.name}", daemon=True).start()
 
@@ -250,7 +250,7 @@ class LocalReplica(Replica):
         try:
             self._restart_ranks()
         finally:
-            # Whatever ends this thread, a server that ends does not wait for it.
+            # Whatever ends this thread, the server must not wait for it when it ends.
             self._post(self._has_ended.set)
 
     def _restart_ranks(self) -> None:
@@ -267,14 +267,14 @@ class LocalReplica(Replica):
                 has_been_ready = True
                 failed_starts.clear()
             else:
-                # It doubles, as what is missing may take long to come back.
+                # The delay doubles, since a missing resource may take long to come back.
                 delay = min(LONGEST_DELAY, max(1.0, 2 * delay))
                 failed_starts[name_cause(error)] += 1
             has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
             if not self._is_ending.is_set():
                 self._post(self._note_down, error, has_failed)
-            # What ranks lacked three times will not come. Ranks that were ready may get it back, such as GPU memory,
-            # and the server threads.
+            # A resource missing at three starts will stay missing. Ranks that were ready may get it back, such as
+            # GPU memory, and so may the server its threads.
             if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
                 break
             self._is_ending.wait(delay)
@@ -285,7 +285,7 @@ class LocalReplica(Replica):
         try:
             pairs = [socket.socketpair() for _ in range(self._setup.plan.world)]
         except OSError as error:
-            # Too many open files.
+            # The system has too many open files.
             return _describe_failed_start(error)
         links = [SocketLink(ours.detach()) for ours, _ in pairs]
         reader = threading.Thread(target=self._receive_messages, args=(links[0], is_ready), daemon=True)
@@ -306,10 +306,10 @@ class LocalReplica(Replica):
         except DitileError as error:
             return error
         except (OSError, RuntimeError) as error:
-            # A full disk, or too many processes or threads, which may be fewer in a moment.
+            # The disk is full, or there are too many processes or threads for the moment.
             return _describe_failed_start(error)
         finally:
-            # The reader ends when the other end of its link is closed in every process.
+            # The reader ends only when every process has closed the other end of its link.
             for _, theirs in pairs:
                 theirs.close()
             if reader.ident is not None:
@@ -351,12 +351,12 @@ class LocalReplica(Replica):
 
 def run_worker(setup: WorkerSetup) -> None:
     """Generate the server's batches on this rank, until the server dismisses the rank or has gone."""
-    # It imports torch, which the server never does.
+    # This imports torch, which the server never does.
     from ditile.serve.worker import RankWorker
 
     fd = env.read_link_fd()
     assert fd is not None, "a rank of the server has a link to it"
-    # The standard output is the server's.
+    # The standard output belongs to the server.
     with contextlib.redirect_stdout(sys.stderr):
         RankWorker(setup, SocketLink(fd)).serve_batches()
 

@@ -1,4 +1,4 @@
-"""The cache of each request: the server's own, or the steps that it says itself, by number or by bounds."""
+"""The cache of each request: the server's own, or steps set by the request, as a number or by bounds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class RequestCache:
-    """The cache of the request under way; a request that says nothing has the server's own.
+    """The cache of the running request; by default the server's own.
 
     Args:
-        runner: whose cache is replaced for a request.
+        runner: the runner in which the cache is replaced.
 
     Attributes:
         is_replaced: whether the cache is that of a request.
@@ -36,7 +36,7 @@ class RequestCache:
         self._setup = setup
         self._own_configs = setup.cache.build_cache_arguments()
         self.is_replaced = False
-        # Of the last request; None if all of its steps compute.
+        # The cache of the last request; None if all of its steps compute.
         self._replacement: FittedScheduleConfig | None = None
 
     @property
@@ -49,7 +49,7 @@ class RequestCache:
         """Install the cache of a job's request; every rank calls it.
 
         Returns:
-            What is promised, as of `Promise.to_json_dict`, or the number of computed steps alone; empty without either.
+            The promise in the form of `Promise.to_json_dict`, or the number of computed steps; empty without either.
 
         Raises:
             ModelError: if the server has a cache that the request cannot replace, or nothing keeps the bounds.
@@ -101,7 +101,7 @@ class RequestCache:
         """Return the promise of rank 0 for all ranks, since each host has a profile of its own."""
         answer: JsonObject = {}
         if self._runner.mesh.rank == 0:
-            # The planner asks for the sizes of images alone.
+            # The planner needs only the sizes of images.
             sizes = tuple(_read_size(job.inputs[name]) for name in job.request.options.image or ())
             options = replace(job.request.options, model=self._setup.model, image=sizes or None, mask=None)
             try:

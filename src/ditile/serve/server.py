@@ -1,4 +1,4 @@
-"""Runs the server: listens, starts the ranks, and on a signal stops both."""
+"""The run of the server: it listens, starts the ranks, and on a signal stops both."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from ditile.serve.options import ServeOptions
 from ditile.serve.replica import EventHandler, LocalReplica
 from ditile.serve.service import ReplicaFactory, Service
 
-# How long responses that are still being sent may take after the jobs have ended.
+# Seconds for responses that are still being sent after the jobs have ended.
 OPEN_REQUESTS_SECONDS = 5
-# How long the line and the headers of a request may take, from the connection or the answer before, and their bytes.
+# Limits of a request's line and headers: seconds since the connection or the previous answer, and bytes.
 HEAD_SECONDS = 20.0
 MAX_HEAD_BYTES = 2**16
 # Connections that the system keeps until they are accepted, and those that are accepted before any of them is counted.
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
 MAX_CONNECTIONS = 4096
-# All threads of the event loop start with the server: later the system may allow no more of them.
+# All threads of the event loop start with the server, since later the system may allow no more of them.
 NUM_THREADS = 8
-# An exception that repeats is logged once in so many seconds.
+# A repeated exception is logged once in this many seconds.
 REPEAT_SECONDS = 60.0
 Predict = Callable[[], Awaitable[JsonObject]]
 
@@ -104,7 +104,7 @@ def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> R
         from ditile.serve.ray_replicas.application import RayApplication
 
         application = RayApplication(setup, options)
-        # Before anything says that a model loads.
+        # The address is checked before a message says that the model loads.
         application.check_address()
         return application.make_replica
 
@@ -153,7 +153,7 @@ async def _serve_and_drain(
             server.should_exit = True
         await serving
         if ready.done() and not server.is_told:
-            # Raises the error if the ranks could not start.
+            # This raises the error if the ranks could not start.
             ready.result()
         # Read before the tasks are cancelled: a cancelled task counts as done too.
         has_failed = failed.done()
@@ -180,7 +180,7 @@ def add_page(app: FastAPI, service: Service) -> None:
 
 
 class TimedConnection(HttpToolsProtocol):
-    """A connection that is closed if the head of its next request does not come in time.
+    """A connection with a time limit for the head of its next request.
 
     Args:
         waiting: the connections of the server without a request, in the order in which they began to wait. If there
@@ -207,7 +207,7 @@ class TimedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, and refuse headers that are too large."""
-        # The parser alone knows where in the data a head begins and ends.
+        # Only the parser knows where the headers begin and end in the data.
         if not self._is_in_body:
             self._num_head_bytes += len(data)
         super().data_received(data)
@@ -239,7 +239,7 @@ class TimedConnection(HttpToolsProtocol):
 
     def _wait_for_head(self) -> None:
         self._waiting[self] = None
-        # Unlike uvicorn's own limit, it counts on while a client sends a letter now and then.
+        # Unlike uvicorn's own limit, it is not reset by a client that sends a byte now and then.
         self._timer = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
 
     def _end_waiting(self) -> None:
@@ -260,12 +260,12 @@ def configure_http(app: FastAPI) -> uvicorn.Config:
 
     return uvicorn.Config(
         app,
-        # uvicorn calls it as it would call a class.
+        # uvicorn calls this function like a class.
         http=connect,  # type: ignore[arg-type]
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
         log_config=None,
-        # Its warnings are one line for each client that speaks no HTTP.
+        # uvicorn's warnings would be one line for each client that does not speak HTTP.
         log_level="error",
         access_log=False,
         server_header=False,
@@ -288,7 +288,7 @@ def start_threads(count: int) -> ThreadPoolExecutor:
 
 
 class RepeatFilter(logging.Filter):
-    """Leaves out an exception that was logged within the last minute: clients may cause any number of one kind."""
+    """Drops an exception that was logged within the last minute, since clients may cause any number of one kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class RepeatFilter(logging.Filter):
 
 
 class DrainingServer(uvicorn.Server):
-    """Stops on the first signal once its running jobs have ended, and on a second SIGTERM or SIGINT at once."""
+    """A server that stops on the first signal after its running jobs, and at once on a second SIGTERM or SIGINT."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -327,7 +327,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections."""
         await super().startup(sockets)
-        # uvicorn has one number for what is accepted at once and for what the system keeps.
+        # uvicorn uses one number both for accepting at once and for the system's backlog.
         for listener in sockets or []:
             listener.listen(BACKLOG)
 
@@ -341,7 +341,7 @@ class DrainingServer(uvicorn.Server):
         """Let signals stop the server, even while its ranks are still loading the model."""
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGTERM, signal.SIGINT]
-        # Under nohup the server outlives its terminal.
+        # Under nohup SIGHUP is ignored, and the server outlives its terminal.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         for number in numbers:
@@ -356,7 +356,7 @@ class DrainingServer(uvicorn.Server):
         if self._draining is None:
             seconds = self._service.options.drain
             self._draining = asyncio.create_task(self._drain_and_exit(seconds))
-            # A terminal that was closed takes no line.
+            # A closed terminal raises an error on writing.
             with contextlib.suppress(OSError):
                 print(f"ditile: {number.name}: running jobs get {seconds:g} s; once more ends them", file=sys.stderr)
         # The system and the shell may each say that a terminal was closed.
@@ -368,7 +368,7 @@ class DrainingServer(uvicorn.Server):
         try:
             await self._service.drain(seconds)
         finally:
-            # Whatever has failed, a server that was told to ends.
+            # Whatever has failed, a server that was told to end must end.
             self.should_exit = True
 
 

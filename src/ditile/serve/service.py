@@ -1,4 +1,4 @@
-"""The service: takes requests as jobs, has replicas generate them in batches, and ends each of them.
+"""The service: it accepts requests as jobs, gives them to replicas in batches, and ends each of them.
 
 All of it runs in one event loop; the store works in a thread of its own, in the order in which it is called, so that
 the loop never waits for a disk. Replicas report by events. The end of a job is published when it is on disk.
@@ -42,19 +42,19 @@ from ditile.serve.store import JobStore
 
 LOG = logging.getLogger("ditile")
 T = TypeVar("T")
-# Makes the replica of this name, which reports its events to a function in the event loop.
+# A function (name, handler) -> the replica, which reports its events to the handler in the event loop.
 ReplicaFactory = Callable[[str, EventHandler], Replica]
-# How long a server that ends waits for ranks that were told to stop.
+# Seconds that an ending server waits for ranks that were told to stop.
 STOP_SECONDS = 10.0
 ID_LETTERS = string.ascii_lowercase + string.digits
 
 
 class Service:
-    """Jobs of one server. All methods but `read_output` are called in the event loop in which it was started.
+    """The jobs of one server. All methods but `read_output` are called in the event loop that started it.
 
     Args:
         options: limits, the state folder and the number of replicas.
-        plan: what `describe_plan` says of the plan before anything was generated, in types of JSON.
+        plan: the facts in `describe_plan` before the first image, as JSON types.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Service:
         self._replicas = [make_replica(str(number), self._handle_event) for number in range(options.num_groups)]
         self._queue = JobQueue(options.max_queue)
         self._max_batch = options.max_batch
-        # In the order in which they came.
+        # Id -> state, in the order of arrival.
         self._states: dict[str, JobState] = {}
         # Name of a replica -> its batch.
         self._batches: dict[str, RunningBatch] = {}
@@ -88,7 +88,7 @@ class Service:
         """Open the store, queue the videos that an earlier server left, and start the ranks.
 
         Returns:
-            How many results of an earlier server there are, and how many videos wait again.
+            The number of results of an earlier server, and of its videos that wait again.
 
         Raises:
             StateError: if the state folder cannot be used, or another server uses it.
@@ -154,15 +154,15 @@ class Service:
         """
         self._check_not_draining()
         self._check_not_failed()
-        # Nothing is accepted before the first replica has said what the model takes.
+        # This raises until the first replica has reported the facts of the model.
         _ = self.facts
-        # 24 letters of 36 cannot be guessed: the address of an image needs no key.
+        # 24 letters of 36 cannot be guessed, so the address of an image needs no key.
         letters = "".join(secrets.choice(ID_LETTERS) for _ in range(24))
         job_id = f"{kind}_{letters}"
         job = Job(id=job_id, owner=owner, kind=kind, request=request)
         accepting = self._spawn_task(self._accept_job(job, inputs))
         try:
-            # The job is written to the end even if the client goes, and is cancelled after that.
+            # If the client disconnects, the job is still written completely, and cancelled after that.
             return await asyncio.shield(accepting)
         except asyncio.CancelledError:
             self._spawn_task(self._cancel_unseen_job(accepting))
@@ -344,7 +344,7 @@ class Service:
 
     def _find_state(self, job_id: str, owner: str | None) -> JobState:
         state = self._states.get(job_id)
-        # Somebody else's job is answered like no job.
+        # A job of another owner is reported as missing.
         if state is None or owner not in (None, state.job.owner):
             raise JobNotFoundError(f"there is no job {job_id[:64]!r}; it may have expired")
         return state
@@ -390,7 +390,7 @@ class Service:
             self._leave_to_next_server(batch.open)
             self._release_batch(batch)
         elif batch.replica.state != "ready":
-            # Each is put at the front, so that the first one ends up first.
+            # Reversed, because each is put at the front of the queue.
             for state in reversed(batch.open):
                 state.batch = None
                 self._queue.put_back_job(state.job)
@@ -457,7 +457,7 @@ class Service:
         else:
             assert event.result is not None, "the result of a job that is done"
             self._last_result = dataclasses.asdict(event.result)
-            # Files and seeds lead to the image, which is its owner's.
+            # Files and seeds would reveal the image, which belongs to its owner.
             del self._last_result["files"], self._last_result["seeds"]
             self._end_job(state, JobOutcome(state="done", result=event.result), event.files)
 
@@ -488,7 +488,7 @@ class Service:
             return
         self._has_failed.set()
         self._has_started.set()
-        # Clients wait for images. Videos are left to the next server, or to ranks that come up again.
+        # Clients wait for images, so these fail. Videos are left to the next server, or to restarted ranks.
         for state in self._list_open_states():
             if state.job.kind == "image":
                 self._cancel_job(state, JobOutcome(state="failed", failure=event.failure))
@@ -508,13 +508,13 @@ class Service:
             jobs.append(job)
             self.metrics.note_started_job(job)
             state.publish(JobEvent(job=job))
-        # Tasks begin in their order, and the store keeps it: nothing else of these jobs is written before this.
+        # Tasks begin in order, and the store keeps that order: nothing else of these jobs is written before this.
         self._spawn_task(self._save_jobs(jobs))
         self._update_job_counts()
 
     def _note_step(self, batch: RunningBatch, step: int, num_steps: int) -> None:
         self.metrics.note_step()
-        # 100 is published when the result is on disk.
+        # 100 is reserved for a result on disk.
         progress = min(99, 100 * step // max(1, num_steps))
         for state in batch.open:
             job = dataclasses.replace(state.job, progress=progress)
@@ -526,7 +526,7 @@ class Service:
         """Cancel a queued job, or one of a batch. The batch stops once all its jobs are cancelled."""
         if state.is_ending or state.is_settled:
             return
-        # The first outcome counts, unless it was open to a result.
+        # The first outcome counts, unless it still accepts a result.
         if state.outcome is None or state.outcome.accepts_result:
             state.outcome = outcome
         batch = state.batch
@@ -550,7 +550,7 @@ class Service:
         if state.batch is not None and state in state.batch.open:
             state.batch.open.remove(state)
         if outcome.state == "queued":
-            # The server ends, which is no fault of the job: this attempt does not count.
+            # This attempt does not count, since the end of the server is not a fault of the job.
             attempts = job.attempts
             if job.state == "running":
                 attempts -= 1
@@ -648,7 +648,7 @@ class Service:
             self._close_batch(batch, failure)
 
     async def _end_service(self) -> None:
-        # Jobs whose ranks have begun get the time that the server leaves them.
+        # Running jobs may use the remaining time of the server.
         for state in self._list_open_states():
             if state.batch is None or state.batch.begun is None:
                 self._leave_to_next_server([state])
@@ -660,7 +660,7 @@ class Service:
             await asyncio.wait(self._tasks)
         self._sweeper.cancel()
         await asyncio.wait([self._sweeper])
-        # After all that was to be written.
+        # The store is closed after all pending writes.
         await self._run_on_disk(self._store.close)
         self._disk.shutdown()
         self._has_started.set()
@@ -682,7 +682,7 @@ class Service:
 
     def _spawn_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)
-        # The loop alone would not keep it.
+        # The loop has only a weak reference to the task.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -28,9 +28,9 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.option_classes import JsonObject
 from ditile.serve.jobs import Failure, Files, Job, JobNotFoundError, JobResult, Request
 
-# After how many attempts the server concludes that the video itself kills the server.
+# After this many attempts the video itself is assumed to kill the server.
 MAX_ATTEMPTS = 3
-# What SQLite calls the application id ("diti"), and the version of the table.
+# SQLite's application id ("diti"), and the version of the table.
 APPLICATION = 0x64697469
 VERSION = 1
 # Ids and names of requests become paths, so nothing else is allowed.
@@ -62,7 +62,7 @@ class JobStore:
     """The jobs of one server. All methods but `read_job_file` are called in the thread that made it.
 
     Args:
-        folder: made if it does not exist; readable by its owner alone.
+        folder: created if it does not exist; readable only by its owner.
         keep_results: seconds after its end until a job expires, for jobs that end because the server was restarted.
 
     Raises:
@@ -120,7 +120,7 @@ class JobStore:
                 with self._database:
                     self._database.execute(_INSERT, _build_row(job))
             except (OSError, sqlite3.Error):
-                # The client is told that the job was not accepted, so that nothing of it may stay.
+                # The client is told that the job was not accepted, so nothing of it may stay.
                 shutil.rmtree(self._find_folder(job.id), ignore_errors=True)
                 raise
 
@@ -224,7 +224,7 @@ class JobStore:
                 raise StateError(f"{name!r} is no name for a file of a job")
             write_atomically(folder / name, content)
             _sync_file(folder / name)
-        # The row that follows must not outlive the names of the files when the machine loses power.
+        # After a power failure, a row must not exist without the names of its files.
         _sync_file(folder)
         _sync_file(folder.parent)
 
@@ -279,10 +279,10 @@ def _lock_folder(folder: Path) -> int:
 def _open_database(path: Path) -> sqlite3.Connection:
     """Open the database at a path, and create an empty one if there is none."""
     try:
-        # It holds prompts; SQLite gives its journal the same mode.
+        # The database contains prompts. SQLite gives its journal the same mode.
         path.touch(mode=0o600)
         path.chmod(0o600)
-        # IMMEDIATE takes the lock when a transaction begins, and not in the middle of it.
+        # IMMEDIATE takes the lock at the start of a transaction instead of in its middle.
         database = sqlite3.connect(path, isolation_level="IMMEDIATE")
     except (OSError, sqlite3.Error) as error:
         raise StateError(f"{path} cannot be opened: {error}; give --state another folder") from None
@@ -299,7 +299,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 
 def _prepare_database(database: sqlite3.Connection, path: Path) -> None:
-    # A new file has 0 for both; another program's database is not touched.
+    # A new file has 0 for both. A database of another program must not be changed.
     (application,) = database.execute("PRAGMA application_id").fetchone()
     (version,) = database.execute("PRAGMA user_version").fetchone()
     (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -309,9 +309,9 @@ def _prepare_database(database: sqlite3.Connection, path: Path) -> None:
         raise StateError(
             f"{path} has version {version} and this ditile reads {VERSION}; remove it, or give --state another folder"
         )
-    # Readers and the writer do not wait for each other.
+    # With WAL, readers and the writer do not wait for each other.
     database.execute("PRAGMA journal_mode = WAL")
-    # Each commit is on the disk when it returns.
+    # With FULL, each commit is on disk when it returns.
     database.execute("PRAGMA synchronous = FULL")
     if not num_tables:
         with database:

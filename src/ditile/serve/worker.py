@@ -1,7 +1,7 @@
-"""What a rank of the server does: it loads and splits the model once, and then generates one batch after another.
+"""A rank of the server: it loads and splits the model once, and then generates one batch after another.
 
 Every rank gets every message of the server in the same order, so that no rank waits in a collective while there is
-nothing to do. Rank 0 alone answers.
+nothing to do. Only rank 0 answers.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from ditile.serve.previews import CallPreviews, PreviewDecoder
 from ditile.serve.request_cache import RequestCache
 
 LOG = logging.getLogger("ditile")
-# The most calls of the warm-up: what comes once in an image is met in the first, recorded in the next, and then played.
+# The most calls of the warm-up. Work done once per image is first met, then recorded, and then replayed.
 MAX_WARM_CALLS = 3
-# The id of the warm-up job.
+# The warm-up job has the empty id.
 WARM_UP = ""
-# How often an idle rank reports that it lives, well within the time after which it would count as hanging.
+# Seconds between signs of life of an idle rank, well below the limit for a hanging rank.
 IDLE_SECONDS = 5.0
 
 
@@ -78,7 +78,7 @@ class RankWorker:
         )
         self._pipe.set_progress_bar_config(disable=True)
         self._request_cache = RequestCache(self._runner, setup)
-        # Of the pipeline that was loaded; requests with conditions switch to other classes of its family.
+        # The class of the loaded pipeline. Requests with conditions switch to other classes of its family.
         self._class = find_call_owner(self._pipe)
         self._config = dict(getattr(self._pipe, "config", {}))
         permanent: dict[str, float] = {}
@@ -117,13 +117,13 @@ class RankWorker:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._batches.get(timeout=IDLE_SECONDS)
-            # An idle rank does not hang. Only rank 0 says so: signs of the others would hide that it hangs in a call.
+            # An idle rank does not hang. Only rank 0 reports, since signs of the others would hide its own hang.
             if self._is_first:
                 env.report_progress()
 
     def _receive_messages(self) -> None:
         with contextlib.ExitStack() as stack:
-            # Whatever ends this thread lets the rank leave: it would hear nothing more.
+            # Whatever ends this thread, the rank leaves, since it would receive no more messages.
             stack.callback(self._batches.put, None)
             stack.enter_context(contextlib.suppress(EOFError, OSError))
             while True:
@@ -132,7 +132,7 @@ class RankWorker:
                     self._batches.put(Batch.from_message(message, files))
                 elif "stop" not in message:
                     return
-                # The server repeats this until the batch has ended: its call may not have begun yet.
+                # The server repeats this until the batch has ended, because its call may not have begun yet.
                 elif message["stop"] == self._running_id:
                     self._runner.stop()
 
@@ -148,12 +148,12 @@ class RankWorker:
             if len(jobs) == 1:
                 self._refuse_job(jobs[0], error)
                 return
-            # One of them is refused, and the others do not suffer for it.
+            # Run singly, only the job at fault is refused.
             for job in jobs:
                 self._generate_batch([job])
 
     def _refuse_job(self, job: BatchJob, error: Exception) -> None:
-        # What is not about a value of the request is for the log alone.
+        # Errors not about a value of the request are only for the log.
         if not isinstance(error, ValueError):
             LOG.error("job %s: %s", job.id, error)
             message = "the ranks could not do this; the server's log says why"
@@ -161,7 +161,7 @@ class RankWorker:
             return
         message = shorten_line(error)
         num_computed = job.request.computed_steps
-        # A cache calls them its steps, which is the name of another field.
+        # A cache calls these its steps, but that name belongs to another field.
         if num_computed is not None:
             message = re.sub(rf"^steps={num_computed}\b", f"computed_steps={num_computed}", message)
         self._answer("failed", job_id=job.id, failure={"code": "refused", "message": message})
@@ -207,7 +207,7 @@ class RankWorker:
             try:
                 job_result, files = self._encode_job(job, call, own_outputs, promise)
             except (ValueError, OSError) as error:
-                # Such as a WebP of more pixels than the format allows.
+                # For instance a WebP has more pixels than the format allows.
                 self._refuse_job(job, error)
             else:
                 job_result = replace(job_result, facts=facts)
@@ -242,7 +242,7 @@ class RankWorker:
         report = self._runner.report
         if previews.last_latents is None or report is None:
             return
-        # Only the final latents belong to the image.
+        # The map is fitted only to final latents, since only these belong to the image.
         if previews.last_step != report.steps - 1:
             return
         if not isinstance(output, Image.Image):
@@ -261,7 +261,7 @@ class RankWorker:
         try:
             for _ in range(MAX_WARM_CALLS):
                 self._generate_jobs([BatchJob(WARM_UP, Request(options=options))])
-                # Calls that come once in an image, as in its last step, are recorded in later ones.
+                # Calls that occur once in an image, as in its last step, are recorded in later images.
                 if not any(map(_has_recorded, self._runner.reports())):
                     return
         except DitileError as error:
@@ -346,12 +346,12 @@ class RankWorker:
 
 
 class LoraCache:
-    """The LoRAs that requests name, of which some stay loaded.
+    """The LoRAs of requests; some stay loaded.
 
     Args:
-        runner: into whose pipeline they are loaded.
-        folder: of the files; None without.
-        max_loras: how many stay loaded.
+        runner: its pipeline gets the LoRAs.
+        folder: the folder of the files; None without.
+        max_loras: the number of LoRAs that stay loaded.
         permanent: adapters that are used in every call -> their scales.
     """
 
@@ -372,11 +372,11 @@ class LoraCache:
         for name in scales:
             if name not in self._loaded:
                 self._load_lora(name, scales.keys())
-            # To the end, as the one that was used last.
+            # Moved to the end, as the most recently used one.
             self._loaded.remove(name)
             self._loaded.append(name)
         adapters = {_name_adapter(name): scale for name, scale in scales.items()}
-        # Also where none is loaded: one that was refused may have changed what is active.
+        # Needed even if none is loaded, since a refused LoRA may have changed the active ones.
         select_loras(self._runner, {**self._permanent, **adapters})
 
     def _load_lora(self, name: str, requested: Collection[str]) -> None:
@@ -387,7 +387,7 @@ class LoraCache:
             self._loaded.remove(removable[0])
         path = str(Path(self._folder, f"{name.removeprefix(FOR_SECOND)}.safetensors"))
         adapter = _name_adapter(name)
-        # Without one for the second transformer, the log says that it gets nothing.
+        # Without a LoRA for the second transformer, the log says that it gets none.
         into_second = None
         if any(text.startswith(FOR_SECOND) for text in requested):
             into_second = name.startswith(FOR_SECOND)
@@ -397,7 +397,7 @@ class LoraCache:
         except ModelError as error:
             # Clients must not learn local paths.
             complaint = str(error).replace(path, name)
-        # Each rank has a part of the model, and it alone may find that a LoRA does not fit.
+        # Each rank has a part of the model, so a single rank may find that a LoRA does not fit.
         complaints = [text for text in gather_json(complaint, self._runner.mesh.everyone) if text]
         if complaints:
             if adapter in list_loaded_loras(self._runner.pipe):
@@ -407,7 +407,7 @@ class LoraCache:
 
 
 def _name_adapter(name: str) -> str:
-    # peft makes names of modules of it, which may not hold points.
+    # peft builds module names from it, and these must not contain dots.
     digest = hashlib.sha256(name.encode()).hexdigest()
     return f"lora_{digest[:16]}"
 

@@ -1,4 +1,4 @@
-"""What all routers answer: errors in OpenAI's form, and the end of a job to the client that waits for it."""
+"""Answers of all routers: errors in OpenAI's form, and the results of jobs for waiting clients."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ NAMES_OF_OPTIONS = {
 }
 # Code of a job's failure -> status; 503 for all others, which are the server's fault.
 STATUS_BY_FAILURE = {"refused": 422, "out_of_memory": 422, "timeout": 408, "cancelled": 409}
-# Seconds after which a client may try again while ranks start.
+# Seconds until a client may try again while ranks start.
 NOT_READY_SECONDS = 5
-# Error of the service -> status, code, and after how many seconds it may be gone. The first that fits counts.
+# Error of the service -> status, code, and seconds until a client may try again. The first match counts.
 _ANSWERS: list[tuple[type[DitileError], int, str, int | None]] = [
     (RanksFailedError, 503, "ranks_failed", None),
     (NotReadyError, 503, "not_ready", NOT_READY_SECONDS),
     (JobNotFoundError, 404, "not_found", None),
 ]
-# What Starlette answers with "Not Found" and the like.
+# Starlette's own answers to these are only "Not Found" and the like.
 _ROUTE_ERRORS = {
     404: ("there is no such route; /openapi.json has those there are", "not_found"),
     405: ("the route does not take this method; /openapi.json has those it takes", "method_not_allowed"),
@@ -59,12 +59,12 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_err
 
 
 class RequestError(DitileError):
-    """A request that is answered with an error.
+    """An error to answer a request with.
 
     Attributes:
         message: one line, which says what would work.
         status: of HTTP.
-        param: the field that is wrong.
+        param: the wrong field.
         code: a word for programs.
         retry_after: seconds.
     """
@@ -87,7 +87,7 @@ class RequestError(DitileError):
 
 
 class AsciiJSONResponse(JSONResponse):
-    """JSON of ASCII letters alone: a request may hold half a surrogate pair, which UTF-8 cannot."""
+    """JSON in ASCII only, since a request may hold half a surrogate pair, and UTF-8 cannot."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -143,7 +143,7 @@ def convert_error(error: Exception) -> RequestError:
     if isinstance(error, HTTPException):
         message, code = _ROUTE_ERRORS.get(error.status_code, (str(error.detail), f"http_{error.status_code}"))
         return RequestError(message, status=error.status_code, code=code)
-    # The text of any other error is for the log alone.
+    # The text of any other error is only for the log.
     LOG.error("a request failed: %s", message)
     message = "the server cannot do this now; its log says why"
     return RequestError(message, status=503, code="unavailable", retry_after=NOT_READY_SECONDS)
@@ -177,7 +177,7 @@ def rename_options(message: str) -> str:
     """Replace the command line's options in a message with the field names of requests."""
 
     def rename(match: re.Match[str]) -> str:
-        # What is to be run, or said of a command, is for who runs the server.
+        # Commands to run are advice for the operator of the server, not for its clients.
         if match[1] is None:
             return match[0]
         name = match[1].replace("-", "_")
@@ -220,7 +220,7 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
         await asyncio.wait({end, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if end.done():
             return end.result()
-        # nginx's status for it; only the access log shows it.
+        # nginx uses this status for a closed connection; only the access log shows it.
         raise RequestError("the client is gone", status=499, code="disconnected")
     finally:
         # The request's own task may have been cancelled, too.

@@ -1,4 +1,4 @@
-"""The fields of requests: their types, the limits of the server, and the job's request that they become."""
+"""The fields of requests: their types, the limits of the server, and the job built from them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from ditile.serve.options import ServeOptions
 if TYPE_CHECKING:
     from ditile.serve.service import Service
 
-# How names of models begin that old clients send by default; they get no warning.
+# Old clients send models with these prefixes by default; they get no warning.
 VENDOR_MODELS = ("dall-e", "gpt-image", "chatgpt-image", "sora")
-# No count is larger, before the limits of the server are checked.
+# An upper bound of every count, before the limits of the server are checked.
 MOST = 2**31
-# Control characters, and halves of surrogate pairs, which tokenizers do not take.
+# Control characters, and halves of surrogate pairs, which tokenizers reject.
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 _SIZE = re.compile(r"(\d{1,6})\s*[xX×*]\s*(\d{1,6})", re.ASCII)
 _SHOWN_WARNINGS = 16
 _SHOWN_LETTERS = 500
-# Fields of OpenAI that have no meaning for an open model -> its defaults, which ask for nothing.
+# OpenAI's fields without a meaning for an open model -> their defaults, which need no warning.
 _DEFAULTS: dict[str, tuple[str, ...]] = {
     "quality": ("auto", "standard"),
     "background": ("auto", "opaque"),
@@ -57,7 +57,7 @@ def _refuse_no_text(text: str) -> str:
 
 
 def _refuse_bool(value: Any) -> Any:
-    # pydantic takes true for 1.
+    # pydantic would accept true as 1.
     if isinstance(value, bool):
         raise ValueError("should be a number")
     return value
@@ -68,7 +68,7 @@ Whole = Annotated[int, BeforeValidator(_refuse_bool)]
 Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
 Count = Annotated[Whole, Field(ge=1, le=MOST)]
 Scale = Real
-# -1 asks for a random one; torch takes no more than 63 bits.
+# -1 asks for a random seed; torch accepts at most 63 bits.
 Seed = Annotated[Whole, Field(ge=-1, lt=2**63)]
 
 
@@ -240,7 +240,7 @@ async def read_request(service: Service, fields: ImageFields | VideoFields, body
     facts = service.facts
     options = service.options
     images, mask = await decode_uploads(body, options.max_upload_pixels, facts.max_pictures)
-    # It reads the folder of LoRAs.
+    # This reads the folder of LoRAs, so it runs in a thread.
     return await asyncio.to_thread(build_request, fields, facts, options, images, mask)
 
 
@@ -436,7 +436,7 @@ def parse_size(
     final_width = width or own_width
     final_height = height or own_height
     max_pixels = options.find_max_pixels(facts)
-    # Each side alone, too: a side of 0 would hide a long one.
+    # Each side is checked as well, since a side of 0 would hide a long one.
     if max(final_width * final_height, final_width, final_height) > max_pixels:
         most = int(max_pixels**0.5)
         param = "size" if _has_size(fields) else "width"
@@ -562,7 +562,7 @@ def _fit_image(image: Upload, facts: ModelFacts) -> tuple[int, int]:
 
 def _shorten_value(value: Any) -> str:
     """Return a value for an error message, with long values cut."""
-    # A number of many digits takes long to write.
+    # A number with many digits takes long to format.
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**18:
         return "a number of many digits"
     if isinstance(value, list | dict):

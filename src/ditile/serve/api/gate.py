@@ -1,4 +1,4 @@
-"""Which requests the app sees: those with a key, from where they may come, with a body that is whole and small enough.
+"""The gate before the app: it checks keys, hosts and origins, and reads bodies within limits.
 
 The whole body is read here, so that one place bounds its bytes and its time for every route.
 """
@@ -18,30 +18,30 @@ from ditile.serve.api.uploads import MAX_TEXT, URLENCODED, read_media_type
 from ditile.serve.api_keys import ApiKeys
 from ditile.serve.options import ServeOptions
 
-# How long a body that is too large is read before it is refused.
+# Seconds to read a body that is too large before it is refused.
 DROP_SECONDS = 10.0
-# How long a body may take, and how many bytes of the largest one it may take a second more for.
+# Seconds that a body may take, and the bytes for which a large one gets a second more.
 BODY_SECONDS = 30.0
 BODY_RATE = 2**18
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-# Routes that take images, by files or in JSON; without these no body is large.
+# Routes that accept images, as files or in JSON. No other route has large bodies.
 _IMAGE_PATHS = ("/v1/images/edits", "/v1/images/variations", "/v1/videos")
-# What needs no key: health, the page, which holds no secrets, and an image by its address, which cannot be guessed.
+# No key is needed for health, for the page without secrets, and for an image at its address, which cannot be guessed.
 _OPEN_PATHS = re.compile(
     r"/|/health|/config|/theme\.css|/manifest\.json|/favicon\.ico|/(?:assets|static)/.*|/v1/images/[^/]+/content/\d+"
 )
-# A user before the host, as in evil.example@localhost, would make it another one.
+# A user before the host is refused: evil.example@localhost would name another host.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
 
 
 class RequestGate:
-    """Admits requests that have a key, and whose body is whole.
+    """Admits requests with a key and a complete body.
 
-    Without keys, on a loopback address, it requires that host and origin are this machine. Otherwise a web page in a
-    browser here could use the server by a name that leads here.
+    Without keys, on a loopback address, host and origin must be this machine. Otherwise a web page in a local browser
+    could use the server by a name that resolves to this machine.
 
     Args:
-        app: to which it passes requests on.
+        app: the app behind the gate.
         keys: of the server.
     """
 
@@ -52,7 +52,7 @@ class RequestGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
-        # The lifespan of the app has no headers.
+        # Lifespan events of the app have no headers.
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -68,7 +68,7 @@ class RequestGate:
             await response(scope, receive, send)
             return
         except ClientDisconnect:
-            # The access log gets the status that proxies use.
+            # Proxies log this status for a client that has disconnected.
             await Response(status_code=499)(scope, receive, send)
             return
         await self._app(scope, _repeat_body(body, receive), send)
@@ -77,7 +77,7 @@ class RequestGate:
         host = headers.get("host", "")
         match = _HOST.fullmatch(host)
         if self._keys or not self._options.is_loopback:
-            # Addresses in answers are made of it. Clients of HTTP/1.0 send none.
+            # Addresses in answers are built from the host. Clients of HTTP/1.0 send none.
             if host and match is None:
                 raise RequestError("the host is no name or address", code="bad_host")
             return
@@ -90,7 +90,7 @@ class RequestGate:
         if origin is None or origin in self._options.list_origins():
             return
         is_own_page = origin.partition("://")[2] == host
-        # Pages cannot read what they get without CORS.
+        # Without CORS, pages cannot read the answers of requests that only read.
         if not is_own_page and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             raise RequestError(
                 f"pages of {origin[:60]!r} may not use this server; serve with --cors {origin[:60]}",
@@ -106,7 +106,7 @@ class RequestGate:
         if scheme.lower() != "bearer":
             token = headers.get("x-api-key", "")
         token = token.strip()
-        # Headers are latin-1.
+        # HTTP headers are encoded as latin-1.
         key = self._keys.find_key(token.encode("latin-1", "replace"))
         if key is None:
             problem = "the key is not known" if token else "there is no key"
@@ -143,7 +143,7 @@ class RequestGate:
 
 async def _receive_bytes(receive: Receive, body: bytearray, max_bytes: int) -> None:
     """Receive a body up to its end. One that is too large is read up to twice the limit, and little of it is kept."""
-    # A client that still sends sees no answer.
+    # A client that is still sending would not see the answer.
     left = 2 * max_bytes
     has_more = True
     while has_more and left > 0:

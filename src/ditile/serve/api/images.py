@@ -33,7 +33,7 @@ from ditile.serve.jobs import Job, JobEvent, JobNotFoundError, JobResult
 router = APIRouter()
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4", "gif": "image/gif"}
 VARIATION_PROMPT = "a variation of this picture"
-# Nothing is counted in tokens here; OpenAI's clients read the fields.
+# OpenAI's clients read these fields, though nothing is counted in tokens here.
 NO_USAGE = {
     "input_tokens": 0,
     "output_tokens": 0,
@@ -200,7 +200,7 @@ def _format_size(job: Job) -> str:
 
 
 def _refuse_uploads(param: str, uploads: list[bytes]) -> None:
-    # Without them, the image would be another one.
+    # Ignoring them would change the image.
     if uploads:
         message = f"{param} is not taken here; send it to /v1/images/edits"
         raise RequestError(message, param=param, code="unsupported_value")

@@ -24,19 +24,19 @@ from ditile.runner.requests.pictures import DECODE_ERRORS, convert_mask
 from ditile.serve.api.answers import RequestError
 from ditile.serve.jobs import shorten_line
 
-# Of images; of a moving one the first frame counts.
+# Accepted image formats. Of an animation only the first frame counts.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FIELDS = 256
-# Of a whole body of JSON: names, and the values in lists and objects.
+# The most names and values in a whole body of JSON.
 MAX_VALUES = 2**16
 # Bytes of a body without files, and letters of all fields besides images.
 MAX_TEXT = 2**20
 MULTIPART = "multipart/form-data"
 URLENCODED = "application/x-www-form-urlencoded"
-# Fields that hold images to start from, and masks; any of them may end in [].
+# Fields with input images and masks; any of them may end in [].
 IMAGE_FIELDS = ("image", "images", "url", "image_url", "input_reference")
 MASK_FIELDS = ("mask", "mask_image")
-# How a form names the scale of a LoRA: lora[style]=0.8.
+# A form sends the scale of a LoRA as lora[style]=0.8.
 _LORA_FIELD = re.compile(r"lora\[([^\[\]]+)\]")
 
 
@@ -69,14 +69,14 @@ async def read_body(http: HttpRequest) -> Body:
     Raises:
         RequestError: if it is neither, or an image is an address or not base64.
     """
-    # Bodies have tens of MB, for which the event loop does not wait.
+    # Bodies have tens of MB, and parsing them would block the event loop.
     return await asyncio.to_thread(parse_body, await http.body(), http.headers)
 
 
 def parse_body(content: bytes, headers: Headers) -> Body:
     """Return the contents of a body. Errors are those of `read_body`."""
     media_type = read_media_type(headers)
-    # What curl calls a form by default is often JSON.
+    # curl labels its data as a form by default, even if it is JSON.
     is_json = media_type != URLENCODED or content.lstrip().startswith(b"{")
     if is_json and media_type != MULTIPART:
         return take_images(parse_json_object(content))
@@ -86,7 +86,7 @@ def parse_body(content: bytes, headers: Headers) -> Body:
             fields = _parse_multipart(content, headers["content-type"])
         else:
             fields = parse_qsl(content.decode(), keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS)
-    # Such as a boundary that is missing, or a text that is not UTF-8.
+    # For instance a boundary is missing, or a text is not UTF-8.
     except ValueError as error:
         raise RequestError(f"the form cannot be read: {shorten_line(error, 200)}", code="bad_form") from None
     return take_images(_collect_fields(fields))
@@ -98,7 +98,7 @@ def parse_json_object(content: bytes) -> JsonObject:
     Raises:
         RequestError: if there is none, or it holds NaN or infinity, or too many values, or lists in lists without end.
     """
-    # Python's parser lets nothing else run, whatever the thread. Each value but the first stands behind one of these.
+    # Python's parser blocks all other threads. Each value but the first follows one of these characters.
     num_values = sum(map(content.count, (b",", b":", b"[", b"{")))
     if num_values > MAX_VALUES:
         raise RequestError(f"the JSON has more than {MAX_VALUES} values; send fewer", code="bad_json")
@@ -169,7 +169,7 @@ async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[
     Raises:
         RequestError: if one of them is no image, or too large, or the mask's size is not the image's.
     """
-    # Before any is decoded: each may have as many pixels as are allowed.
+    # Checked before decoding, since each image may have the allowed number of pixels.
     most = max(1, max_images)
     count = len(body.images)
     if count > most:
@@ -219,7 +219,7 @@ def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: i
         raise RequestError(
             f"{param} cannot be read as an image; send a whole file of {', '.join(FORMATS)}", param=param
         ) from None
-    # A new image of the pixels alone, without the texts and profiles of the file.
+    # A new image with only the pixels, without the texts and profiles of the file.
     clean = Image.frombytes(decoded.mode, decoded.size, decoded.tobytes())
     encoded = io.BytesIO()
     clean.save(encoded, format="PNG", compress_level=1)
@@ -253,7 +253,7 @@ def _parse_multipart(content: bytes, content_type: str) -> list[tuple[str, str |
         add_item(file.field_name, file.file_object.read())
 
     boundary = parse_options_header(content_type)[1].get(b"boundary")
-    # Files stay in memory, where the whole body is.
+    # Files stay in memory, since the whole body is there already.
     parser = FormParser(MULTIPART, add_field, add_file, boundary=boundary, config={"MAX_MEMORY_FILE_SIZE": math.inf})
     parser.write(content)
     parser.finalize()
@@ -284,7 +284,7 @@ def _collect_images(value: Any, param: str) -> list[bytes]:
         return [value]
     if isinstance(value, str):
         return [decode_base64(value, param)]
-    # Lists in lists could be nested without end.
+    # Nested lists are refused, since their depth would have no limit.
     is_flat_list = isinstance(value, list) and not any(isinstance(item, list) for item in value)
     if is_flat_list and len(value) <= MAX_FIELDS:
         images = []
@@ -292,7 +292,7 @@ def _collect_images(value: Any, param: str) -> list[bytes]:
             images += _collect_images(item, param)
         return images
     if isinstance(value, dict):
-        # OpenAI has {"image_url": "..."}, and in chats {"image_url": {"url": "..."}}.
+        # OpenAI's images have {"image_url": "..."}, and its chats {"image_url": {"url": "..."}}.
         for name in ("image_url", "url"):
             text = value.get(name)
             if isinstance(text, dict):

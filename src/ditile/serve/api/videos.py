@@ -64,7 +64,7 @@ async def list_videos(
     service = find_service(http)
     owner = find_owner(http)
     is_descending = order == "desc"
-    # One more than shown tells whether there are more.
+    # One job more than shown tells whether there are further ones.
     jobs = service.list_jobs(owner, "video", after=after, limit=limit + 1, newest_first=is_descending)
     shown = jobs[:limit]
     answer = {
@@ -175,7 +175,7 @@ def describe_video(job: Job) -> JsonObject:
         answer["expires_at"] = int(job.expires)
     if job.result is not None and job.ended is not None:
         answer["completed_at"] = int(job.ended)
-    # What was generated may differ from what was expected.
+    # The result may differ from the predicted shape.
     if job.result is not None:
         answer |= {
             "size": "{}x{}".format(*job.result.size),

@@ -1,7 +1,7 @@
-"""The page: a form that Gradio draws, and whose buttons call the server's own API from the browser.
+"""The page: a form rendered by Gradio, with buttons that call the server's own API from the browser.
 
-No event of it reaches Gradio's server: `page.js` sends what the form says to the routes of the API. So of Gradio's
-routes only those that load the page are there, and they take no input.
+Its events never reach Gradio's server: `page.js` sends the form to the routes of the API. So only the routes of Gradio
+that load the page are mounted, and they accept no input.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.routing import Match, Mount
 from starlette.types import Message, Receive, Scope, Send
 
-# What the requests of the page may say; all else, as origins, cookies and addresses of proxies, Gradio never sees.
+# The only headers that Gradio sees; origins, cookies and addresses of proxies are removed.
 _HEADERS = (b"host", b"accept-encoding", b"if-none-match", b"if-modified-since")
-# Gradio's own scripts are inline, and made of texts. No other page may show this one, and it calls no other server.
+# Gradio's own scripts are inline and use eval. No other page may embed this one, and it calls no other server.
 _ANSWER_HEADERS = {
     "content-security-policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval'; img-src 'self' data: blob:; "
     "media-src 'self' blob:; frame-ancestors 'none'; base-uri 'self'; form-action 'none'; object-src 'none'",
@@ -47,10 +47,10 @@ _RESULTS = """<div id="ditile-results"><p id="ditile-said" role="status"></p>
 
 
 class PageMount(Mount):
-    """Gradio's app, of which only the files of the page can be read.
+    """Gradio's app, limited to the files of the page.
 
     Args:
-        mounted: where Gradio has put its app.
+        mounted: the route on which Gradio has mounted its app.
     """
 
     def __init__(self, mounted: Mount) -> None:
@@ -91,13 +91,13 @@ def mount_page(app: FastAPI) -> None:
         pwa=False,
         mcp_server=False,
         enable_monitoring=False,
-        # Fonts of the machine, as Gradio's own would come from other servers.
+        # System fonts are used, because Gradio's own would come from other servers.
         theme=gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace")),
         css=_CSS,
         head=_HEAD % script,
         app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None},
     )
-    # Gradio has mounted itself at the end of the routes.
+    # Gradio has mounted itself as the last route.
     mounted = app.router.routes.pop()
     assert isinstance(mounted, Mount)
     app.router.routes.append(PageMount(mounted))

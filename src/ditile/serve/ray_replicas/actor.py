@@ -1,4 +1,4 @@
-"""A rank as an actor of a Ray cluster: `serve.worker`, whose messages come and go by Ray's calls.
+"""A rank as an actor of a Ray cluster: `serve.worker` with Ray's calls as its messages.
 
 The deployment polls each of its actors: for signs of life, as `distributed.heartbeat` describes them, answers of rank
 0, and how the rank ended. What Ray pickles here is text of JSON and bytes.
@@ -21,20 +21,20 @@ from ditile.distributed.heartbeat import describe_error, send_heartbeats
 from ditile.serve.jobs import Files
 from ditile.serve.link import Message, WorkerSetup
 
-# How long an actor that has no news lets the deployment wait.
+# Seconds that a poll waits if there is no news.
 POLL_SECONDS = 0.5
-# SIOCGIFADDR of Linux.
+# The number of Linux's ioctl SIOCGIFADDR.
 _GET_ADDRESS = 0x8915
 # A message as text of JSON, and its files by name.
 Answer = tuple[str, Files]
 
 
 class RankNews(NamedTuple):
-    """What an actor reports of its rank.
+    """The report of an actor about its rank.
 
     Attributes:
-        signs: of life.
-        answers: of rank 0.
+        signs: signs of life.
+        answers: the answers of rank 0.
         failure: the fields of a `RankFailure` if the rank has ended by an error.
     """
 
@@ -44,7 +44,7 @@ class RankNews(NamedTuple):
 
 
 class ActorPlace(NamedTuple):
-    """Where an actor is: its node, that node's address, and a port that is free there."""
+    """The place of an actor: its node, the node's address, and a free port there."""
 
     node: str
     address: str
@@ -114,14 +114,14 @@ class RankActor:
     def _run_rank(self) -> None:
         try:
             env.drop_import_complaints()
-            # It imports torch, which takes seconds in which the deployment expects signs of this actor.
+            # This imports torch, which takes seconds, and the deployment expects signs of this actor meanwhile.
             from ditile.serve.worker import RankWorker
 
-            # The rank has started.
+            # The first progress report says that the rank has started.
             env.report_progress()
             with contextlib.redirect_stdout(sys.stderr):
                 RankWorker(self._setup, self).serve_batches()
-        # SystemExit too: whatever ends a rank must be reported.
+        # SystemExit is caught too, since whatever ends a rank must be reported.
         except BaseException as error:
             self._failure = tuple(describe_error(error))
             self._outbox.put(None)
@@ -133,7 +133,7 @@ def find_interface(address: str) -> str:
 
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            # The struct ifreq: a name of 16 bytes, and in the reply an address from byte 20 on.
+            # The struct ifreq has a name of 16 bytes, and in the reply an address from byte 20 on.
             request = name.encode()[:15].ljust(256, b"\0")
             reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
             if socket.inet_ntoa(reply[20:24]) == address:

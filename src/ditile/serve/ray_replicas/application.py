@@ -1,8 +1,8 @@
 """The server's side of replicas on a Ray cluster: an application of Ray Serve, and the server's replicas that use it.
 
-Each `RayReplica` is a place for one batch at a time; which replica of Ray Serve generates the batch is Ray Serve's
-choice. There are as many places as there may be replicas, so that batches that wait let Ray Serve start another one.
-Clients connect to this server alone: Ray Serve's own HTTP proxies are off. Nothing here imports torch.
+Each `RayReplica` is a place for one batch at a time; Ray Serve chooses the replica that generates the batch. There are
+as many places as there may be replicas, so that waiting batches make Ray Serve start another one. Clients connect only
+to this server: Ray Serve's own HTTP proxies are off. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from ditile.serve.replica import EventHandler, Replica
 
 LOG = logging.getLogger("ditile")
 DEPLOYMENT = "ranks"
-# How often the server looks how many replicas run, and asks another one if a replica was about to end.
+# Seconds between looks at the running replicas, and until a batch is offered again if a replica was about to end.
 LOOK_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
-# After how long replicas are deployed again whose ranks fail whenever they start.
+# Seconds until replicas are deployed again if their ranks fail at each start.
 AGAIN_SECONDS = 10.0
-# After a batch was lost, how long Ray Serve may still count its replica among those that run.
+# Seconds after a lost batch in which Ray Serve may still count its replica as running.
 SETTLE_SECONDS = 3.0
-# Logger -> a part of what it says though all is well; that a cluster asks for no token is shown.
+# Logger -> part of a message to hide, logged though all is well. A cluster without a token is still reported.
 RAY_COMPLAINTS = {
     "ray._private.worker": "SIGTERM handler is not set",
     "ray._private.authentication.authentication_token_setup": "Token authentication is enabled",
 }
-# How soon Ray Serve starts a replica where batches wait, and ends one where none do.
+# Delays until Ray Serve starts a replica for waiting batches, and ends one that has none.
 DELAYS = {"metrics_interval_s": 2.0, "look_back_period_s": 4.0, "upscale_delay_s": 2.0, "downscale_delay_s": 300.0}
 
 
 class ReplicaStatus(NamedTuple):
-    """What Ray Serve says of the replicas.
+    """Ray Serve's report on the replicas.
 
     Attributes:
-        running: how many can generate.
-        has_failed: whether it has given up, as a replica did not start three times.
+        running: the number of replicas that can generate.
+        has_failed: whether Ray Serve has given up after three failed starts of a replica.
         message: why some do not run; empty if all is well.
         is_missing: whether the cluster does not know the application.
     """
@@ -79,13 +79,13 @@ class RayApplication:
         options: the address of the cluster, and how many replicas there are.
 
     Attributes:
-        handle: Ray Serve's, to send batches by; None before there are replicas.
+        handle: Ray Serve's handle for sending batches; None before there are replicas.
     """
 
     def __init__(self, setup: WorkerSetup, options: ServeOptions) -> None:
         self._setup = make_paths_absolute(setup)
         self._options = options
-        # The same after a restart, and another one for each server.
+        # The name stays the same after a restart, and differs between servers.
         place = f"{socket.gethostname()}:{options.find_state_folder().absolute()}"
         digest = hashlib.sha256(place.encode()).hexdigest()
         self._name = f"ditile-{digest[:12]}"
@@ -135,7 +135,7 @@ class RayApplication:
                 LOG.warning("no replica runs: %s", status.message)
                 last_message = status.message
             self._share_status(status)
-            # Ranks that have never been ready are left alone, as `LocalReplica` leaves them.
+            # Ranks that have never been ready are not started again, as in `LocalReplica`.
             if status.has_failed and self._facts is None:
                 return
             if status.is_lost:
@@ -147,10 +147,10 @@ class RayApplication:
     def _share_status(self, status: ReplicaStatus) -> None:
         """Tell each replica whether one of Ray Serve runs for it."""
         count = status.running
-        # From the least number on, batches that wait let Ray Serve start more.
+        # Above the least number, waiting batches make Ray Serve start more replicas.
         if count >= self._options.replicas:
             count = len(self._replicas)
-        # Places that have a batch or are ready keep their replica.
+        # Places with a batch, or ready ones, keep their replica.
         order = {"drawing": 0, "ready": 1}
         replicas = sorted(self._replicas, key=lambda replica: order.get(replica.state, 2))
         for number, replica in enumerate(replicas):
@@ -198,7 +198,7 @@ class RayApplication:
             serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
             # `serve.start` has set its own level.
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
-            # An application of a server that was killed. One that found no room to start may take long to end.
+            # A killed server may have left its application. One without room to start may take long to end.
             with contextlib.suppress(TimeoutError):
                 serve.delete(self._name)
             target = serve.RunTarget(self._describe_deployment(ray, serve), name=self._name, route_prefix=None)
@@ -207,10 +207,10 @@ class RayApplication:
     def _connect_to_cluster(self, ray: Any) -> None:
         for name, phrase in RAY_COMPLAINTS.items():
             logging.getLogger(name).addFilter(env.PhraseFilter(phrase))
-        # Ray itself would try for many minutes.
+        # Ray itself would retry the connection for many minutes.
         self.check_address()
         with self._explain_connection_errors():
-            # What processes of the cluster print stays in its logs; why a rank failed is reported here.
+            # Output of the cluster's processes stays in its logs; only failures of ranks are reported here.
             ray.init(self._address, include_dashboard=False, configure_logging=False, log_to_driver=False)
 
     @contextlib.contextmanager
@@ -277,11 +277,11 @@ class RayApplication:
             if not ray.is_initialized():
                 return
             with contextlib.suppress(*_list_ray_errors()):
-                # Its thread would go on to ask a cluster that this process has left.
+                # The handle's thread would go on asking a cluster that this process has left.
                 if self.handle is not None:
                     self.handle.shutdown()
                 serve.delete(self._name, _blocking=False)
-            # It ends a cluster that `ray.init` has started.
+            # This also ends a cluster that `ray.init` has started.
             ray.shutdown()
 
 
@@ -293,7 +293,7 @@ class RayReplica(Replica):
         self._application = application
         self._task: asyncio.Task[None] | None = None
         self._stream: Any = None
-        # Whether a replica of Ray Serve generates the batch; before, the batch waits for one.
+        # False while the batch waits for a replica of Ray Serve, True once one generates it.
         self._has_begun = False
         self._down_since = -math.inf
 
@@ -338,7 +338,7 @@ class RayReplica(Replica):
             error = RankError(0, "failed", f"no replica starts: {status.message}")
             self._note_down(error, has_failed=True)
         elif not is_running and (is_up or (status.is_lost and self.state == "starting")):
-            # A batch that waits is not lost: the next replica generates it.
+            # A waiting batch is not lost, since the next replica generates it.
             self._batch_id = None
             reason = status.message or "another one is started"
             self._note_down(RankError(0, "gone", f"its replica has gone: {reason}"))
@@ -394,7 +394,7 @@ class RayReplica(Replica):
                         reason = "its replica failed"
                     self._note_down(RankError(0, type(error).__name__, reason, str(error)))
                     return
-            # A replica that ended before it began leaves the batch to another one.
+            # If the replica ended before it began, the batch is offered to another one.
             if not begun:
                 await asyncio.sleep(LOOK_SECONDS)
 

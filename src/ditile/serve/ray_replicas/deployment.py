@@ -37,10 +37,10 @@ from ditile.serve.link import WorkerSetup
 from ditile.serve.ray_replicas.actor import ActorPlace, Answer, RankActor, RankNews
 from ditile.serve.replica import STOP_AGAIN_SECONDS
 
-# From the failure of a rank to the end of the replica, so that the report of it arrives.
+# Seconds from the failure of a rank to the end of the replica, for its report to arrive.
 END_SECONDS = 0.5
 WATCH_SECONDS = 0.2
-# The concurrency group of an actor whose one thread gives its rank the messages, in their order.
+# The concurrency group of an actor for messages to its rank. Its single thread keeps their order.
 SENDING = "sending"
 # Seconds after the first failure, for an earlier cause to arrive from another node.
 GRACE = 1.0
@@ -51,7 +51,7 @@ class RankDeployment:
 
     Args:
         setup: what the ranks load.
-        bundle: what each of them has: "CPU" and "GPU".
+        bundle: the resources of each rank: "CPU" and "GPU".
 
     Raises:
         RankError: if a rank fails while it loads the model. `describe` reports what does not fit.
@@ -85,7 +85,7 @@ class RankDeployment:
 
     async def generate(self, batch_id: str, message: str, files: Files) -> AsyncIterator[Answer]:
         """Give each rank a batch and yield the answers of rank 0. A caller that ends this early stops the batch."""
-        # A batch that was stopped before may not have ended yet.
+        # A batch that was stopped earlier may not have ended yet.
         while not self._is_idle.is_set():
             await self._is_idle.wait()
         if self._error is not None:
@@ -112,7 +112,7 @@ class RankDeployment:
 
     def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        # The loop alone would not keep it.
+        # The loop has only a weak reference to the task.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -121,7 +121,7 @@ class RankDeployment:
             actor.send.options(concurrency_group=SENDING).remote(message, files)
 
     async def _stop_batch(self, batch_id: str) -> None:
-        # Its call may not have begun when the first message arrives.
+        # The batch's call may not have begun when the first message arrives.
         while not self._is_idle.is_set():
             self._send(json.dumps({"stop": batch_id}), {})
             with contextlib.suppress(asyncio.TimeoutError):
@@ -161,7 +161,7 @@ class RankDeployment:
             for answer in news.answers:
                 self._handle_answer(answer)
             if news.failure is not None:
-                # The clocks of nodes differ: it failed now.
+                # The clocks of nodes differ, so the time of failure is now.
                 rank.outcome = RankFailure(time.monotonic(), *news.failure[1:])
 
     async def _watch_ranks(self) -> None:
@@ -184,7 +184,7 @@ class RankDeployment:
             self._error = error
             self._has_started.set()
             return
-        # An error that ends ranks that were ready is no fault of the model: another replica may run.
+        # An error after the ranks were ready is not a fault of the model, and another replica may run.
         if not isinstance(error, RankError):
             error = RankError(0, type(error).__name__, str(error))
         self._error = error
@@ -216,14 +216,14 @@ def _create_actors(setup: WorkerSetup, bundle: dict[str, float]) -> list[Any]:
 
     placement = ray.util.get_current_placement_group()
     assert placement is not None, "Ray Serve has made one"
-    # Its types do not know this argument of actors.
+    # Ray's type hints lack this argument of actors.
     actor_class = ray.remote(concurrency_groups={SENDING: 1})(RankActor)  # type: ignore[call-overload]
     actors = []
     for number in range(setup.plan.world):
         options = actor_class.options(
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
-            # Besides `SENDING`: a poll that waits for news must not keep another call waiting.
+            # Two besides `SENDING`, since a waiting poll must not block another call.
             max_concurrency=2,
             runtime_env={"env_vars": env.build_actor_environment()},
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, number),
