@@ -1,4 +1,4 @@
-"""Flags of xDiT and cache-dit, with the meaning and the checks that they have there.
+"""Flags of xDiT and cache-dit, with the same meaning and checks as there.
 
 Each stands for a field of ditile's options. `--split_scheme`, `--ulysses` and `--ring` of xDiT, and `--steps`,
 `--height`, `--width`, `--negative-prompt` and `--uaa` of cache-dit need no alias: ditile has the same names, and `-`
@@ -26,7 +26,7 @@ class FlagAlias(NamedTuple):
     Attributes:
         name: the flag in the other tool.
         cls: the class of options that has the field.
-        value: what a switch sets; None for a flag that takes a value.
+        value: the value that a switch sets; None for a flag with a value.
     """
 
     name: str
@@ -116,7 +116,7 @@ def merge_alias_values(arguments: argparse.Namespace, cls: type, flag_values: di
         if value is None:
             value = getattr(arguments, _PREFIX + alias.name)
         if alias.name == _MULTI_VALUE_FLAG:
-            # Each of its words is read as a tuple, as it may have commas too.
+            # Each word of the flag is parsed as a tuple, since it may contain commas too.
             value = tuple(itertools.chain.from_iterable(value))
         if alias.field in flag_values and flag_values[alias.field] != value:
             error = PlanError if cls is Plan else ModelError

@@ -57,12 +57,12 @@ def draw_pictures(
     """Run this rank's part. Rank 0 returns the outcome, the others None.
 
     Args:
-        promise: what bounds promised, as of `Promise.to_json_dict`; empty without bounds.
+        promise: the promise of bounds, in the form of `Promise.to_json_dict`; empty without bounds.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
-    # The standard output is for the summary alone.
+    # The standard output is only for the summary.
     with contextlib.redirect_stdout(sys.stderr):
         pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
         seed = agree_on_seed(request.seed, runner.mesh.everyone)
@@ -83,7 +83,7 @@ def draw_pictures(
         fps = choose_fps(pipe, request, call)
         for image, path, own_seed in zip(images, files, seeds, strict=False):
             write_drawn(image, path, fps, add_picture_texts(texts, pipe, call, request.prompt, own_seed, image))
-        # After the images, which must not be lost if the trace cannot be written.
+        # Written after the images, which must not be lost if the trace cannot be written.
         _write_trace(runner, run.trace)
         if call_result.result is None:
             return None
@@ -126,9 +126,9 @@ def draw_prompt_lines(
                 if run.warm and start == 0:
                     _warm(runner, make_call(), cache)
                 call_result = _call_and_report(runner, make_call, cache)
-                # Without the images, which would fill the memory.
+                # The images are dropped, because they would fill the memory.
                 call_results.append(call_result._replace(result=None))
-                # On the other ranks there are none.
+                # Only rank 0 has images.
                 for line, image in zip(lines, list_drawn(call_result.result), strict=is_first):
                     own_texts = add_picture_texts(texts, pipe, base, line.prompt, line.seed, image)
                     write_drawn(image, line.path, fps, own_texts)
@@ -206,7 +206,7 @@ def _prepare_runner(
 
 
 class RunnerCallResult(NamedTuple):
-    """A call of a runner: its result on rank 0, reports of all ranks, reports of caches, and the seconds of --perf."""
+    """A runner's call: its result on rank 0, reports of all ranks, reports of caches, and the seconds of --perf."""
 
     result: Any
     reports: list[JsonObject]
@@ -239,7 +239,7 @@ def _call_and_report(runner: Runner, make: Callable[[], CallArguments], cache: C
         saved = ditile.summary(runner, logging=False)
     if not cache.perf:
         return RunnerCallResult(result, reports[0], saved, [])
-    # The first call also pays for what is made once.
+    # The first call also includes one-time work.
     measured = reports[1:]
     totals = [rank_reports[0]["seconds"]["total"] for rank_reports in measured]
     return RunnerCallResult(result, compute_median_reports(measured), saved, totals)
@@ -280,7 +280,7 @@ def _show_decoded_frames(pipe: Any, call: CallArguments, count: int, *, shown: b
 
 
 class _FrameProgress:
-    """A progress bar of decoded frames, which appears with the first of them."""
+    """A progress bar of decoded frames; it appears with the first frame."""
 
     def __init__(self, stack: contextlib.ExitStack, total: int, *, shown: bool) -> None:
         self._stack = stack
@@ -299,7 +299,7 @@ class _FrameProgress:
         frames = output.shape[0]
         if output.ndim == 5:
             frames *= output.shape[2]
-        # Tiles that overlap have more frames together than the videos.
+        # Overlapping tiles have more frames in total than the videos.
         frames = min(self._left, frames)
         self._left -= frames
         self._advance(frames)

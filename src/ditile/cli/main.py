@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if argv is not None:
         return _run_and_report(argv)
-    # This process is the program.
+    # Without an argument list this process is the program, so it may replace its own streams.
     files.open_closed_streams()
     files.guard_standard_stream("stderr", 2)
     output = files.guard_standard_stream("stdout", 1)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as ended:  # of --help, or by a signal
         code = int(ended.code or 0)
     sys.stdout.flush()
-    # A reader that has gone, such as `head`, has what it wants.
+    # A reader that has gone, such as `head`, needs no error message.
     if output.error is not None and output.error.errno != errno.EPIPE:
         code = code or _print_error(f"the standard output is not whole: {output.error.strerror}", 1)
     return code
@@ -101,12 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_and_report(argv: Sequence[str]) -> int:
     """Run one command, print a line if it fails, and return the exit code."""
-    # Both are read by libraries when they are imported.
+    # Libraries read both variables when they are imported.
     env.silence_library_imports()
     env.prefer_passive_waiting()
     try:
         _check_working_folder()
-        # Before a command that may hang: the watch ends ranks of torchrun whose peers have failed.
+        # The watch must start before a command that may hang: it ends ranks of torchrun whose peers have failed.
         if needs_watch():
             start_watcher()
         words = normalize_flags(list(argv))
@@ -126,7 +126,7 @@ def _run_and_report(argv: Sequence[str]) -> int:
         line = surroundings + join_error_lines(error)
         return _end_with_error(RankFailure(time.monotonic(), type(error).__name__, line), line, 1)
     except KeyboardInterrupt:
-        # 128 + 2, as a shell says of SIGINT.
+        # 128 + 2 is a shell's exit code for SIGINT.
         return _end_with_error(RankFailure(time.monotonic(), "interrupted", "interrupted"), "interrupted", 130)
 
 
@@ -143,7 +143,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
     try:
         return command.run(arguments)
     except ModelError as error:
-        # What a file or a cache line says has the names of its fields.
+        # Values from a file or a cache line are named by their fields.
         has_text = hasattr(arguments, "config") or hasattr(arguments, "cache_line")
         if CacheOptions in command.options and not has_text:
             raise ModelError(name_flags(str(error))) from error
@@ -185,7 +185,7 @@ def _check_words(words: list[str]) -> None:
     Raises `PlanError` if it is not UTF-8, or argparse would read it as a list.
     """
     for word in words:
-        # Python keeps bytes that it cannot decode as halves of surrogate pairs.
+        # Python keeps undecodable bytes as halves of surrogate pairs.
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise PlanError(f"{ascii(word)} is not UTF-8; set the terminal, or the locale, to UTF-8")
         if word.startswith("--") and word.endswith("=--"):
@@ -209,7 +209,7 @@ def _explain_unknown_word(word: str, command: str | None) -> str:
         if command == "generate":
             return f"{word!r} is one argument too many; put a prompt of several words in quotes"
         return f"{word!r} is one argument too many; see ditile {command} --help"
-    # Without the dashes, which all flags have, and which would make any short word similar to another.
+    # Compared without the dashes, which would make any two short flags similar.
     flags = {flag.lstrip("-"): flag for flag in _list_known_flags(command)}
     nearest = find_nearest(name.lstrip("-"), flags)
     if nearest is not None:
@@ -239,7 +239,7 @@ def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
     """Return the options of a class that were given, by flags and by aliases."""
     options: Any = cls(**_collect_values(cls, arguments))
     model = getattr(options, "model", None)
-    # A file in place of a model is the transformer of a published one.
+    # A file given as the model is the transformer of a published one.
     if model is not None and hasattr(options, "transformer") and os.path.isfile(model):
         check_model_file(Path(model))
         silence_libraries()
@@ -277,7 +277,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     if run.dry_run:
         return _print_dry_run(request, run, plan, cache)
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
-        # Before many processes are started, each of which would raise the same error.
+        # Checked before many processes start, since each would raise the same error.
         silence_libraries()
         from ditile.planner.dry_run import build_dry_run_job
 
@@ -294,7 +294,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
 
 
 class GenerateJob(NamedTuple):
-    """What `ditile generate` has to do."""
+    """The arguments of a run of `ditile generate`."""
 
     request: GenerateOptions
     run: RunOptions
@@ -364,7 +364,7 @@ def _generate_pictures(job: GenerateJob) -> Outcome | None:
     if env.read_torchrun_place() is None and request.seed is None:
         request = dataclasses.replace(request, seed=choose_random_seed())
     if is_writing_process():
-        # The ranks of torchrun agree on a seed later: the names differ then, and the folder does not.
+        # The ranks of torchrun agree on a seed later. It changes the names but not the folder.
         paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)
         run.check_output_paths(paths, request, cache, video=makes_videos)
     arguments = (request, run, plan, cache, _describe_promise(promise))
@@ -385,7 +385,7 @@ def _generate_prompts_file(job: GenerateJob) -> Outcome | None:
         run.check_output_paths([Path(path) for path in images], request, cache, video=makes_videos)
         description = prompts.describe_request(request, run, plan, cache, defaults(request.model))
         missing_lines = prompts.select_missing_lines(all_lines, description, has_posters=makes_videos)
-        # The ranks of torchrun wait for each other; only a process of its own may leave here.
+        # The ranks of torchrun wait for each other, so only a single process may return early.
         if not missing_lines and env.read_torchrun_place() is None:
             from ditile.cli.generate import build_outcome
 
@@ -410,7 +410,7 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
                 args,
                 threads=run.threads,
                 stall_timeout=run.stall_timeout,
-                # A rank reports first that it has started.
+                # The first report of a rank says that it has started.
                 progress=lambda rank, reports: status.end(),
             )
             return results[0]
@@ -420,7 +420,7 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
     return result
 
 
-# `launch` sends the functions of ranks by their names. They import torch, which this process does without.
+# `launch` sends the functions of ranks by name. They import torch, and this process must not.
 
 
 def _draw_pictures(*args: Any) -> Outcome | None:
@@ -473,7 +473,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     except JoinError:
         raise
     except StateError as error:
-        # Such as a key of another age than scheduled, which is found during a call.
+        # For instance a call found a key of another age than scheduled.
         return _print_error(f"the plan is not proven: {error}", 1)
     if is_writing_process():
         print_parts(make_console(), verdict.render_tables())
@@ -536,7 +536,7 @@ def _print_error(message: str, code: int) -> int:
     line = escape_controls(" ".join(message.split()))
     if len(line) > MAX_LINE:
         line = f"{line[: MAX_LINE // 2]} .. {line[4 - MAX_LINE // 2 :]}"
-    # All ranks of a host read the same command line; one of them says what is wrong with it.
+    # All ranks of a host read the same command line, so only one prints the error.
     if env.is_first_on_host():
         print(f"ditile: {line}", file=sys.stderr)
     return code
@@ -549,7 +549,7 @@ class Command:
     Attributes:
         run: runs the command and returns the exit code.
         options: the dataclasses whose fields are its flags -> the title of the group in `--help`.
-        left_out: fields of them that are no flags of this command.
+        left_out: fields of them that are not flags of this command.
         essential: fields whose flags `--help` shows; empty for all.
     """
 

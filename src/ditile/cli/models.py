@@ -90,7 +90,7 @@ def build_matrix_tables(matrix: JsonObject) -> list[Table]:
 def _build_spec_tables(matrix: JsonObject, specs: list[JsonObject]) -> list[Table]:
     """Build the tables of families with a `ModelSpec`: their classes, and their methods."""
     classes = Table("family")
-    # Names of classes are copied, so they stay whole; the family's is broken where columns are few.
+    # Users copy class names, so these are not wrapped; family names are, in a narrow terminal.
     classes.add_column("transformer", no_wrap=True)
     classes.add_column("pipelines", no_wrap=True)
     methods = Table("", *(family["name"] for family in specs))
@@ -125,7 +125,7 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
     A part of a name is enough.
 
     Args:
-        matrix: what `read_matrix` gives.
+        matrix: the result of `read_matrix`.
         name: a part of a model's name or hub id, or of a family, a transformer or a pipeline.
 
     Raises:
@@ -204,8 +204,8 @@ def format_matrix_markdown(matrix: JsonObject, proven: JsonObject) -> str:
     """Return the text of docs/matrix.md.
 
     Args:
-        matrix: what `read_matrix` gives.
-        proven: what `read_families` gives.
+        matrix: the result of `read_matrix`.
+        proven: the result of `read_families`.
     """
     methods = matrix["methods"]
     cells = [["family"], ["---"], [""]]
@@ -231,7 +231,7 @@ def _format_families(proven: JsonObject) -> list[str]:
     columns = proven["columns"]
     table = [["pipeline", *columns], ["---", *[":-:"] * len(columns)]]
     numbers: dict[str, str] = {}
-    # Transformer -> the columns that none of its pipelines holds.
+    # Transformer -> the columns that hold for none of its pipelines.
     missing: dict[str, set[str]] = {}
     single_image: set[str] = set()
     num_whole = 0
@@ -246,7 +246,7 @@ def _format_families(proven: JsonObject) -> list[str]:
         table.append(row)
         if not holes:
             num_whole += 1
-        # A class of transformers holds a column if one of its pipelines does.
+        # A column holds for a class of transformers if it holds for one of its pipelines.
         missing.setdefault(family["transformer"], set(columns)).intersection_update(holes)
         if holes.get("data") == ONE_PICTURE:
             single_image.add(family["transformer"])
@@ -277,7 +277,7 @@ def _format_references(proven: JsonObject) -> list[str]:
 def _format_conditions(matrix: JsonObject) -> list[str]:
     rows = [["starts from", "pipelines"], ["---", "---"]]
     for words, names in _group_conditions(matrix).items():
-        # Markdown would read it as emphasis.
+        # Markdown would read an asterisk as emphasis.
         escaped = words.replace("*", "\\*")
         rows.append([escaped, ", ".join(names)])
     return [_CONDITIONS, *_format_markdown_rows(rows)]

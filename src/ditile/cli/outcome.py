@@ -28,13 +28,13 @@ class Outcome:
     Attributes:
         images: the files of all images or videos, including those that were there before.
         has_videos: whether they are videos, which have posters.
-        skipped: how many of them were there before.
+        skipped: the number of files that were there before.
         reports: one for each rank, over all calls; empty if there was no call.
         settings: settings of cache, quantization and LoRA; empty for a plain run.
-        left_out: what caches left out; see `summarize_cache_reports`.
+        left_out: the work that caches skipped; see `summarize_cache_reports`.
         totals: seconds of each call that --perf measured.
         tracks_memory: whether to show the memory of stale keys and caches.
-        promise: what bounds promised; empty without bounds.
+        promise: the promise of bounds; empty without bounds.
         components: component -> the file with its weights; the model's own are left out.
     """
 
@@ -57,7 +57,7 @@ def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
     """Sum the reports of several calls for each rank."""
     rank_reports = []
     for calls in zip(*reports, strict=True):
-        # What does not add up, such as the warmup mode, is from the last call.
+        # Values that cannot be added, such as the warmup mode, are from the last call.
         total = dict(calls[-1])
         total["seconds"] = {}
         for name in calls[-1]["seconds"]:
@@ -111,7 +111,7 @@ def summarize_outcome(outcome: Outcome) -> JsonObject:
         "images": outcome.images,
     }
     if outcome.has_videos:
-        # The images of a video are its posters.
+        # For videos the summary lists the posters as images.
         summary["images"] = [str(Path(name).with_suffix(".png")) for name in outcome.images]
         summary["videos"] = outcome.images
     summary["skipped"] = outcome.skipped
@@ -170,7 +170,7 @@ def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield from outcome.components.items()
     yield "seed", str(outcome.seed)
     yield "plan", outcome.plan
-    # If all images were there, nothing was measured.
+    # If all images were there before, nothing was measured.
     if outcome.reports:
         yield from _list_time_rows(outcome, facts)
     if outcome.promise:

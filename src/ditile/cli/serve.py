@@ -64,7 +64,7 @@ async def predict_call(
         process.kill()
         await process.wait()
         raise
-    # A model that cannot be planned for has no prediction.
+    # If the model cannot be planned, there is no prediction.
     if process.returncode != 0:
         return {}
     return {"predicted": json.loads(answer)}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of a verdict; `ok` is None if there is nothing to check, and `says` is what was found."""
+    """One line of a verdict; `ok` is None if there is nothing to check, and `says` is the finding."""
 
     name: str
     ok: bool | None

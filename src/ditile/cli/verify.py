@@ -1,4 +1,4 @@
-"""`ditile verify`: checks a plan on this machine, by properties that every plan on every model must have.
+"""`ditile verify`: checks a plan on this machine by properties required of every plan on every model.
 
     exact       with warmup = steps the latents of every rank equal those of one rank: bit for bit, or up to rounding
     repeatable  two calls under the plan have one result, which is equal on all ranks
@@ -69,7 +69,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
     Raises:
         DitileError: if the model or the plan does not fit.
     """
-    # Libraries print while they load; the standard output has the verdict alone.
+    # Libraries print while they load, and the standard output is only for the verdict.
     with contextlib.redirect_stdout(sys.stderr), silence_advice():
         silence_libraries()
         if options.threads is not None:
@@ -88,7 +88,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
         def make_arguments(pipe: Any) -> CallArguments:
             call = build_call_arguments(pipe, generate_options, defaults(options.model))
             if conditions and find_argument(type(pipe), ("strength",)):
-                # With a lower strength the pipeline skips some of the few steps.
+                # With a lower strength the pipeline would skip some of the few steps.
                 call["strength"] = 1.0
             if is_modular(pipe):
                 call["output"] = ["latents"]
@@ -128,12 +128,12 @@ def run_plan_checks(
             whole = make(None)
             proof = _prove_patches(whole, plan)
             reference = _compute_reference_latents(whole, call, pick_device(device, find_local_rank()))
-            # Its memory is needed for the share of this rank.
+            # The memory of the whole model is needed for this rank's share.
             del whole
-    # Packed messages round, and no warmup makes up for that.
+    # Packed messages are rounded, and no warmup undoes that.
     exact = replace(plan, wire_dtype=None)
     if plan.attends_to_stale_keys:
-        # With a synchronous step for every step no key is stale.
+        # If every step is synchronous, no key is stale.
         exact = replace(exact, warmup=steps)
     runner = parallelize(make(exact), exact, device)
     latents = _generate_first_result(runner, call(runner.pipe))
@@ -141,21 +141,21 @@ def run_plan_checks(
         _check_exactness(runner, latents, reference),
         Check("this model may be computed in patches", *gather_json(proof, runner.mesh.everyone)[0]),
     ]
-    # Memory is counted from here on.
+    # These are freed before memory is measured.
     del runner, latents
     release_memory()
-    # The plan itself, with its stale keys: every read of a key compares its age with the schedule.
+    # Now the plan itself runs, with its stale keys. Every read of a key compares its age with the schedule.
     ages = AgeChecks()
     runner = parallelize(make(plan), plan, device, checks=ages)
     first = _digest_call_result(runner, call, reference)
-    # Tapes grow from call to call, up to a limit of their own.
+    # Tapes grow with each call up to their own limit, which would count as a leak.
     runner.forget_recorded_steps()
     bytes_after_first = _measure_tensor_bytes(runner)
     assert runner.report is not None
     sent = runner.report.sent
-    # The first call rehearses, which waits and calls the model more often than the schedule says.
+    # The first call rehearses, with more waits and calls of the model than the schedule has.
     sync_counter = _HostSyncCounter(runner, steps)
-    # The same arguments, with a new generator of the same seed.
+    # The arguments are the same, with a new generator of the same seed.
     with sync_counter.count_host_syncs():
         second = _digest_call_result(runner, call, reference)
     runner.forget_recorded_steps()
@@ -290,9 +290,9 @@ def _check_memory_growth(runner: Runner, before: int, after: int) -> Check:
 
 
 class _HostSyncCounter:
-    """Counts how often the host waits for the device in the micro-steps after the first stale step.
+    """A counter of the host's waits for the device in the micro-steps after the first stale step.
 
-    In earlier micro-steps constants are made and schedulers look up their step, which may wait.
+    Earlier micro-steps may wait, since they create constants and schedulers look up their step.
     """
 
     def __init__(self, runner: Runner, steps: int) -> None:
@@ -326,7 +326,7 @@ class _HostSyncCounter:
         last = sum(calls)
 
         def update_sync_mode(*_: Any) -> None:
-            # Not after the last call, when the pipeline reads its result.
+            # No warnings after the last call, when the pipeline reads its result.
             mode = "warn" if first <= self._calls < last - 1 else "default"
             self._calls += 1
             torch.cuda.set_sync_debug_mode(mode)
@@ -382,13 +382,13 @@ def _wait_for_slowest_rank() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    # Outside of the run's private network its ports refuse connections, which gloo reports as errors and tries again.
+    # Outside the run's private network its ports refuse connections. gloo reports these as errors and retries.
     with make_groups():
         everyone = backend.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
     try:
         yield
     finally:
-        # Also after an error, so that the other ranks do not wait for a rank that failed.
+        # Reached after an error too, so that the other ranks do not wait for a failed one.
         dist.barrier(everyone)
         dist.destroy_process_group(everyone)
 
@@ -420,7 +420,7 @@ def _measure_tensor_bytes(runner: Runner) -> int:
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    # A thread of gloo frees a sent tensor a moment after the wait for it has ended.
+    # gloo frees a sent tensor in a thread, a moment after the wait for it ends.
     return min(_count_live_cpu_bytes(seconds) for seconds in (0.0, 0.05, 0.05))
 
 
@@ -429,7 +429,7 @@ def _count_live_cpu_bytes(wait_seconds: float) -> int:
     time.sleep(wait_seconds)
     sizes = {}
     for instance in gc.get_objects():
-        # Not isinstance: it would ask proxies for their class, which may compute. One of `vmap` has no storage.
+        # isinstance would ask proxies for their class, which may compute. A tensor of `vmap` has no storage.
         if issubclass(type(instance), Tensor) and not torch._C._functorch.is_batchedtensor(instance):
             storage = instance.untyped_storage()
             if storage.device.type == "cpu":
