@@ -36,13 +36,13 @@ REMARKS = {
     "references": ("an approximation", "docs/pipefusion.md"),
     "serial": ("auto knows no speed of links", "docs/pipefusion.md"),
 }
-"""Kind of further plan -> what it is, and the page that says more."""
+"""Kind of further plan -> its description, and the page with details."""
 ALIKE = 0.005
-"""Plans whose latencies differ by a smaller share count as equally fast."""
+"""Plans with latencies closer than this share count as equally fast."""
 
 
 class RankShare(NamedTuple):
-    """What a rank has of the work.
+    """A rank's share of the work.
 
     Attributes:
         memory_bytes: of its device.
@@ -92,22 +92,22 @@ def list_rank_shares(subject: PlanSubject, job: PlannedCall, profile: Profile) -
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """What `ditile plan` found.
+    """The result of `ditile plan`.
 
     Attributes:
         model, hardware, devices: those of the question.
         result: the prices, the fastest plan first.
-        call: the call that is priced: `height` and `width` (pixels), `frames`, `steps`, `images`, `dtype`, `guidance`
-            (None if the pipeline has none), `pictures` that are given, and tokens of `references` (None if it is not
-            known how many).
-        uncounted: text encoders whose configs could not be read, so that no memory includes them.
-        memories: of each plan, what each of its ranks needs.
-        hosts: of each plan, what the ranks of a host need of its memory.
+        call: the priced call: `height` and `width` (pixels), `frames`, `steps`, `images`, `dtype`, `guidance` (None if
+            the pipeline has none), the number of `pictures`, and tokens of `references` (None if it is not known how
+            many).
+        uncounted: text encoders with unreadable configs, missing in every count of memory.
+        memories: for each plan, the needs of each of its ranks.
+        hosts: for each plan, the host memory needed by the ranks of a host.
         host_memory_bytes: bytes of a host's memory; 0 if they are not known.
-        shares: of each plan, what each of its ranks has of the work, where devices or shares are not alike.
+        shares: for each plan, each rank's share of the work, if devices or shares are not alike.
         is_unlike: whether `hardware` names the device of each rank.
         models: transformers that are called in turns; memory has all of them on every rank.
-        lacks_tape_memory: whether nothing is recorded because what recorded calls hold does not fit a device.
+        lacks_tape_memory: whether nothing is recorded because recorded calls do not fit a device.
     """
 
     model: str
@@ -360,7 +360,7 @@ def describe_fewer_steps(other: OtherPlan, all_steps: int, best: Price) -> str:
     """Describe one rank's work in the time of the first plan, and the change of images under both."""
     times = f"{other.steps} of {all_steps} steps on one rank take {format_number(other.price.call_s)} s"
     whole = f"plan 1 takes {format_number(best.call_s)} s on {best.plan.world} ranks"
-    # As measured at four steps (docs/pipefusion.md).
+    # Measured at four steps (docs/pipefusion.md).
     if other.steps >= CLOSE_STEPS * all_steps:
         return f"{times}, and {whole}: the better bargain, which changes images less (docs/pipefusion.md)"
     return f"{times}, and {whole} and changes images less (docs/pipefusion.md)"

@@ -1,4 +1,4 @@
-"""Chooses a plan: the one that is given, the one predicted to be the fastest, or one that keeps bounds.
+"""Chooses a plan: the given one, the one predicted to be the fastest, or one within bounds.
 
 `ditile plan` and `ditile.plan_for` ask `answer_question`; `ditile generate` asks `resolve_plan_option` for `--plan` and
 `choose_within_bounds` for `--seconds` and `--min-psnr`.
@@ -54,7 +54,7 @@ REQUEST_FIELDS = (
     "true_cfg",
     "negative_prompt",
 )
-"""What a question takes over from a request."""
+"""The fields of a question taken over from a request."""
 
 
 def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> PlanAnswer:
@@ -217,9 +217,9 @@ def plan_for(
             `ditile plan`.
 
     Raises:
-        PlanError: if the machine was not measured and none is named, no plan fits it or keeps the bounds, or a word of
+        PlanError: if the machine was not measured and none is named, no plan fits it or keeps the bounds, or a field of
             the question is not known.
-        ModelError, LoadError: if the model cannot be planned for, or a file is no schedule.
+        ModelError, LoadError: if the model cannot be planned for, or a file is not a schedule.
     """
     known_words = [field.name for field in fields(PlanQuestion)]
     unknown = sorted(set(asked) - set(known_words))

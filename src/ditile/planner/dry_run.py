@@ -39,7 +39,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
         options: the request; the defaults of the model and its pipeline complete it. For a hub id only configs are
             fetched.
         configs: the keyword arguments for `enable_cache`.
-        engine: how ranks compute, which decides what stays in the host's memory.
+        engine: how ranks compute. It decides about weights in the host's memory.
 
     Raises:
         LoadError, ModelError, PlanError: if the model is missing, has no spec, does not take one of the options, or

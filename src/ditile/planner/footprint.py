@@ -38,9 +38,9 @@ FRAMES = (3, 4)
 CHANNELS = ("z_dim", "latent_channels")
 """Names of the latent channels in configs."""
 SCALE_SIDE = 8
-"""Latent pixels of the side of what is decoded to measure a VAE's scale."""
+"""Latent pixels along the side of the sample decoded to measure a VAE's scale."""
 COUNTED_SIDE = 16
-"""The same of what is decoded to count its work and memory."""
+"""The same for the sample decoded to count its work and memory."""
 
 
 class LiveNumbers(NamedTuple):
@@ -110,7 +110,7 @@ class StorageTracker(TorchDispatchMode):
     """Follows the storages that operators make within it, until they are freed.
 
     Args:
-        on_create: called for each storage with its first tensor; what it returns is called when the storage is freed.
+        on_create: called for each storage with its first tensor; its result is called when the storage is freed.
     """
 
     def __init__(self, on_create: Callable[[Tensor], Callable[[], None]]) -> None:
@@ -119,7 +119,7 @@ class StorageTracker(TorchDispatchMode):
         self._known = dict[int, weakref.ref[Any]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What an operator is given was made outside of the tracker, or is followed already.
+        # The inputs of an operator were made outside of the tracker, or are followed already.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._follow_storage(leaf, lambda _: lambda: None)
@@ -144,7 +144,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 class FootprintTracker(StorageTracker):
-    """Notes the numbers that are alive after each storage that is made within it.
+    """Notes the numbers alive after each storage made within it.
 
     Args:
         count_tensor: the numbers of a tensor, by the streams that its shape shows.
@@ -255,7 +255,7 @@ def count_decode_work(kind: Any, config: JsonObject, channels: str, frames: int 
 
 
 class VaeScale(NamedTuple):
-    """What a VAE makes of a latent pixel and a latent frame.
+    """The pixels and frames of a VAE for a latent pixel and a latent frame.
 
     Attributes:
         side: pixels of its side.

@@ -1,6 +1,6 @@
-"""Profiles of hardware that is not here: from datasheets, and from measurements that come with this package.
+"""Profiles of hardware elsewhere: from datasheets, and from measurements in this package.
 
-A datasheet says what a device could do at most. `EFFICIENCY` says which shares of that a diffusion transformer reaches,
+A datasheet gives the peak rates of a device. `EFFICIENCY` gives the shares of them reached by a diffusion transformer,
 the same for all GPUs. `python -m benchmarks.published` fits these shares to published latencies.
 """
 
@@ -28,7 +28,7 @@ WIDTHS = tuple(2.0**k for k in range(7, 15))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Datasheet:
-    """A device and what joins it to others of its host.
+    """A device and its links to others of its host.
 
     Attributes:
         flops: operations a second at most, of 16-bit matrices with 32-bit sums, dense.
@@ -57,7 +57,7 @@ class Datasheet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkEfficiency:
-    """What transformers reach of a link's bandwidth, and what a message costs besides its bytes.
+    """The share of a link's bandwidth reached by transformers, and the cost of a message besides its bytes.
 
     Attributes:
         latency_s, call_s, crossing, reduce, overlap: see `Link`.
@@ -75,7 +75,7 @@ class LinkEfficiency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """What transformers reach of a GPU.
+    """The share of a GPU's peak rates reached by transformers.
 
     Attributes:
         matmul: share of the operations in large matrices.
@@ -217,7 +217,7 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
         interlink: bits a second between hosts, such as "10Gbit".
 
     Raises:
-        PlanError: if it is not known, devices have curves of unlike types, or the interlink is no bandwidth.
+        PlanError: if it is not known, devices have curves of unlike types, or the interlink is not a bandwidth.
     """
     profiles = [_load_device_profile(each.strip()) for each in name.split(",")]
     machine_profile = profiles[0]
@@ -331,7 +331,7 @@ def parse_byte_amount(text: str, name: str = "memory") -> int:
     """Parse the bytes of a text such as "48GB", "40GiB" or "512MB". `name` is the option's name for errors.
 
     Raises:
-        PlanError: if the text is no amount.
+        PlanError: if the text is not an amount.
     """
     amount = _parse_amount(text, "([kmgt])(i?)b")
     if not amount:

@@ -1,1 +1,1 @@
-"""What a user calls: load a pipeline, divide it by a plan, quantize it, cache it, and run it."""
+"""The calls of users: load a pipeline, divide it by a plan, quantize it, cache it, and run it."""

@@ -94,21 +94,21 @@ def enable_cache(
     Each config may be a dict, as in a config file (`load_configs`).
 
     Args:
-        pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` that
-            says where blocks are. A new cache replaces the one that is there.
+        pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` with
+            the location of its blocks. A new cache replaces the present one.
         cache_config: a `FittedScheduleConfig`, or of another method that leaves out whole calls of the model or, as
             `DBCacheConfig`, blocks; or a line as of `--cache`, such as "F=1 W=4 R=0.12". The default is
             `build_default_config`, or no cache if one of the last three arguments is given.
-        calibrator_config: forecasts what was left out; None takes what was computed last.
-        params_modifiers: what is different in some lists of blocks; with one for each list, each decides by itself.
+        calibrator_config: forecasts the outputs of skipped blocks; None reuses the last computed ones.
+        params_modifiers: changes for some lists of blocks; with one for each list, each decides by itself.
         parallelism_config: divides the pipeline over the ranks that are running. Every rank then calls the pipeline as
             before. `ditile.parallelize` offers more.
         attention_backend: the attention kernel, as diffusers names it.
-        quantize_config: what `ditile.quantize` does, after the division if there is one. `disable_cache` does not take
-            this back.
+        quantize_config: the arguments of `ditile.quantize`, applied after the division if there is one. `disable_cache`
+            does not undo it.
 
     Returns:
-        What it was given.
+        The arguments of the call.
 
     Raises:
         ModelError: if the blocks are not known and cannot be found, a setting does not fit them, or a kernel or type of
@@ -174,7 +174,7 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Enabled:
-    """One call of `enable_cache`: what undoes it, and its arguments without quantization, which stays.
+    """One call of `enable_cache`: the stack that undoes it, and its arguments without quantization, which stays.
 
     Attributes:
         runner: runs the calls of the pipeline, if it was divided.
@@ -232,7 +232,7 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
         loaded = load_configs(mappings)
         parsed |= drop_missing(loaded)
     block_config = None if isinstance(parsed["cache_config"], CallCacheConfig) else parsed["cache_config"]
-    # Made for its check of the two configs alone.
+    # Only made for its check of the two configs.
     ParamsModifier(cache_config=block_config, calibrator_config=parsed["calibrator_config"])
     if parsed.get("quantize_config") is not None:
         parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
@@ -279,10 +279,9 @@ def refresh_context(
     """Drop everything remembered, for a new image. Only a transformer without a pipeline needs it.
 
     Args:
-        transformer: what `enable_cache` was given.
+        transformer: the argument of `enable_cache`.
         num_inference_steps: the steps of the image; in a pipeline the scheduler says them.
-        cache_config: fields that are different from now on are those that were given to it; a config of another class
-            replaces the whole.
+        cache_config: only the given fields change from now on; a config of another class replaces the whole.
         calibrator_config: the same of the calibrator.
         verbose: log the settings.
         changes: fields of the `cache_config` that are different from now on.
@@ -293,7 +292,7 @@ def refresh_context(
         LoadError: if a file that the settings name cannot be read.
     """
     caches = _require_caches(transformer)
-    # This raises within a call, for the rest of which the cache would do nothing.
+    # Within a call this raises: the cache would do nothing for the rest of it.
     _list_unused(transformer)
     configs = _parse_mappings(cache_config=cache_config, calibrator_config=calibrator_config)
     config = configs["cache_config"]
@@ -318,7 +317,7 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
     stage.
 
     Args:
-        pipe_or_adapter: what `enable_cache` was given, or a runner, whose ranks must all call it.
+        pipe_or_adapter: the argument of `enable_cache`, or a runner. All ranks of a runner must call it.
         details: print each image, branch and patch, with percentiles of the differences.
         logging: print a table; a runner prints it only on rank 0.
 
@@ -351,7 +350,7 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
     """Write the settings of a cache in one word, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
 
     Args:
-        what: what `enable_cache` was given, a runner, what `summary` returned, or a config.
+        what: the argument of `enable_cache`, a runner, the result of `summary`, or a config.
         calibrator_config: the calibrator that goes with a config.
 
     Raises:
@@ -422,7 +421,7 @@ def list_cached_models(pipe: Any) -> list[nn.Module]:
     parts = list_pipeline_parts(pipe).values()
     models = list(dict.fromkeys(unwrap_module(part) for part in parts if isinstance(part, nn.Module)))
     if not models and not hasattr(pipe, _ENABLED):
-        # It raises for what is no pipeline.
+        # It raises for anything but a pipeline.
         find_transformers(pipe)
     return models
 

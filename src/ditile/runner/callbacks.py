@@ -1,9 +1,8 @@
 """Calls the pipeline's callbacks and its progress bar at the end of each step, not of each micro-step.
 
-A callback that asks for no tensors sends nothing. One that asks for tensors makes the end of its steps a
-synchronisation point: every rank gets the whole latents and calls its callback, and all ranks use what rank 0's
-callback returns. After any callback, constants are computed again, because the callback may have changed the prompt or
-the scale of a LoRA.
+A callback without tensors sends nothing. One with tensors makes the end of its steps a synchronisation point: every
+rank gets the whole latents and calls its callback, and all ranks use the result of rank 0's callback. After any
+callback, constants are computed again, because the callback may have changed the prompt or the scale of a LoRA.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class StepWatch:
         on_step: called with (step, number of steps) at the end of each step, on each rank that sets it. It needs no
             message and no wait for the device.
         on_latents: called on rank 0 with (step, latents) at the end of the steps `latents_at`. It gets the latents of
-            all images as the pipeline has them; it must not change them, and must copy what it keeps.
+            all images in the pipeline's layout. It must not change them, and must copy any it keeps.
         latents_at: the steps for `on_latents`. At their ends the ranks exchange latents, so all ranks must give the
             same steps.
     """
@@ -76,7 +75,7 @@ class _SilentBar:
 
 
 class StepEndCallbacks:
-    """Does what is due at the end of each step of one call.
+    """The actions at the end of each step of one call.
 
     Args:
         call: the call's arguments; `install_callbacks` replaces the callbacks in it.

@@ -90,13 +90,13 @@ class Composition:
         sharded: this rank's share of the weights of its blocks.
         parallel_vae: decodes and encodes bands of rows on every rank of an image; None where each rank does all.
         loop: drives the pipeline's loop, and knows the current generation.
-        attention: builds what attends in each layer.
+        attention: builds the attention of each layer.
         compile: whether the blocks are compiled, unless the user compiled them.
         recorder: records calls of the model as CUDA graphs, on request.
         offload: streams the weights of blocks from the host's memory, where the plan wants it.
-        guards: what the pipeline and its siblings refuse until `restore`.
+        guards: operations refused by the pipeline and its siblings until `restore`.
         serial_plan: with warmup_mode=auto the plan of calls in which the weights of blocks cannot be sent.
-        trusts_code: whether what the user put on the models may be given parts of a call.
+        trusts_code: whether the user's code on the models may be given parts of a call.
     """
 
     pipe: Any
@@ -226,9 +226,9 @@ class Composition:
         """Install all strategies for one call, on the pipeline's present scheduler.
 
         Args:
-            callbacks: what happens at the ends of steps.
+            callbacks: the actions at the ends of steps.
             call: the pipeline's arguments.
-            decisions: the groups of ranks that decide together on what caches leave out; None without caches.
+            decisions: the groups of ranks that decide together about skipped blocks; None without caches.
             first: whether only rank 0 needs the images.
         """
         values = read_call_values(call)
@@ -239,7 +239,7 @@ class Composition:
             batch_dims=self.block_hooks.batch_dims,
             inputs=self.block_hooks.anatomy.inputs or None,
         )
-        # Before the hooks of blocks, which lie around the hooks of caches.
+        # Before the hooks of blocks, because those go around the hooks of caches.
         for cache in self.model_caches:
             cache.renew_hooks()
         with ExitStack() as stack:
@@ -250,7 +250,7 @@ class Composition:
             if self.offload is not None:
                 stack.enter_context(self.offload.install_for_call())
             stack.enter_context(self._install_block_hooks())
-            # What the user put on a VAE may let images see each other.
+            # The user's code on a VAE may let images see each other.
             vae = getattr(self.pipe, "vae", None)
             decodes_apart = self.trusts_code or not isinstance(vae, nn.Module) or not list_user_code(vae)
             # After the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
@@ -518,7 +518,7 @@ def compose_strategies(
         StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.
     """
     keep = options.keep_weights
-    # All that may raise comes first, so that an error leaves the pipeline as it was.
+    # Steps that may raise come first, so that an error leaves the pipeline unchanged.
     _check_weights_stay(pipe, plan, device, options)
     block_hooks = _build_block_hooks(pipe, plan, options)
     compiles = decide_compile(options.compile, block_hooks.transformer, block_hooks.chain, plan, device, mesh.rank)
@@ -533,7 +533,7 @@ def compose_strategies(
     shards = _list_shard_options(block_hooks, plan, mesh["tensor"], keep=keep)
     own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
     weights, sharded = _keep_own_weights(block_hooks, encoders, own, shards, plan, mesh, keep=keep)
-    # After all that takes weights out, so that the device never gets weights that this rank does not keep.
+    # After all weights are taken out, so that the device never gets weights this rank does not keep.
     offload = _move_own_weights(pipe, block_hooks, own, plan, device, mesh)
     # The loop drives the stage, and attention asks the loop for the current generation.
     pipefusion = _build_pipefusion(block_hooks, stages, plan, mesh, sharded, warmup_group)
@@ -577,7 +577,7 @@ def _keep_own_weights(
     """Take the weights held by other ranks out of the models. Return the weights of the whole, and this rank's
     share."""
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
-    # Before the guards of tensor parallelism, which lie around these and go first.
+    # Before the guards of tensor parallelism, because those surround these and go first.
     if plan.divides_blocks:
         block_hooks.guard_saving()
     # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
@@ -890,7 +890,7 @@ def _build_warmup_group(
             )
         return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)
-    # In a synchronous step they run in place of the blocks of other stages.
+    # In a synchronous step they run instead of the blocks of other stages.
     block_hooks.replacement_blocks = weight_stream.streamed_blocks
     return WarmupGroup(mesh, block_hooks, stages, plan.pipefusion, weight_stream, may_rest=may_rest)
 

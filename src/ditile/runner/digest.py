@@ -23,7 +23,7 @@ from ditile.model.hooks.compile import unwrap_compiled
 SHORT = 300
 """Characters of a description that is sent as it is; of a longer one the beginning, and a checksum."""
 PLACES_OF_ADAPTERS = ("target_modules", "base_model_name_or_path", "revision", "inference_mode")
-"""What the config of an adapter may have otherwise on each rank."""
+"""The items of an adapter's config that may differ between ranks."""
 
 
 def describe_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def describe_state(pipe: Any, device: torch.device) -> dict[str, Any]:
             state[f"{name}.dtype"] = str(getattr(part, "dtype", ""))
             state[f"{name}.use_tiling"] = bool(getattr(part, "use_tiling", False))
             continue
-        # The scheduler's item by item: it is what users change, and an error should name the item.
+        # The scheduler's config is compared item by item: users change it, and an error should name the item.
         for key, value in config.items():
             state[f"{name}.{key}"] = describe_value(value)
         # `set_shift` changes this and not the config.

@@ -20,13 +20,13 @@ def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: 
         own_pool_bytes: of the pool that the capture uses.
     """
     allocated = torch.cuda.memory_allocated(device)
-    # A capture takes as much as the code of a call, whose own memory is not in a pool.
+    # A capture takes the same memory as the code of a call, outside of any pool.
     working = torch.cuda.max_memory_allocated(device) - allocated
     needed = max(0, working - own_pool_bytes)
     free, _ = torch.cuda.mem_get_info(device)
     cached = max(0, torch.cuda.memory_reserved(device) - allocated - pools_bytes)
     if free < needed:
-        # While a graph is captured, torch's allocator gives back nothing of what it keeps for others.
+        # While a graph is captured, torch's allocator does not free the memory it has cached.
         torch.cuda.empty_cache()
     return free + cached >= needed + working
 
@@ -62,8 +62,8 @@ def explain_no_graphs() -> str:
 class GraphSegments:
     """Segments as CUDA graphs that share their memory.
 
-    All are captured on one stream: memory of a pool is used again only on the stream on which it was allocated. Tapes
-    of one size share the pool too, as one is played at a time and holds what outlives it.
+    All are captured on one stream, because memory of a pool is only reused on the stream on which it was allocated.
+    Tapes of one size share the pool too: only one is played at a time, and it holds anything that outlives it.
 
     Args:
         device: the GPU.
@@ -115,7 +115,7 @@ class GraphSegments:
         with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
             graph = self._end()
-        # Between two messages may be views alone.
+        # Between two messages there may be only views.
         if any("empty" in str(message.message) for message in messages):
             return None
         return graph.replay

@@ -82,11 +82,11 @@ _BUILD_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
     *(RuntimeError, ImportError, NameError, StrictDataclassError),
 )
-"""What diffusers and transformers raise for a config that they cannot build."""
+"""The exceptions of diffusers and transformers for a config they cannot build."""
 
 
 class _Component(NamedTuple):
-    """A component whose files lie with the pipeline's index.
+    """A component with files next to the pipeline's index.
 
     Attributes:
         name: in the pipeline.
@@ -118,10 +118,10 @@ def load(
 
     Args:
         name: of a bundled model, such as shapes-flux; or a folder, or a hub id; or the file of a published model's
-            transformer, whose other parts are then those of that model.
-        dtype: a torch dtype or its name. By default float32 for bundled models and where there is no GPU, otherwise
-            bfloat16; float16 only on request.
-        plan: reads only what this rank of the plan owns; `parallelize` takes the pipeline with a plan that divides it
+            transformer, with the other parts taken from that model.
+        dtype: a torch dtype or its name. By default float32 for bundled models and without a GPU, otherwise bfloat16;
+            float16 only on request.
+        plan: reads only this rank's part under the plan; `parallelize` takes the pipeline with a plan that divides it
             the same way. By default the whole pipeline is read.
         variant: of the files, such as "fp16", for the components that have it.
         transformer: a file with the weights of the transformer, .safetensors or .gguf, under the names of diffusers,
@@ -160,7 +160,8 @@ def load(
         if MODULAR_MARK in read_model_index(source):
             pipe = load_modular_pipeline(source, weight_dtype, variant, loaded)
         else:
-            # DiffusionPipeline itself would read again what a signature has a default for, such as Wan's transformers.
+            # DiffusionPipeline itself would read components with a default in the signature again, such as Wan's
+            # transformers.
             pipeline_class = find_pipeline_kind(source) or diffusers.DiffusionPipeline
             pipe = pipeline_class.from_pretrained(
                 source, dtype=weight_dtype, use_safetensors=True, variant=variant, **loaded
@@ -194,7 +195,7 @@ def convert_build_errors(name: str, refusal: str = "is not one that diffusers ca
 
     Args:
         name: of the model.
-        refusal: what the error says of it.
+        refusal: the text of the error.
 
     Raises:
         LoadError: for files that are missing or corrupt.
@@ -223,7 +224,7 @@ def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, s
     Raises:
         LoadError, ModelError: if the file cannot be read, fits no published model, or there are two files.
     """
-    # What is no name at all is refused by `find_model_source`.
+    # Values that cannot be a name are refused by `find_model_source`.
     if name and isinstance(name, str):
         name = os.path.expanduser(name)
     if not name or not os.path.isfile(name):
@@ -232,7 +233,7 @@ def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, s
         raise ModelError(f"model {name!r} is a file, and so is transformer={files[TRANSFORMER]!r}; give one of them")
     base, *others = find_base_models(Path(name))
     if others:
-        # Such as one of the two transformers of Wan 2.2, of which the other would be missing.
+        # Such as one of the two transformers of Wan 2.2: the other would be missing.
         alike = ", ".join(others)
         LOG.warning("%s is taken for the transformer of %s, and may be that of %s; %s", name, base, alike, CHOOSE)
     else:
@@ -334,7 +335,7 @@ def load_modular_pipeline(
             if variant is not None:
                 options["variant"] = variant
         try:
-            # Not load_components, which logs what a component raises and goes on without it.
+            # Not load_components: it logs the exception of a component and goes on without it.
             part = spec.load(dtype=dtype, **options)
         except ValueError as error:
             refuse_out_of_memory(error)
@@ -348,8 +349,8 @@ def load_whole_models(
 ) -> dict[str, nn.Module]:
     """Load the models not in `apart` whole. Each is checked first for all of its weights.
 
-    Quantized ones are not among them, nor those whose classes are in neither diffusers nor transformers: their own
-    loaders read them, with the pipeline.
+    Quantized models are not among them, nor classes from neither diffusers nor transformers: their own loaders read
+    them, with the pipeline.
     """
     models: dict[str, nn.Module] = {}
     for component in _list_components(source):
@@ -473,7 +474,7 @@ def _load_encoder_file(
     path = _find_config(locate, name)
     if _is_quantized(path):
         raise ModelError(f"{path} is of quantized weights, and those of {file} are not; remove its quantization_config")
-    # The file has weights alone; what builds the encoder is in the pipeline's folder.
+    # The file has only weights; the config and class of the encoder are in the pipeline's folder.
     config = model_class.config_class.from_pretrained(path.parent)
     options: dict[str, Any] = {"config": config, "config_place": path.parent}
     if locate("generation_config.json") is not None:
@@ -511,7 +512,7 @@ def _read_share(
     row_blocks: Mapping[str, RowBlocks] | None = None,
 ) -> nn.Module:
     """Read a rank's share into a model without weights. Afterwards it has placeholders for the other blocks."""
-    # diffusers keeps these in float32, whatever the dtype.
+    # diffusers keeps these in float32, regardless of the dtype.
     keep_fp32 = model._keep_in_fp32_modules or ()
     if not plan.divides_blocks:
         checkpoint = build_checkpoint(model).find_weights(model.state_dict().keys(), place)
@@ -573,7 +574,7 @@ def _has_unsaved_tensors(module: nn.Module) -> bool:
     if module._non_persistent_buffers_set:
         return True
     for name, value in vars(module).items():
-        # The tables in which torch keeps what is saved.
+        # torch's tables of saved tensors.
         if name in ("_parameters", "_buffers", "_modules"):
             continue
         parts: Collection[Any] = (value,)

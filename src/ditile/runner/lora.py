@@ -40,15 +40,16 @@ _LOAD_ERRORS = (
     *(OSError, ImportError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
     *(RuntimeError, AssertionError),
 )
-"""What diffusers and peft raise for what is no LoRA, is cut short, or has names or shapes that they do not expect."""
+"""The exceptions of diffusers and peft for a file that is not a LoRA, is cut short, or has unexpected names or
+shapes."""
 
 
 @checked()
 def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
     """Load a LoRA into a pipeline, divided or not, like `pipe.load_lora_weights`. Every rank must call it.
 
-    A rank that holds a share of the weights keeps the same share of the LoRA. Keys that nothing of the pipeline takes
-    are named in the log.
+    A rank with a share of the weights keeps the same share of the LoRA. Keys without a layer in the pipeline are named
+    in the log.
 
     Args:
         pipe: the pipeline, or its runner.
@@ -116,8 +117,8 @@ def _locate_source(source: Any, label: str, kwargs: dict[str, Any]) -> str:
     """Return the folder or hub id of a LoRA. If the name of its file is known, it is put into the arguments.
 
     Raises:
-        ModelError: if there is nothing, which diffusers would take for a hub id; for a folder of which diffusers would
-            take any file, and for a file that is not safetensors.
+        ModelError: if there is no such source, since diffusers would take it for a hub id; for a folder with several
+            files of weights, and for a file that is not safetensors.
     """
     path = os.path.expanduser(str(source))
     if os.path.isfile(path):
@@ -212,7 +213,7 @@ def _undo_on_failure(pipe: Any) -> Iterator[None]:
         if earlier:
             forget_loras(pipe, list_loaded_loras(pipe) - earlier)
         else:
-            # diffusers may have left layers of an adapter whose name it has forgotten.
+            # diffusers may have left layers of an adapter after forgetting its name.
             pipe.unload_lora_weights()
         for layer, active, is_disabled in uses:
             layer.set_adapter(active)
@@ -245,7 +246,7 @@ def fuse_loras(pipe: Any) -> None:
             raise ModelError(
                 f"fuse_lora=True adds LoRAs to plain weights, and {quantized[0]} of {name} is quantized; leave it out"
             )
-    # By default some pipelines fuse their transformer alone, and unloading takes the LoRA off the text encoders.
+    # By default some pipelines only fuse their transformer, and unloading takes the LoRA off the text encoders.
     pipe.fuse_lora(components=changed)
     pipe.unload_lora_weights()
 

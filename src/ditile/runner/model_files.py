@@ -1,4 +1,4 @@
-"""Where the files of a model are, and whether they are whole. Nothing here imports torch.
+"""Locates the files of a model, and checks that they are whole. Nothing here imports torch.
 
 Files that are missing or cut short, and pickles, are refused before any weight is read. huggingface_hub keeps a lock
 while it downloads a file, and the other ranks wait for that lock. A waiting rank reports progress as long as the
@@ -72,31 +72,31 @@ MOST_GGUF_STRINGS = 2_000_000
 _GGUF_ERRORS = (
     *(OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError, struct.error),
 )
-"""What the reader of GGUF raises for a file that is cut short, or whose header says what cannot be."""
+"""The exceptions of the GGUF reader for a file that is cut short, or has an impossible header."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = ("F8_E4M3", "F8_E5M2")
 """Types of safetensors that are floating point numbers, and those of eight bits, which may have scales."""
 SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
-"""The last part of the name of what a `weight` in fp8 beside it is multiplied with: that of ComfyUI's first files, that
-of its later ones and of authors, and that of DeepSeek's convention, which is no inverse either."""
+"""The last part of the scale's name next to a `weight` in fp8: in ComfyUI's first files, in its later ones and those of
+authors, and in DeepSeek's convention, where it is not an inverse either."""
 MOST_SHOWN = 80
 """Letters of a wrong value that an error quotes."""
 MOST_TENSORS = 30_000
 """Tensors that a file may have: transformers have hundreds, with experts thousands, and renaming looks at all often."""
-# Endings that torch.load reads, which runs what a file says.
+# Endings read by torch.load, which runs code from the file.
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
 PlainValue = str | bool | int | Scale | None
 
 
 class FileValues(BaseModel):
-    """Values of a file of JSON, of which some have known types; the others are taken as they are."""
+    """Values of a JSON file. Some have known types; the others are not checked."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class GenerationValues(FileValues):
-    """The values of `generation.json`: arguments of a pipeline's call, none of which is an object."""
+    """The values of `generation.json`: arguments of a pipeline's call, without objects."""
 
     __pydantic_extra__: dict[str, PlainValue | list[PlainValue]] = Field(init=False)
     num_inference_steps: Steps | None = None
@@ -139,15 +139,15 @@ def defaults(model: str) -> dict[str, Any]:
 
         runner(prompt, **ditile.defaults("shapes-flux"))
 
-    They come from the `generation.json` in the model's folder; for a published model they are what its authors
-    recommend. Without either the result is empty, and the pipeline's own defaults apply.
+    They come from the `generation.json` in the model's folder; for a published model they are the recommendations of
+    its authors. Without either the result is empty, and the pipeline's own defaults apply.
 
     Args:
         model: the name of a bundled or published model, a folder, or a hub id.
 
     Raises:
         ModelError: if the model is not known.
-        LoadError: if the file is no JSON object, or a value is of another type than that of its argument.
+        LoadError: if the file is not a JSON object, or a value has another type than its argument.
     """
     call = read_generation_defaults(model)
     call.pop(FRAME_RATE, None)
@@ -178,8 +178,8 @@ def find_model_source(
         components: component -> the file with its weights; by default the model's own are read.
 
     Raises:
-        ModelError: if `name` is none of them, or what is given for a component is no file.
-        LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles; or if a model of the
+        ModelError: if `name` is none of them, or the value for a component is not a file.
+        LoadError: if a folder is not a pipeline, or its weights are missing, cut short or pickles; or if a model of the
             hub is not in its cache, and the hub cannot be reached.
     """
     files = components or {}
@@ -215,7 +215,7 @@ def collect_component_files(
         components: the same of any component, also as texts such as transformer_2=low.gguf.
 
     Raises:
-        ModelError: if a text has no name or no file, or a component has two files or what is no name of one.
+        ModelError: if a text has no name or no file, or a component has two files or an impossible name.
     """
     pairs: list[tuple[str, str]] = []
     if transformer is not None:
@@ -374,7 +374,7 @@ def list_own_components(source: Path | str, index: Mapping[str, Any]) -> Iterato
             yield name, (entry[0], entry[1])
         elif len(entry) == 3 and isinstance(entry[2], dict) and entry[2].get("subfolder", name) == name:
             location = entry[2]
-            # The class may stand in the hint alone, for a component that was not loaded when the pipeline was saved.
+            # The class may only be in the hint, if a component was not loaded when the pipeline was saved.
             library, class_name = entry[:2]
             hint = location.get("type_hint")
             if isinstance(hint, list) and len(hint) == 2:
@@ -433,7 +433,7 @@ def check_model_folder(folder: Path) -> None:
 def _check_component(folder: Path, variant: str | None, or_give: str = "") -> None:
     """Check a component. Raises `LoadError` if it is missing, or has a config.json without whole weights.
 
-    The error ends with `or_give`, which says what may be given instead.
+    The error ends with `or_give`, a hint at an alternative.
     """
     if not folder.is_dir():
         raise LoadError(f"{folder} is missing, and the index in its folder names it; copy the whole model{or_give}")
@@ -502,7 +502,7 @@ def _list_weight_files(folder: Path, variant: str | None) -> list[Path]:
     for stem in STEMS:
         for own_variant in dict.fromkeys((variant, None)):
             single, index = name_weight_files(stem, own_variant)
-            # Of both, diffusers takes the index, and transformers the single file.
+            # If both exist, diffusers takes the index, and transformers the single file.
             is_single = (folder / single).exists()
             if (folder / index).exists() and not (is_single and stem == STEMS[1]):
                 return sorted({folder / name for name in read_weight_map(folder / index).values()})
@@ -538,7 +538,7 @@ def open_gguf(path: Path) -> Any:
     """Open a GGUF file and read only its header. Its tensors are mapped.
 
     Raises:
-        LoadError: if it is cut short, or its header says what cannot be.
+        LoadError: if it is cut short, or has an impossible header.
         ModelError: if the extra is not installed.
     """
     require_extra("gguf", str(path))
@@ -578,7 +578,7 @@ def open_gguf(path: Path) -> Any:
         # Pages that are written would be copies: views of memory that cannot be written make torch warn.
         return BoundedReader(path, "c")
     except _GGUF_ERRORS as error:
-        # A header that is not whole may ask for any amount of memory; the system alone says that there is none.
+        # A damaged header may ask for any amount of memory; only the system says that there is none.
         if isinstance(error, OSError):
             refuse_out_of_memory(error)
         raise LoadError(f"{path} is no whole GGUF file ({join_error_lines(error)}); copy it again") from error
@@ -688,7 +688,7 @@ def check_weight_source(source: str, option: str) -> None:
 def check_hub_access(repository: str, file: str = "*model_index.json", option: str = "model") -> None:
     """Check the hub's cache. Raises `LoadError` at once for a file that is neither in it nor can be fetched.
 
-    huggingface_hub alone would retry for half a minute, for each of several files.
+    By itself huggingface_hub would retry for half a minute, for each of several files.
 
     Args:
         repository: its hub id.

@@ -54,19 +54,19 @@ SCALED_TYPES = {
 """Names that fix both the type and the granularity of scales, and override `per_row`."""
 
 WHY_FLOAT32 = "they are of the model's _keep_in_fp32_modules"
-"""The reason for layers that are not quantized because diffusers loads them in float32, whatever the dtype."""
+"""The reason for layers that are not quantized because diffusers always loads them in float32."""
 
 T = TypeVar("T")
 _RECORDS = "_quantized_by_ditile"
 _CANNOT = (RuntimeError, ValueError, TypeError, ImportError, AssertionError, AttributeError)
-"""What torchao and bitsandbytes raise where a kernel, a device or a shape is not what they need."""
+"""The exceptions of torchao and bitsandbytes for an unsuitable kernel, device or shape."""
 _TORCHAO_CONFIGS = {
     "float8_weight_only": "Float8WeightOnlyConfig",
     "int8_weight_only": "Int8WeightOnlyConfig",
     "float8": "Float8DynamicActivationFloat8WeightConfig",
     "int8": "Int8DynamicActivationInt8WeightConfig",
 }
-"""The types whose scales have a granularity, and their configs."""
+"""The types with a choice of granularity for their scales, and their configs."""
 QUANT_TYPES = (
     *("float8_weight_only", "int8_weight_only", "int4_weight_only"),
     *("float8", "int8", "int4", "int4_w4a4", "bitsandbytes_4bit"),
@@ -79,12 +79,12 @@ ConfigFactory = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationRecord:
-    """What one call of `quantize` did to a model.
+    """The changes made to a model by one call of `quantize`.
 
     Attributes:
         quant_type: the type, under its name in `QUANT_TYPES`.
         layers: the names of layers that were quantized.
-        left: the names of layers that the type cannot take, or that the model keeps in float32 -> the reason.
+        left: the names of unsuitable layers, or layers kept in float32 by the model -> the reason.
         bytes_before, bytes_after: of all parameters of the model.
     """
 
@@ -113,7 +113,7 @@ class _QuantizationWork:
 
     Attributes:
         quant_type: under its name in `QUANT_TYPES`.
-        quantizers: the path of each layer -> what quantizes it; each was tried on a layer of that shape.
+        quantizers: the path of each layer -> its quantizer; each was tried on a layer of that shape.
         left: the paths of layers that stay as they are -> the reason.
     """
 
@@ -352,7 +352,7 @@ def _list_torchao_configs(name: str, device: torch.device, scheme: str, group: i
         # On GPUs torchao packs no int4 weights for int8 activations, so these are float8.
         return [torchao.Float8DynamicActivationInt4WeightConfig]
     if not on_cpu:
-        # Torch's kernel, for bfloat16 alone, then mslk's.
+        # Torch's kernel, only for bfloat16, then mslk's.
         config = functools.partial(torchao.Int4WeightOnlyConfig, group_size=group, set_inductor_config=False)
         return [functools.partial(config, int4_packing_format=form) for form in ("tile_packed_to_4d", "plain")]
     # Only torchao's prototypes have the kernels of CPUs; torch's own one takes outputs that 16 divides.
@@ -388,11 +388,11 @@ def quantize(
     Linears of the model's `_keep_in_fp32_modules`, which diffusers loads in float32, are not quantized.
 
     Args:
-        target: a transformer or any other module; or a pipeline or a runner, of which all transformers (of
-            guidance and priors too) and the U-Net are quantized.
+        target: a transformer or any other module; or a pipeline or a runner, with all its transformers (of guidance and
+            priors too) and the U-Net.
         quant_type: float8_weight_only, int8_weight_only, int4_weight_only; with activations that are quantized too:
             float8, int8, int4, int4_w4a4; bitsandbytes_4bit (NF4); or one of `ALIASES` or `SCALED_TYPES`.
-        exclude_layers: a layer whose name has one of these in it is not quantized.
+        exclude_layers: layers with one of these in their names are not quantized.
         per_row: a scale for each row of weights and each token. False gives each layer and each call one scale, so that
             the result of a token depends on the other tokens of the call. It has no effect on the 4-bit types.
         group_size: numbers of a row that share a scale, in the 4-bit types of torchao.

@@ -16,13 +16,13 @@ from ditile.model.recording.recorded_calls import RecordedCalls
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one call took on this rank.
+    """The measurements of one call on this rank.
 
     Attributes:
         seconds: total, text (until the first step), denoise, decode.
         steps: number of steps that ran.
         synchronous: the synchronous steps, from 0.
-        warmup_mode: how they ran; with warmup_mode=auto what it chose.
+        warmup_mode: how they ran; with warmup_mode=auto the chosen mode.
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values at the end of the last step.
@@ -65,7 +65,7 @@ class CallMeter:
     """Times and counts one call. Before its end it never waits for the device.
 
     Args:
-        traffic: what is sent in it.
+        traffic: the messages of the call.
         traced: whether to record a trace.
     """
 
@@ -118,7 +118,7 @@ class CallMeter:
         Args:
             synchronous, warmup_mode: its synchronous steps, and how they ran.
             cache_bytes: bytes that caches keep.
-            recorded: what was recorded.
+            recorded: counts of recorded and played calls.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -1,6 +1,6 @@
 """The runner: a pipeline under a plan, which every rank calls with the pipeline's arguments, for the same result.
 
-A call binds the arguments, refuses what cannot be honoured exactly, checks that all ranks were called with the same
+A call binds the arguments, refuses any it cannot honour exactly, checks that all ranks were called with the same
 arguments and use the same random numbers, runs the pipeline, and measures.
 """
 
@@ -108,13 +108,13 @@ class Runner:
     """A pipeline under a plan. Call it as the pipeline is called.
 
     Attributes:
-        pipe: the pipeline; between calls it may be used in every way that does not run its transformer.
-            Load LoRAs with `ditile.load_lora`: peft raises on a stage that has no block of a LoRA.
+        pipe: the pipeline; between calls it may be used in every way that does not run its transformer. Load LoRAs with
+            `ditile.load_lora`: peft raises on a stage without a block of a LoRA.
         plan: how it is divided.
         mesh: this rank, its place on each axis, and the process groups of the axes.
         devices: the device of each rank.
         trace: whether the next call records a trace.
-        report: what the last call took on this rank; None before the first.
+        report: the measurements of the last call on this rank; None before the first.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Runner:
         self._decisions: AgreementGroups | None = None
         # The shape and not the arguments of the last call, which would keep images and embeddings in memory.
         self._last: Shape | None = None
-        # Each pipeline with its class as it was: enable_cache may give it another later, whose call is this runner.
+        # Each pipeline with its original class: enable_cache may later give it another, with this runner for its call.
         self._pipes: dict[tuple[str, str], tuple[Any, type]] = {}
         if not deferred:
             self._divide()
@@ -198,7 +198,7 @@ class Runner:
         """Generate an image, with the arguments and the result of `pipe(...)`.
 
         Args:
-            output: what a modular pipeline returns, as `pipe(..., output=...)`; of other pipelines `output_on`.
+            output: the output of a modular pipeline, like `pipe(..., output=...)`; for other pipelines `output_on`.
             output_on: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
             watch: is called at the ends of steps. It does not change the image.
 
@@ -238,9 +238,9 @@ class Runner:
     def stop(self) -> None:
         """End the current call without an image. One rank is enough, and any thread may do it.
 
-        The call raises `StoppedError` on every rank, at most two steps later, and decodes nothing. The next call is as
-        if there had been none. A stop while an image is decoded comes too late: the call returns it. A stop while
-        there is no call does nothing.
+        The call raises `StoppedError` on every rank, at most two steps later, and decodes nothing. The next call is not
+        affected. A stop while an image is decoded comes too late: the call returns it. A stop while there is no call
+        does nothing.
         """
         # The call may end meanwhile and take its event away.
         event = self._stop_event
@@ -269,9 +269,9 @@ class Runner:
     def switch_pipeline(self, kind: type[Any]) -> Any:
         """Run another class of pipelines on the divided model from now on, such as its image-to-image pipeline.
 
-        All ranks must switch to the same class, between calls. The new pipeline has the components that the pipeline
-        has now, as they are; plan, weights, LoRAs and caches stay. `pipe` is the pipeline of that class from then on,
-        and to switch back gives the first one.
+        All ranks must switch to the same class, between calls. The new pipeline has the present components of the old
+        one; plan, weights, LoRAs and caches stay. `pipe` is the pipeline of that class from then on, and switching back
+        gives the first one.
 
         Args:
             kind: a class of diffusers, or the first pipeline's.
@@ -462,7 +462,7 @@ class Runner:
         if self.mesh.epoch != self.mesh.groups.epoch:
             self.mesh.renew_groups(self.plan)
         class_now = type(self.pipe)
-        # enable_cache may have given it a class since whose call is this runner.
+        # Since then enable_cache may have given it a class with this runner for its call.
         self.pipe.__class__ = self._pipeline_class
         try:
             _agree_on_result(lambda: _study_models(self.pipe, call), self.mesh)
@@ -492,7 +492,7 @@ class Runner:
                 if self._decisions is None:
                     self._decisions = AgreementGroups.create_groups(self.plan, mesh, parts.device)
                 decisions = self._decisions
-            # Before the strategies, so that each replica checks what it decodes itself.
+            # Before the strategies, so that each replica checks its own decoded output.
             decodes.install_checks(stack, self.pipe)
             hide_block_tracebacks(stack, DitileError)
             loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first_only))
@@ -504,8 +504,8 @@ class Runner:
                 else:
                     call["output_type"] = "latent"
             result = loop.make_count_steps(stack, self._pipeline_class.__call__)(self.pipe, **call)
-        # Other ranks may have used fewer random numbers; the last stage of the first replica used as many as the
-        # pipeline alone does.
+        # Other ranks may have used fewer random numbers; the last stage of the first replica used the same number as
+        # the undivided pipeline.
         last_stage = mesh.image.num_ranks - 1
         rng_state.synchronise_generators(generators, last_stage, mesh.within_calls, mesh.traffic)
         decoding_group = None if ends.decodes_alone else mesh.within_calls
@@ -548,7 +548,7 @@ class Runner:
             return bind()
 
         def describe(call: dict[str, Any]) -> dict[str, Any]:
-            # The class first, because what differs first is named.
+            # The class comes first, because the first difference is named.
             described = digest.describe_call({"pipeline": self._pipeline_class.__name__} | call | options)
             described |= digest.describe_state(self.pipe, parts.device)
             described["cache"] = []
@@ -741,7 +741,7 @@ def _agree_on_result(
     for rank, theirs in enumerate(everyone):
         if theirs["refusal"] is not None:
             name, message = theirs["refusal"]
-            # The other ranks raise what this one would, so that callers can tell it apart.
+            # The other ranks raise the same exception, so that callers can tell it apart.
             known = getattr(errors, name, None)
             if known is None:
                 raise StateError(f"rank {rank} raised {name}: {message}")
@@ -776,7 +776,7 @@ def _shorten(value: Any) -> str:
 
 
 class DecodeChecks:
-    """Finds out whether what a pipeline decodes in a call is finite: an image of NaN would be a black one."""
+    """Checks that the decoded output of a pipeline's call is finite: an image of NaN would be a black one."""
 
     def __init__(self) -> None:
         self._complaint: str | None = None
@@ -806,7 +806,7 @@ class DecodeChecks:
                 "bfloat16, for example by pipe.vae.to(torch.float32), or lower the guidance; if neither helps, the "
                 "weights are damaged"
             )
-            # The error waits for the other ranks, and what comes first would warn of NaN.
+            # The error waits for the other ranks, and the pipeline's next operation would warn of NaN.
             decoded.zero_()
         return result
 
@@ -836,8 +836,8 @@ def parallelize(
         plan: how to divide; `Plan()` is one rank.
         device: this rank's device; by default its GPU, or the CPU without one. A GPU becomes torch's current one.
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
-        text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
-            call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
+        text_after: the state of the text encoders when denoising begins: they stay, wait on the CPU for the next call,
+            or are freed for good, after which calls need prompt embeddings and `restore` refuses.
         attention: the kernel of all attention that ditile computes, as diffusers names it; by default the pipeline's.
         cp_plan: a table in the format of diffusers' `_cp_plan`. It is not needed: which dimensions count tokens is
             derived from calls of the model.
@@ -848,7 +848,7 @@ def parallelize(
             that cannot be recorded run as before. No two GPUs have run it yet (docs/gpu.md). The environment
             variable DITILE_CUDA_GRAPHS=0 switches it off.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
-        groups: process groups that several runners share, of which only one runs at a time; by default its own.
+        groups: process groups shared by several runners, with only one running at a time; by default its own.
         example: the arguments of a call of the pipeline, from which its transformer is derived where ditile does not
             know it and cannot make arguments up, as without a text encoder. By default the first call's are
             used, and until then the pipeline is whole on every rank.
@@ -858,8 +858,8 @@ def parallelize(
 
     Raises:
         PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
-        ModelError: if `pipe` is no pipeline or cannot be divided so, the kernel will not do, or `cuda_graphs` is no
-            such value.
+        ModelError: if `pipe` is not a pipeline or cannot be divided so, the kernel is unsuitable, or `cuda_graphs` has
+            an unknown value.
         StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.
         JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
     """
@@ -880,7 +880,7 @@ def parallelize(
 
     def compose() -> Composition:
         composition = compose_strategies(pipe, plan, mesh, chosen, options)
-        # After all that may raise: the other ranks would wait here for a rank that raised.
+        # After everything that may raise: the other ranks would wait here for a rank that raised.
         mesh.connect_groups(composition.plan, chosen)
         composition.pipefusion.connect_channels(chosen)
         return composition
@@ -913,7 +913,7 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
             return False
         return True
 
-    # A rank may know a model from a pipeline that it alone has divided before.
+    # A rank may know a model from a pipeline that only this rank has divided before.
     is_unknown = gather_json(bool(list_unknown_models(pipe)), mesh.everyone)
     if not any(is_unknown):
         return True
@@ -951,7 +951,7 @@ def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     # Rank 0 of one, without a process group.
     mesh = Mesh(0, 1)
     device = find_pipeline_device(pipe)
-    # The call proves a model with what is on it.
+    # The call proves a model together with the hooks on it.
     options = CompositionOptions(keep_weights=True, trusts_code=True)
     compose = functools.partial(compose_strategies, pipe, plan, mesh, device, options)
     return Runner(pipe, plan, mesh, device, compose, keep_weights=True)

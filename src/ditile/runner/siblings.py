@@ -1,7 +1,7 @@
 """Pipelines of several classes on one model, such as the text-to-image and the image-to-image pipelines of FLUX.
 
-diffusers' `from_pipe` makes such pipelines too, but converts all modules to one dtype, float32 by default, and
-leaves out what does not fit with a warning. Here modules stay as they are, and what does not fit is refused.
+diffusers' `from_pipe` makes such pipelines too, but converts all modules to one dtype, float32 by default, and leaves
+out unsuitable components with a warning. Here modules stay unchanged, and unsuitable ones are refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
     """Build a pipeline of another class on the same modules, without changing them.
 
     Args:
-        pipe: the pipeline whose settings it gets.
-        components: what it may consist of, by name.
+        pipe: the pipeline with the settings to copy.
+        components: the available components, by name.
 
     Raises:
-        ModelError: if the class is none of pipelines, needs what is not there, or calls other models in its loop.
+        ModelError: if the class is not a pipeline, needs a missing component, or calls other models in its loop.
     """
     if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
         raise ModelError(f"{kind!r} is no class of pipelines; give one of diffusers, such as FluxImg2ImgPipeline")

@@ -1,4 +1,4 @@
-"""Shows a plan on a model as a table: what each rank stores and sends, and the upper bound of the speed-up."""
+"""Shows a plan on a model in a table: the storage and traffic of each rank, and the upper bound of the speed-up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         tokens = f"{shard.image_tokens:,}"
         if shard.text:
             tokens += f" + {len(shard.text):,}"
-        # In a dry run there is no model whose parameters could be counted.
+        # A dry run has no model with parameters to count.
         num_parameters = _count_expected_parameters(job, place)
         if parameters is not None:
             num_parameters = parameters[rank]
@@ -138,7 +138,7 @@ def _format_speed_up_bound(job: PlannedCall) -> str:
     """Format the product of all axes' bounds, with its factors. Data parallelism counts, since it makes more images."""
     bounds = compute_axis_bounds(job)
     product = f"{math.prod(bounds.values()):.2f}x"
-    # Shares of unlike size are for devices of unlike speed, of which a plan without devices knows nothing.
+    # Unequal shares are for devices of unequal speed, and a plan without devices knows nothing of speeds.
     plan = job.plan
     shares = (plan.stage_blocks, plan.stage_weights, plan.token_weights, plan.tensor_weights)
     if any(share is not None for share in shares):

@@ -1,8 +1,8 @@
-"""What a user put on a model: hooks, forwards, processors and classes that no table describes.
+"""User code on a model: hooks, forwards, processors and classes outside of all tables.
 
 The table of anatomies says of diffusers' own code that images of a batch do not see each other, and tokens see each
-other in attention alone; for a user's own model the derivation proves it. Other code may do anything, so a plan that
-computes parts of a call apart refuses it, unless the user says that it may be trusted.
+other only in attention; for a user's own model the derivation proves it. Other code may do anything, so a plan that
+divides a call refuses it, unless the user trusts it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KNOWN_PACKAGES = sys.stdlib_module_names | {
 """Their code computes each row by itself, and tokens as the anatomies say."""
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
-"""Where torch keeps the hooks of a module."""
+"""torch's tables for the hooks of a module."""
 
 
 class UserCode(NamedTuple):
@@ -48,7 +48,7 @@ def explain_code_refusal(parts: Iterable[nn.Module], plan: Plan, steps: int | No
     """Return why a plan cannot divide the calls of models with a user's code on them, or None.
 
     Args:
-        parts: the models; a compiled one as it is, because hooks may be on what torch put around it.
+        parts: the models; compiled ones stay wrapped, because hooks may be on torch's wrapper.
         steps: of the call, if they are known.
     """
     # One rank that has no stale keys calls every module as the pipeline does.
@@ -154,6 +154,6 @@ def _find_package(code: Any) -> str:
     if isinstance(code, type):
         module = code.__module__
     elif isinstance(code, FunctionType):
-        # Not by `__module__`: a function that wraps another one has that one's.
+        # Not by `__module__`: a function that wraps another one has the `__module__` of that one.
         module = str(code.__globals__.get("__name__", ""))
     return module.split(".")[0]

@@ -32,7 +32,7 @@ LocateFile = Callable[[str], Path | None]
 
 
 class StoredTensor(Protocol):
-    """A tensor of an open file, of which parts can be read."""
+    """A tensor of an open file that can be read in parts."""
 
     def get_shape(self) -> list[int]: ...
     def __getitem__(self, index: Any) -> Tensor: ...
@@ -65,7 +65,7 @@ def open_tensors(path: Path) -> AbstractContextManager[OpenedTensors]:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where the tensors of a model are.
+    """The locations of a model's tensors.
 
     Attributes:
         files: tensor -> name of its file.
@@ -82,7 +82,7 @@ class Checkpoint:
         """Open the checkpoint `STEM[.VARIANT].safetensors`, or the files in `STEM.safetensors.index[.VARIANT].json`.
 
         Raises:
-            LoadError: if there is neither, or what there is cannot be read.
+            LoadError: if there is neither, or the file cannot be read.
         """
         single, index = name_weight_files(stem, variant)
         index_path = locate(index)
@@ -175,7 +175,7 @@ def _batch_tensor_names(path: Path, open_file: OpenTensors, names: set[str]) -> 
     with open_file(path) as tensors:
         order = [name for name in tensors.offset_keys() if name in names]
         refuse_missing_weights(names - set(order), path)
-        # As many bytes as float32 takes: the exact size of a run does not matter.
+        # The size is counted in float32: the exact size of a run does not matter.
         sizes = [math.prod(tensors.get_slice(name).get_shape()) * 4 for name in order]
     for name, num_bytes in zip(order, sizes, strict=True):
         if batch and size + num_bytes > MAPPED:

@@ -1,8 +1,8 @@
 """One file with the weights of a model of transformers, such as a text encoder: safetensors or GGUF.
 
 transformers' own loader makes the model, by its rules of names, types and tied weights. It gets tensors that are read
-when it asks for them, so that a rank with a part of the model reads that part. GGUF is unpacked tensor by tensor, under
-the names and with the changes that transformers knows for its architecture.
+on access, so that a rank with a part of the model reads only that part. GGUF is unpacked tensor by tensor, under
+transformers' names and with its changes for the architecture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ditile.runner.model_files import FLOATS, FP8
 from ditile.runner.weights.single_file import CONVERSION_ERRORS, ConvertedTensor, FileTensor, SingleFile
 
 _SECTIONS = {"general", "tokenizer"}
-"""What transformers lists with the architectures that it reads from GGUF, and is none."""
+"""Entries in transformers' list of GGUF architectures that are not architectures."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class EncoderTensor(ConvertedTensor):
         block = self.tensor.block
         if block is None:
             return super().__getitem__(index)
-        # As transformers does; what diffusers unpacks has 16 bits.
+        # In float32 like transformers; diffusers would unpack to 16 bits.
         return block.unpack_rows(self.tensor.replay_operations(self.read_stored))[index]
 
 

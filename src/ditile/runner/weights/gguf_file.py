@@ -27,7 +27,7 @@ _PLAIN_TYPES = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
 
 
 class BlockFormat(NamedTuple):
-    """How a weight is quantized: the type, and the numbers and bytes of a block."""
+    """The quantization of a weight: the type, and the numbers and bytes of a block."""
 
     quant_type: Any
     numbers: int
@@ -39,7 +39,7 @@ class BlockFormat(NamedTuple):
 
 
 class GgufEntry(NamedTuple):
-    """Where a tensor is; the last dimension of a quantized one counts bytes."""
+    """The position of a tensor; the last dimension of a quantized one counts bytes."""
 
     offset: int
     num_bytes: int

@@ -1,9 +1,9 @@
-"""The keys of a LoRA: which of them this rank loads, and which of them nothing of the pipeline takes.
+"""The keys of a LoRA: those loaded by this rank, and those without a layer in the pipeline.
 
-diffusers converts the names of kohya, ComfyUI and other trainers to its own, and passes over what it has no use for:
-layers that the model does not have, components that the pipeline does not have, kinds of numbers that it does not know.
-Those keys are named in the log, and a LoRA of which nothing is left is refused. All ranks find the same, also where
-they hold different blocks: what a rank does not hold is looked up in the model's structure.
+diffusers converts the names of kohya, ComfyUI and other trainers to its own, and silently drops the rest: layers
+missing in the model, components missing in the pipeline, unknown kinds of numbers. Those keys are named in the log, and
+a LoRA without any other keys is refused. All ranks find the same, even with different blocks: layers of other ranks are
+looked up in the model's structure.
 
 diffusers finds the config of an adapter (its default alpha and rank, the layers with others, DoRA, biases) from all
 keys that it gets. A rank gives it the keys of its own blocks, so the config is found from the whole file here, by the
@@ -41,13 +41,13 @@ NUM_NAMED = 3
 PEFT_FACTORS = {".lora_A.": ".lora_down.", ".lora_B.": ".lora_up."}
 """Parts of keys: as peft has them -> as kohya has them."""
 NEVER_APPLIED = (".dora_scale", ".diff", ".w_norm", ".b_norm", ".set_weight", "hada_w1_a", "hada_w1_b")
-"""Ends of keys that are no factors of a LoRA, which the converters of diffusers leave out."""
+"""Ends of keys that are not LoRA factors. The converters of diffusers leave them out."""
 CONTROL_DEPTH = 3
 """Points in `transformer.x_embedder.lora_A.weight`."""
 TEXT_PREFIXES = ("lora_te", "text_encoder")
 """Beginnings of keys of text encoders, as trainers write them."""
 TEXT_LAYERS = (".q_proj", ".k_proj", ".v_proj", ".out_proj", ".fc1", ".fc2")
-"""Layers of text encoders whose ranks diffusers looks at."""
+"""Layers of text encoders inspected by diffusers for their ranks."""
 FUSED = ("to_qkv", "to_added_qkv")
 """Layers that an attention has while its projections are fused."""
 
@@ -67,7 +67,7 @@ class LoraKeyFilter:
     Args:
         pipe: the pipeline.
         parts: its modules, by the names of their components.
-        shares: what this rank has of components whose weights the ranks divide.
+        shares: this rank's shares of the components with divided weights.
         label: names the LoRA in messages.
     """
 
@@ -96,7 +96,7 @@ class LoraKeyFilter:
         loaded_state = self._read(source, **kwargs)
         applied = self._select_applied_keys(_get_factors(loaded_state))
         if not applied and any(map(_has_comfy_name, file_keys)):
-            # The converter of FLUX.1 knows ComfyUI's names together with kohya's factors alone.
+            # The converter of FLUX.1 knows ComfyUI's names only together with kohya's factors.
             loaded_state = self._read(_read_with_kohya_factors(source, kwargs.get("weight_name")), **kwargs)
             applied = self._select_applied_keys(_get_factors(loaded_state))
         # Loaders ask for the metadata of the file, which comes last; some pipelines have alphas before it.
@@ -106,7 +106,7 @@ class LoraKeyFilter:
             self._check_alphas(values or {})
         for component in {key.partition(".")[0] for key in applied}:
             self._check_layers_are_alike(_strip_component(component, applied))
-            # What diffusers finds for LoRAs counts the keys too that nothing takes.
+            # diffusers' config for LoRAs also counts the keys without a layer.
             counted = applied if any(".lokr_" in key for key in applied) else state
             self.configs[component] = self._find_config(component, counted, alphas, metadata)
         local = {}
@@ -155,7 +155,7 @@ class LoraKeyFilter:
                 f"lora={self._label!r} changes {name}, which is there while projections are fused; call "
                 f"pipe.{component}.fuse_qkv_projections() before it is divided"
             )
-        # Some replace norms too, whose keys end with the name of a parameter.
+        # Some replace norms too, with keys that end in the name of a parameter.
         if not hasattr(layer, "weight") or not rest:
             return False
         if len(rest) > 1 and not _names_factor(rest[0]):
@@ -225,7 +225,7 @@ class LoraKeyFilter:
             component: its name.
             state: the keys of the file that count, in diffusers' form.
             alphas: at most one table of key -> alpha.
-            metadata: what the file says of the configs of all components.
+            metadata: the configs of all components in the file.
 
         Raises:
             ModelError: if ranks hold shares of a layer, and the adapter is not a sum of two factors.
@@ -332,7 +332,7 @@ def _measure_ranks(part: nn.Module, factors: dict[str, Any], *, is_text: bool) -
     if "lora_A" not in next(iter(factors)):
         factors = convert_unet_state_dict_to_peft(factors)
     for key, value in factors.items():
-        # Biases have one dimension. peft takes what is after this sign for the whole name.
+        # Biases have one dimension. peft takes everything after this sign for the whole name.
         if "lora_B" in key and value.ndim > 1:
             ranks[f"^{key}"] = value.shape[1]
     return factors, ranks

@@ -31,14 +31,15 @@ TORCHAO_MARK = "tensor_names"
 STATE = "quant_state.bitsandbytes__"
 """Begins the name of the part that says how a weight of bitsandbytes is packed; nf4 or fp4 ends it."""
 SCALE_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-"""Its other parts: scales of blocks and what the packed numbers mean, and the same of scales that are quantized too."""
+"""Its other parts: scales of blocks, the meaning of the packed numbers, and both again for scales that are quantized
+too."""
 _BUILD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
-"""What the libraries raise for parts of which no weight can be made."""
+"""The exceptions of the libraries for parts that do not make a weight."""
 
 Parts = Mapping[str, Mapping[str, str]]
-"""Weight -> what a part is -> its name in the file; the first one has the packed numbers."""
+"""Weight -> role of a part -> its name in the file; the first one has the packed numbers."""
 Views = Mapping[str, Tensor]
-"""What a part is -> its tensor in the file."""
+"""Role of a part -> its tensor in the file."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class TorchaoWeights:
 
     Attributes:
         parts: of each.
-        descriptions: weight -> its class, and what it has besides tensors.
+        descriptions: weight -> its class, and its values besides tensors.
         build: torchao's function that makes a weight.
     """
 
@@ -175,11 +176,11 @@ class TorchaoWeights:
 
 
 Library = BitsAndBytesWeights | TorchaoWeights
-"""How the weights of a checkpoint are stored."""
+"""The storage format of a checkpoint's weights."""
 
 
 class StoredWeights(NamedTuple):
-    """How many numbers a transformer has, and how many bytes those take that stay quantized.
+    """The numbers of a transformer, and the bytes of those that stay quantized.
 
     Attributes:
         quantized, plain: numbers that stay quantized, and others, which are cast to the type of the run.
@@ -205,7 +206,7 @@ class PrequantizedCheckpoint:
     Attributes:
         place: the file or folder, for errors.
         stored: the same checkpoint, with the parts of weights as its tensors.
-        library: what the weights are.
+        library: the format of the weights.
     """
 
     place: Path
@@ -292,7 +293,7 @@ class PrequantizedCheckpoint:
 
         Args:
             model: the model.
-            dtype: in which Linears compute, if there is no config that says so.
+            dtype: in which Linears compute, unless a config says so.
             config: the `quantization_config` of the model; a single file has none.
 
         Raises:

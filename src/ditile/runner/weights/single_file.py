@@ -1,8 +1,8 @@
 """One file with the weights of a transformer, under the names of diffusers, of ComfyUI or of the model's authors.
 
-diffusers knows how the tensors of each class are renamed and divided (`from_single_file`), by functions that take
-tensors in memory. Here these functions get tensors without data, which record what is done to them. A rank then replays
-that on views of the mapped file, for each tensor that it has, so that it reads no more than its share.
+diffusers knows how to rename and divide the tensors of each class (`from_single_file`), with functions on tensors in
+memory. Here these functions get tensors without data, which record each operation. A rank then replays the operations
+on views of the mapped file, for each of its tensors, so that it reads no more than its share.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ if TYPE_CHECKING:
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """Before the names of the transformer's tensors in files of ComfyUI; in such a file other names are of other models."""
 CONFIG = Path("transformer", "config.json")
-"""Where a pipeline's folder has the config of its transformers, which are alike if there are two."""
+"""The config of the transformers in a pipeline's folder. If there are two, they are alike."""
 MOST_MISSING = 0.04
-"""Of a model's tensors, the share that a file under diffusers' names may lack; one of other names lacks more."""
+"""The share of a model's tensors that may be missing in a file under diffusers' names; files with other names lack
+more."""
 LEAST_SHARED = 0.5
-"""Of the names of a published model, the share that a file has which may be of that model."""
+"""The share of a published model's names that a file must have to be possibly of that model."""
 UNKNOWN = "v1"
-"""What diffusers calls a file that it does not know."""
+"""diffusers' name for an unknown file."""
 ACTIVATION_SCALES = ("scale_input", "input_scale")
-"""What else may be beside a weight in fp8: the scale of its inputs, where they are in fp8 too."""
+"""Other tensors possible next to a weight in fp8: the scale of its inputs, if they are in fp8 too."""
 FP8_MARK = "scaled_fp8"
 """A tensor without meaning, by which ComfyUI's first files say that they have scales."""
 FORMAT = "comfy_quant"
@@ -68,22 +69,22 @@ FORMAT = "comfy_quant"
 MOST_IN_FORMAT = 4096
 """Bytes of it that are read."""
 FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
-"""How ComfyUI's words begin for formats of fp8 with scales."""
+"""The beginnings of ComfyUI's names for formats of fp8 with scales."""
 SCALED_BLOCK = 128
-"""Rows and columns of the blocks of a weight whose numbers do not divide them evenly."""
+"""Rows and columns of the blocks of a weight that does not divide into them evenly."""
 COMPONENT_NAMES = {
     "text_encoder": r"(.*\.)?(shared|embed_tokens|token_embedding|token_embd)\.weight",
     "vae": r"((first_stage_model|vae)\.)?decoder\..*",
 }
-"""Component -> names of tensors that it has, in files of any origin, and that no transformer has."""
+"""Component -> names of its tensors, in files of any origin, which no transformer has."""
 LORA_FACTORS = r"\.lora_(A|B|up|down)\."
-"""What is in the names of a LoRA's tensors."""
+"""Parts of the names of a LoRA's tensors."""
 CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
-"""What diffusers' functions raise for tensors of another model."""
+"""The exceptions of diffusers' functions for tensors of another model."""
 
 
 class _Operation(NamedTuple):
-    """How a tensor is made of others: a call, and which of the results it is, if there are several."""
+    """The origin of a tensor made from others: a call, and the index of the result, if there are several."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -97,9 +98,9 @@ class FileTensor(Tensor):
     Attributes:
         stored_name: in the file; empty if an operation made it.
         stored_type: the type of its numbers in the file, as the format calls it.
-        operation: what made it.
+        operation: its origin.
         block: how it is quantized, if it is; its last dimension then counts bytes.
-        scale: of a tensor of a file, what its numbers are multiplied with, in its shape.
+        scale: for a tensor of a file, the factor of its numbers, in its shape.
     """
 
     scale: FileTensor | None = None
@@ -180,9 +181,9 @@ class SingleFile:
         path: the file.
         tensors: name in the file -> its tensor, in the order of the file.
         open_file: opens it.
-        gguf: the same tensors of a file of GGUF, whose weights may be quantized.
+        gguf: the same tensors of a GGUF file, possibly quantized.
         prequantized: the same of a file that a quantizer of diffusers wrote.
-        marks: names of tensors that say of ComfyUI's models that their weights in fp8 have scales.
+        marks: names of tensors that mark ComfyUI's models with scaled weights in fp8.
     """
 
     path: Path
@@ -231,8 +232,9 @@ class SingleFile:
     def _refuse_lost_scales(self) -> None:
         """Raise `LoadError` for an fp8 matrix without a scale if the file promises one, or others have one.
 
-        ComfyUI takes such a scale for 1. Its own files have none of them: what is not scaled there (norms, biases,
-        embeddings) has 16 or 32 bits. So the scale was lost, and numbers without it are wrong by factors of hundreds.
+        ComfyUI takes a missing scale for 1. Its own files have no such weights: tensors without a scale there (norms,
+        biases, embeddings) have 16 or 32 bits. So the scale was lost, and numbers without it are wrong by factors of
+        hundreds.
         """
         tensors = self.own_tensors
         is_scaled = f"{self.prefix}{FP8_MARK}" in self.marks or any(
@@ -291,7 +293,7 @@ class SingleFile:
         tensors = self.own_tensors
         unused: set[str] = set()
         missing = model_tensors.keys() - tensors.keys()
-        # Names of diffusers need no conversion; nor do those of which a few are missing, or of which no other is there.
+        # Names of diffusers need no conversion, even if a few are missing, or if there are no others.
         if len(missing) > MOST_MISSING * len(model_tensors) and tensors.keys() - model_tensors.keys():
             if self.prequantized is not None:
                 raise LoadError(
@@ -309,7 +311,7 @@ class SingleFile:
         loadable: Any = SINGLE_FILE_LOADABLE_CLASSES.get(class_name)
         if loadable is None:
             return tensors, set()
-        # The function takes out of this what it uses.
+        # The function takes the values it uses out of this.
         remaining = dict(tensors)
         try:
             renamed: dict[str, FileTensor] = loadable["checkpoint_mapping_fn"](checkpoint=remaining, config=config)
@@ -373,7 +375,7 @@ class SingleFile:
 
 @dataclass(frozen=True)
 class ConvertedFile:
-    """A file whose tensors are those of a model.
+    """A file with the tensors of a model.
 
     Attributes:
         file: the file.
@@ -402,7 +404,7 @@ class ConvertedFile:
             try:
                 return cls(file, model_class, config, file.convert_tensors(model_class, config))
             except LoadError as error:
-                # The first config is the pipeline's own, and says best what does not fit.
+                # The first config is the pipeline's own, and gives the best error.
                 problem = problem or error
         raise problem or LoadError(
             f"{file.path}: no config of a {model_class.__name__} is known; give --model FOLDER with one"
@@ -494,7 +496,7 @@ class ConvertedTensor:
         content = self.tensor.replay_operations(self.read_stored)
         block = self.tensor.block
         if any(stored.scale is not None for stored in self.tensor.list_stored()):
-            # What is done to a weight moves its numbers, so the same moves their scales.
+            # Operations on a weight move its numbers, so the same operations move their scales.
             return content[index].float().mul_(self.tensor.replay_operations(self._read_scales)[index])
         if block is None:
             return content[index]
