@@ -1,10 +1,10 @@
-"""Counts what a transformer computes: its forward runs once without weights, and every kernel is noted.
+"""Counts the work of a transformer: its forward runs once without weights, and every kernel is noted.
 
-The forward is the family's own, at a size whose token counts cannot be confused: an operation on 703 rows belongs to
-the image, one on 59 to the text, one on 762 to both. So it is known how each kernel grows with the tokens of a rank.
-`Work` says how often a block, or the rest of the model, runs each kernel. Of blocks that are built alike, one runs.
+The forward is the family's own, at a size with token counts that cannot be confused: an operation on 703 rows belongs
+to the image, one on 59 to the text, one on 762 to both. This shows how each kernel grows with the tokens of a rank.
+`Work` counts how often a block, or the rest of the model, runs each kernel. Of blocks built alike, only one runs.
 
-What the forward is called with is in the `ModelSpec`, or it is recorded when the pipeline calls it (`recorded.py`).
+The arguments of the forward are in the `ModelSpec`, or are recorded when the pipeline calls it (`recorded.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TEXT = 59
 """703 tokens of the image and 59 of the text: neither is a width of a model, or a multiple of the other."""
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """The places of the two factors."""
-# Operators that compute so much for each number that reading it is not what they wait for.
+# Operators with so much computation for each number that they do not wait for reading it.
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
 # Operators that rotary embeddings use to put numbers side by side.
 JOINING = {"aten.cat.default", "aten.stack.default"}
@@ -66,7 +66,7 @@ class StreamSizes(NamedTuple):
 
     Attributes:
         image, text: how many there are.
-        others: further lengths that grow with one of them, such as that of the image before text is joined to it.
+        others: further lengths that grow with one of them, such as the image's before text is joined to it.
         many: whether several rows for each token belong to it too.
     """
 
@@ -119,13 +119,13 @@ class StreamSizes(NamedTuple):
 
 
 class CountedCall(NamedTuple):
-    """A call of a transformer whose work is counted.
+    """A call of a transformer to count the work of.
 
     Attributes:
-        make_inputs: makes the arguments of its forward, with one row, which count among what is alive.
+        make_inputs: makes the arguments of its forward, with one row. They count as alive.
         mode: makes the mode in which it runs.
-        splits_outside: whether what is computed outside of the blocks is told apart by where it is, because nothing
-            says which modules embed the latents and make the prediction.
+        splits_outside: whether work outside of the blocks is told apart by its position, because the modules that embed
+            the latents and make the prediction are unknown.
     """
 
     make_inputs: Callable[[], CallArguments]
@@ -142,7 +142,7 @@ class RooflineKernel(NamedTuple):
             "norm" and "gelu" with more to compute for each, "interleave" one by one (rotary embeddings).
         size: of a matmul (k, n) of its matrix; of attention (channels of all heads, of one head); of the others
             (numbers that are read and written for a token, 0).
-        keys: the tokens whose keys attention reads.
+        keys: the tokens with keys read by attention.
     """
 
     kind: Kind
@@ -152,7 +152,7 @@ class RooflineKernel(NamedTuple):
 
 
 Work = Mapping[RooflineKernel, int]
-"""How often each kernel runs."""
+"""Counts of each kernel's runs."""
 
 
 class WorkMix(NamedTuple):
@@ -175,7 +175,7 @@ class TransformerWork:
         footprint: the numbers that are alive meanwhile.
         before: for each block, its work up to its first attention.
         key_heads: the number of key heads over the number of query heads, in blocks.
-        streams: of each block, the path of each Linear and RMSNorm -> whose tokens it is given.
+        streams: of each block, the path of each Linear and RMSNorm -> the stream of its input.
     """
 
     blocks: tuple[Work, ...]
@@ -234,7 +234,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
     Args:
         transformer: on the meta device.
         spec: that of its family.
-        call: what its forward is called with; by default what the spec has as an example.
+        call: the arguments of its forward; by default the example in the spec.
 
     Raises:
         ModelError: as `make_counted_call`, or if the model is made for fewer tokens than are counted.
@@ -245,7 +245,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
     recorder = _KernelRecorder(call, tracker.attend_to_keys)
     with ExitStack() as stack:
         _watch_blocks(stack, recorder, hooks)
-        # Without a spec's word, what is computed outside of the blocks is told apart by where it is.
+        # Without a spec, work outside of the blocks is told apart by its position.
         if not call.splits_outside:
             _watch_ends(stack, recorder, hooks, spec)
         with call.mode(), torch.no_grad(), recorder, recorder.attention, tracker:
@@ -310,7 +310,7 @@ def _count_unpacking(name: str, dtype: torch.dtype) -> MemoryTraffic:
 
     quant_type = next(quant_type for quant_type in GGML_QUANT_SIZES if quant_type.name == name)
     numbers, size = GGML_QUANT_SIZES[quant_type]
-    # So many that what is made once for a weight, such as a table of 16 numbers, does not count.
+    # Enough to ignore values made once for a weight, such as a table of 16 numbers.
     num_blocks = 2**16
     stored = torch.empty(1, num_blocks * size, dtype=torch.uint8, device="meta")
     recorder = _TrafficRecorder()  # type: ignore[no-untyped-call]
@@ -337,7 +337,7 @@ class _TrafficRecorder(TorchDispatchMode):
 
 def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks) -> None:
     """Record the kernels of blocks. A block built like an earlier one only passes its inputs on."""
-    # Blocks that are built alike have the same kernels, so that counting one of them is enough.
+    # Blocks built alike have the same kernels, so counting one of them is enough.
     first_of_kind: dict[tuple[Any, ...], int] = {}
     for hook in hooks.chain:
         shapes = [(name, tuple(parameter.shape)) for name, parameter in hook.block.named_parameters()]
@@ -392,7 +392,7 @@ class _KernelRecorder(TorchDispatchMode):
     def record_module(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
         """Note the kernels of a module at a place."""
         self.work.setdefault(place, Counter())
-        # Torch ignores what a hook returns if it is None, which both methods return.
+        # Torch ignores a hook's result if it is None, and both methods return None.
         before = module.register_forward_pre_hook(lambda *_: self._enter_module(place))
         after = module.register_forward_hook(lambda _, __, out: self._leave_module(out))
         yield
@@ -447,7 +447,7 @@ class _KernelRecorder(TorchDispatchMode):
 
     def _count_attention(self, kernel: RooflineKernel, key_heads: float) -> None:
         place, block = self._places[-1]
-        # What a block computes up to its first attention can overlap with the exchange of keys.
+        # The part of a block before its first attention can overlap with the exchange of keys.
         if place == "block":
             self.key_heads = max(self.key_heads, key_heads)
             self.before.setdefault(block, Counter(self.work[place, block]))

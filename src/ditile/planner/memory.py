@@ -1,6 +1,6 @@
 """Predicts a rank's peak memory in bytes: weights, kept keys, tensors of a call, and the process itself.
 
-`HostMemory` is what all ranks of a host need of the host's own memory, in addition to the memory of their devices.
+`HostMemory` is the memory of the host itself needed by all its ranks, in addition to the memory of their devices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RankMemory(NamedTuple):
     Attributes:
         weights, text, vae: its parameters of the transformer, the text encoders, and the VAE.
         keys: keys and values that are kept for the next step.
-        activations: all other tensors of a call during denoising; what is in the tapes' memory is not counted twice.
-        tapes: what recorded calls keep until the pipeline is restored: memory in which they compute, and messages.
+        activations: all other tensors of a call during denoising; those in the tapes' memory are not counted twice.
+        tapes: kept by recorded calls until the pipeline is restored: memory to compute in, and messages.
         decode: the tensors of a call during decoding, when keys have been freed.
         idle: memory of the process before it loads a model.
     """
@@ -188,7 +188,7 @@ def count_rank_memory(
 
     Args:
         subject, job: the call under its plan.
-        text_tokens: what its cross attention sees.
+        text_tokens: the text tokens of its cross attention.
         records: whether calls of the model are recorded.
     """
     place = job.locate_rank(rank)
@@ -207,7 +207,7 @@ def count_rank_memory(
         # The largest block counts, since the next weights from another stage may be of any block.
         buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, range(len(job.weights.blocks)), divisor)
     activations = _count_activation_bytes(subject, job, profile, rank, text_tokens)
-    # Keys of a transformer that is no longer called stay in memory until the end.
+    # Keys of a transformer stay in memory until the end, even after its last call.
     keys = cost.count_key_store_bytes(job, rank) * subject.models
     tapes = 0
     if records and can_record_calls(plan, profile):
@@ -367,7 +367,7 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     divisor = job.compute_tensor_divisor(place)
     footprint = subject.get_footprint(divisor)
     micro_steps = _list_largest_micro_steps(schedule)
-    # Where stale keys follow, one or two synchronous steps run as code, and so do those that are split.
+    # Before stale keys, one or two synchronous steps run as code, and so do split ones.
     is_split = len(schedule.split_micro_batches(WHOLE_STEP)) > 1 or bool(schedule.select_warmup_group(WHOLE_STEP))
     if schedule.has_stale_steps and (schedule.warmup < 3 or is_split):
         micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
@@ -378,12 +378,12 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
             micro = WHOLE_STEP
         computed = max(computed, _count_computed_numbers(footprint, job, place, micro, text_tokens))
     text = job.image_layout.text or text_tokens
-    # What steps keep for the next ones is computed again in a tape, which knows no other.
+    # Values kept by steps for the next ones are computed again in a tape, because it does not know other tapes.
     image = job.image_layout.image_tokens
     kept = subject.count_kept_numbers(job.stages[place.stage], divisor, image, text)
     computed += kept
     if schedule.has_stale_steps and plan.distrifusion == 1:
-        # Tapes of patches hold what they share besides, with the embedded latents.
+        # Tapes of patches also hold their shared outputs, with the embedded latents.
         computed += kept + image * shape.token_channels
     row = shape.batch * shape.element_size
     branches = job.count_calls_in_step(1)
@@ -392,7 +392,7 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     latents = shape.latent_bytes // shape.images * shape.batch
     results = len(patches) * branches * latents
     if job.is_last_stage(place) and plan.num_patches * plan.token_ranks * plan.distrifusion > 1:
-        # All tokens after the last block, of which a call computes some.
+        # All tokens after the last block; a call computes some of them.
         results += branches * image * shape.token_channels * row
     inputs = branches * (latents + text * shape.token_channels * row)
     # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.

@@ -39,7 +39,7 @@ from ditile.planner.seconds import (
 from ditile.runner.weights.prequantized import StoredWeights
 
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
-"""Axes that split tokens, over all of which the prediction is gathered; the outermost first."""
+"""Axes that split tokens, the outermost first. The prediction is gathered over all of them."""
 SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
 """A segment of a recorded call ends where a message starts and where it is waited for; most are waited for at once."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION, OpKind.SEND_KEYS}
@@ -48,24 +48,24 @@ PACKED_SENDS = {OpKind.SEND, OpKind.SEND_KEYS}
 
 
 class CachedCalls(Enum):
-    """How calls of a model with a cache are recorded."""
+    """The ways to record calls of a model with a cache."""
 
     WHOLE = auto()
-    """As without it: it leaves out whole calls, or nothing."""
+    """The same as without a cache: it leaves out whole calls, or nothing."""
     KNOWN = auto()
-    """What a call leaves out is known before it, and each decision has a tape."""
+    """The skipped blocks are known before the call, and each decision has a tape."""
     PROBED = auto()
     """A probe decides within a call, so stages that compute some of it run as code."""
     CODE = auto()
-    """Not at all: numbers of the call decide elsewhere, or enter a forecast."""
+    """Never recorded: numbers of the call decide elsewhere, or enter a forecast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSkips:
-    """What a cache is expected to leave out.
+    """The work a cache is expected to leave out.
 
     Attributes:
-        steps: those whose blocks do not run.
+        steps: those without a run of the blocks.
         first, last: how many first and last blocks run in those steps too: the probe and the tail.
         calls: how calls are recorded.
     """
@@ -103,7 +103,8 @@ class MachineWork:
         text_tokens: tokens of text that cross attention sees, which are not in the sequence.
         host: ranks on each host; None if all are on one host.
         records: whether calls are recorded, and played in later steps, where a plan and a machine allow it.
-        stored: what the weights are in files of their own, if some are; two transformers in turns count as their mean.
+        stored: the formats of weights in files of their own, if there are some; two transformers in turns count as
+            their mean.
     """
 
     transformer_work: TransformerWork
@@ -181,7 +182,7 @@ class OpPricer:
     """Seconds of the ops of one call under one plan, each kind of them priced once.
 
     Args:
-        skips: what a cache leaves out.
+        skips: the work left out by a cache.
         rank: of each stage, the rank with the place of this one is priced; the first one has the largest even share.
     """
 
@@ -240,8 +241,8 @@ class OpPricer:
         first_patches: dict[tuple[Any, ...], int] = {}
         alike: dict[int | None, int | None] = {None: None}
         for patch in range(layout.num_patches):
-            # The first patch of a step has the work that is done once in a step. Where references are left out, that
-            # is the first patch of the latents.
+            # The first patch of a step has the work done once in a step. If references are left out, that is the first
+            # patch of the latents.
             if patch <= layout.num_references:
                 alike[patch] = patch
                 continue
@@ -400,14 +401,14 @@ class OpPricer:
         is_first_call = op.branch == 0 and op.micro_batch == 0
         if is_first_call and micro == self.schedule.list_micro_steps(micro.step)[0]:
             parts += [(work.step, 1.0), *mix.steps]
-        # What does not change during a generation is computed in its first step.
+        # Values that are constant in a generation are computed in its first step.
         if op.step == 0:
             parts += [(work.once, 1.0), *mix.once]
         total = DeviceLoad(0.0, 0.0)
         for part, times in parts:
             total = total.combine_loads(self._basis.compute_load(part, tokens), times)
-        # Outside of its blocks a forward has all tokens, in the call of each patch. That is next to nothing in families
-        # with a `ModelSpec`, by whose published latencies the profiles were fitted without it.
+        # Outside of its blocks a forward has all tokens, in the call of each patch. This is negligible in families with
+        # a `ModelSpec`: the profiles were fitted to their published latencies without it.
         end_tokens = tokens if job.spec.example else tokens.count_all_tokens()
         first_load = self._basis.compute_load(work.first, end_tokens)
         if place.stage == 0 or is_group:
@@ -447,7 +448,7 @@ class OpPricer:
         first = self.schedule.list_micro_steps(micro.step)[0]
         if micro.patch is None or micro != first:
             return False
-        # Tapes read nothing that code has kept, so each step makes what lasts a generation too.
+        # Tapes read nothing kept by code, so each step also makes values that last a generation.
         work = self._basis.transformer_work
         shared = [work.step, work.once]
         shared += [each for each, _ in mix.steps]

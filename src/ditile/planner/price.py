@@ -30,7 +30,7 @@ STEADY = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What a plan is predicted to cost.
+    """The predicted cost of a plan.
 
     Attributes:
         latency_s: seconds of the denoising loop.
@@ -41,8 +41,8 @@ class Price:
         memory_bytes: peak memory of the rank that needs most.
         is_recorded: whether it has recorded steps.
         recorded_s: the latency with them; 0 where nothing can be recorded, or nobody asked.
-        text_s, decode_s: seconds of the text encoders before the loop, and of the decode after it; 0 where there are
-            more than `FEW_STEPS` steps, of which they are a small part.
+        text_s, decode_s: seconds of the text encoders before the loop, and of the decode after it; 0 with more than
+            `FEW_STEPS` steps, since they are a small part then.
     """
 
     plan: Plan
@@ -100,7 +100,7 @@ class Pricer(MachineWork):
         ops = self.make_op_pricer(job, skips)
         latency, _ = _simulate_loop(ops, free=False)
         free, compute = _simulate_loop(ops, free=True)
-        # Sums in another order differ in the last bits, which are no bubble.
+        # Sums in another order differ in the last bits. These differences are not bubbles.
         bubble = free - compute
         if bubble <= ROUNDED * free:
             bubble = 0.0

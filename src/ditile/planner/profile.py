@@ -94,12 +94,12 @@ def _mix_on_log_scale(low: float, high: float, part: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What joins two ranks.
+    """The link between two ranks.
 
     Attributes:
         latency_s: seconds until the first byte of a message arrives.
         bandwidth: bytes a second of one message at a time, from one rank to another.
-        collective: share of that bandwidth that each rank has while all ranks of a group exchange.
+        collective: share of that bandwidth for each rank while all ranks of a group exchange.
         call_s: seconds of a collective besides its bytes, such as those of starting it.
         sum_s: the same for an all-reduce; None if it is `call_s`.
         neighbours: share of the bandwidth while each rank sends to the next one.
@@ -150,7 +150,7 @@ class RankDevice:
 
 
 UNLIKE = 1.1
-"""Devices whose speeds or memories differ by more than this factor are planned for one by one."""
+"""Devices are planned for one by one if their speeds or memories differ by more than this factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +178,7 @@ class Profile:
         link: the link between ranks of a host.
         interlink: the link between hosts; None if there was one host.
         devices: ranks that compute at once on a host.
-        together: by what factor work takes longer while all of them compute; `ditile calibrate` leaves it at 1.
+        together: the slowdown of work while all of them compute; `ditile calibrate` leaves it at 1.
         ranks: the device of each rank, over all hosts, as it was measured; empty where it was not.
         by_rank: the profile of each rank's device, where the planner tells them apart; empty where all are as this one.
         also: further facts, which the planner does not read.
@@ -301,7 +301,7 @@ class Profile:
 @lru_cache(maxsize=65536)
 def _locate_on_log_scale(points: tuple[float, ...], value: float) -> tuple[int, float]:
     """Return the point at or below a value, and its part of the way to the next one on a logarithmic scale."""
-    # Outside of what was measured, the rate stays what it was at the nearest size.
+    # Outside of the measured sizes, the rate of the nearest size is used.
     if value <= points[0]:
         return 0, 0.0
     if value >= points[-1]:

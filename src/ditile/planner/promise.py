@@ -54,7 +54,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """A plan and the steps that it computes, with what they are expected to take and to lose.
+    """A plan and its computed steps, with their expected time and loss.
 
     Attributes:
         num_computed: how many steps compute; the others are forecast.
@@ -89,7 +89,7 @@ class Promise:
         if self.seconds is not None:
             parts.append(f"{format_number(self.seconds)} s predicted")
         if self.mean_db is not None:
-            # A mean is no promise for each image.
+            # A mean does not promise anything for each image.
             parts.append(f"{self.mean_db:.1f} dB on average (the worst of the calibration {self.worst_db:.1f})")
         return ", ".join(parts)
 
@@ -129,7 +129,7 @@ def find_schedule(
         size: of the call as in `Identity.size`; None where another rank has compared it.
 
     Raises:
-        LoadError, ModelError: if the file is no schedule.
+        LoadError, ModelError: if the file is not a schedule.
         PlanError: if it is of another number of steps, or of another size.
     """
     present = {"size": size or {}}
@@ -185,7 +185,7 @@ def choose_promise(
         predict: predicts seconds; None where this machine was not measured.
 
     Raises:
-        PlanError: if nothing keeps the bounds, with what comes closest, or a plan loses more than its skipped steps.
+        PlanError: if nothing keeps the bounds, with the closest candidate, or a plan loses more than its skipped steps.
     """
     for plan in plans:
         if bounds.min_psnr is not None and plan.attends_to_stale_keys:

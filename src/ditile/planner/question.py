@@ -1,6 +1,6 @@
-"""The question that `ditile plan` answers, and the machine that it is about.
+"""The question for `ditile plan`, and its machine.
 
-Nothing here imports torch, so that the command line shows its help, and what is wrong with a question, at once.
+Nothing here imports torch, so that the command line shows its help and errors in a question at once.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
 
     Raises:
         PlanError: if the hardware is not known, this machine was not measured, or fewer ranks were than are asked for.
-        ModelError: if a file is no profile.
+        ModelError: if a file is not a profile.
     """
     profile = _read_machine_profile(ask)
     if ask.devices_of is not None and not profile.ranks:
@@ -207,7 +207,7 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
         )
     if profile.has_unlike_ranks or ask.devices_of is not None:
         joined = hardware.join_devices(profile.list_measured_ranks())
-        # Of several hosts, the ranks are those of all hosts, and `devices` those of one.
+        # With several hosts, the ranks are those of all hosts, and `devices` those of one.
         profile = dataclasses.replace(joined, devices=profile.devices)
     plan = ask.priced_plan
     devices = ask.devices
@@ -226,7 +226,7 @@ def _read_machine_profile(ask: PlanQuestion) -> Profile:
     if named is not None:
         path = Path(named)
     profile = None
-    # A named file must exist. Where this machine has no profile, the errors below say what to do.
+    # A named file must exist. If this machine has no profile, the errors below explain how to make one.
     if named is not None or path.exists():
         profile = Profile.from_json_file(path)
     if ask.hosts > 1 and ask.interlink is None and (profile is None or profile.interlink is None):

@@ -1,9 +1,8 @@
 """Searches the plans for a model, a call and a machine, the fastest first.
 
 Degrees are divisors of the ranks; the patches of each stage are 1, 2 or 4. Plans are simulated in the order of the
-seconds for which their busiest stage is occupied. No plan is faster than that, so the search ends where the fastest
-plans so far are faster than what is left. `predict_skipped_steps` applies the rules of a cache to the steps before
-anything is measured.
+seconds their busiest stage is occupied. No plan is faster than that, so the search ends when the fastest plans so far
+are faster than the rest. `predict_skipped_steps` applies the rules of a cache to the steps before anything is measured.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SHOWN = 8
 SIMULATED = 2 * SHOWN
 """The number of plans that are simulated at least, and for which other kinds of warmup are tried."""
 SIMULATED_OF_FEW_STEPS = 8 * SIMULATED
-"""The same for a call of few steps, of which synchronous ones are a large part."""
+"""The same for a call of few steps. Synchronous ones are a large part of it."""
 WORTH = 1.05
 """A second synchronous step that stages share is taken if the loop then takes at most this times as long."""
 CLOSE_STEPS = 0.75
@@ -75,7 +74,7 @@ class SearchRequest:
         warmup: synchronous steps of plans with stale keys; None is one, or as many as cost hardly more.
         all_devices: only plans that use every device.
         whole_calls: prices have text and decode, however many steps there are.
-        exact: only plans whose attention sees no stale keys.
+        exact: only plans with attention to fresh keys.
         offload: of all plans; "blocks" where nothing else fits.
         records: whether steps are recorded, where a plan and the machine allow it.
     """
@@ -125,11 +124,11 @@ OtherKind = Literal["fewer_steps", "packed", "references", "serial", "equal_shar
 class OtherPlan(NamedTuple):
     """A plan that is not ranked, but named below the ranked ones.
 
-    Its kind says why: "fewer_steps" is a call of one rank with fewer steps, as fast as a first plan with stale keys;
-    "packed" has messages in eight bits a number and "references" computes references in synchronous steps alone, where
-    such an approximation saves `APPROXIMATE_GAIN`; "serial" runs the synchronous steps of a plan with
-    `warmup_mode=auto` one stage after the other, where that is faster; "equal_shares" is the first plan with equal
-    shares on devices that are not alike.
+    Its kind is the reason: "fewer_steps" is a call of one rank with fewer steps, as fast as a first plan with stale
+    keys; "packed" has messages in eight bits a number and "references" computes references only in synchronous steps,
+    if such an approximation saves `APPROXIMATE_GAIN`; "serial" runs the synchronous steps of a plan with
+    `warmup_mode=auto` one stage after the other, if that is faster; "equal_shares" is the first plan with equal shares
+    on devices that are not alike.
 
     Attributes:
         price: its price.
@@ -229,7 +228,7 @@ class PlanSearch:
         # The bound is cheap, and the simulation of a schedule is not.
         jobs_by_bound = self.sort_jobs_by_bound()
         for bound, job in jobs_by_bound:
-            # Plans come in the order of their bounds, so none of the later ones is faster than what is shown.
+            # Plans come in the order of their bounds, so none of the later ones is faster than those shown.
             if len(prices) >= num_simulated and bound > prices[SHOWN - 1].latency_s:
                 break
             for sized in self._iterate_variants(job.plan):
@@ -249,7 +248,8 @@ class PlanSearch:
             raise self._make_host_memory_error(min(too_large_for_host, key=lambda sized: sized.lacks))
         if not prices:
             raise self._make_memory_error(too_large)
-        # Another warmup changes the synchronous steps alone, so only plans that are fast already are worth the trial.
+        # Another warmup only changes the synchronous steps, so it is only worth a trial for plans that are fast
+        # already.
         for price in prices[:num_simulated]:
             for plan in self.iterate_other_warmups(self._make_job(price.plan)):
                 sized = self.fit_plan_to_memory(plan)
@@ -363,7 +363,7 @@ class PlanSearch:
                 if sized.lacks <= 0:
                     return sized
             return min(moved, key=lambda sized: sized.lacks)
-        # One option alone may be enough, and costs less than all of them.
+        # A single option may be enough, and costs less than all of them.
         for name, value in options:
             sized = self._size_plan(replace(plan, **{name: value}))
             if sized.lacks <= 0:
@@ -410,7 +410,7 @@ class PlanSearch:
 
     def _find_shorter_loop(self, price: Price) -> Price | None:
         """Return the plan with one block in another stage, if its loop is shorter then."""
-        # What stages do besides their blocks is not in the weights by which they were cut.
+        # The work of stages besides their blocks is not in the weights used to cut them.
         job = self._make_job(price.plan)
         # Moves between other stages leave the one that all wait for as it is.
         busiest = self.pricer.find_busiest_stage(job, self.skips)
@@ -443,7 +443,7 @@ class PlanSearch:
     def iterate_other_warmups(self, job: PlannedCall) -> Iterator[Plan]:
         """Yield the plan with other warmup modes that could make its synchronous steps shorter.
 
-        Where the request does not say how many there are, stages that share them take another one if it costs little.
+        If the request does not give their number, stages that share them take another one if it costs little.
         """
         plan = job.plan
         if plan.pipefusion == 1 or plan.warmup == 0:
@@ -477,7 +477,7 @@ class PlanSearch:
             if not self._device_speeds:
                 continue
             weighted = self._make_job(weigh_shares(plan, self._device_speeds))
-            # Weights that differ much may leave a rank without tokens, and those that differ little change nothing.
+            # Very unequal weights may leave a rank without tokens, and nearly equal ones change nothing.
             if not weighted.plan.illegal(self._facts) and not weighted.has_shares_of(equal):
                 jobs.append(weighted)
         bounds = [(self.pricer.bound_latency(job, self.skips), job) for job in jobs]
@@ -501,7 +501,7 @@ class PlanSearch:
         shortest = min(rooms, key=rooms.__getitem__)
         lacks = -rooms[shortest]
         lacks_on_host = 0
-        # Weights that are offloaded need the memory of the host, those that are not need that of a device.
+        # Offloaded weights need the memory of the host, others that of a device.
         if lacks <= 0:
             lacks_on_host = self._count_missing_host_bytes(job)
         return SizedJob(job, max(peaks.values()), lacks_on_host or lacks, shortest, rooms, lacks_on_host > 0)
@@ -520,7 +520,7 @@ class PlanSearch:
 
     def _count_missing_host_bytes(self, job: PlannedCall) -> int:
         """Count the bytes a host lacks for the weights kept in its memory; 0 if it has enough or is not known."""
-        # A host whose memory is not known is taken to have enough.
+        # A host with unknown memory is taken to have enough.
         if job.plan.offload == "none" or not self.host_bytes:
             return 0
         return max(0, count_host_memory(self.subject, job, self.request.ranks_of_host).kept - self.host_bytes)
@@ -620,7 +620,7 @@ class PlanSearch:
             for rank in range(first, first + ranks_of_image):
                 alone = compute_text_seconds(self.subject.text, tokens, self.profile.get_rank_profile(rank))
                 seconds.append(compute_text_share(plan, rank) * alone)
-            # Ranks that split the layers compute one after the other, and those that have them all at once.
+            # Ranks that split the layers compute one after the other, and those with all layers compute at once.
             of_image = max(seconds) if plan.text == "each" else sum(seconds)
             slowest = max(slowest, of_image)
         return slowest
@@ -648,7 +648,7 @@ class PlanSearch:
             return None
         sized = self._size_plan(equal)
         price = self._complete_price(self.pricer.price_call(sized.job, self.skips, sized.memory), may_divide=False)
-        # What is divided beside the loop counts in calls whose decode and text are priced.
+        # The division of decode and text only counts in calls with a price for them.
         has_equal_loop = sized.job.has_shares_of(self._make_job(best.plan))
         if has_equal_loop and price.call_s <= best.call_s:
             return None
@@ -727,7 +727,7 @@ def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) ->
     them."""
     facts = subject.collect_facts(shape)
     worlds = [request.devices] if request.all_devices else list_divisors(request.devices)
-    # Other numbers are tried later, for the fastest plans alone.
+    # Other numbers are tried later, only for the fastest plans.
     warmup = 1 if request.warmup is None else request.warmup
     for world in worlds:
         for degrees in _iterate_degrees(world, shape):
@@ -792,9 +792,9 @@ def predict_skipped_steps(
     Args:
         config: the cache; None leaves nothing out.
         steps: of the generation.
-        forecast: of what is left out.
-        hit_rate: the share, from 0 to 1, that is left out of the steps whose difference is measured. Caches whose rules
-            alone decide (a threshold of 1, a static mask) need none.
+        forecast: whether skipped outputs are forecast, and how.
+        hit_rate: the share, from 0 to 1, left out of the steps with a measured difference. Caches that only decide by
+            rules (a threshold of 1, a static mask) need none.
 
     Raises:
         PlanError: if the cache measures differences and no hit rate is given.

@@ -143,7 +143,7 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
     # Neighbours exchange messages: of each pipeline or ring, one rank of a host sends to another host.
     sharing = min(inner, host)
     if axis == "ulysses":
-        # Each rank exchanges messages with all others, some of which are on its own host.
+        # Each rank exchanges messages with all others, and some of them are on its own host.
         sharing = host * (n - max(1, host // inner)) / (n - 1)
     return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
 
@@ -205,7 +205,8 @@ def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> floa
 def compute_decode_seconds(work: DecodeWork, pixels: int, share: float, profile: Profile) -> float:
     """Compute the seconds to decode some latent pixels on a rank with a share of their rows; 1 if none are divided.
 
-    Convolutions are priced as products of as many operations; what only reads and writes is not counted.
+    Convolutions are priced like products with the same number of operations; kernels that only read and write are not
+    counted.
     """
     whole = work.operations * pixels / profile.matmul.interpolate(pixels, WIDE)
     if share == 1:
@@ -236,7 +237,7 @@ def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: f
     weights that were started before it.
     """
     now = 0.0
-    # When the line is free again, and when the weights of each block are there.
+    # The time at which the line is free again, and at which the weights of each block arrive.
     line = 0.0
     arrived = []
 

@@ -1,6 +1,6 @@
 """The model that a plan is for, built from its configs without weights, and the shapes of its calls.
 
-The family of a model with a `ModelSpec` says what its calls are. Those of any other one are recorded (`recorded.py`).
+For a family with a `ModelSpec`, the spec describes the calls. Those of any other one are recorded (`recorded.py`).
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ PROBED_TEXT = 384
 PROMPT_TOKENS = 512
 """Tokens of a prompt where a call does not say how many."""
 SIDES = (32, 64)
-"""Latent pixels of the sides of the squares whose tokens say how many pixels a token has."""
+"""Latent pixels along the sides of the squares used to find the pixels per token."""
 EXCHANGE_OF_STYLE = {"rowwise": "sum", "rms_norm": "norm"}
-"""How tensor parallelism cuts a module -> what its ranks exchange."""
+"""Style of tensor parallelism of a module -> the exchange between its ranks."""
 STREAM_NAMES: Mapping[str, str] = {"image": "image", "text": "text", "both": "text+image"}
-"""Stream of a counted kernel -> what `Weights.exchanges` calls it."""
+"""Stream of a counted kernel -> its name in `Weights.exchanges`."""
 COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale")}
 """Axis -> the columns of `model/assets/families.json` that a family must hold."""
 
 
 @dataclass(frozen=True)
 class PlanSubject:
-    """A pipeline whose transformer has no weights.
+    """A pipeline with a transformer without weights.
 
     Attributes:
         transformer: the transformer, on the meta device.
@@ -85,13 +85,13 @@ class PlanSubject:
         text, vae: parameters of the text encoders together, and of the VAE.
         encoders: the classes of the text encoders; None of one that is not known here.
         decoder: the config of the VAE, if there is one.
-        uncounted: text encoders whose configs could not be read, and which `text` does not include.
+        uncounted: text encoders with unreadable configs, not included in `text`.
         recorder: records the calls of a family without a `ModelSpec`, and those of a class that a spec does not name.
-        scale: what the VAE makes of latent frames, for such a family.
+        scale: the VAE's scale of latent frames, for such a family.
         coder: the class of the VAE.
         models: transformers that are called in turns, each on every rank.
         decodes: numbers that are alive at once for each latent pixel of a decoded image, if a file says so.
-        stored: transformer -> what its weights are, if they are in a file of its own or quantized.
+        stored: transformer -> the format of its weights, if they are in a file of its own or quantized.
     """
 
     name: str
@@ -125,14 +125,14 @@ class PlanSubject:
         """Read the pipeline of a folder or hub id. Only its configs are read.
 
         Args:
-            given: what its calls start from besides words, as `image`: the class of its family that generates from
-                it is taken, if its calls can be recorded.
+            given: the inputs of its calls besides words, such as `image`: the class of its family that generates from
+                them is taken, if its calls can be recorded.
             has_controlnet: whether there is a ControlNet besides the model's own parts.
             components: component -> the file with its weights; by default they are the model's own.
 
         Raises:
             LoadError: if configs cannot be read.
-            ModelError: if it has no transformer, or one whose calls are neither known nor can be recorded.
+            ModelError: if it has no transformer, or the transformer's calls are neither known nor can be recorded.
         """
         with convert_build_errors(name):
             configs = PipelineConfigs.read_source(source, components or {})
@@ -151,7 +151,7 @@ class PlanSubject:
         if spec is None or spec.example is None:
             scale = measure_vae_scale(configs.coder, configs.vae)
         else:
-            # Families with an example make images, whose VAEs halve them between their blocks.
+            # Families with an example make images, and their VAEs halve them between their blocks.
             scale = VaeScale(2 ** (len(configs.vae["block_out_channels"]) - 1))
         other_parts = configs.count_other_parts()
         return cls(
@@ -204,7 +204,7 @@ class PlanSubject:
             layers.append(tuple(hook.sees_text(path) for path in paths))
         call = self._record_probe().calls[0]
         out, rest = divmod(call.out, call.rows * call.image)
-        # Where text is in the sequence, there is no prediction of it.
+        # Text in the sequence has no prediction.
         if rest:
             out = call.out // (call.rows * PROBED.num_tokens)
         return replace(weights, layers=tuple(layers), out=out, exchanges=self._find_tensor_exchanges())
@@ -236,7 +236,7 @@ class PlanSubject:
         """Return the pixels along the side of a token."""
         if not self.is_derived:
             return self.vae_scale * self.model_spec.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
-        # What a call has besides the image, such as references, is the same at both sizes.
+        # Inputs besides the image, such as references, are the same at both sizes.
         sides = [side * self.vae_scale for side in SIDES]
         tokens = []
         for side in sides:
@@ -332,7 +332,7 @@ class PlanSubject:
     def _divisible_weights(self) -> Weights:
         """Return its weights, with the equal parts that make up unlike shares of tensor parallelism."""
         table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
-        # Of shares that differ, all parts are counted.
+        # If shares differ, all parts are counted.
         cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, weights=(2.0, 1.0))
         return replace(self.parameter_counts, tensor_units=sum(cuts.shares))
 
@@ -387,7 +387,7 @@ class PlanSubject:
     @staticmethod
     def count_prompt_tokens(call: CallArguments, shape: Shape) -> int:
         """Count the tokens read by text encoders for an image: the tokens of its prompt and of the negative prompt."""
-        # There are two prompts at most, whatever branches are made of them.
+        # There are two prompts at most, regardless of the branches made of them.
         prompts = min(shape.branches_per_call * shape.calls, 2)
         return int(call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
 
@@ -398,7 +398,7 @@ class PlanSubject:
             return 0
         if self.is_derived and self.recorder is not None:
             return self.recorder.count_text_tokens(call)
-        # The default of PixArt-Sigma, a family whose text is in cross attention.
+        # The default of PixArt-Sigma, a family with text in cross attention.
         return int(call.get("max_sequence_length") or 300)
 
     @property
@@ -522,7 +522,7 @@ class PlanSubject:
         rows = [recorded.rows for recorded in step.calls]
         first = max(step.calls, key=lambda recorded: recorded.rows)
         out = self.parameter_counts.out
-        # If text is in the sequence, or a second stream is predicted, the numbers do not belong to the image alone.
+        # If text is in the sequence, or a second stream is predicted, the numbers do not only belong to the image.
         references = None
         if first.out == first.rows * first.image * out and latents % out == 0:
             references = first.image - latents // out

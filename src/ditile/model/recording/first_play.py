@@ -1,7 +1,8 @@
-"""The first play of a tape: what it makes is compared with what the call's code made, bit for bit.
+"""The first play of a tape: its results are compared with those of the call's code, bit for bit.
 
-It is made right after the capture, on the memory that the code found, and alone: what the code received is put where
-messages arrive, and what leaves is compared instead of sent. Then the memory is again what the code left.
+It is made right after the capture, on the memory found by the code, and without other ranks: messages received by the
+code are put in place, and outgoing ones are compared instead of sent. Afterwards the memory has the values left by the
+code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ditile.distributed.recording.tape import CodeCall, Message, Recording
 
 DEVICE_BYTES = 2**28
-"""What is kept of a call for the comparison is on the device up to here; the rest waits in the host's memory."""
+"""Up to this size, copies for the comparison are on the device; the rest is in the host's memory."""
 
 
 class TensorKeeper:
@@ -39,8 +40,8 @@ class FirstPlay(NamedTuple):
 
     Attributes:
         code: the call as its code made it, with copies of its messages.
-        result: what the code returned.
-        written: the memory that it wrote and that existed before, with what was in it, in order.
+        result: the result of the code.
+        written: older memory written by the code, with its previous values, in order.
         keeper: copies tensors.
     """
 
@@ -59,7 +60,7 @@ class FirstPlay(NamedTuple):
 
         Args:
             recording: the tape.
-            result: what it returns, in its memory.
+            result: its result, in its memory.
             made: addresses of memory that is its own.
         """
         if recording.tape.num_messages != len(self.code.messages):
@@ -71,7 +72,7 @@ class FirstPlay(NamedTuple):
                     memories.append(place)
         after = [self.keeper.copy_tensor(memory) for memory in memories]
         try:
-            # The first copy of some memory is what the code found there.
+            # The first copy of some memory has the values found by the code.
             for memory, before in reversed(self.written):
                 memory.copy_(before)
             difference = self._play_alone(recording)

@@ -1,7 +1,7 @@
 """The tapes of a runner and the memory that they hold, which has a limit.
 
-What was not used for the longest time goes first, over all models, sizes and places: tapes, and the keys and values
-that stay where these read them. Time counts in calls of the pipeline, so that nothing goes that the current one uses.
+The least recently used go first, over all models, sizes and places: tapes, and the keys and values kept in place for
+these. Time counts in calls of the pipeline, so that nothing used by the current one goes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ditile.model.recording.first_play import has_same_bits
 from ditile.plan.errors import StateError
 
 SHARE_OF_MEMORY = 0.25
-"""Share of a GPU's memory that tapes hold at most, with keys and values that stay for them.
+"""Share of a GPU's memory for tapes at most, including keys and values kept for them.
 
-FLUX.1's stale keys are 3.2 GB at 1024 px on one GPU, and 12 GB at 2048 px; what a step allocates comes on top. So 80 GB
+FLUX.1's stale keys are 3.2 GB at 1024 px on one GPU, and 12 GB at 2048 px; allocations of a step come on top. So 80 GB
 have room for four sizes of the one kind or one of the other, 24 GB of weights, and a step that is not recorded."""
 FORMS_KEPT = 1024
 """Forms of calls that are known. Their tapes have a limit in bytes, so this only keeps the table small."""
 
 
 class StaticInput:
-    """Memory that stays as long as a tape reads it, and the tensor that was last copied to it."""
+    """Memory that stays until no tape reads it, and the tensor last copied to it."""
 
     def __init__(self, like: Tensor) -> None:
         # Written in calls of inference mode and of others.
@@ -101,19 +101,19 @@ class CallTape:
 
     Attributes:
         place: where the model is called, see `_describe_place`.
-        size: whose memory its tape shares, see `_describe_size`.
+        size: the calls with this size share their tapes' memory, see `_describe_size`.
         problem: why they cannot be recorded; empty if they can.
         is_given_up: whether it is certain that they cannot.
         num_looks: calls that were watched.
         made_stores: branch and layer of the stores of keys that they made; a tape does not make any.
         model_problem: why they cannot be recorded now, as adapters and hooks come and go.
-        tape: what they do; None until it is recorded.
+        tape: their recording; None until there is one.
         inputs: memory for each tensor that a call is given.
-        constant_keys: of what is constant in a generation, as the watched call read it.
+        constant_keys: of values that are constant in a generation, read by the watched call.
         constants: the same as the tape reads it.
         marks: (branch and layer, segment, age) of the keys that are in the store after a call.
-        result: what a call returns, in the tape's memory.
-        stored: what a cache of blocks has after a call, as `BlockCache` lists it.
+        result: the result of a call, in the tape's memory.
+        stored: the state of a cache of blocks after a call, listed like in `BlockCache`.
         buffers: that stay from step to step, of those for which the call asks.
         addresses: of weights, keys and these buffers.
         epoch: when the addresses were last compared, see `GenerationMemory`.
@@ -162,8 +162,8 @@ class KeptTapes:
     """The forms of calls that are known, with their tapes and memory.
 
     Args:
-        make_segments: makes what captures calls, for each size of images.
-        limit_bytes: most that tapes hold, with the keys and values that stay for them.
+        make_segments: makes the capturer of calls, for each size of images.
+        limit_bytes: most memory of tapes, including the keys and values kept for them.
         has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
 
     Attributes:
@@ -292,7 +292,7 @@ class KeptTapes:
         return [call for call in self._calls.values() if call.tape is not None]
 
     def _drop_calls_of(self, generation: int) -> None:
-        # Keys alone: a name for the last call would hold its memory while it is counted.
+        # Only keys: a name for the last call would hold its memory while it is counted.
         for key in [key for key, call in self._calls.items() if call.last_used == generation]:
             del self._calls[key]
         self._count_tape_bytes()

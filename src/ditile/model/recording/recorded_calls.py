@@ -1,4 +1,4 @@
-"""What was recorded in a call of a pipeline, as numbers and as a line. Nothing here imports torch."""
+"""The counts of recorded calls in a call of a pipeline, in numbers and in a line. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RecordedCalls:
-    """What was recorded in a call of a pipeline on this rank.
+    """Counts of recorded calls in a call of a pipeline on this rank.
 
     Attributes:
         calls: of models, in its steps.
         recorded, played: how many of them.
         as_code: why the others ran as code, and how many.
-        tape_bytes: of the memory that tapes hold after it, with the keys and values that stay where they read them.
+        tape_bytes: of the memory held by tapes after it, including the keys and values kept in place for them.
     """
 
     calls: int

@@ -1,11 +1,11 @@
-"""Recorded steps: what a call of a model did is played in later steps, as long as nothing but numbers differs.
+"""Recorded steps: a call of a model is recorded and then played in later steps, if only numbers differ.
 
 A call is known by its place (model, branch, patch, stale keys or not) and its form (shapes, types and plain values of
-its arguments). The first call of a form runs with a watch that looks for what cannot be recorded. The second one is
-made by its code and then captured, without its messages; the first play is compared with the code. Later ones are
-played. What a call is given is copied to memory that stays, and what it returns is cloned.
-The first step of a generation is never recorded: it finds the forms of calls and what is constant. What a cache leaves
-out is part of the place; where numbers of the call decide on it, the call runs as code.
+its arguments). The first call of a form runs with a watch that looks for obstacles to recording. The second one is made
+by its code and then captured, without its messages; the first play is compared with the code. Later ones are played.
+Arguments of a call are copied to memory that stays, and its result is cloned. The first step of a generation is never
+recorded: it finds the forms of calls and the constants. Blocks skipped by a cache are part of the place; if numbers of
+the call decide on them, the call runs as code.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ LOG = logging.getLogger("ditile")
 NUM_PREPARING_CALLS = 2
 """Calls of a form between the decision to record it and the first one that is played."""
 UNPLAYED_FORMS = 16
-"""Forms of a place in a row of which none was played, after which it is not recorded any more."""
+"""Forms of a place in a row without a play before recording stops there."""
 LOOKS = 2
-"""Calls of a form that are only watched, where the first one has a problem: it may be one of the first call alone."""
+"""Calls of a form that are only watched if the first one has a problem, since it may be a problem of the first call
+only."""
 
 ALL_BLOCKS = ()
-"""What the blocks of a call do besides their inputs, where no cache is."""
+"""The decision for a call without a cache: all blocks compute."""
 CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
 FIRST_STEP = "the first step"
 FIRST_KEYS = "it makes its first keys"
@@ -59,7 +60,7 @@ CAPTURE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What code that runs a second time, for its capture, may raise: the call was made, so only its tape is lost."""
+"""Exceptions of code that runs a second time, for its capture: the call was made, so only its tape is lost."""
 
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Arguments and results that are told apart by their values."""
@@ -89,21 +90,21 @@ class RecordedSteps:
     """The recorded calls of a runner, which outlive its calls.
 
     Args:
-        make_segments: makes what captures a call.
-        limit_bytes: most that tapes hold, with the keys and values that stay for them.
+        make_segments: makes the capturer of a call.
+        limit_bytes: most memory of tapes, including the keys and values kept for them.
         has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
         checks: whether copies of inputs that are left out are checked.
 
     Attributes:
         refusal: why calls of the current generation cannot be recorded; empty if they can.
-        caches: what leaves out blocks of a model, by model.
+        caches: the cache of blocks of each model.
         scopes: contexts in which nothing is remembered that would tie a tape to memory of other calls.
         kept_buffers: keys and values, which stay where they are from generation to generation.
         has_played: whether the last call was played.
         num_recorded, num_played: calls so far.
         problems: why calls were not recorded, and how many.
         preparations: the same of calls that ran as code so that later ones can be recorded.
-        failure: that a recording has failed, and by which error, or that memory ran out; nothing is recorded after it.
+        failure: the error of a failed recording, or that memory ran out; nothing is recorded after it.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class RecordedSteps:
         self.preparations: Counter[str] = Counter()
         self.failure = ""
         self._counts_before = (0, 0, Counter[str]())
-        # Numbers among the arguments may differ in each step, as a timestep that is no tensor.
+        # Numbers among the arguments may differ in each step, such as a timestep that is not a tensor.
         self._unplayed: Counter[Hashable] = Counter()
         self._models: dict[int, tuple[object, Any, str]] = {}
         self._shared = StepOutputs()
@@ -249,7 +250,7 @@ class RecordedSteps:
         """Return why a call has no tape and cannot be recorded now, or nothing."""
         if call.tape is not None:
             return ""
-        # They would lie in memory that tapes share.
+        # They would be in memory shared by tapes.
         if not call.made_stores <= now.memory.copy_store_states(now.branch).keys():
             return FIRST_KEYS
         if not self._tapes.make_room_to_capture(call.size):
@@ -260,7 +261,7 @@ class RecordedSteps:
         """Return whether a call in the first step of a generation equals an earlier one except for its arguments."""
         if call.tape is None or call.constant_keys or call.marks:
             return False
-        # Code that enters blocks in the first step finds what messages between stages are like.
+        # Code that enters blocks in the first step learns the form of messages between stages.
         if now.schedule.stages > 1:
             return False
         addresses, problem = self._look_at_model(now, model)
@@ -322,7 +323,7 @@ class RecordedSteps:
             # A tape is given copies, which are filled again only where the pipeline's tensors have changed.
             call.problem = "it writes into its arguments"
         if len({tensor.device for tensor in inputs}) > 1:
-            # What is computed on the CPU would stay what it was.
+            # Values computed on the CPU would never change.
             call.problem = "its arguments are on several devices"
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in pytree.tree_leaves(result)):
             call.problem = "its result is no tensor and no number"
@@ -353,7 +354,7 @@ class RecordedSteps:
             problem = FIRST_KEYS
         problem = problem or self._note_stored_keys(call, model)
         if survey_model(model) != survey:
-            # Such as a model that counts its calls, or scales of LoRAs that are not quite what they were.
+            # Such as a model that counts its calls, or scales of LoRAs that have changed slightly.
             problem = "it changes its own settings"
         if not problem:
             first_play = FirstPlay(code, result, watch.overwritten, keeper)
@@ -482,7 +483,7 @@ class RecordedSteps:
         for key in call.constant_keys:
             value = now.memory.constants[key]
             if key not in call.constants or not call.constants[key].fill(value, moment, checks=self._checks):
-                # What the tape computes may depend on the numbers of a constant.
+                # The results of the tape may depend on the numbers of a constant.
                 call.drop_tape()
                 call.constants[key] = self._tapes.make_constant((id(model), key), value, moment)
 

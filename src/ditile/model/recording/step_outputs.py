@@ -1,11 +1,11 @@
-"""What calls of a step compute for all its patches: the tape of one patch writes it, and those of the others read it.
+"""Outputs computed in a step for all its patches: the tape of one patch writes them, and those of the others read them.
 
-A module that is given the same with each patch, such as one that makes a modulation of the time, is part of the first
-tape of a step. That tape ends with a copy of what it returns, which the tapes of the other patches were recorded to
-read. So they may be played only in steps in which that tape was played before.
+A module with the same inputs for each patch, such as one that makes a modulation of the time, is part of the first tape
+of a step. That tape ends with a copy of the module's output, and the tapes of the other patches were recorded to read
+it. So they may only be played in steps after that tape was played.
 
-The copies are outside of the memory that tapes share: there, a tape that was recorded earlier writes into what was free
-at that time, so it must not be played between a tape that writes there and one that reads it.
+The copies are outside of the memory shared by tapes: there, an earlier tape writes into memory that was free at that
+time, so it must not be played between a tape that writes there and one that reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import RememberedOutput
 
 Outputs = dict[Hashable, RememberedOutput]
-"""What modules returned, by module and branch."""
+"""Outputs of modules, by module and branch."""
 
 
 class StepOutputs:
@@ -30,7 +30,7 @@ class StepOutputs:
 
     Attributes:
         tapes: that were made or played in it, and write something for others; dropped ones must not stay here.
-        looked: what modules returned in calls that were only watched.
+        looked: outputs of modules in calls that were only watched.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class StepOutputs:
         given: set[Hashable] = set()
         for other in self._list_tapes():
             given |= self._outputs[other].keys()
-            # What this tape writes into must not be read by tapes after it.
+            # Memory written by this tape must not be read by tapes after it.
             self._outputs[other] = _select_unchanged(self._outputs[other])
         own: Outputs = {}
         for key, known in _select_unchanged(outputs).items():
@@ -105,7 +105,7 @@ def _move_outputs(recording: Recording, outputs: Outputs) -> None:
     with recording.record_within():
         torch._foreach_copy_(copies, originals)
     recording.tape.held.append(copies)
-    # Some outputs are what modules of other outputs were given, so readers must be given the copies there too.
+    # Some outputs are also inputs of modules with other outputs, so readers must get the copies there too.
     replacements = dict(zip(tensors, copies, strict=True))
     for known in outputs.values():
         known.replace_tensors(replacements)

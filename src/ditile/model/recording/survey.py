@@ -1,9 +1,9 @@
-"""What a recorded call depends on besides its arguments: where a model's weights are, and how the model is set.
+"""The state behind a recorded call besides its arguments: the addresses of a model's weights, and its settings.
 
-A tape reads weights where they were when it was recorded, so numbers that are written there are seen by themselves.
-Weights that move, another structure, other settings (scales of LoRAs, active adapters, kernels) and tensors that a
-module keeps as plain attributes, in lists or in tables are not: two surveys of a model that differ mean that its tapes
-are of no use any more.
+A tape reads weights at their addresses from the recording, so it sees new numbers written there. It does not see
+weights that move, another structure, other settings (scales of LoRAs, active adapters, kernels) and tensors that a
+module keeps as plain attributes, in lists or in tables: if two surveys of a model differ, its tapes are of no use any
+more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         # Such as scales of adapters; sorted, as a set is in another order once hooks of a call were among the names.
         for name in sorted(contents.keys() - _NAMES_OF_MODULES):
             value = contents[name]
-            # Hooks of a call are among the names in some calls alone.
+            # Hooks of a call are among the names only in some calls.
             if isinstance(value, _DESCRIBED):
                 settings.append((name, _describe_value(value)))
         processor = contents.get("processor")
@@ -73,7 +73,7 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         weights = [weight for weight in weights if type(weight) in _PLAIN_WEIGHTS]
         for part in parts:
             if type(part) not in _PLAIN_WEIGHTS:
-                # As of bitsandbytes, which keeps scales in a state that may be replaced.
+                # Such as those of bitsandbytes, which keeps scales in a state that may be replaced.
                 problem = f"weights are of class {type(part).__name__}"
     if problem:
         return (), problem
@@ -140,7 +140,7 @@ def _describe_value(value: Any) -> Any:
     if isinstance(value, _NUMBERS):
         return repr(value)
     if isinstance(value, Tensor):
-        # A number of the host is part of what a kernel was started with.
+        # A number on the host is part of a kernel's launch arguments.
         if value.ndim == 0 and value.device.type == "cpu" and not has_own_operators(type(value)):
             return value.dtype, repr(value.item())
         return _KeptTensor(value)

@@ -1,1 +1,1 @@
-"""What a pipeline gives its transformer, recorded from its configs alone: no weight is read."""
+"""Records a pipeline's inputs to its transformer from configs only: no weight is read."""

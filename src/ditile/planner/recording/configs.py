@@ -1,4 +1,4 @@
-"""What a folder or hub id says of the parts of a pipeline: configs alone, of which models without weights are made."""
+"""Reads the parts of a pipeline from a folder or hub id: only configs, to make models without weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.weights.prequantized import StoredWeights
 
 FACTS = "facts.json"
-"""What cannot be read off the configs of a published model."""
+"""Facts that are not in the configs of a published model."""
 TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 
 
@@ -54,14 +54,14 @@ class OtherParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfigs:
-    """What a folder or hub id says of a pipeline.
+    """The configs of a pipeline in a folder or hub id.
 
     Attributes:
-        pipeline: the class whose calls are meant.
+        pipeline: the class of the calls.
         kind, transformer: the class of its transformer, and its config.
         coder, vae: the class of its VAE, and its config.
         places: of components that are elsewhere.
-        stored: transformer -> what its weights are, if they are in a file of its own or quantized.
+        stored: transformer -> the format of its weights, if they are in a file of its own or quantized.
     """
 
     source: Path | str
@@ -102,7 +102,7 @@ class PipelineConfigs:
             stored |= count_quantized_components(source, files)
             encoders = _list_unlisted_encoders(pipeline, index)
             refuse_unknown_components(source, read_model_index(source) | encoders, files)
-            # Of two transformers the config of the first one counts, which comes last.
+            # Of two transformers only the config of the first counts. It comes last.
             for component in sorted(files.keys() - encoders.keys(), reverse=True):
                 converted = check_component_file(source, component, files[component])
                 if converted is not None and component in DENOISERS:
@@ -157,7 +157,7 @@ class PipelineConfigs:
     def encoders(self) -> tuple[Any, ...]:
         """Return the classes of the text encoders; None for classes unknown here.
 
-        Where the index does not name them, as in the configs that come with this package, the pipeline's own code does.
+        If the index does not name them, as in the configs of this package, they are found in the pipeline's own code.
         """
         names = [*self._encoder_names.values()]
         for _, name in _list_unlisted_encoders(self.pipeline, self.index).values():

@@ -1,8 +1,8 @@
-"""Records what a pipeline gives its transformer, at any size, without weights.
+"""Records a pipeline's inputs to its transformer, at any size, without weights.
 
-The pipeline itself is called, with embeddings of a text in place of a prompt (`prompts.json` says which, and of
-what shapes). It runs for the sizes of its tensors alone, and its blocks pass on what they are given, until the first
-step ends. So tokens, calls, rows and latents are those of the call, whatever the family does to get there.
+The pipeline itself is called, with text embeddings instead of a prompt (their names and shapes are in `prompts.json`).
+It only runs for the sizes of its tensors, and its blocks pass on their inputs, until the first step ends. So tokens,
+calls, rows and latents are those of the call, whatever the family does to get there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ditile.runner.load import convert_build_errors
 from ditile.runner.requests.arguments import check_rotary_table
 
 NO_GUIDANCE = dict.fromkeys(("guidance_scale", "true_cfg_scale", "audio_guidance_scale"), 0.0)
-"""Arguments of a call of one branch, as far as the pipeline has them: 0 is no guidance under every convention."""
+"""Arguments of a call of one branch, if the pipeline has them: 0 turns guidance off under every convention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class RecordedStep(NamedTuple):
 
     Attributes:
         latents: their numbers.
-        mode: the mode in which it ran, which knows what numbers are not known.
+        mode: the mode in which it ran. It knows which numbers are unknown.
     """
 
     calls: tuple[RecordedCall, ...]
@@ -99,7 +99,7 @@ class PipelineRecorder:
         hooks: for the blocks of its transformer, not installed, and of a second one that is called in turns with it.
 
     Raises:
-        ModelError: if nothing says what the pipeline takes in place of a prompt.
+        ModelError: if the arguments in place of a prompt are not known.
     """
 
     def __init__(self, pipe: Any, *hooks: TransformerHooks) -> None:
@@ -171,7 +171,7 @@ class PipelineRecorder:
         seen = dict[int, dict[str, Any]]()
 
         def forward_and_record(*args: Any, **kwargs: Any) -> Any:
-            # What blocks were given belongs to one call of the transformer.
+            # The inputs of blocks belong to one call of the transformer.
             seen.clear()
             out = forward(*args, **kwargs)
             calls.append(_describe_call(hooks, bind_arguments(model, args, kwargs), seen, out))
@@ -187,7 +187,7 @@ class PipelineRecorder:
 
         Args:
             call: others; the words of a prompt among them are not read.
-            make_unknown: makes a tensor of a shape, whose numbers decide nothing.
+            make_unknown: makes a tensor of a shape, with numbers that decide nothing.
         """
         arguments = {}
         for name, value in call.items():

@@ -1,8 +1,8 @@
-"""Runs code for the sizes of its tensors alone: what follows from weights or noise is never computed.
+"""Runs code only for the sizes of its tensors: values that depend on weights or noise are never computed.
 
 A model's parameters are on the meta device, and its inputs are on the CPU. An operator that reads an unknown number
-makes an uninitialized tensor of the right shape, whose memory nothing touches. All others are computed, such as
-lengths, masks, and positions, by which a pipeline or a forward decides what to do.
+makes an uninitialized tensor of the right shape, and its memory is never touched. All others are computed, such as
+lengths, masks, and positions, because a pipeline or a forward uses them to decide.
 
     with SizesOnly() as sizes, torch.no_grad():
         pipe(prompt_embeds=sizes.make_unknown(1, 512, 4096), height=720, width=1280)
@@ -28,7 +28,7 @@ CONSTANTS = {
     getattr(torch.ops.aten, name).default
     for name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 }
-"""Operators that read no number of a tensor: what they make is known."""
+"""Operators that read no number of a tensor: their results are known."""
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 
