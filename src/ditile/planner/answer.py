@@ -346,7 +346,7 @@ def make_share_table(shares: Sequence[RankShare]) -> Table:
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks in runs: 0, 2-5."""
     runs = []
-    # Ranks that follow each other differ by as much as their places.
+    # In a run, rank and index grow together, so their difference is constant.
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in group]
         if len(run) == 1:

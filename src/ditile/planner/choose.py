@@ -127,7 +127,7 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
     devices = question.devices
     if devices is None:
         devices = profile.devices if plan is None else plan.world
-    # Every host has as many ranks as the others.
+    # All hosts have the same number of ranks.
     if devices % question.hosts:
         raise PlanError(f"devices={devices} cannot be split evenly over hosts={question.hosts}; give --devices")
     if question.cuda_graphs and not profile.runs_ahead:

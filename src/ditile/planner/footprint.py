@@ -155,7 +155,7 @@ class FootprintTracker(StorageTracker):
         self._count_tensor = count_tensor
         self._live_numbers = LiveNumbers()
         self._is_gelu = False
-        # Moments after a storage that a GELU made, after any other, and in which attention is computed.
+        # Moments after a storage made by a GELU, after any other, and during attention.
         self._gelu = set[LiveNumbers]()
         self._fused = set[LiveNumbers]()
         self._attending = set[LiveNumbers]()

@@ -112,7 +112,7 @@ class StreamSizes(NamedTuple):
         """Count the numbers of a tensor, by the streams in its shape."""
         numbers = tensor.untyped_storage().nbytes() / tensor.element_size()
         stream = self.find_widest_stream([tensor])
-        # A tensor with the image's tokens as rows and columns, such as a latent.
+        # A tensor with the image's tokens in rows and columns, such as a latent.
         if stream == "once" and numbers >= self.image and numbers % self.image == 0:
             stream = "image"
         return LiveNumbers(**{stream: numbers / self.count_tokens(stream)})

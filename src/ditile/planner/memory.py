@@ -59,7 +59,7 @@ class RankMemory(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """Return the bytes at the peak of the whole call."""
-        # Tapes read and write keys where they are, so that these stay too.
+        # Tapes read and write keys in place, so keys stay too.
         decode = self.decode + self.keys if self.tapes else self.decode
         always = self.weights + self.text + self.vae + self.idle + self.tapes
         return always + max(self.keys + self.activations, decode)
@@ -212,7 +212,7 @@ def count_rank_memory(
     tapes = 0
     if records and can_record_calls(plan, profile):
         tapes = _count_tape_bytes(subject, job, rank, text_tokens) * subject.models
-        # With the keys that they read they hold no more than their share, and other calls run as code.
+        # Tapes and their keys hold no more than their share of memory. Other calls run as code.
         limit = int(profile.memory_bytes * SHARE_OF_MEMORY)
         tapes = min(tapes, max(0, limit - keys))
         # Every step of an exact plan is played in later images, so it computes in the tapes' memory. What is constant
@@ -373,7 +373,7 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
         micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
     computed = 0.0
     for micro in micro_steps:
-        # The last synchronous step, which keeps its keys, runs as code.
+        # The last synchronous step keeps its keys, so it runs as code.
         if micro.patch is None and plan.distrifusion == 1:
             micro = WHOLE_STEP
         computed = max(computed, _count_computed_numbers(footprint, job, place, micro, text_tokens))
@@ -417,13 +417,13 @@ def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> flo
     lengths = [shard.count_tokens() for shard in job.shard_tokens(job.select_patch(micro))]
     keeps_keys = job.plan.distrifusion == 1 and job.step_schedule.keeps_keys(micro.step)
     if job.plan.ulysses > 1 and micro.patch is not None:
-        # Fitted, as the 8 below.
+        # The 5 is fitted, like the 8 below.
         tokens = 5 * own
     elif job.plan.ulysses > 1:
-        # Queries, keys and values exist as sent, as received, and in order.
+        # Queries, keys and values exist three times: sent, received, and in order.
         tokens = 8 * own if keeps_keys else 9 * own
     elif job.plan.ring > 1 and (micro.patch is not None or keeps_keys):
-        # Keys and values that are kept: this rank's, those of all ranks as they come, and joined.
+        # Kept keys and values: this rank's, those received from all ranks, and the joined ones.
         tokens = 2 * own + 4 * sum(lengths)
     elif job.plan.ring > 1:
         # The keys and values that are passed on, the next keys and values, and the partial sum.

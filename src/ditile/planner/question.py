@@ -240,6 +240,6 @@ def _read_machine_profile(ask: PlanQuestion) -> Profile:
             "FILE of one that was"
         )
     if named is None and not profile.host_memory_bytes:
-        # Measured before this was kept.
+        # The profile was measured by a release that did not store the host's memory.
         profile = dataclasses.replace(profile, host_memory_bytes=cpus.count_memory_bytes())
     return profile if ask.interlink is None else hardware.add_interlink(profile, ask.interlink)

@@ -238,7 +238,7 @@ class PlanSearch:
                     too_large_for_host.append(sized)
                 else:
                     too_large.append(sized)
-        # Tapes need memory, which is tried before anything that costs more time; offloaded plans have none.
+        # Tapes need memory. Leaving them out is tried before costlier changes; offloaded plans have none.
         if self.request.records and all(price.plan.offload != "none" for price in prices):
             return self._give_up_recording().find_fastest_plans()
         # Offloading costs time in every step, so it is tried only where nothing fits without it.
@@ -382,7 +382,7 @@ class PlanSearch:
             taker = rooms.index(max(rooms))
             if sized.lacks <= 0 or rooms[taker] <= 0:
                 break
-            # A stage needs a block.
+            # A stage must keep at least one block.
             if len(sized.job.stages[giver]) == 1:
                 break
             sized = self._size_job(self._move_block(sized.job, giver, taker))
@@ -412,7 +412,7 @@ class PlanSearch:
         """Return the plan with one block in another stage, if its loop is shorter then."""
         # The work of stages besides their blocks is not in the weights used to cut them.
         job = self._make_job(price.plan)
-        # Moves between other stages leave the one that all wait for as it is.
+        # Only moves to or from the busiest stage help, because all others wait for it.
         busiest = self.pricer.find_busiest_stage(job, self.skips)
         trials = []
         for giver, taker in itertools.permutations(range(len(job.stages)), 2):
@@ -448,7 +448,7 @@ class PlanSearch:
         plan = job.plan
         if plan.pipefusion == 1 or plan.warmup == 0:
             return
-        # Micro-batches are rows of the batch.
+        # Micro-batches are rows of the batch, so one row cannot be split.
         if job.shape.divide_batch(plan).batch > 1:
             yield replace(plan, warmup_mode="pipelined")
         # Stages share a step by splitting its tokens, which excludes other splits of tokens and of weights.
@@ -749,7 +749,7 @@ def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
             continue
         if shape.heads % degrees["tensor"]:
             continue
-        # DistriFusion keeps stale keys of patches as PipeFusion does, and gathers keys as a ring does.
+        # DistriFusion keeps stale keys of patches like PipeFusion, and gathers keys like a ring.
         if degrees["distrifusion"] == 1 or degrees["pipefusion"] == degrees["ring"] == 1:
             yield degrees
 
@@ -792,7 +792,7 @@ def predict_skipped_steps(
     Args:
         config: the cache; None leaves nothing out.
         steps: of the generation.
-        forecast: whether skipped outputs are forecast, and how.
+        forecast: the calibrator that forecasts skipped outputs, if there is one.
         hit_rate: the share, from 0 to 1, left out of the steps with a measured difference. Caches that only decide by
             rules (a threshold of 1, a static mask) need none.
 

@@ -233,8 +233,7 @@ class WarmupBlock(NamedTuple):
 def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: float) -> float:
     """Compute the seconds of blocks with weights sent `ahead` blocks before their use (`weight_streaming`).
 
-    One process group sends weights and keys in the order in which they are started, so a gather of keys waits for the
-    weights that were started before it.
+    One process group sends weights and keys in the order of their start, so a gather of keys waits for earlier weights.
     """
     now = 0.0
     # The time at which the line is free again, and at which the weights of each block arrive.

@@ -570,7 +570,7 @@ def _divide_pipeline(stack: ExitStack, pipe: Any, division: RankDivision, kernel
     plan = division.to_plan(world)
     if plan == Plan() and kernel is None:
         return None
-    # `disable_cache` gives the whole pipeline back.
+    # The weights are kept, because `disable_cache` gives the whole pipeline back.
     runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=division.cp_plan)
 
     @functools.wraps(type(pipe).__call__)

@@ -211,7 +211,7 @@ class Composition:
 
     def renew_groups(self) -> None:
         """Give every strategy new groups, without messages from failed calls. All ranks must call it."""
-        # Tapes know the old groups.
+        # Tapes send through the old groups, so they are of no use any more.
         self.release_recordings()
         self.mesh.renew_groups(self.plan)
         self.mesh.connect_groups(self.plan, self.device)
@@ -295,7 +295,7 @@ class Composition:
         """Return why calls of the models are not recorded, before the hooks of a call are on them."""
         if not caches.keys() <= set(self.models):
             return "a cache is on a model that is not divided"
-        # It may keep something in Python.
+        # User code may keep state in Python, which a recording would not update.
         if any(map(list_user_code, self.models)):
             return "code of the user is on the model"
         return ""
@@ -628,7 +628,7 @@ def _move_own_weights(
         return None
     with offload.hold_blocks_back():
         move_pipeline(pipe, device)
-    # Pinned memory is allocated now, as that may wait for the device.
+    # Pinned memory is allocated now, because that may wait for the device.
     offload.pack_weights()
     return offload
 
@@ -766,7 +766,7 @@ def move_pipeline(pipe: Any, device: torch.device) -> None:
             continue
         # diffusers asks for the dtype of each part before it moves them, which a plain module of torch does not have.
         is_plain = is_plain or not hasattr(part, "dtype")
-        # A ComponentsManager moves its parts itself.
+        # A ComponentsManager of diffusers moves its parts itself.
         tensors = (*part.parameters(), *part.buffers())
         if name not in offloaded and any(tensor.device != device for tensor in tensors):
             away.append(part)

@@ -51,7 +51,7 @@ def describe_state(pipe: Any, device: torch.device) -> dict[str, Any]:
         if not isinstance(config, Mapping) or not hasattr(part, "config_name"):
             continue
         state[name] = type(part).__name__
-        # Private items say where a part was loaded from, which may differ.
+        # Private items are the origin of a part. Ranks may load from different places.
         config = {key: value for key, value in config.items() if not key.startswith("_")}
         if isinstance(part, nn.Module):
             state[f"{name}.config"] = describe_value(config)
@@ -145,7 +145,7 @@ def _name_loras(part: Any) -> str:
 
 def describe_value(value: Any) -> Any:
     """Return a number unchanged, and anything else in canonical JSON. A value not known to be data becomes its type."""
-    # NaN would differ from itself.
+    # NaN is left out: it would differ from itself.
     if value is None or (isinstance(value, int | float) and value == value):
         return value
     try:
@@ -195,7 +195,7 @@ def _describe_tensor(tensor: Tensor) -> str:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return description
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # numpy knows bytes, but not bfloat16.
+    # numpy does not know bfloat16, so the numbers are viewed as bytes.
     return f"{description} #{_hash_bytes(plain.reshape(-1).view(torch.uint8).numpy())}"
 
 

@@ -153,7 +153,7 @@ def load(
         loaded = dict(partial)
         for component in files.keys() - partial.keys():
             loaded[component] = load_component_file(source, files[component], Plan(), 0, weight_dtype, component)
-        # After the parts that this rank reads itself, which are left out here.
+        # After the parts this rank has read itself. They are left out here.
         loaded |= load_whole_models(source, weight_dtype, variant, apart=loaded)
         loaded |= load_shared_components(source, apart=loaded)
         pipe: diffusers.DiffusionPipeline | diffusers.ModularPipeline
@@ -698,7 +698,7 @@ def count_quantized_components(source: Path | str, apart: Collection[str] = ()) 
         config = locate_component_file(source, name, "config.json")
         if config is None or not _is_read_by_share(config):
             continue
-        # A model on the hub has a folder in its cache, in which files are that were fetched.
+        # A model on the hub has a folder in the cache with its fetched files.
         locate = locate_in_folder(config.parent)
         if isinstance(source, str) and not _has_all_files(locate):
             LOG.warning(

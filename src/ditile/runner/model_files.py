@@ -575,7 +575,7 @@ def open_gguf(path: Path) -> Any:
             return int(place - start)
 
     try:
-        # Pages that are written would be copies: views of memory that cannot be written make torch warn.
+        # Written pages would be copies. Read-only memory would make torch warn.
         return BoundedReader(path, "c")
     except _GGUF_ERRORS as error:
         # A damaged header may ask for any amount of memory; only the system says that there is none.
@@ -696,7 +696,7 @@ def check_hub_access(repository: str, file: str = "*model_index.json", option: s
     """
     from huggingface_hub import constants
 
-    # Files that were fetched before are enough, also where the hub cannot be reached.
+    # Files fetched before are enough, even if the hub cannot be reached.
     if any(find_blob_folder(repository).parent.glob(f"snapshots/*/{file}")):
         return
     problem = f"{option} {repository!r} is not in the hub's cache {constants.HF_HUB_CACHE}"

@@ -178,7 +178,7 @@ def _plan_layers(
         schemes.append("tensor")
     quantizers: dict[str, QuantizeLinear] = {}
     left: dict[str, str] = {}
-    # (quantizer, why not) of each shape.
+    # For each shape, the quantizer, or the reason for having none.
     outcomes: dict[tuple[Any, ...], tuple[QuantizeLinear | None, str]] = {}
     for path, layer in layers.items():
         device = layer.weight.device
@@ -287,7 +287,7 @@ def _choose_quantizer(
         except _CANNOT as error:
             reasons[join_error_lines(error, 200)] = None
             continue
-        # torchao leaves a layer as it is where no kernel takes its shape.
+        # torchao leaves a layer unchanged if no kernel takes its shape.
         if not is_plain_parameter(quantized.weight):
             return quantizer, ""
         reasons[f"no kernel takes {out} x {width}"] = None

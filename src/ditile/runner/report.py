@@ -124,7 +124,7 @@ class CallMeter:
             torch.cuda.synchronize(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            # Linux counts it in KiB.
+            # Linux counts the peak in KiB, not in bytes.
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         now = time.perf_counter()
         began = self._clock.convert_to_seconds(self._began)

@@ -214,7 +214,7 @@ class Runner:
         if self._stop_event is not None:
             raise StateError("this runner is in the middle of a call; one at a time")
         check_world_unbroken()
-        # Before the first call derives models, which takes seconds: `stop` reaches that call too.
+        # Before the first call derives models. That takes seconds, and `stop` must reach that call too.
         self._stop_event = threading.Event()
         try:
             if self._composition is None:

@@ -51,7 +51,7 @@ def explain_code_refusal(parts: Iterable[nn.Module], plan: Plan, steps: int | No
         parts: the models; compiled ones stay wrapped, because hooks may be on torch's wrapper.
         steps: of the call, if they are known.
     """
-    # One rank that has no stale keys calls every module as the pipeline does.
+    # A single rank without stale keys calls every module like the pipeline itself.
     if plan.world == 1 and not plan.has_stale_steps(steps):
         return None
     for part in parts:

@@ -226,7 +226,7 @@ class RecordedSteps:
         problem = self._explain_missing_tape(call, now)
         if problem:
             return self._run_code(problem, forward, args, kwargs)
-        # First, because a changed constant drops the tape, on which all that follows depends.
+        # First, because a changed constant drops the tape, and the rest depends on it.
         self._fill_constants(call, now, model)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, now, forward, args, kwargs)
@@ -320,7 +320,7 @@ class RecordedSteps:
         call.problem = watch.problem
         call.made_stores |= now.memory.copy_store_states(now.branch).keys() - stores
         if watch.written & {tensor.untyped_storage().data_ptr() for tensor in inputs}:
-            # A tape is given copies, which are filled again only where the pipeline's tensors have changed.
+            # A tape gets copies. They are only filled again if the pipeline's tensors have changed.
             call.problem = "it writes into its arguments"
         if len({tensor.device for tensor in inputs}) > 1:
             # Values computed on the CPU would never change.

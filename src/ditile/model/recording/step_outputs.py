@@ -68,7 +68,7 @@ class StepOutputs:
     def keep_outputs(self, recording: Recording, outputs: Outputs) -> None:
         """Keep outputs of a new tape beyond those from `list_outputs`, until the tape is dropped.
 
-        The call must be over. The tape then ends with a copy of these outputs, which are replaced by it.
+        The call must be over. The tape then ends with a copy of these outputs, and the copy replaces them.
         """
         given: set[Hashable] = set()
         for other in self._list_tapes():

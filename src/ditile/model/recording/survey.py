@@ -48,7 +48,7 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         weights.extend(contents["_buffers"].values())
         modules.extend(contents["_modules"].values())
         settings.append(type(module))
-        # Such as scales of adapters; sorted, as a set is in another order once hooks of a call were among the names.
+        # Such as scales of adapters. Sorted, because hooks of a call among the names change the order of a set.
         for name in sorted(contents.keys() - _NAMES_OF_MODULES):
             value = contents[name]
             # Hooks of a call are among the names only in some calls.

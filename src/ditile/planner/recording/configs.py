@@ -148,7 +148,7 @@ class PipelineConfigs:
         names = {}
         for name in TEXT:
             entry = self.index.get(name)
-            # An encoder that the pipeline lacks may stand in the index as a pair of nulls.
+            # An encoder missing in the pipeline may be a pair of nulls in the index.
             if entry and entry[0]:
                 names[name] = entry[1]
         return names

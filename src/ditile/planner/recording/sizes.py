@@ -81,7 +81,7 @@ class SizesOnly(TorchDispatchMode):
         try:
             out = func(*tree_map(_copy_to_meta, args), **tree_map(_copy_to_meta, kwargs))
         except (NotImplementedError, RuntimeError):
-            # A shape that depends on numbers, such as those of a mask: these must be known.
+            # The shape depends on numbers, such as those of a mask, so they must be known.
             if any(tensor.is_meta or (self._is_unknown(tensor) and not _is_float(tensor)) for tensor in tensors):
                 raise
             return tree_map_only(Tensor, self._mark_unknown, func(*args, **kwargs))

@@ -152,7 +152,7 @@ class Checkpoint:
                         tensor, num_bytes = _copy_own_part(stored, name, cut, dtype, keep_fp32)
                         bytes_read += num_bytes
                         _store_tensor(module, name, tensor)
-                        # The mapping stays open as long as something of it is left.
+                        # The file stays mapped until the last view of it is gone.
                         del stored
                         env.report_progress()
         return bytes_read

@@ -121,7 +121,7 @@ class LoraKeyFilter:
         metadata = {}
         for component, config in self.configs.items():
             metadata |= {f"{component}.{name}": value for name, value in config.to_dict().items()}
-        # The configs have the alphas.
+        # The alphas are empty here because the configs have them already.
         return local, *({} for _ in alphas), metadata
 
     def list_components_elsewhere(self) -> set[str]:
@@ -347,7 +347,7 @@ def _follow_key(part: nn.Module, name: str) -> tuple[nn.Module, list[str]]:
     if path[0] == "text_model" and "text_model" not in module._modules:
         del path[0]
     while path and path[0] in module._modules:
-        # A layer that has a LoRA already has its factors as modules.
+        # A layer with an earlier LoRA keeps its factors in modules.
         if _names_factor(path[0]) or is_placeholder(module):
             break
         following = module._modules[path.pop(0)]

@@ -340,7 +340,7 @@ class SingleFile:
                 f"{self.path} lacks {len(missing)} weight(s) of a {class_name}, such as {min(missing)}; it has "
                 f"{min(self.tensors, default='none')}"
             )
-        # Such as the scales of weights in fp8, without which the weights mean nothing.
+        # Such as the scales of fp8 weights. Without them the weights mean nothing.
         unknown = unused | (tensors.keys() - model_tensors.keys())
         if unknown:
             example = min(unknown)
@@ -619,7 +619,7 @@ def find_base_models(path: Path) -> list[str]:
         try:
             file.convert_tensors(getattr(diffusers, model.transformer), model.folder / CONFIG)
         except LoadError as error:
-            # That of the model which it is most likely of.
+            # The error of the most likely model is kept.
             problem = problem or error
             continue
         names.append(model.name)
