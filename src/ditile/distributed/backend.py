@@ -224,7 +224,7 @@ def release_memory() -> None:
 
 @contextmanager
 def list_host_syncs() -> Iterator[list[str]]:
-    """Yield a list, and add the places where `torch.cuda` warned that the host waited for the GPU."""
+    """Yield a list, and fill it with the places of the host's waits for the GPU. `torch.cuda` warns about them."""
     places: list[str] = []
     try:
         with warnings.catch_warnings(record=True) as messages:

@@ -139,7 +139,7 @@ def check_torchrun_world(plan: Plan) -> None:
 
 
 def describe_master() -> str:
-    """Return the place where the ranks of torchrun meet, as host:port."""
+    """Return the meeting place of torchrun's ranks, as host:port."""
     return f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
 
 

@@ -258,8 +258,7 @@ def send_heartbeats(pipe: int) -> NoReturn:
 
 
 def _count_disk_reads() -> int:
-    """Count the page faults of this process that waited for a disk (or a network's), and the blocks that it has
-    read."""
+    """Count this process's page faults that waited for a local or network disk, and the blocks it read."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_majflt + used.ru_inblock
 
@@ -292,7 +291,7 @@ def _measure_messenger_seconds() -> float:
 
 
 def _list_children(process: str) -> list[str]:
-    """List the processes that a process has started, where the system tells."""
+    """List the child processes of a process, if the system shows them."""
     children = []
     for file in Path("/proc", process, "task").glob("*/children"):
         children += _read_words(file)

@@ -243,7 +243,10 @@ def _write_frame(fd: int, payload: bytes) -> None:
 
 
 def _pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """The frame of a call. Plain pickle: multiprocessing's would send tensors through shared memory."""
+    """Return the frame of a call.
+
+    Plain pickle is used, since multiprocessing's would send tensors through shared memory.
+    """
     try:
         payload = pickle.dumps((fn, args), pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -62,7 +62,7 @@ class KnownModel:
         return CONFIGS / self.name
 
     def explain_unknown_prompt(self, prompt: str) -> str | None:
-        """Return what to say of a prompt that names nothing the model knows; None of any other."""
+        """Return a note about a prompt without any word the model knows; None for other prompts."""
         words = "|".join(self.words)
         if not words or re.search(rf"\b({words})s?\b", prompt, re.IGNORECASE):
             return None

@@ -92,7 +92,7 @@ _CALL_TYPES: dict[re.Pattern[str], tuple[Any, str]] = {
 
 
 def check_call_types(call: Mapping[str, Any]) -> None:
-    """Raise `ModelError` for a number, a prompt or a tensor that is of a type which no pipeline takes."""
+    """Check the types of numbers, prompts and tensors. Raises `ModelError` for a type that no pipeline takes."""
     for name, value in call.items():
         values = value if isinstance(value, list | tuple) else [value]
         for pattern, (kinds, noun) in _CALL_TYPES.items():

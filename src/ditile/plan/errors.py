@@ -77,7 +77,7 @@ class RankError(DitileError):
 
 
 def join_error_lines(error: BaseException, limit: int | None = None) -> str:
-    """An error's message on one line of at most `limit` letters; the name of its class, if it has no message."""
+    """Return an error's message on one line of at most `limit` letters; the name of its class, if it has no message."""
     return (_join_lines(str(error)) or type(error).__name__)[:limit]
 
 

@@ -72,7 +72,7 @@ def require_torchvision(purpose: str) -> None:
 
 
 def advise_torchvision() -> str:
-    """Return the pip command for a torchvision that fits this torch, which stays installed."""
+    """Return the pip command for a torchvision that fits the installed torch. It leaves torch as it is."""
     release, _, build = importlib.metadata.version("torch").partition("+")
     _, minor, patch = re.findall(r"\d+", release)[:3]
     # torchvision 0.15 was made for torch 2.0, and each release since for the next one.

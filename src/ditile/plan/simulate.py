@@ -32,7 +32,7 @@ def simulate_schedule(
     calls: int | Callable[[int], int] = 1,
     travel: Callable[[int, Op], float] | None = None,
 ) -> list[Span]:
-    """Run the programs of all stages against each other, each message as early as it can be.
+    """Run the programs of all stages against each other, sending each message at the earliest time.
 
     Args:
         cost: the time of an op on a stage; by default a whole step takes 1 on one rank, divided evenly, and only

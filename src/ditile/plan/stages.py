@@ -78,7 +78,9 @@ def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
 
 
 def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
-    """Return the plan with weights that let ranks of unlike speeds end decode and text together, where it divides them.
+    """Return the plan with weights for decode and text on ranks of unlike speeds.
+
+    They make the ranks end together, if the plan divides these parts.
 
     Args:
         plan: made by `weigh_shares` or by the user; it is unchanged where its other weights say the same.

@@ -151,7 +151,7 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
 def _guess_batch_dims(
     arguments: Mapping[str, Any], batch_size: int, candidates: Sequence[TensorPath]
 ) -> BatchDims | None:
-    """Guess the batch dimensions from lengths only, for a model whose forward needs values."""
+    """Guess the batch dimensions from lengths only, for models whose forward needs values."""
     # Embeddings for another number of images: the model itself refuses them.
     embeds = {}
     for name, x in arguments.items():

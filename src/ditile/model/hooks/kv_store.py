@@ -409,7 +409,7 @@ class GenerationMemory:
         return self._stores[key]
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
-        """Count old keys of patches (None: all) as written now, in a step that skipped layers with these prefixes."""
+        """Mark old keys of patches (None: all) as written now, for layers skipped in this step, given by prefix."""
         prefixes = tuple(layers)
         for (store_branch, layer), store in self._stores.items():
             if store_branch == branch and layer.startswith(prefixes):

@@ -209,7 +209,9 @@ class Piece:
         return x.flatten(int(self.has_rows))[..., self._get_index().to(x.device)]
 
     def take_prefix(self, x: Tensor) -> Tensor:
-        """Return the elements of a tensor that may lack the last dimensions, in which they are equal.
+        """Return this piece's elements of a tensor.
+
+        If the tensor lacks the dimension of the piece, it is returned whole.
 
         Raises:
             ModelError: if the piece is not a run along a dimension.

@@ -235,4 +235,4 @@ class SkipAgreement:
         raise StateError("a cache waits for tokens that no rank sends")
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """Note that these blocks ran for no row, so their stored keys count as written in this step."""
+        """Note that these blocks ran for no row. Their stored keys count as written in this step."""
