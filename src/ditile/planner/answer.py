@@ -1,4 +1,4 @@
-"""The answer of `ditile plan`, as a table and as JSON."""
+"""The answer of `ditile plan`, in a table and in JSON."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     """Answer a question.
 
     Args:
-        all_devices: search only plans that use every device, as when the ranks were started already.
+        all_devices: search only plans on every device, such as after the ranks were started.
 
     Raises:
         PlanError: if no plan fits, or the plan to be priced does not.

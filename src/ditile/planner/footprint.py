@@ -227,7 +227,7 @@ class DecodeWork(NamedTuple):
 
     Attributes:
         operations: of matrix products and convolutions, for each latent pixel.
-        exchanges: layers at which ranks that divide it by rows exchange rows or sums.
+        exchanges: layers with an exchange of rows or sums between ranks if it is divided by rows.
     """
 
     operations: float

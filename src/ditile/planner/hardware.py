@@ -39,7 +39,7 @@ class Datasheet:
         source: where the numbers are from.
         block_s: see `Profile`; 0 where it was not measured.
         kernel_gap_s: see `Profile`; 0 where it was not measured.
-        call_s: see `Link`; that of `EFFICIENCY` where it was not measured.
+        call_s: see `Link`; the value of `EFFICIENCY` if it was not measured.
         host_bandwidth: see `Profile`: nine tenths of PCIe's in one direction, rounded, as its protocol leaves them.
     """
 
@@ -79,9 +79,9 @@ class Efficiency:
 
     Attributes:
         matmul: share of the operations in large matrices.
-        matmul_half: rows x width at which it is half of that.
+        matmul_half: rows x width at half of that rate.
         attention: share of the operations in long attention.
-        attention_half: tokens, of queries and of keys, at which it is half of that.
+        attention_half: tokens, of queries and of keys, at half of that rate.
         memory: share of the memory's bandwidth.
         kernel_s, micro_s: see `Profile`.
     """
@@ -118,8 +118,8 @@ _H200_CALL = 6e-5
 of FLUX.1-dev, and more for a message of it. Least squares over ranks alone at 1024 px, each of which is within a fourth
 (`benchmarks/data/gpu/h200-alone.jsonl`, `h200-alone-2.jsonl`)."""
 _H200_GAP = 2.5e-6
-"""Measured on one H200: ranks whose calls were recorded, so that their host limits nothing, take so much longer than
-the work of their kernels (`benchmarks/data/gpu/h200-recorded-steps-prototype.jsonl`)."""
+"""Measured on one H200: ranks with recorded calls, so that their host limits nothing, are slower than the work of their
+kernels by this factor (`benchmarks/data/gpu/h200-recorded-steps-prototype.jsonl`)."""
 SHEETS = {
     "l40-pcie": Datasheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
     "l20-pcie": Datasheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),

@@ -37,7 +37,7 @@ from ditile.runner.weights.prequantized import StoredWeights
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
-"""Whose tokens a kernel works on; `once` is none, for work that is the same for any image."""
+"""The stream of a kernel's tokens. `once` is none, for work that is the same for any image."""
 
 STREAMS: tuple[Stream, ...] = ("both", "image", "text")
 """The streams with tokens, that with the most first."""
@@ -290,7 +290,7 @@ class MemoryTraffic(NamedTuple):
 def count_unpacking_traffic(stored: StoredWeights, element_size: int) -> MemoryTraffic:
     """Count the traffic to unpack quantized weights in a call, each once, into numbers of `element_size` bytes.
 
-    The products that read these numbers are counted as those of plain weights.
+    The products that read these numbers are counted like those of plain weights.
     """
     num_bytes = 0.0
     kernels = 0

@@ -41,7 +41,8 @@ from ditile.runner.weights.prequantized import StoredWeights
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that split tokens, the outermost first. The prediction is gathered over all of them."""
 SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
-"""A segment of a recorded call ends where a message starts and where it is waited for; most are waited for at once."""
+"""A segment of a recorded call ends at the start of a message and at the wait for it; for most, the wait follows at
+once."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION, OpKind.SEND_KEYS}
 PACKED_SENDS = {OpKind.SEND, OpKind.SEND_KEYS}
 """Messages that are sent in eight bits a number with `Plan.wire_dtype`."""
@@ -100,7 +101,7 @@ class MachineWork:
     """One model on one machine, with the seconds of its work, which are computed once.
 
     Attributes:
-        text_tokens: tokens of text that cross attention sees, which are not in the sequence.
+        text_tokens: text tokens of cross attention. They are not in the sequence.
         host: ranks on each host; None if all are on one host.
         records: whether calls are recorded, and played in later steps, where a plan and a machine allow it.
         stored: the formats of weights in files of their own, if there are some; two transformers in turns count as
@@ -580,7 +581,7 @@ class OpPricer:
 
 
 class UnlikeOpPricer(OpPricer):
-    """Seconds of ops where ranks differ: an op takes as long as it does on the slowest rank of its stage.
+    """Seconds of ops if ranks differ: an op takes the time of the slowest rank of its stage.
 
     Args:
         works: the model on the device of each rank.

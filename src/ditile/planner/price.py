@@ -25,7 +25,7 @@ from ditile.planner.ops import NO_SKIPS, CacheSkips, MachineWork, OpPricer, Unli
 ROUNDED = 1e-12
 """Share of a latency by which sums in another order differ."""
 STEADY = 3
-"""Steps after the warmup that are simulated; all later steps take as long as the last of them."""
+"""Simulated steps after the warmup. All later steps take the time of the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,7 +134,7 @@ class RankDevice:
     """The device of a rank, measured while all ranks compute.
 
     Attributes:
-        speed: how many times as fast as the device of the first rank.
+        speed: relative to the device of the first rank.
     """
 
     name: str
@@ -179,8 +179,8 @@ class Profile:
         interlink: the link between hosts; None if there was one host.
         devices: ranks that compute at once on a host.
         together: the slowdown of work while all of them compute; `ditile calibrate` leaves it at 1.
-        ranks: the device of each rank, over all hosts, as it was measured; empty where it was not.
-        by_rank: the profile of each rank's device, where the planner tells them apart; empty where all are as this one.
+        ranks: the measured device of each rank, over all hosts; empty if it was not measured.
+        by_rank: the profile of each rank's device, if the planner tells them apart; empty if all are like this one.
         also: further facts, which the planner does not read.
     """
 

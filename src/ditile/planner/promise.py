@@ -1,7 +1,7 @@
 """A promise: bounds on the time or the loss of an image, and the plan and the computed steps that keep them.
 
-`ditile generate --seconds 4` computes as many steps as take at most 4 s under the fastest plan, by the planner's
-seconds. `--min-psnr 45` computes the fewest steps that a fitted schedule (`ditile fit`) promises 45 dB for. The PSNR of
+`ditile generate --seconds 4` computes the most steps within 4 s under the fastest plan, by the planner's seconds.
+`--min-psnr 45` computes the fewest steps with at least 45 dB promised by a fitted schedule (`ditile fit`). The PSNR of
 a schedule is the mean over images of its calibration captions to the same images with all steps.
 """
 
@@ -58,7 +58,7 @@ class Promise:
 
     Attributes:
         num_computed: how many steps compute; the others are forecast.
-        seconds: of the whole call, as predicted; None where this machine was not measured.
+        seconds: the prediction for the whole call; None if this machine was not measured.
         mean_db, worst_db: PSNR to the image of all steps, over the calibration captions; None where all steps compute,
             or it was not measured.
         schedule: the file of the schedule; None where all steps compute.
@@ -126,7 +126,7 @@ def find_schedule(
 
     Args:
         path: the file; None looks for one that comes with ditile.
-        size: of the call as in `Identity.size`; None where another rank has compared it.
+        size: of the call, in the form of `Identity.size`; None if another rank has compared it.
 
     Raises:
         LoadError, ModelError: if the file is not a schedule.

@@ -48,17 +48,17 @@ FACTORS = (1, 2, 4)
 SHOWN = 8
 """The number of plans that a search returns."""
 SIMULATED = 2 * SHOWN
-"""The number of plans that are simulated at least, and for which other kinds of warmup are tried."""
+"""The minimum number of simulated plans. For these, other kinds of warmup are tried."""
 SIMULATED_OF_FEW_STEPS = 8 * SIMULATED
 """The same for a call of few steps. Synchronous ones are a large part of it."""
 WORTH = 1.05
-"""A second synchronous step that stages share is taken if the loop then takes at most this times as long."""
+"""A second synchronous step shared by stages is taken if it lengthens the loop at most by this factor."""
 CLOSE_STEPS = 0.75
 """With this share of its steps or more, a few-step model changes images less than stale keys do."""
 APPROXIMATE_GAIN = 0.05
 """Approximations are proposed where they save this share of a loop."""
 ROWS_GAIN = 0.02
-"""The decode is divided by rows where that saves this share of a call of few steps."""
+"""The decode is divided by rows if that saves this share of a call of few steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class SearchRequest:
         memory_bytes: memory of a device; by default that of the profile.
         host_memory_bytes: memory of a host; by default that of the profile, if it is known.
         max_latency_s: plans that take longer are left out.
-        warmup: synchronous steps of plans with stale keys; None is one, or as many as cost hardly more.
+        warmup: synchronous steps of plans with stale keys; None is one, or more if they cost hardly more.
         all_devices: only plans that use every device.
         whole_calls: prices have text and decode, however many steps there are.
         exact: only plans with attention to fresh keys.
@@ -103,8 +103,8 @@ class SizedJob(NamedTuple):
     Attributes:
         job: the call.
         memory: bytes of the rank that needs most.
-        lacks: bytes that are missing on the rank with the least room, or in the host's memory where every rank has
-            enough; below 0 where nothing is missing.
+        lacks: bytes missing on the rank with the least room, or in the host's memory if every rank has enough; below 0
+            if nothing is missing.
         rank: this rank.
         rooms: bytes that each rank has left; of alike ones perhaps only the first.
         on_host: whether the host lacks them.

@@ -19,7 +19,7 @@ from ditile.planner.profile import FUSED, Link, Profile
 PACKING_KERNELS = 16
 """Kernels that pack a message in eight bits a number and unpack one (`distributed.wire`)."""
 WIDE = 2048.0
-"""The width of the matrices as which encoders and decoders are priced."""
+"""The width of the matrices used to price encoders and decoders."""
 
 
 class RankTokens(NamedTuple):
@@ -31,7 +31,7 @@ class RankTokens(NamedTuple):
         image_keys, text_keys: tokens that they attend to.
         heads: share of the heads for which it computes attention.
         split: ranks that split every matrix; of unlike shares, the whole over the share.
-        share: tokens for which it computes attention, over those that it computes: Ulysses has more, of fewer heads.
+        share: tokens in its attention, over its own tokens: Ulysses has more tokens, with fewer heads.
         fused: whether GELU is one kernel with the product before it.
     """
 
@@ -193,7 +193,7 @@ def compute_packing_load(profile: Profile, sent: float, messages: float) -> Devi
 def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> float:
     """Compute the seconds of text encoders on one rank. Each weight is read once, and multiplied with every token.
 
-    Ranks that split the layers (text=split) compute one after the other, and take as long.
+    Ranks that split the layers (text=split) compute one after the other, so they take the same time.
     """
     if not parameters * tokens:
         return 0.0
@@ -218,7 +218,7 @@ class WarmupBlock(NamedTuple):
     """The seconds of a block that the stages of a warmup group compute together.
 
     Attributes:
-        weights: the transfer of its weights from the stage that owns it; 0 where every member has them.
+        weights: the transfer of its weights from their stage; 0 if every member has them.
         before: its work up to its attention, before which keys are gathered.
         keys: the gather of the keys.
         after: the rest of its work.

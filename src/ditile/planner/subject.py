@@ -125,7 +125,7 @@ class PlanSubject:
         """Read the pipeline of a folder or hub id. Only its configs are read.
 
         Args:
-            given: the inputs of its calls besides words, such as `image`: the class of its family that generates from
+            given: the inputs of its calls besides words, such as `image`. The class of its family that generates from
                 them is taken, if its calls can be recorded.
             has_controlnet: whether there is a ControlNet besides the model's own parts.
             components: component -> the file with its weights; by default they are the model's own.

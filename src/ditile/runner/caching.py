@@ -96,8 +96,8 @@ def enable_cache(
     Args:
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` with
             the location of its blocks. A new cache replaces the present one.
-        cache_config: a `FittedScheduleConfig`, or of another method that leaves out whole calls of the model or, as
-            `DBCacheConfig`, blocks; or a line as of `--cache`, such as "F=1 W=4 R=0.12". The default is
+        cache_config: a `FittedScheduleConfig`, or a config of another method to leave out whole calls of the model or,
+            like `DBCacheConfig`, blocks; or a line in the form of `--cache`, such as "F=1 W=4 R=0.12". The default is
             `build_default_config`, or no cache if one of the last three arguments is given.
         calibrator_config: forecasts the outputs of skipped blocks; None reuses the last computed ones.
         params_modifiers: changes for some lists of blocks; with one for each list, each decides by itself.
@@ -174,7 +174,8 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Enabled:
-    """One call of `enable_cache`: the stack that undoes it, and its arguments without quantization, which stays.
+    """One call of `enable_cache`: the stack that undoes it, and its arguments. Quantization is not among them, since it
+    stays.
 
     Attributes:
         runner: runs the calls of the pipeline, if it was divided.

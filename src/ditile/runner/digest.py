@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ditile.model.hooks.compile import unwrap_compiled
 
 SHORT = 300
-"""Characters of a description that is sent as it is; of a longer one the beginning, and a checksum."""
+"""Characters of a description sent in full; of a longer one the beginning and a checksum are sent."""
 PLACES_OF_ADAPTERS = ("target_modules", "base_model_name_or_path", "revision", "inference_mode")
 """The items of an adapter's config that may differ between ranks."""
 

@@ -123,7 +123,7 @@ def load(
             float16 only on request.
         plan: reads only this rank's part under the plan; `parallelize` takes the pipeline with a plan that divides it
             the same way. By default the whole pipeline is read.
-        variant: of the files, such as "fp16", for the components that have it.
+        variant: of the files, such as "fp16", for the components with such files.
         transformer: a file with the weights of the transformer, .safetensors or .gguf, under the names of diffusers,
             ComfyUI or the authors; by default the model's own are read.
         components: the same for more components: the name of each, such as transformer_2 or text_encoder -> its file.

@@ -52,7 +52,7 @@ MODEL_INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
 """A folder with one of these two files is a pipeline; the first one counts where both are."""
 TRANSFORMER = "transformer"
-"""The component that a file is of where nothing says which."""
+"""The component of a file if nothing names another one."""
 DENOISERS = (TRANSFORMER, "transformer_2")
 """The components that are called in turns, in the order of a pipeline's `boundary_ratio`."""
 MODULAR_MARK = "_blocks_class_name"
@@ -68,14 +68,14 @@ FORMATS = {".safetensors": SAFETENSORS, ".sft": SAFETENSORS, ".gguf": GGUF}
 MOST_IN_GGUF_HEADER = 30_000
 """Values that a header of GGUF may have: models have hundreds, and each takes microseconds to read."""
 MOST_GGUF_STRINGS = 2_000_000
-"""Strings that its arrays may have: the vocabularies of text encoders, which are passed over in tenths of a second."""
+"""Limit of strings in its arrays: the vocabularies of text encoders. Skipping them takes tenths of a second."""
 _GGUF_ERRORS = (
     *(OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError, struct.error),
 )
 """The exceptions of the GGUF reader for a file that is cut short, or has an impossible header."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = ("F8_E4M3", "F8_E5M2")
-"""Types of safetensors that are floating point numbers, and those of eight bits, which may have scales."""
+"""Floating point types of safetensors, and those of eight bits, possibly with scales."""
 SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
 """The last part of the scale's name next to a `weight` in fp8: in ComfyUI's first files, in its later ones and those of
 authors, and in DeepSeek's convention, where it is not an inverse either."""
@@ -497,7 +497,7 @@ def check_stored_types(folder: Path, variant: str | None) -> None:
 def _list_weight_files(folder: Path, variant: str | None) -> list[Path]:
     """Return the weight files of a component: the variant's if it has some, otherwise the plain ones.
 
-    They are looked for by their names: a folder may have others, such as those that a Mac leaves beside each.
+    They are found by their names: a folder may have others, such as the ones a Mac leaves next to each file.
     """
     for stem in STEMS:
         for own_variant in dict.fromkeys((variant, None)):
@@ -673,7 +673,7 @@ def check_weight_source(source: str, option: str) -> None:
 
     Raises:
         ModelError: if it is neither there nor a hub id.
-        LoadError: if it is a file that is cut short, or a hub id that is not in the hub's cache and cannot be fetched.
+        LoadError: if the file is cut short, or a hub id is not in the hub's cache and cannot be fetched.
     """
     if source and os.path.exists(source):
         if os.path.isfile(source) and source.endswith(".safetensors"):

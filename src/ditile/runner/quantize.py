@@ -114,7 +114,7 @@ class _QuantizationWork:
     Attributes:
         quant_type: under its name in `QUANT_TYPES`.
         quantizers: the path of each layer -> its quantizer; each was tried on a layer of that shape.
-        left: the paths of layers that stay as they are -> the reason.
+        left: the paths of unchanged layers -> the reason.
     """
 
     model: nn.Module

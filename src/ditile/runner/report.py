@@ -28,8 +28,8 @@ class Report:
         key_bytes: bytes of stale keys and values at the end of the last step.
         cache_bytes: bytes that caches keep at the end of the last step.
         text_tokens: text tokens in the sequence of joint attention; None if no block had hooks.
-        recorded: which calls of models were recorded and played; None where nothing is, as on a CPU.
-        reference_tokens: of reference images, where a plan says in which steps they are computed.
+        recorded: the recorded and played calls of models; None if nothing is recorded, such as on a CPU.
+        reference_tokens: of reference images, if a plan chooses the steps that compute them.
         reference_steps: these steps, from 0.
         step_seconds: of each step on this rank's device; empty unless the call was traced.
         waited: seconds of each step in which this rank waited for messages and computed nothing, by kind of message;

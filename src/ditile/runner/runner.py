@@ -838,7 +838,7 @@ def parallelize(
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
         text_after: the state of the text encoders when denoising begins: they stay, wait on the CPU for the next call,
             or are freed for good, after which calls need prompt embeddings and `restore` refuses.
-        attention: the kernel of all attention that ditile computes, as diffusers names it; by default the pipeline's.
+        attention: the kernel of all attention computed by ditile, under diffusers' name; by default the pipeline's.
         cp_plan: a table in the format of diffusers' `_cp_plan`. It is not needed: which dimensions count tokens is
             derived from calls of the model.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks;
@@ -847,11 +847,11 @@ def parallelize(
             steps: the host starts graphs instead of kernels. Keys and values keep their memory between calls. Calls
             that cannot be recorded run as before. No two GPUs have run it yet (docs/gpu.md). The environment
             variable DITILE_CUDA_GRAPHS=0 switches it off.
-        checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
+        checks: asserts the ages of all keys read by attention, and counts; by default the setting of `DITILE_CHECK`.
         groups: process groups shared by several runners, with only one running at a time; by default its own.
-        example: the arguments of a call of the pipeline, from which its transformer is derived where ditile does not
-            know it and cannot make arguments up, as without a text encoder. By default the first call's are
-            used, and until then the pipeline is whole on every rank.
+        example: the arguments of a call of the pipeline. Its transformer is derived from them if ditile does not know
+            it and cannot make arguments up, such as without a text encoder. By default the first call's are used, and
+            until then the pipeline is whole on every rank.
         trust_code: whether hooks, forwards and processors of the user's on the models may see parts of a call: some
             of its tokens, images, branches of guidance or heads, or the blocks of one stage. By default a call with
             such code is refused under a plan that divides it.

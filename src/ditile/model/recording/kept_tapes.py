@@ -1,4 +1,4 @@
-"""The tapes of a runner and the memory that they hold, which has a limit.
+"""The tapes of a runner and their memory, with a limit.
 
 The least recently used go first, over all models, sizes and places: tapes, and the keys and values kept in place for
 these. Time counts in calls of the pipeline, so that nothing used by the current one goes.
@@ -68,7 +68,7 @@ class StaticInput:
 
 @dataclass(slots=True)
 class ConstantInput:
-    """A value that is constant in a generation, as a tape reads it.
+    """A value that is constant in a generation, in the form read by a tape.
 
     Attributes:
         leaves: its parts: numbers, and memory that stays for each tensor.
@@ -114,7 +114,7 @@ class CallTape:
         marks: (branch and layer, segment, age) of the keys that are in the store after a call.
         result: the result of a call, in the tape's memory.
         stored: the state of a cache of blocks after a call, listed like in `BlockCache`.
-        buffers: that stay from step to step, of those for which the call asks.
+        buffers: those of the call's buffers that stay from step to step.
         addresses: of weights, keys and these buffers.
         epoch: when the addresses were last compared, see `GenerationMemory`.
         makers: tapes of other patches that must have been played before it in a step.
@@ -168,7 +168,7 @@ class KeptTapes:
 
     Attributes:
         generation: the number of the current call of the pipeline.
-        kept_buffers: keys and values, which stay where they are from generation to generation.
+        kept_buffers: keys and values that stay in place from generation to generation.
     """
 
     def __init__(

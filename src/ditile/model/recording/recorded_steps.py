@@ -98,8 +98,8 @@ class RecordedSteps:
     Attributes:
         refusal: why calls of the current generation cannot be recorded; empty if they can.
         caches: the cache of blocks of each model.
-        scopes: contexts in which nothing is remembered that would tie a tape to memory of other calls.
-        kept_buffers: keys and values, which stay where they are from generation to generation.
+        scopes: contexts without remembered values that would tie a tape to memory of other calls.
+        kept_buffers: keys and values that stay in place from generation to generation.
         has_played: whether the last call was played.
         num_recorded, num_played: calls so far.
         problems: why calls were not recorded, and how many.
@@ -337,7 +337,7 @@ class RecordedSteps:
         """Make a call by its code, and a tape of it. Return the result of the code.
 
         Args:
-            inputs, statics: arguments and keyword arguments as they are given, and in memory that stays.
+            inputs, statics: arguments and keyword arguments in their original form, and in memory that stays.
         """
         states = now.memory.copy_store_states(now.branch)
         survey = survey_model(model)

@@ -49,7 +49,7 @@ class RecordedCall:
 
     Attributes:
         arguments: of its forward, by parameter.
-        image, text: tokens that go through its blocks; where these have one sequence, all of it is the image.
+        image, text: tokens in its blocks; if these have one sequence, all of it is the image.
         channels: of an image token.
         out: numbers of the prediction, over all rows.
     """

@@ -39,7 +39,7 @@ LOG = logging.getLogger(__name__)
 NUM_NAMED = 3
 """Keys that a message names; of the others it says how many they are."""
 PEFT_FACTORS = {".lora_A.": ".lora_down.", ".lora_B.": ".lora_up."}
-"""Parts of keys: as peft has them -> as kohya has them."""
+"""Parts of keys: peft's name -> kohya's name."""
 NEVER_APPLIED = (".dora_scale", ".diff", ".w_norm", ".b_norm", ".set_weight", "hada_w1_a", "hada_w1_b")
 """Ends of keys that are not LoRA factors. The converters of diffusers leave them out."""
 CONTROL_DEPTH = 3
@@ -62,7 +62,7 @@ class LoraKeyFilter:
     If this rank holds a share of a layer, the factors for that layer are cut in the same way.
 
     Attributes:
-        configs: component -> the config of its adapter, which is that of the whole file.
+        configs: component -> the config of its adapter in the whole file.
 
     Args:
         pipe: the pipeline.

@@ -183,7 +183,7 @@ class StoredWeights(NamedTuple):
     """The numbers of a transformer, and the bytes of those that stay quantized.
 
     Attributes:
-        quantized, plain: numbers that stay quantized, and others, which are cast to the type of the run.
+        quantized, plain: numbers that stay quantized, and others. Those are cast to the type of the run.
         quantized_bytes: of the quantized ones.
         formats: of GGUF: type of blocks -> how many numbers are stored so, and in how many weights.
     """

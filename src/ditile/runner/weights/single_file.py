@@ -57,13 +57,13 @@ MOST_MISSING = 0.04
 """The share of a model's tensors that may be missing in a file under diffusers' names; files with other names lack
 more."""
 LEAST_SHARED = 0.5
-"""The share of a published model's names that a file must have to be possibly of that model."""
+"""The share of a published model's names that a file needs to be a candidate for that model."""
 UNKNOWN = "v1"
 """diffusers' name for an unknown file."""
 ACTIVATION_SCALES = ("scale_input", "input_scale")
 """Other tensors possible next to a weight in fp8: the scale of its inputs, if they are in fp8 too."""
 FP8_MARK = "scaled_fp8"
-"""A tensor without meaning, by which ComfyUI's first files say that they have scales."""
+"""An empty tensor that marks scaled weights in ComfyUI's first files."""
 FORMAT = "comfy_quant"
 """A tensor of JSON, by which its later ones say how the weight beside it is stored, if their header does not."""
 MOST_IN_FORMAT = 4096
