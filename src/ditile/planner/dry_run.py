@@ -1,4 +1,4 @@
-"""A dry run: shows the table of a plan and the first steps of its schedule, from configs alone, without weights."""
+"""A dry run: shows the table of a plan and the first steps of its schedule, from configs only, without weights."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def enable_cache(
     attention_backend: str | None = None,
     quantize_config: QuantizeConfig | Mapping[str, Any] | None = None,
 ) -> Any:
-    """Install a cache for blocks whose work hardly changes. They are left out until they are computed again.
+    """Leave out blocks whose work hardly changed since their last computed step.
 
     Each config may be a dict, as in a config file (`load_configs`).
 
@@ -463,7 +463,7 @@ def _build_caches(
 
 
 def _list_later_shares(model: nn.Module) -> Collection[str]:
-    """Return the modules with weights divided over ranks, on every rank except the first of them."""
+    """Return the modules divided over ranks by weights, on every rank except the first of them."""
     share = find_share(model)
     if share is None or share.cuts.index == 0:
         return ()

@@ -292,7 +292,7 @@ class Composition:
         return not self.recorder.refusal
 
     def _explain_unrecorded_calls(self, caches: Mapping[nn.Module, BlockCache]) -> str:
-        """Return why calls of the models are not recorded, before the hooks of a call are on them."""
+        """Return why calls of the models are not recorded. The hooks of a call must not be on them yet."""
         if not caches.keys() <= set(self.models):
             return "a cache is on a model that is not divided"
         # User code may keep state in Python, which a recording would not update.
