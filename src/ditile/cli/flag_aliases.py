@@ -62,7 +62,7 @@ _MULTI_VALUE_HELP = ", with spaces: 7 7 8; what is no flag, such as a prompt, st
 def list_aliases(classes: Sequence[type]) -> list[FlagAlias]:
     """Return the aliases of a command with these classes of options.
 
-    An alias of a class that the command does not have would be read without any effect.
+    An alias of another class would be parsed without any effect.
     """
     aliases: list[FlagAlias] = []
     if Plan in classes:

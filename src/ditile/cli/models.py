@@ -126,7 +126,7 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
 
     Args:
         matrix: the result of `read_matrix`.
-        name: a part of a model's name or hub id, or of a family, a transformer or a pipeline.
+        name: part of a hub id, or of the name of a model, family, transformer or pipeline.
 
     Raises:
         ModelError: if there is none.
@@ -157,7 +157,7 @@ def build_table_of_file(path: Path) -> Table:
     """Build a table of the contents of a component's weight file. For a transformer it includes what is missing.
 
     Raises:
-        DitileError: if it is none, or a transformer of no published model.
+        DitileError: if it is not such a file, or not the transformer of a published model.
     """
     check_model_file(path, "name")
     from ditile.runner.requests.prepare import silence_libraries

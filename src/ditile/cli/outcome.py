@@ -30,7 +30,7 @@ class Outcome:
         has_videos: whether they are videos, which have posters.
         skipped: the number of files that were there before.
         reports: one for each rank, over all calls; empty if there was no call.
-        settings: settings of cache, quantization and LoRA; empty for a plain run.
+        settings: the settings of cache, quantization and LoRA; empty for a plain run.
         left_out: the work that caches skipped; see `summarize_cache_reports`.
         totals: seconds of each call that --perf measured.
         tracks_memory: whether to show the memory of stale keys and caches.

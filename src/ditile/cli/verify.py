@@ -117,7 +117,7 @@ def run_plan_checks(
             None.
         call: (pipeline) -> the arguments of a call that returns tensors, with new generators each time; the first of
             its results (`images`, `frames`) is compared.
-        steps: of the calls, at least 3.
+        steps: the steps of the calls, at least 3.
         device: this rank's; by default its GPU, otherwise the CPU.
     """
     proof = None
@@ -169,7 +169,7 @@ def run_plan_checks(
     return checks, _describe_environment(runner)
 
 
-# The checks
+# The checks, each of which returns one line of the verdict.
 
 
 def _check_exactness(runner: Runner, latents: Tensor, reference: Tensor | None) -> Check:
@@ -352,7 +352,7 @@ class _HostSyncCounter:
         return Check(name, count == 0, says)
 
 
-# What they measure with
+# The measurements that the checks compare.
 
 
 def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:

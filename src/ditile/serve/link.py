@@ -29,10 +29,10 @@ class WorkerSetup:
     Attributes:
         model: a bundled model, a folder or a hub id.
         components: component -> a file with its weights; the model's own are left out.
-        engine, plan, cache: as of `ditile generate`.
+        engine, plan, cache: as in `ditile generate`.
         lora_dir: the folder of the LoRAs that requests may name; None without.
         max_loras: the number of LoRAs that stay loaded.
-        local_ranks: as of `launch`.
+        local_ranks: as in `launch`.
     """
 
     model: str

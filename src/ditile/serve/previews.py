@@ -46,8 +46,8 @@ class PreviewDecoder:
         """Fit the map to one more image.
 
         Args:
-            latents: the final ones, from which the image was decoded.
-            image: of any size; all frames of a video.
+            latents: the final latents of the image.
+            image: the decoded image in any size, or all frames of a video.
 
         Raises:
             ModelError: if the latents have an unknown layout.
@@ -72,11 +72,11 @@ class PreviewDecoder:
         """Return the preview of latents; of a video the frame in the middle.
 
         Args:
-            latents: best the result of `estimate_clean_latents`.
+            latents: preferably the result of `estimate_clean_latents`.
             size: (width, height) of the image in pixels.
 
         Raises:
-            ModelError: if the layout of the latents is not one that was fitted.
+            ModelError: if the map was not fitted to this layout of latents.
         """
         grids, side = self._arrange_grids(latents, size)
         grid = grids[len(grids) // 2]
@@ -174,7 +174,7 @@ def estimate_clean_latents(scheduler: Any, step: int, before: Tensor, after: Ten
     """Return the latents without noise, to which the line through two successive latents leads.
 
     Args:
-        scheduler: one that `can_estimate_clean`, with the sigmas of the call.
+        scheduler: the scheduler of the call with its sigmas; `can_estimate_clean` must be true for it.
         step: the step between them, counted from 0.
         before, after: the latents, of any layout.
     """

@@ -73,7 +73,7 @@ class JobQueue:
         """Remove and return the next job and waiting jobs of its shape; empty if none waits.
 
         Args:
-            limit: images or videos of a batch. A job that has more runs alone.
+            limit: the most images or videos of a batch. A job with more of them gets a batch of its own.
         """
         if not self._owners:
             return ()
@@ -118,7 +118,7 @@ class JobQueue:
 
 
 def describe_shape(job: Job) -> str | None:
-    """Describe the options that a batch has in common; None for a job that runs alone."""
+    """Describe the options that a batch has in common; None for a job without companions."""
     request = job.request
     # Conditions and previews belong to one job's call, and a bound on seconds holds for one job.
     if request.options.image is not None or request.num_previews or request.bounds.seconds is not None:

@@ -189,7 +189,7 @@ class LocalReplica(Replica):
     """The ranks of one replica on this machine.
 
     Args:
-        setup: what the ranks load.
+        setup: the settings of the ranks.
     """
 
     def __init__(self, name: str, setup: WorkerSetup, on_event: EventHandler) -> None:

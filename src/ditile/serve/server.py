@@ -57,7 +57,7 @@ def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, predict: 
     With `exit_on_failure` it also ends when the ranks have failed.
 
     Args:
-        options, plan, cache: what to serve, and how the ranks compute.
+        options, plan, cache: the model to serve, and the settings of the ranks.
         predict: returns what `/v1/plan` reports about the plan in addition to measurements, as JSON types.
 
     Raises:
@@ -185,7 +185,7 @@ class TimedConnection(HttpToolsProtocol):
     Args:
         waiting: the connections of the server without a request, in the order in which they began to wait. If there
             are too many connections, the first of these is closed for a new one.
-        most: how many connections there may be.
+        most: the most connections.
     """
 
     def __init__(self, waiting: dict[TimedConnection, None], most: int, **values: Any) -> None:

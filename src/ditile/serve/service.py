@@ -143,14 +143,14 @@ class Service:
         """Accept a job and write it to disk before returning. If the caller is cancelled meanwhile, so is the job.
 
         Args:
-            kind: of what the job generates.
+            kind: what the job generates.
             owner: the name of the client's key.
-            request: what to generate, which `facts.check_options` has accepted.
+            request: the request, already accepted by `facts.check_options`.
             inputs: name -> content of images to start from.
 
         Raises:
-            QueueFullError: if as many jobs wait as may.
-            NotReadyError: if the server starts, ends, or cannot write; or its ranks have failed.
+            QueueFullError: if the queue is full.
+            NotReadyError: if the server is starting or ending, cannot write, or its ranks have failed.
         """
         self._check_not_draining()
         self._check_not_failed()
@@ -182,12 +182,12 @@ class Service:
 
         Args:
             owner: the name of the client's key.
-            after: id of the job before the first.
-            limit: most jobs.
+            after: the id of the job before the first one returned.
+            limit: the most jobs to return.
             newest_first: whether the last comes first.
 
         Raises:
-            JobNotFoundError: if `after` is no job of this owner and kind.
+            JobNotFoundError: if `after` is not a job of this owner and kind.
         """
         if after is not None and self.find_job(after, owner).kind != kind:
             raise JobNotFoundError(f"{after!r} is no {kind}")
@@ -231,7 +231,7 @@ class Service:
 
         Raises:
             JobNotFoundError: if there is none of this owner.
-            NotReadyError: if the server ends, or cannot write.
+            NotReadyError: if the server is ending, or cannot write.
         """
         await self.cancel(job_id, owner)
         self._check_not_draining()
@@ -245,7 +245,7 @@ class Service:
         """Return the content of an output file, or of an image that the job started from. Any thread may call this.
 
         Raises:
-            JobNotFoundError: if there is none of this name, or not any more.
+            JobNotFoundError: if there is no such file, or it was removed.
         """
         return self._store.read_job_file(job.id, name)
 
@@ -311,7 +311,7 @@ class Service:
             self._end = self._loop.create_task(self._end_service())
         await asyncio.shield(self._end)
 
-    # Taking jobs.
+    # Methods that accept jobs and write them to disk.
 
     async def _accept_job(self, job: Job, inputs: Files) -> Job:
         with self._queue.reserve_place():
@@ -349,7 +349,7 @@ class Service:
             raise JobNotFoundError(f"there is no job {job_id[:64]!r}; it may have expired")
         return state
 
-    # Batches.
+    # Methods that form batches and give them to replicas.
 
     def _dispatch_batches(self) -> None:
         """Give a batch to each replica that is ready."""
@@ -415,7 +415,7 @@ class Service:
             self._end_job(state, state.outcome or JobOutcome(state="failed", failure=failure))
         self._release_batch(batch)
 
-    # What replicas report.
+    # Handlers of the events that replicas report.
 
     def _handle_event(self, event: ReplicaEvent) -> None:
         if event.kind == "ready":
@@ -520,7 +520,7 @@ class Service:
             job = dataclasses.replace(state.job, progress=progress)
             state.publish(JobEvent(job=job, step=step, num_steps=num_steps))
 
-    # How jobs end.
+    # Methods that end jobs and publish their results.
 
     def _cancel_job(self, state: JobState, outcome: JobOutcome) -> None:
         """Cancel a queued job, or one of a batch. The batch stops once all its jobs are cancelled."""
@@ -580,7 +580,7 @@ class Service:
             self.metrics.note_ended_job(job, name)
         self._update_job_counts()
 
-    # The disk.
+    # Methods that write to disk and remove expired results.
 
     async def _save_jobs(self, jobs: list[Job]) -> None:
         """Write jobs to disk. A failure is logged, and jobs that have ended are written again later."""
@@ -616,7 +616,7 @@ class Service:
         """Call a method of the store in its thread."""
         return asyncio.get_running_loop().run_in_executor(self._disk, function, *args)
 
-    # The end of the server.
+    # Methods that end the service and its replicas.
 
     def _check_not_draining(self) -> None:
         if self._end is not None:

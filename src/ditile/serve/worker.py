@@ -96,7 +96,7 @@ class RankWorker:
         """Generate batches until the server dismisses this rank.
 
         Raises:
-            StateError: if the ranks cannot go on, as messages of a call are still in flight.
+            StateError: if the ranks cannot go on, because messages of a call are still in flight.
         """
         # A message to stop must arrive while this thread generates.
         threading.Thread(target=self._receive_messages, daemon=True).start()

@@ -113,7 +113,7 @@ def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
     """Return the facts of the served model.
 
     Raises:
-        RequestError: if it does not generate this kind.
+        RequestError: if the model does not generate this kind.
         NotReadyError: before the ranks have loaded it.
     """
     facts = find_service(http).facts
@@ -211,7 +211,7 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
     """Wait until a job has ended, and return it. The job is cancelled if the client disconnects first.
 
     Raises:
-        RequestError: if the client has gone, so that the response has no reader.
+        RequestError: if the client has disconnected; nobody reads this response.
     """
     service = find_service(http)
     end = asyncio.ensure_future(_watch_until_end(service, job))

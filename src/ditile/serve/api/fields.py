@@ -162,10 +162,10 @@ def parse_fields(fields_class: type[FieldsT], values: JsonObject, facts: ModelFa
 
     Args:
         values: as they came.
-        facts: of the served model, whose own values an error proposes.
+        facts: the facts of the served model. An error suggests the model's own values.
 
     Raises:
-        RequestError: if one has not its type, or is missing.
+        RequestError: if a field has the wrong type or is missing.
     """
     sent = {}
     for name, value in values.items():
@@ -193,10 +193,10 @@ def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values:
 
     Args:
         values: as they came.
-        own_values: what an error proposes; for other fields it proposes their example.
+        own_values: values for an error to suggest; for other fields it suggests their example.
 
     Raises:
-        RequestError: if one has not its type, or is missing; it says what would work.
+        RequestError: if a field has the wrong type or is missing; the message suggests a value.
     """
     try:
         return fields_class.model_validate(dict(values))
@@ -222,7 +222,7 @@ async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, b
     """Submit the job of a request to the service.
 
     Raises:
-        DitileError: if it cannot be generated, or not now.
+        DitileError: if it cannot be generated, or the service is not ready.
     """
     service = find_service(http)
     request, inputs = await read_request(service, fields, body)
@@ -254,10 +254,10 @@ def build_request(
     """Build the job's request, and return it with its input files by name.
 
     Args:
-        facts: of the served model.
-        options: of the server, with its limits.
-        images: to start from.
-        mask: as PNG, white where the first image is generated again.
+        facts: the facts of the served model.
+        options: the options of the server, with its limits.
+        images: the images to start from.
+        mask: the mask as PNG, white where the first image is generated again.
 
     Raises:
         RequestError: if a field is beyond a limit of the server, or the model cannot generate it.
@@ -419,7 +419,7 @@ def parse_size(
     """Width and height of a request; None is the model's own. An edit has its image's form at the model's area.
 
     Raises:
-        RequestError: if they are no size, or have more pixels than the server generates.
+        RequestError: if they are not a size, or have more pixels than the server allows.
     """
     width = fields.width
     height = fields.height
@@ -455,7 +455,7 @@ def choose_loras(
     """Return the LoRAs of a request: name -> scale. A text may have the scale after a colon, as on the command line.
 
     Raises:
-        RequestError, ModelError: if one is not on the server, its scale is no number, or there are too many.
+        RequestError, ModelError: if one is not on the server, its scale is not a number, or there are too many.
     """
     if lora is None:
         return {}

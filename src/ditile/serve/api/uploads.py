@@ -67,7 +67,7 @@ async def read_body(http: HttpRequest) -> Body:
     """Return the body of a request, sent as JSON or a form.
 
     Raises:
-        RequestError: if it is neither, or an image is an address or not base64.
+        RequestError: if it is neither, or an image is an address, or not base64.
     """
     # Bodies have tens of MB, and parsing them would block the event loop.
     return await asyncio.to_thread(parse_body, await http.body(), http.headers)
@@ -96,7 +96,7 @@ def parse_json_object(content: bytes) -> JsonObject:
     """Return the JSON object in a body. Of a key that is there twice, the last one counts.
 
     Raises:
-        RequestError: if there is none, or it holds NaN or infinity, or too many values, or lists in lists without end.
+        RequestError: if there is no object, or it has NaN or infinity, too many values, or too deeply nested lists.
     """
     # Python's parser blocks all other threads. Each value but the first follows one of these characters.
     num_values = sum(map(content.count, (b",", b":", b"[", b"{")))
@@ -163,11 +163,11 @@ async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[
     """Decode the images of a body, and its mask. The mask is returned as PNG, white where the image is generated again.
 
     Args:
-        body: as it was read.
-        max_images: from which the model can start.
+        body: the body of the request.
+        max_images: the number of images that the model can start from.
 
     Raises:
-        RequestError: if one of them is no image, or too large, or the mask's size is not the image's.
+        RequestError: if one is not an image, or is too large, or the mask and the image differ in size.
     """
     # Checked before decoding, since each image may have the allowed number of pixels.
     most = max(1, max_images)
@@ -199,7 +199,7 @@ def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: i
     """Decode one image or mask, after checking the size in its header.
 
     Raises:
-        RequestError: if it is no image, or has more than `max_pixels`.
+        RequestError: if it is not an image, or has more than `max_pixels`.
     """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:

@@ -63,7 +63,7 @@ class RankActor:
         # None wakes a poll when the rank has ended.
         self._outbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
 
-    # What the deployment calls.
+    # The deployment calls the following methods.
 
     def find_place(self) -> ActorPlace:
         """Return the node, address and a free port of this actor."""
@@ -101,7 +101,7 @@ class RankActor:
             signs = os.read(self._signs, 2**16)
         return RankNews(signs, answers, self._failure)
 
-    # What the rank calls: a `MessageLink`.
+    # The rank calls the following methods, those of a `MessageLink`.
 
     def send_message(self, message: Message, files: Files | None = None) -> None:
         """Keep an answer until the next poll."""

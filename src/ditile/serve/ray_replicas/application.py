@@ -75,7 +75,7 @@ class RayApplication:
     """The replicas of one server, as an application of Ray Serve.
 
     Args:
-        setup: what the ranks load.
+        setup: the settings of the ranks.
         options: the address of the cluster, and how many replicas there are.
 
     Attributes:
@@ -384,7 +384,7 @@ class RayReplica(Replica):
                     elif answer["kind"] != "away":
                         self._handle_message(answer, output_files)
             except _list_ray_errors() as error:
-                # The batch was stopped.
+                # The batch was stopped, so this error is not reported.
                 if self._batch_id != batch_id:
                     return
                 has_failed = isinstance(error, RayTaskError)

@@ -50,7 +50,7 @@ class RankDeployment:
     """Ranks that Ray Serve runs. It calls the methods in one event loop.
 
     Args:
-        setup: what the ranks load.
+        setup: the settings of the ranks.
         bundle: the resources of each rank: "CPU" and "GPU".
 
     Raises:
