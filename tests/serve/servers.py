@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 from PIL import Image
 
 import ditile
@@ -122,8 +123,8 @@ class PaintedReplica:
 class Served:
     """A server that listens: its address, its service and its painted group."""
 
-    def __init__(self, service: Service, port: int) -> None:
-        self.service, self.url = service, f"http://127.0.0.1:{port}"
+    def __init__(self, service: Service, app: FastAPI, port: int) -> None:
+        self.service, self.app, self.url = service, app, f"http://127.0.0.1:{port}"
         self.group: PaintedReplica = service._replicas[0]  # type: ignore[assignment]
         self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
@@ -162,7 +163,7 @@ def serve_groups(options: ServeOptions, make_replica: Any, *, page: bool = False
             await service.wait_until_ready()
             while not server.started:
                 await asyncio.sleep(0.01)
-            started.extend([service, server, listener.getsockname()[1]])
+            started.extend([service, server, app, listener.getsockname()[1]])
         finally:
             has_started.set()
         await listening
@@ -171,7 +172,7 @@ def serve_groups(options: ServeOptions, make_replica: Any, *, page: bool = False
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     has_started.wait(300)
-    served = Served(started[0], started[2])
+    served = Served(started[0], started[2], started[3])
     try:
         yield served
     finally:

@@ -29,7 +29,7 @@ class ApiKeys:
     """The keys (owner, key) that a server requires; empty if it requires none."""
 
     def __init__(self, keys: Iterable[tuple[str, bytes]]) -> None:
-        self._keys = [ApiKey(owner, key) for owner, key in keys]
+        self._keys = list(map(ApiKey._make, keys))
 
     def __bool__(self) -> bool:
         return bool(self._keys)

@@ -56,17 +56,17 @@ class PreviewDecoder:
         grids, side = self._arrange_grids(latents, frames[0].size)
         if side > 1 and len(frames) > 1:
             raise ModelError("latents of a video that are packed into tokens have no known grid")
-        inputs = torch.cat([_append_ones(grid) for grid in grids])
+        num_inputs = grids[0].shape[2] + 1
+        if self._inputs.shape[1] != num_inputs:
+            self._inputs = torch.zeros(0, num_inputs, dtype=torch.float64)
+            self._colors = torch.zeros(0, 3 * side * side, dtype=torch.float64)
         # A latent frame holds several frames, except for the first. It is compared with its last frame.
         stride = (len(frames) - 1) / max(len(grids) - 1, 1)
-        shown = [frames[round(index * stride)] for index in range(len(grids))]
-        colors = torch.cat([_average_colors(frame, grids[0], side) for frame in shown])
-        if self._inputs.shape[1] == inputs.shape[1]:
-            inputs = torch.cat([self._inputs, inputs])[-MAX_ROWS:]
-            colors = torch.cat([self._colors, colors])[-MAX_ROWS:]
-        self._inputs = inputs
-        self._colors = colors
-        self._weights = torch.linalg.lstsq(inputs, colors, rcond=CUTOFF, driver="gelsd").solution
+        for index, grid in enumerate(grids):
+            colors = _average_colors(frames[round(index * stride)], grid, side)
+            self._inputs = torch.cat([self._inputs, _append_ones(grid)])[-MAX_ROWS:]
+            self._colors = torch.cat([self._colors, colors])[-MAX_ROWS:]
+        self._weights = torch.linalg.lstsq(self._inputs, self._colors, rcond=CUTOFF, driver="gelsd").solution
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Image.Image:
         """Return the preview of latents; of a video the frame in the middle.

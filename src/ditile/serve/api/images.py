@@ -148,11 +148,11 @@ async def _stream_events(http: HttpRequest, job: Job, event_name: str) -> AsyncI
             job = event.job
             if job.has_ended:
                 continue
-            if event.preview is not None:
-                yield await _build_preview_event(event, event.preview, f"{event_name}.partial_image")
-            elif event.num_steps:
+            if event.num_steps:
                 # OpenAI has no event for it; clients skip comments.
                 yield ServerSentEvent(comment=f"step {event.step} of {event.num_steps}")
+            if event.preview is not None:
+                yield await _build_preview_event(event, event.preview, f"{event_name}.partial_image")
         try:
             result = check_done(job)
             contents = await read_outputs(http, job, result)

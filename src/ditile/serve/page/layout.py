@@ -56,9 +56,10 @@ class PageMount(Mount):
     def __init__(self, mounted: Mount) -> None:
         super().__init__("", app=mounted.app)
         frontend = Path(gr.__file__).with_name("templates") / "frontend"
-        files = [path for path in frontend.rglob("*") if path.is_file() and path.parent != frontend]
         self._paths = {"/", "/config", "/theme.css", "/manifest.json", "/favicon.ico"}
-        self._paths.update(f"/{path.relative_to(frontend).as_posix()}" for path in files)
+        for path in frontend.glob("*/**/*"):
+            if path.is_file():
+                self._paths.add(f"/{path.relative_to(frontend).as_posix()}")
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Return whether a request reads a file of the page."""

@@ -114,7 +114,7 @@ const ditile = (() => {
       if (done) return;
       pieces.push(value);
       if (!value.includes("\n")) continue;
-      const lines = pieces.join("").split("\n");
+      const lines = pieces.join("").split(/\r?\n/);
       pieces = [lines.pop()];
       yield* lines;
     }
@@ -139,10 +139,9 @@ const ditile = (() => {
     const media = document.createElement(kind);
     media.src = URL.createObjectURL(blob);
     Object.assign(media, kind === "video" ? { controls: true, loop: true } : { alt: "result" });
+    const name = `${model.id.replaceAll("/", "-")}-${facts.seed}.${kind === "video" ? "mp4" : "png"}`;
     const link = document.createElement("a");
-    link.href = media.src;
-    link.download = `${model.id.replaceAll("/", "-")}-${facts.seed}.${kind === "video" ? "mp4" : "png"}`;
-    link.textContent = "Download";
+    Object.assign(link, { href: media.src, download: name, textContent: "Download" });
     const text = document.createElement("figcaption");
     text.append(`seed ${facts.seed} · ${facts.size} · ${facts.inference_time_s.toFixed(2)} s `, link);
     const figure = document.createElement("figure");
