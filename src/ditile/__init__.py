@@ -128,6 +128,9 @@ _LAZY = {
     for name in names.split()
 }
 
+# A script may import diffusers itself, which imports torchao.
+env.drop_import_complaints()
+
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
@@ -137,7 +140,6 @@ def __getattr__(name: str) -> Any:
         if name in INSTEAD:
             hint = f", a name of cache-dit; use {INSTEAD[name]}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    env.drop_import_complaints()
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 

@@ -617,14 +617,20 @@ def test_several_images_have_seeds_that_count_up(capsys: pytest.CaptureFixture[s
     assert opened("a-1.png").text["seed"] == "8"
 
 
-def test_python_draws_what_the_command_draws(capsys: pytest.CaptureFixture[str]) -> None:
-    """With `ditile.defaults`. A failure means a worse picture by one of them. A prompt without a shape is told so."""
-    assert main.main(["generate", "a lighthouse", "--model", "shapes-flux", *SMALL, "--out", "a.png"]) == 0
+def test_python_draws_what_the_command_draws(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `ditile.defaults`. A failure means a worse picture by one of them. A prompt without a shape is told so, and
+    of a long one by both how much is read."""
+    prompt = "a lighthouse" + " in the dawn" * 20
+    assert main.main(["generate", prompt, "--model", "shapes-flux", *SMALL, "--out", "a.png"]) == 0
     assert capsys.readouterr().err.splitlines()[-1].startswith("note: shapes-flux is small and knows circle, ")
     runner = package.parallelize(package.load("shapes-flux"))
     options = package.defaults("shapes-flux") | {"num_inference_steps": 2}
-    drawn = runner("a lighthouse", generator=torch.Generator().manual_seed(7), **options).images[0]
+    drawn = runner(prompt, generator=torch.Generator().manual_seed(7), **options).images[0]
     assert drawn.tobytes() == opened("a.png").tobytes()
+    said = [record.getMessage() for record in caplog.records if "tokens" in record.getMessage()]
+    assert said == ["the prompt has 63 tokens, and 32 are read"] * 2
 
 
 def test_a_picture_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:

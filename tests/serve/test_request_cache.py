@@ -1,4 +1,4 @@
-"""What a request says of its computed steps, on a rank with a real model."""
+"""What a rank with a real model answers to what a request says of its computed steps, and to a long prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ditile.plan.plan import Plan
 from ditile.planner.promise import Bounds
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import EngineOptions, GenerateOptions
-from ditile.serve.jobs import Request
+from ditile.serve.jobs import Job, JobResult, Request
 from ditile.serve.link import BatchJob, WorkerSetup
 from ditile.serve.worker import RankWorker
 from tests.pool import Pool
@@ -30,7 +30,9 @@ class Answers(NoServer):
         self.sent.append(message)
 
 
-def serve_requests(plan: Plan, requests: list[dict[str, Any]], **cache: Any) -> list[dict[str, Any]]:
+def serve_requests(
+    plan: Plan, requests: list[dict[str, Any]], prompt: str | None = None, **cache: Any
+) -> list[dict[str, Any]]:
     """The last answer of a rank to each of some requests; of ranks that answer nothing, no answers."""
     link = Answers()
     setup = WorkerSetup(
@@ -44,7 +46,7 @@ def serve_requests(plan: Plan, requests: list[dict[str, Any]], **cache: Any) -> 
     worker = RankWorker(setup, link)
     answers = []
     for number, changes in enumerate(requests):
-        options = GenerateOptions(model="shapes-flux", prompt=worker._facts.example, seed=1)
+        options = GenerateOptions(model="shapes-flux", prompt=prompt or worker._facts.example, seed=1)
         worker._running_id = f"batch_{number}"
         worker._generate_batch([BatchJob("image_x", Request(options=options, **changes))])
         answers += link.sent[-1:]
@@ -63,6 +65,14 @@ def test_a_promise_that_leaves_no_step_out(pool: Pool) -> None:
     assert best["result"]["facts"]["promise"]["computed_steps"] == 20 and best["result"]["facts"]["left_out"] == []
     assert fewer["result"]["facts"]["promise"]["computed_steps"] < 20 and fewer["result"]["facts"]["left_out"]
     assert refused["failure"]["message"] == "computed_steps=30 is more than the 20 steps of the call; give 20 or less"
+
+
+def test_the_client_of_a_long_prompt_is_told_how_much_is_read(pool: Pool) -> None:
+    options = GenerateOptions(model="shapes-flux", prompt="a red circle")
+    request = Request(options=options, client={"warnings": ["an earlier one"]})
+    [(answer,)] = pool.run(serve_requests, 1, Plan(), [{}], "a red circle " * 20)
+    job = Job(id="image_x", owner="", kind="image", request=request, result=JobResult.from_json(answer["result"]))
+    assert job.warnings == ["an earlier one", "the prompt has 61 tokens, and 32 are read"]
 
 
 def test_a_server_with_a_cache_keeps_it(pool: Pool) -> None:

@@ -30,6 +30,7 @@ from diffusers.guiders.guider_utils import BaseGuidance
 from diffusers.modular_pipelines import SequentialPipelineBlocks, modular_pipeline
 from diffusers.modular_pipelines.components_manager import CustomOffloadHook
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.overrides import give_own_class, list_replaced_methods, replace_globals
@@ -361,6 +362,33 @@ def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule
     if least is None:
         return GuidanceRule(scales=())
     return GuidanceRule(scales=scales, above=TRIED_SCALES[least])
+
+
+def describe_cut_prompts(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Describe the first text of a call that every text encoder cuts. Return None where there is none."""
+    parameter = list_call_parameters(pipe).get("max_sequence_length")
+    most_tokens = call.get("max_sequence_length", getattr(parameter, "default", None))
+    for name in ("prompt", "negative_prompt"):
+        texts = call.get(name)
+        for text in texts if isinstance(texts, list) else [texts]:
+            # CLIP reads 77 tokens of a prompt where T5 reads 512: what counts is the encoder that cuts the least.
+            num_cut, num_tokens = min(_count_cut_tokens(pipe, text, most_tokens), default=(0, 0))
+            if num_cut > 0:
+                return f"the {name} has {num_tokens} tokens, and {num_tokens - num_cut} are read"
+    return None
+
+
+def _count_cut_tokens(pipe: Any, text: Any, most_tokens: Any) -> Iterator[tuple[int, int]]:
+    """Yield for each text encoder how many tokens of a text it does not read, and how many there are."""
+    for name, tokenizer in pipe.components.items():
+        encoder = getattr(pipe, name.replace("tokenizer", "text_encoder"), None)
+        if encoder is None or not isinstance(tokenizer, PreTrainedTokenizerBase) or not isinstance(text, str):
+            continue
+        limit = tokenizer.model_max_length
+        # CLIP has an embedding for each place, and reads no more than those; T5 reads what the call says.
+        places = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
+        num_tokens = len(tokenizer(text, verbose=False).input_ids)
+        yield max(0, num_tokens - min(places or limit, most_tokens or limit)), num_tokens
 
 
 def explain_empty_call(call: Mapping[str, Any]) -> str | None:

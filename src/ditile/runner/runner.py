@@ -44,6 +44,7 @@ from ditile.model.hooks.placeholders import list_quantized_parameters
 from ditile.model.pipeline_calls import (
     check_call_types,
     count_most_iterations,
+    describe_cut_prompts,
     describe_stale_statistics,
     explain_callback_refusal,
     explain_changed_size_refusal,
@@ -603,6 +604,8 @@ class Runner:
         if reason:
             raise ModelError(reason)
         self._advise_once(describe_own_rows(self._parts.model, self.plan))
+        if self.mesh.rank == 0:
+            self._advise_once(describe_cut_prompts(self.pipe, read_call_values(call)))
         # Whole models on whole images honour all calls.
         if not self._parts.calls_whole_model:
             self._check_call(call)

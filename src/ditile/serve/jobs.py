@@ -132,6 +132,7 @@ class JobResult:
         num_steps: how many steps ran.
         frames, fps: the number of frames of a video and their rate; 0 for an image.
         facts: facts for the page and /v1/plan, as JSON types: reports of the ranks, steps a cache skipped, batch size.
+        warnings: what the ranks did not take over from the request.
     """
 
     files: list[str]
@@ -142,6 +143,7 @@ class JobResult:
     frames: int = 0
     fps: float = 0.0
     facts: JsonObject = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, values: JsonObject) -> JobResult:
@@ -179,6 +181,12 @@ class Job:
     def has_ended(self) -> bool:
         """Return whether the job has ended and will not change any more."""
         return self.state in ENDED
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return what was not taken over from the request, as far as it is known by now."""
+        found: list[str] = [] if self.result is None else self.result.warnings
+        return [*self.request.client["warnings"], *found]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

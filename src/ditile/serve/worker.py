@@ -24,7 +24,7 @@ from PIL import Image
 from ditile.cache.report import summarize_cache_reports
 from ditile.distributed import env
 from ditile.distributed.transport import gather_json
-from ditile.model.pipeline_calls import find_call_owner
+from ditile.model.pipeline_calls import describe_cut_prompts, find_call_owner
 from ditile.plan.errors import DitileError, ModelError, StoppedError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.runner.caching import summary
@@ -327,6 +327,7 @@ class RankWorker:
             width, height = outputs[0].size
             frames = 0
             fps = 0.0
+        cut = describe_cut_prompts(self._pipe, call)
         result = JobResult(
             files=names,
             seeds=seeds,
@@ -335,6 +336,7 @@ class RankWorker:
             num_steps=report.steps,
             frames=frames,
             fps=fps,
+            warnings=[] if cut is None else [cut],
         )
         return result, files
 

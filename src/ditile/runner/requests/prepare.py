@@ -198,6 +198,9 @@ def silence_libraries() -> None:
     # diffusers warns of each cast to a type, and then lists the modules that should not be cast: often none.
     models_log = diffusers_logging.get_logger("diffusers.models.modeling_utils")
     models_log.addFilter(env.PhraseFilter("should be kept in float32: []"))
+    # diffusers logs the text itself where a prompt is cut; the runner says how much is read.
+    for handler in diffusers_logging.get_logger("diffusers").handlers:
+        handler.addFilter(env.PhraseFilter("of your input was truncated"))
     # diffusers warns where a LoRA leaves a text encoder as it is; ditile names the unapplied parts of a LoRA itself.
     for name in ("diffusers.loaders.lora_base", "diffusers.loaders.peft"):
         diffusers_logging.get_logger(name).addFilter(env.PhraseFilter("No LoRA keys associated to"))

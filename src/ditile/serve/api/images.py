@@ -136,7 +136,7 @@ async def _generate_and_answer(http: HttpRequest, body: Body, event_name: str) -
             "seed": result.seeds[0],
             "inference_time_s": result.seconds.get("total"),
             "usage": NO_USAGE,
-            "warnings": job.request.client["warnings"],
+            "warnings": job.warnings,
         }
     )
 
@@ -165,7 +165,7 @@ async def _stream_events(http: HttpRequest, job: Job, event_name: str) -> AsyncI
                 "usage": NO_USAGE,
                 "seed": seed,
                 "inference_time_s": result.seconds.get("total"),
-                "warnings": job.request.client["warnings"],
+                "warnings": job.warnings,
             }
             yield ServerSentEvent(json.dumps(fields), event=fields["type"])
     finally:

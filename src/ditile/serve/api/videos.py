@@ -169,7 +169,7 @@ def describe_video(job: Job) -> JsonObject:
         "fps": client["fps"],
         "output_format": job.request.output_format,
         "inference_time_s": None,
-        "warnings": client["warnings"],
+        "warnings": job.warnings,
     }
     if job.expires is not None:
         answer["expires_at"] = int(job.expires)
