@@ -22,6 +22,7 @@ from ditile.distributed.backend import PEER_TIMEOUT
 from ditile.plan import cost
 from ditile.plan.errors import JoinError, StateError
 from ditile.plan.plan import Plan
+from ditile.runner.requests.console import LINE_WIDTH
 from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.runner import LOG, Runner
 from tests import tiny
@@ -249,12 +250,13 @@ def test_what_is_wrong_is_crossed(pool: Pool, what: str, crossed: set[str], says
 def test_the_verdict_is_a_table_and_an_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticked, crossed = Check("this", True, "so"), Check("that", False, "not so")
+    ticked, crossed = Check("this", True, "so"), Check("that", False, " ".join(["not so"] * 30))
     for checks, code, word in (([ticked], 0, "✓ │ proven"), ([ticked, crossed], 1, "✗ │ not proven")):
-        verdict = PlanVerdict("a plan", checks)
+        verdict = PlanVerdict("a plan" + " of many words" * 9, checks)
         monkeypatch.setattr(verify, "verify_plan", lambda proof, plan, verdict=verdict: verdict)
         assert main.main(["verify", "--patches", "4"]) == code
         out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= LINE_WIDTH
         assert word in out and "a plan" in out and build_verdict_table(verdict).row_count == len(checks) + 1
 
 

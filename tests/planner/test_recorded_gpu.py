@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ditile.plan.plan import Plan
+from ditile.runner.callbacks import StepWatch
 from ditile.runner.runner import parallelize
 from tests.planner.test_simulated_gpu import LARGE, Row, list_late_syncs
 from tests.pool import Pool
@@ -23,11 +24,25 @@ IMAGES = 3
 STEPS = {"num_inference_steps": 6}
 CHECKED = "has_same_bits"
 """What waits only with `DITILE_CHECK=1`, as in all tests: inputs that are not copied again are compared."""
+
+
+def keep_latents(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """A callback that returns what it is given."""
+    return tensors
+
+
+def note_latents(step: int, latents: Any) -> None:
+    """As a preview, which reads the latents of some steps."""
+
+
 ROWS = [
     Row("flux", "patches=1", STEPS),
     Row("flux", "patches=3", STEPS),
     Row("flux", "pipefusion=2 patches=3", STEPS),
     Row("flux true cfg", "pipefusion=2 patches=2", STEPS),
+    Row("flux", "pipefusion=3 patches=3", STEPS),
+    Row("flux", "pipefusion=2 patches=2", STEPS | {"callback_on_step_end": keep_latents}),
+    Row("flux", "pipefusion=2 patches=2", STEPS | {"watch": StepWatch(on_latents=note_latents, latents_at={1, 3})}),
     Row("flux", "ulysses=2", LARGE | STEPS),
     Row("flux", "ring=2", LARGE | STEPS),
     Row("flux", "tensor=2", STEPS),

@@ -476,7 +476,9 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
         # For instance a call found a key of another age than scheduled.
         return _print_error(f"the plan is not proven: {error}", 1)
     if is_writing_process():
-        print_parts(make_console(), verdict.render_tables())
+        from ditile.cli.verdict import build_verdict_table
+
+        make_console(piped_width=LINE_WIDTH).print(build_verdict_table(verdict))
     return 0 if verdict.is_proven else 1
 
 

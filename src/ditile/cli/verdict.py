@@ -30,16 +30,12 @@ class PlanVerdict:
         """Return whether no check failed."""
         return all(check.ok is not False for check in self.checks)
 
-    def render_tables(self) -> list[Table | str]:
-        """Return the title and the table of the verdict."""
-        return [self.title, build_verdict_table(self)]
-
 
 def build_verdict_table(verdict: PlanVerdict) -> Table:
     """Build a table of the verdict with a tick or a cross for every check."""
     from rich.table import Table
 
-    table = Table()
+    table = Table(title=verdict.title, title_justify="left", title_style="")
     for title in ("", "check", "found"):
         table.add_column(title, overflow="fold")
     marks = {True: "✓", False: "✗", None: "-"}
