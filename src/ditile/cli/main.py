@@ -415,6 +415,8 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
             )
             return results[0]
     begin_watch(run.stall_timeout)
+    with Status("loading torch and diffusers"):
+        import ditile.runner.runner  # noqa: F401
     result = fn(*args)
     leave_torchrun()
     return result

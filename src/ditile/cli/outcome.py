@@ -212,7 +212,8 @@ def _list_time_rows(outcome: Outcome, facts: JsonObject) -> Iterator[tuple[str, 
         yield "measured", f"medians of {NUM_PERF_CALLS} runs after one that is not counted: {totals}"
     text = f"{seconds['denoise'] / max(1, steps):.3f} s over {steps} steps"
     if facts["synchronous_steps"] < steps:
-        text += f", {facts['synchronous_steps']} of them synchronous"
+        kind = "synchronous" if facts["ranks"] > 1 else "computed"
+        text += f", {facts['synchronous_steps']} of them {kind}"
     if facts["warmup_mode"] != "serial":
         text += f" (warmup_mode={facts['warmup_mode']})"
     yield "per step", text
