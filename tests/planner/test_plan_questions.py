@@ -57,7 +57,10 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (f"{FLUX} --hosts 3 --interlink 10Gbit", "devices=8 cannot be split evenly over hosts=3; give --devices"),
+        (
+            f"{FLUX} --devices 8 --hosts 3 --interlink 10Gbit",
+            "devices=8 cannot be split evenly over hosts=3; give --devices",
+        ),
         (f"{FLUX} --hosts 2 --interlink 1Gbit --price ulysses=3", "devices=3 cannot be split evenly"),
         (f"{FLUX} --hosts 2 --interlink fast", "interlink='fast' is no bandwidth; write 10Gbit"),
         (f"{FLUX} --interlink 10Gbit", "interlink='10Gbit' joins hosts, and there is one; add --hosts N"),

@@ -506,6 +506,7 @@ def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None
     }  # fmt: skip
     assert all(str(Plan.parse(plan["plan"])) == plan["plan"] for plan in result["plans"])
     assert str(plan_for("flux.1-dev", hardware="l40-pcie", devices=8)) == result["plans"][0]["plan"]
+    assert plan_for("flux.1-dev", hardware="l40-pcie").world == 1
 
 
 def test_a_machine_that_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
     devices = question.devices
     if devices is None:
         devices = profile.devices if plan is None else plan.world
+        # A datasheet is that of one card, and says nothing about how many there are.
+        if plan is None and question.hardware in hardware.SHEETS:
+            devices = question.hosts
     # All hosts have the same number of ranks.
     if devices % question.hosts:
         raise PlanError(f"devices={devices} cannot be split evenly over hosts={question.hosts}; give --devices")

@@ -75,7 +75,9 @@ class PlanQuestion(SourceOptions):
         "a machine that `ditile calibrate` measured, each rank with its own device, however little they differ",
         reads=True,
     )
-    devices: Ranks | None = define_option(None, "devices in all; those of the machine by default")
+    devices: Ranks | None = define_option(
+        None, "devices in all; those of the machine by default, and one where a card is named"
+    )
     hosts: Ranks = define_option(1, "hosts that they are in")
     interlink: str | None = define_option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
     memory: str | None = define_option(
