@@ -355,8 +355,9 @@ def test_what_takes_long_is_said(capfd: pytest.CaptureFixture[str], monkeypatch:
     assert capfd.readouterr().err.startswith("starting 2 ranks\nTraceback:\n")
     assert main.main(["generate", "a red circle", *SMALL, "--model", "shapes-flux-turbo"]) == 0
     lines = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(r"loading shapes-flux-turbo, \d+\.\d MB of weights", lines[0])
-    assert lines[1] == "the model is ready; the prompt is encoded before the first step"
+    assert lines[0] == "loading torch and diffusers"
+    assert re.fullmatch(r"loading shapes-flux-turbo, \d+\.\d MB of weights", lines[1])
+    assert lines[2] == "the model is ready; the prompt is encoded before the first step"
 
 
 def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,5 +215,5 @@ def test_the_environment_switches_recorded_steps_off(monkeypatch: pytest.MonkeyP
         ditile.parallelize(pipe, Plan(), cuda_graphs=True)
     monkeypatch.setenv("DITILE_CUDA_GRAPHS", "0")
     assert ditile.parallelize(pipe, Plan(), cuda_graphs=True).report is None
-    with pytest.raises(ditile.ModelError, match="try True or False"):
+    with pytest.raises(PlanError, match="cuda_graphs='auto' should be a valid boolean"):
         ditile.parallelize(pipe, Plan(), cuda_graphs="auto")

@@ -23,6 +23,7 @@ from ditile.plan.errors import ModelError
 
 MAX_TEXT_BYTES = 64 * 2**20
 """Larger than any settings, captions or prompts."""
+PIECE_BYTES = 2**20
 
 
 def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
@@ -31,14 +32,19 @@ def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
     Raises:
         OSError: if it cannot be read, or has more than `most` bytes.
     """
+    content = bytearray()
     try:
         with open(path, "rb") as file:
-            content = file.read(most + 1)
+            # In pieces, as Python takes memory for all bytes that a read asks for.
+            for piece in iter(lambda: file.read(PIECE_BYTES), b""):
+                content += piece
+                if len(content) > most:
+                    break
     except ValueError as error:  # a name with a NUL
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     if len(content) > most:
         raise OSError(errno.EFBIG, f"more than {most / 2**20:g} MiB", str(path))
-    return content
+    return bytes(content)
 
 
 def describe_error(error: BaseException) -> str:
