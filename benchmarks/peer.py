@@ -1,4 +1,4 @@
-"""cache-dit, with which ditile's caches are compared. It is no dependency: only this module imports it, if it is there.
+"""cache-dit, with which ditile's caches are compared. It is not a dependency: this module alone imports it, if there.
 
 pip install cache-dit==1.5.3
 """

@@ -159,7 +159,7 @@ def start_checkout(checkout: Path, only: Sequence[str]) -> dict[str, list[str]]:
     """Runs the calls with the package of a checkout; name of a call -> what each rank returned."""
     source = checkout.resolve() / "src"
     if not (source / "ditile").is_dir():
-        raise SystemExit(f"{checkout} is no checkout of ditile: it has no folder src/ditile")
+        raise SystemExit(f"{checkout} is not a checkout of ditile: it has no folder src/ditile")
     command = [sys.executable, str(Path(__file__).resolve()), "--run", ",".join(only)]
     environ = os.environ | {
         "PYTHONPATH": str(source),

@@ -60,10 +60,10 @@ def create_two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
 
 
 def parse_link_rate(rate: str) -> int:
-    """Bits per second of a rate such as 100mbit. Raises `PlanError` if the text is no rate."""
+    """Bits per second of a rate such as 100mbit. Raises `PlanError` if the text is not a rate."""
     match = re.fullmatch(r"(\d+)([kmg])bit", rate)
     if match is None or not int(match[1]):
-        raise PlanError(f"link {rate!r} is no rate; write it as 100mbit, 1gbit or 10gbit")
+        raise PlanError(f"link {rate!r} is not a rate; write it as 100mbit, 1gbit or 10gbit")
     return int(match[1]) * BITS[match[2]]
 
 

@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=2 examples/run_flux_cp.py --cache --parallel-type ulysses --attn flash --uaa
 
 `ditile generate` takes the same flags, and more; this is what lies behind them. The flags are read by the command
-line's own parser (`CacheOptions`), which is no public name: a script of yours makes `ditile.DBCacheConfig` and its
+line's own parser (`CacheOptions`), which is not a public name: a script of yours makes `ditile.DBCacheConfig` and its
 like, or calls `ditile.load_configs`.
 """
 

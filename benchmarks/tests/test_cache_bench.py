@@ -53,9 +53,12 @@ def test_a_line_is_a_config_and_a_calibrator() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("F=1 Z=3", "'Z=3' is no word of a cache in one line; known are F, B, R, W, I, M, MC, budget, resets, mask, p"),
-        ("foo", "'foo' is no word"),
-        ("F=1 = 2", "'=' is no word"),
+        (
+            "F=1 Z=3",
+            "'Z=3' is not a word of a cache in one line; known are F, B, R, W, I, M, MC, budget, resets, mask, p",
+        ),
+        ("foo", "'foo' is not a word"),
+        ("F=1 = 2", "'=' is not a word"),
         ("F = 1", "'F' has no value; write it without blanks, as in F=1"),
         ("F=1 F=2", "'F=2' says F a second time in 'F=1 F=2'"),
         ("F=1 Fn_compute_blocks=1", "'Fn_compute_blocks=1' says Fn_compute_blocks a second time"),
@@ -80,7 +83,7 @@ def test_settings_of_both_engines() -> None:
     assert [s.text for s in made if s.engine == "cache-dit"] == list(COMMON), "F=0 is ours alone"
     for engines, line, message in (
         ("ditile,peer", "F=1", "'peer' is not known"),
-        ("ditile", "F=1 G=2", "'G=2' is no word"),
+        ("ditile", "F=1 G=2", "'G=2' is not a word"),
         ("ditile", "F=1 foca dmd", "2 calibrators"),
         ("ditile", "mask=quick", "is not known"),
     ):

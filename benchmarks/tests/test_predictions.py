@@ -59,7 +59,7 @@ def test_jobs_are_measured_once_and_set_beside_predictions(
     shown = markdown(predictions.make_predictions_table(rows))
     assert "| one rank | 2.00 s, -10% |" in shown and "| cfg=2 \\| F=1 | 0.10 s, +0% |" in shown
     assert "| of the speed-up | 12.5%, 18.2% |" in shown
-    assert "| predicted fastest | cfg=2: 25% behind the fastest |" in shown, "a cache is no plan"
+    assert "| predicted fastest | cfg=2: 25% behind the fastest |" in shown, "a cache is not a plan"
 
 
 def test_a_run_that_fails_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_files_are_written(tmp_path: Path, sweep: str) -> None:
             assert image.width > 900
         assert "<svg" in svg.read_text("utf-8")
     one = [row for row in rows_of("scaling") if row["plan"] == ONE_RANK]
-    assert one and sweep_figures.draw_sweep_files(sweep, one, tmp_path) == [], "one rank alone is no comparison"
+    assert one and sweep_figures.draw_sweep_files(sweep, one, tmp_path) == [], "one rank alone is not a comparison"
 
 
 def test_the_table_of_warmup_by_hand() -> None:

@@ -58,7 +58,7 @@ class Answer:
         try:
             return json.loads(self.content)
         except ValueError:
-            raise ServerError("the answer is no JSON; is there another server at this address?") from None
+            raise ServerError("the answer is not JSON; is there another server at this address?") from None
 
 
 def find_default_address() -> str:
@@ -98,7 +98,7 @@ def normalize_address(address: str) -> str:
     """An address without its optional parts: the last slash, /v1.
 
     Raises:
-        ServerError: if it is no address of HTTP.
+        ServerError: if it is not an address of HTTP.
     """
     text = address.strip().rstrip("/").removesuffix("/v1")
     try:

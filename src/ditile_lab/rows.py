@@ -57,7 +57,7 @@ class RowFile:
                 if line.startswith(self._beginning) or self._beginning.startswith(line):
                     continue
                 raise LoadError(
-                    f"{self.path} has a line that is no JSON ({error}); correct it, or give another --out"
+                    f"{self.path} has a line that is not JSON ({error}); correct it, or give another --out"
                 ) from error
             if not isinstance(row, dict) or self._first_field not in row:
                 raise LoadError(f"{self.path} has a line without {self._first_field!r}; give another --out")

@@ -201,7 +201,7 @@ def test_errors_anywhere_end_the_picture() -> None:
 
 
 def test_callbacks_see_every_step_and_may_change_things() -> None:
-    """A failure means that left out steps are no steps to the pipeline, or that changed latents are lost."""
+    """A failure means that left out steps are not steps to the pipeline, or that changed latents are lost."""
     pipe, seen = MAKE["flux"](), []
 
     def halve(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -287,7 +287,7 @@ def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
         ({"cache_config": {"enable_taylorseer": True, "enable_dmd": True}}, "leave one out"),
         ({"cache_config": {"enable_dmd": True}, "calibrator_config": {}}, "name a calibrator each"),
         ({"cache_config": {"cache_type": "DBPrun"}}, "did you mean dbprune?"),
-        ({"cache_config": [1]}, "is no section"),
+        ({"cache_config": [1]}, "is not a section"),
         ({"calibrator_config": {"calibrator_type": "taylor"}}, "did you mean taylorseer?"),
         ({"calibrator_config": {"calibrator_type": "foca", "dmd_history": 3}}, "is not known"),
         ({"parallelism_config": {"ulyses_size": 2}}, "did you mean ulysses_size?"),
@@ -318,9 +318,9 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.yaml", "a: [", "is no YAML"),
-        ("a.yaml", "!!python/object/apply:os.getcwd []", "is no YAML"),  # only plain values are read
-        ("a.json", "{", "is no JSON"),
+        ("a.yaml", "a: [", "is not YAML"),
+        ("a.yaml", "!!python/object/apply:os.getcwd []", "is not YAML"),  # only plain values are read
+        ("a.json", "{", "is not JSON"),
         ("a.yaml", "", "has no sections"),
         ("a.yaml", "- 1", "has no sections"),
         ("b.yaml", None, "cannot be read"),
@@ -329,9 +329,9 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a.yaml", "a: " + "[" * 40 + "]" * 40, "nested deeper than 32"),
         ("a.yaml", "a: &a [*a]", "nested deeper than 32"),
         ("a.yaml", BOMB, "more than 100000 values"),
-        ("a.yaml", "a: !!bool x", "is no YAML"),
-        ("a.yaml", "a: !!timestamp x", "is no YAML"),
-        ("a.yaml", "a: \0", "is no YAML"),
+        ("a.yaml", "a: !!bool x", "is not YAML"),
+        ("a.yaml", "a: !!timestamp x", "is not YAML"),
+        ("a.yaml", "a: \0", "is not YAML"),
     ],
 )
 def test_files_that_will_not_do(tmp_path: Path, name: str, text: str | None, says: str) -> None:

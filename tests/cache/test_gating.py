@@ -176,7 +176,7 @@ def test_halves_are_those_of_each_pipeline() -> None:
 
 
 def test_perturbed_attention_is_refused() -> None:
-    """Its batch has two rows for each image where guidance is off, which are no branches of guidance."""
+    """Its batch has two rows for each image where guidance is off, which are not branches of guidance."""
 
     def make_guided() -> tuple[Any, dict[str, Any]]:
         pipe, call = make("unet")

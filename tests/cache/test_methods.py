@@ -416,7 +416,7 @@ def test_lines_and_files_name_methods() -> None:
     assert loaded == ditile.SeaCacheConfig(threshold=0.3)
     refused = {
         "sea=0.3 taylor=1": "a forecast of its own",
-        "sea=0.3 mag=0.1": "is no word",
+        "sea=0.3 mag=0.1": "is not a word",
         "spectrum=1 F=1": "SpectrumConfig by their names",
         "sea=0.3 threshold=1": "second time",
     }

@@ -137,7 +137,7 @@ def test_a_lora_fused_or_not(capsys: pytest.CaptureFixture[str], model: str, lor
     plain, lora, fused = (pixels(f"{name}.png").astype(int) for name in ("plain", "lora", "fused"))
     assert np.abs(lora - fused).max() <= 1 < np.abs(lora - plain).max()
     Path("broken.safetensors").write_text("nothing")
-    assert "broken.safetensors is no whole safetensors file" in refused_by_model(
+    assert "broken.safetensors is not a whole safetensors file" in refused_by_model(
         capsys, model, "--lora", "broken.safetensors"
     )
 
@@ -161,10 +161,10 @@ def test_several_loras_with_their_scales(capsys: pytest.CaptureFixture[str], mod
     drawn(capsys, model, "--lora", f"{one}:0.5", "--out", "one.png")
     assert not np.array_equal(pixels("both.png"), pixels("one.png"))
     for words, says in (
-        (("--lora", f"{one}:much"), "'much' is no scale; try .*one.safetensors:0.8"),
-        (("--lora", f"{one}:nan"), "'nan' is no scale"),
+        (("--lora", f"{one}:much"), "'much' is not a scale; try .*one.safetensors:0.8"),
+        (("--lora", f"{one}:nan"), "'nan' is not a scale"),
         (("--lora", r"C:\loras\style.safetensors"), r"lora='C:\\\\loras\\\\style.safetensors' is no"),
-        (("--lora", f"{one}:0.5", "--lora", "./nothing:1"), "lora='./nothing' is no file"),
+        (("--lora", f"{one}:0.5", "--lora", "./nothing:1"), "lora='./nothing' is not a file"),
         (("--lora", f"{one}:0.5", "--out", one), "one.safetensors"),
     ):
         assert re.search(says, refused_by_model(capsys, model, *words)), words
@@ -248,7 +248,7 @@ def refused_by_model(capsys: pytest.CaptureFixture[str], model: str, *words: str
         ("-q --quantize-type int4_w4a4", "int4_w4a4 has no kernel"),
         ("--cache --Fn 1 --w 1 --attn flash", "attention=flash cannot run|flash"),
         ("--cache --Fn 1 --w 1 --attn nothing", "attention='nothing' is not known"),
-        ("--lora nothing.safetensors", "lora='nothing.safetensors' is no file"),
+        ("--lora nothing.safetensors", "lora='nothing.safetensors' is not a file"),
         ("--cache --parallel ring", "start it with torchrun, or say how many: --ring 2"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_flag_and_its_alias_may_not_disagree(kind: type, words: tuple[str, ...
 
 
 def test_the_command_lines_of_the_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the examples, behind the name of the script; --compile is no option of the cache."""
+    """Those of the examples, behind the name of the script; --compile is not an option of the cache."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for line in (

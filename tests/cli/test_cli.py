@@ -72,9 +72,9 @@ def opened(path: str) -> Image.Image:
     ("words", "says"),
     [
         (("--hlep",), "did you mean --help?"),
-        (("paint", "a"), "'paint' is no command; did you mean plan? there are generate, "),
+        (("paint", "a"), "'paint' is not a command; did you mean plan? there are generate, "),
         (("gen", "a"), "did you mean generate?"),
-        (("xyz",), "'xyz' is no command; there are generate, "),
+        (("xyz",), "'xyz' is not a command; there are generate, "),
         (("generate",), "give a PROMPT, or --prompts-file"),
         (("generate", " "), "prompt is empty"),
         (("generate", "a", "circle"), "in quotes"),
@@ -97,7 +97,7 @@ def opened(path: str) -> Image.Image:
             "steps in the bins=1000000000 should be less than or equal to 10000",
         ),
         (("generate", "caf\udce9 red"), "'caf\\udce9 red' is not UTF-8"),
-        (("generate", "a", "--json=--"), "--json=--: -- is no value"),
+        (("generate", "a", "--json=--"), "--json=--: -- is not a value"),
         (("generate", "a" * 10_000, "b" * 10_000), "put a prompt of several words in quotes"),
         (("generate", "a", "--json", "p.png", "--out", "p.png"), "out='p.png' and json='p.png' are one file"),
         (("generate", "a", "--trace", "./j", "--json", "j"), "json='j' and trace='j' are one file"),
@@ -114,13 +114,13 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--model", "flux.1-dev"), "and HF_HUB_OFFLINE is set"),
         (("generate", "a", "--model", "./nosuchfolder"), "model './nosuchfolder': there is no such folder"),
         (("generate", "a", "--model", "./nosuchfolder", "--dry-run"), "there is no such folder"),
-        (("generate", "a", "--lora", "./nosuchfolder"), "lora='./nosuchfolder' is no file"),
+        (("generate", "a", "--lora", "./nosuchfolder"), "lora='./nosuchfolder' is not a file"),
         (("serve", "--model", "./nosuchfolder"), "there is no such folder"),
         (("verify", "--model", "./nosuchfolder", "--cfg", "2"), "there is no such folder"),
         (("bench", "--plans", "cfg=2", "--model", "./nosuchfolder"), "there is no such folder"),
         (("evaluate", "--model", "./nosuchfolder"), "there is no such folder"),
         (("plan", "--model", "./nosuchfolder"), "there is no such folder"),
-        (("plan", "--hardware", "l40-pcie", "--json", "a\0b"), "json='a\\x00b' is no name of a file"),
+        (("plan", "--hardware", "l40-pcie", "--json", "a\0b"), "json='a\\x00b' is not a file name"),
         (
             ("generate", "a", "--height", "100"),
             "not a multiple of 8, a token of this model; try height=96",
@@ -134,7 +134,7 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--plan", "ulysses=2,ring=2"), "have blanks between them; write 'ulysses=2 ring=2'"),
         (("generate", "a", "--plan", "ring=2,stage_blocks=1,2"), "write 'pipefusion=2 patches=4'"),
         (("plan", "--hardware", "l40"), "did you mean l40-pcie?"),
-        (("plan", "--hardware", "l40-pcie", "--memory", "48"), "memory='48' is no amount; write 48GB"),
+        (("plan", "--hardware", "l40-pcie", "--memory", "48"), "memory='48' is not an amount; write 48GB"),
         (("plan", "--hardware", "l40-pcie", "--cache", "F=x"), "Fn_compute_blocks='x'"),
         (("plan", "--hardware", "l40-pcie", "--price", "pipefusion=99"), "pipefusion=99 exceeds the 12 blocks"),
         (("plan", "--hardware", "l40-pcie", "--height", "100"), "height=100 is not a multiple of 8"),
@@ -149,7 +149,7 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--pipefusion", "2", "--stage_blocks", "1,2,3"), "give 2 numbers"),
         (("generate", "a", "--out", "nowhere/a.png"), "nowhere"),
         (("generate", "a", "--out", "."), "folder"),
-        (("generate", "a", "--out", "a.bmp"), "its ending is no format; name an image a.png, .jpg or .webp"),
+        (("generate", "a", "--out", "a.bmp"), "its ending is not a format; name an image a.png, .jpg or .webp"),
         (("generate", "a", "--json", "nowhere/a.json"), "nowhere"),
         (("generate", "a", "--trace", "nowhere/a.json"), "nowhere"),
         (("generate", "a", "--image", "nothing.png"), "nothing.png"),
@@ -195,20 +195,20 @@ def opened(path: str) -> Image.Image:
         (("models", "flux.1-dve"), "no model or family has 'flux.1-dve' in its name; did you mean flux.1-dev?"),
         (("models", "!"), "no model or family has '!' in its name; "),
         (("models", "."), "name='.' is a folder, and names and files are shown here; "),
-        (("models", "no.gguf"), "'no.gguf' is no file; give a .safetensors or .gguf file"),
+        (("models", "no.gguf"), "'no.gguf' is not a file; give a .safetensors or .gguf file"),
         (("generate", "a", "--component", "vae="), "component='vae=' is not NAME=FILE; try vae=FILE"),
         (("generate", "a", "--component", "a.gguf"), "is not NAME=FILE; try transformer=a.gguf"),
-        (("generate", "a", "--component", "vae=~/a.gguf"), f"vae='{Path.home() / 'a.gguf'}' is no file"),
+        (("generate", "a", "--component", "vae=~/a.gguf"), f"vae='{Path.home() / 'a.gguf'}' is not a file"),
         (
             ("generate", "a", "--component", f"transformer_2={WEIGHTS}", "--dry-run"),
             "has no component 'transformer_2' to take from a file",
         ),
         (("models", "qwen", "--markdown"), "leave out --markdown"),
         (("models", "a", "foo"), "'foo' is one argument too many; see ditile models --help"),
-        (("generate", "a", "--out", "{foo}.png"), "{foo} is no placeholder; there are {seed}, {index} and {model}"),
-        (("generate", "a", "--out", "{}.png"), "{} is no placeholder"),
-        (("generate", "a", "--out", "{seed.real}.png"), "{seed.real} is no placeholder"),
-        (("generate", "a", "--out", "{index:999999999}.png"), "{index:999999999} is no form of a number"),
+        (("generate", "a", "--out", "{foo}.png"), "{foo} is not a placeholder; there are {seed}, {index} and {model}"),
+        (("generate", "a", "--out", "{}.png"), "{} is not a placeholder"),
+        (("generate", "a", "--out", "{seed.real}.png"), "{seed.real} is not a placeholder"),
+        (("generate", "a", "--out", "{index:999999999}.png"), "{index:999999999} is not a form of a number"),
         (("generate", "a", "--out", "{seed"), "out='{seed': expected '}'"),
     ],
 )
@@ -497,7 +497,7 @@ def test_help_names_every_flag() -> None:
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_help_shows_on_one_screen_what_most_people_need(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure would mean a wall of flags, or a name in the list that is no flag any more."""
+    """A failure would mean a wall of flags, or a name in the list that is not a flag any more."""
     texts = []
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as ended:

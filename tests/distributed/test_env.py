@@ -35,7 +35,7 @@ def test_only_complaints_of_an_import_are_left_out(name: str) -> None:
 
 
 def test_what_is_said_while_connecting_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    """torch 2.9's gloo prints on standard output. A failure means that `--json -` is no JSON there."""
+    """torch 2.9's gloo prints on standard output. A failure means that `--json -` is not JSON there."""
     with pytest.raises(ZeroDivisionError), env.redirect_native_stdout():
         os.write(1, b"connected\n")
         raise ZeroDivisionError

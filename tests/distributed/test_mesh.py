@@ -337,7 +337,7 @@ def test_pairs_that_send_each_other_messages_connect_before_a_picture(pool: Pool
 def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    """Nobody watches them. A failure means that --stall-timeout is no word to them: a slow one is not waited for."""
+    """Nobody watches them. A failure means that --stall-timeout says nothing to them: a slow one is not waited for."""
     timeouts_seen: list[datetime.timedelta] = []
 
     def refused(url: str, timeout: datetime.timedelta) -> None:

@@ -1,6 +1,6 @@
 """Messages in eight bits a number: how exact one is, what a plan sends, and that all ranks draw one picture of it.
 
-A model's numbers are no Gaussian's: a few channels are far larger than the others. So messages of that kind are tested
+A model's numbers are not Gaussian's: a few channels are far larger than the others. So messages of that kind are tested
 too, and the errors of int8 stay within what `distributed.wire` says of any numbers.
 """
 

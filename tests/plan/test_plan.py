@@ -159,7 +159,7 @@ def test_what_is_no_plan_is_refused_with_its_value_and_a_hint(asked: dict[str, A
     ("text", "says"),
     [
         ("", "no JSON"),
-        ("[2]", r"'\[2\]' is no JSON object; a plan is one such as {\"pipefusion\": 2}"),
+        ("[2]", r"'\[2\]' is not a JSON object; a plan is one such as {\"pipefusion\": 2}"),
         ("2", "no JSON object"),
         ('{"pipefuson": 2}', "did you mean pipefusion"),
         ('{"pipefusion": "2"}', "pipefusion='2'"),

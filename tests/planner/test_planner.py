@@ -413,7 +413,7 @@ def test_a_profile_is_its_json(tmp_path: Path) -> None:
     assert Profile.from_json(profile.to_json()) == profile
     file = tmp_path / "p.json"
     file.write_text('{"name": 1}')
-    with pytest.raises(ModelError, match="is no profile of a machine"):
+    with pytest.raises(ModelError, match="is not a profile of a machine"):
         Profile.from_json_file(file)
     with pytest.raises(ModelError, match="cannot be read"):
         Profile.from_json_file(tmp_path / "none.json")
@@ -439,7 +439,7 @@ def test_a_profile_of_no_machine(wrong: Any) -> None:
     for place in iterate_places(good):
         if place in texts and isinstance(wrong, str):
             continue
-        with pytest.raises(ModelError, match="is no profile of a machine") as refused:
+        with pytest.raises(ModelError, match="is not a profile of a machine") as refused:
             Profile.from_json(json.dumps(put_value(good, place, wrong)))
         assert len(str(refused.value)) < 400 and "\n" not in str(refused.value), place
     Profile.from_json(json.dumps(good))

@@ -219,7 +219,7 @@ def test_foretold_bytes_are_counted_bytes(pool: Pool, saved: Any, name: str) -> 
             foretold = cost.count_traffic_bytes(subject.make_plan_job(Plan.parse(text), shape), rank)
             counted = {kind: sent[kind] for kind in foretold}
             if "tensor" in foretold:
-                # The keys of cross attention are normed too; their text is no part of the plan.
+                # The keys of cross attention are normed too; their text is not a part of the plan.
                 assert foretold.pop("tensor") == pytest.approx(counted.pop("tensor"), rel=0.005)
             assert foretold == counted, f"{name}, {text}, rank {rank}: {sent}"
 

@@ -197,7 +197,7 @@ def test_an_encoder_in_fp8_with_scales(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "file", "message"),
     [
-        ("text_encoder_2", "none.gguf", "text_encoder_2=.* is no file"),
+        ("text_encoder_2", "none.gguf", "text_encoder_2=.* is not a file"),
         ("text_encoder_2", "lacking.safetensors", "lacks 1 weight.*SelfAttention.q.weight"),
         (
             "text_encoder_2",
@@ -247,7 +247,7 @@ def test_what_a_folder_lacks_is_named_with_how_to_give_it(saved: Path) -> None:
     """A failure means that nobody says what may be given in place of weights."""
     with pytest.raises(LoadError, match="no weights; .* or give --component text_encoder=FILE"):
         ditile.load(str(saved / "pipe"))
-    with pytest.raises(ModelError, match="vae=5 is no file"):
+    with pytest.raises(ModelError, match="vae=5 is not a file"):
         ditile.load(str(saved / "pipe"), components={"vae": 5})  # type: ignore[dict-item]
 
 

@@ -164,7 +164,7 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(
             call(name)
     if not os.path.exists(name):
         for option in ("lora", "controlnet"):
-            with pytest.raises(ModelError, match="is no file; give one, a folder or a hub id"):
+            with pytest.raises(ModelError, match="is not a file; give one, a folder or a hub id"):
                 check_weight_source(name, option)
 
 

@@ -369,7 +369,7 @@ def test_a_lora_for_a_transformer_that_is_not_there() -> None:
 def test_a_lora_that_is_not_there(source: str) -> None:
     """A failure: diffusers takes the path for a hub id, and speaks of that instead."""
     runner = ditile.parallelize(tiny.flux())
-    with pytest.raises(ModelError, match=f"lora='{source}' is no file, folder or hub id"):
+    with pytest.raises(ModelError, match=f"lora='{source}' is not a file, folder or hub id"):
         ditile.load_lora(runner, source)
 
 
@@ -445,7 +445,7 @@ def test_a_lora_for_control_images_goes_into_a_control_pipeline_alone() -> None:
 
 
 def write_hostile(folder: Path) -> dict[str, str]:
-    """Files that are no LoRAs of FLUX -> what is said of each."""
+    """Files that are not LoRAs of FLUX -> what is said of each."""
     good = name_as_diffusers("flux", make_factors(tiny.flux().transformer, "flux"))
     save_file(good, folder / "good.safetensors")
     whole = (folder / "good.safetensors").read_bytes()

@@ -390,7 +390,7 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none.safetensors", "is no file"),
+        ("none.safetensors", "is not a file"),
         ("empty.safetensors", "content is of no known format"),
         ("cut.safetensors", "no whole safetensors file"),
         ("long.safetensors", "no whole safetensors file"),
@@ -406,9 +406,9 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("lora.safetensors", "is a LoRA, which changes the weights of a model; give --lora "),
         ("scaled.safetensors", "does not take, such as proj_out.scale_weight"),
         ("unknown.safetensors", "does not take, such as proj_out.scale_of_weight"),
-        ("seven.safetensors", r"proj_out.weight_scale of the shape \[7\] is no scale of proj_out.weight"),
-        ("no-scale.safetensors", r"proj_out.weight_scale of the shape \[0\] is no scale of proj_out.weight"),
-        ("nan.safetensors", "proj_out.weight_scale has numbers that are no scales"),
+        ("seven.safetensors", r"proj_out.weight_scale of the shape \[7\] is not a scale of proj_out.weight"),
+        ("no-scale.safetensors", r"proj_out.weight_scale of the shape \[0\] is not a scale of proj_out.weight"),
+        ("nan.safetensors", "proj_out.weight_scale has numbers that cannot be scales"),
         ("both.safetensors", "proj_out.weight has a second scale, proj_out"),
         ("mx.safetensors", r"does not take, such as proj_out.weight_scale \(U8\)"),
         ("marked.safetensors", "marked.safetensors: proj_out.weight is in fp8 and has no scale"),

@@ -1,4 +1,4 @@
-"""A model that comes slowly is no stall; one that does not come is. A failure means a run that ends while it loads."""
+"""A model that comes slowly is not a stall; one that does not come is. A failure: a run that ends while it loads."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def read_from_disk(path: str) -> str:
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing here makes the system forget a file")
 @pytest.mark.usefixtures("forked_ranks")
 def test_weights_that_are_read_when_they_are_used_are_progress(tmp_path: Path) -> None:
-    """Outside of what loads; it is no report, of which progress bars count so many a run."""
+    """Outside of what loads; it is not a report, of which progress bars count so many a run."""
     from ditile.distributed.heartbeat import _count_disk_reads
 
     path = tmp_path / "weights"

@@ -29,7 +29,7 @@ from tests.runner.cases import MAKE, call_of, divided, run, same
 
 STEPS = 8
 BEFORE, DECODING = "encode_prompt", "decode"
-"""Moments of a stop that are no steps."""
+"""Moments of a stop that are not steps."""
 
 
 def perturbed() -> Any:

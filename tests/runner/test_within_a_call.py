@@ -1,4 +1,4 @@
-"""What a call says of itself: latents or pictures that are no numbers any more, and what must wait until it is over."""
+"""What a call says of itself: latents or images that are not numbers any more, and what must wait until it is over."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_without_the_page_its_address_says_how_to_get_it(
 
 def test_origins_that_are_none_are_refused() -> None:
     for cors in ("foo", "https://a.example/page", "https://a.example,b", "https://"):
-        with pytest.raises(ModelError, match="is no origin; try cors=https://"):
+        with pytest.raises(ModelError, match="is not an origin; try cors=https://"):
             ServeOptions(cors=cors)
     with pytest.raises(ModelError, match="name origins, or give --api-key FILE"):
         ServeOptions(cors="https://a.example, *")

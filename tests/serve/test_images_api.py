@@ -282,7 +282,7 @@ def test_a_full_queue(served: Served) -> None:
         ({"num_inference_steps": 201}, 422, "num_inference_steps=201 is more than this server's 200"),
         ({"size": "100x100"}, 422, "height=100 is not a multiple of 8, a token of this model; try height=96 or 104"),
         ({"size": "264x264"}, 422, "more than the 65536 pixels that this server generates; try size=256x256 or less"),
-        ({"size": "large"}, 400, "size='large' is no size; try size='128x128' or 'auto'"),
+        ({"size": "large"}, 400, "size='large' is not a size; try size='128x128' or 'auto'"),
         ({"num_inference_steps": 0}, 400, "try num_inference_steps=20"),
         ({"width": "wide"}, 400, "try width=128"),
         ({"width": True}, 400, "width=True should be a number; try width=128"),
@@ -295,8 +295,8 @@ def test_a_full_queue(served: Served) -> None:
         ({"negative_prompt": "blue", "true_cfg_scale": 1}, 422, "ignores a negative prompt at true_cfg_scale 1"),
         ({"prompt": " "}, 400, "prompt is empty; say what to generate"),
         ({"prompt": "a" * 9000}, 422, "prompt has 9000 letters, and this server takes 8192; shorten it"),
-        ({"prompt": "a\0b"}, 400, "holds U+0000, which is no text; leave it out"),
-        ({"prompt": "a\ud800b"}, 400, "holds U+D800, which is no text; leave it out"),
+        ({"prompt": "a\0b"}, 400, "holds U+0000, which is not text; leave it out"),
+        ({"prompt": "a\ud800b"}, 400, "holds U+D800, which is not text; leave it out"),
         ({"lora": "stile"}, 422, "lora='stile' is not known; did you mean style?"),
         ({"output_format": "tiff"}, 400, "output_format='tiff' should be 'png', 'jpeg' or 'webp'"),
         ({"timeout": -1}, 400, "try timeout=60"),
@@ -342,6 +342,6 @@ def test_loras_of_a_second_transformer(served: Served, monkeypatch: pytest.Monke
     assert choose({**wanted, "style": 0.8}) == {**wanted, "style": 0.8}
     assert choose("transformer_2=style:0.5") == choose({"name": "transformer_2=style", "scale": 0.5}) == wanted
     assert choose("transformer=style") == choose("style") == {"style": 1.0}
-    assert choose("style:big") == (422, "lora='style:big': 'big' is no scale; try style:0.8")
+    assert choose("style:big") == (422, "lora='style:big': 'big' is not a scale; try style:0.8")
     (model,) = served.client.get("/v1/models").json()["data"]
     assert model["loras"] == ["style", "transformer_2=style"]

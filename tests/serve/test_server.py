@@ -44,7 +44,7 @@ def test_the_server_does_not_import_torch() -> None:
         (["--model", "nothing-here"], "nothing-here"),
         (["--host", "0.0.0.0"], "--api-key FILE or DITILE_API_KEY, or --insecure"),
         (["--port", "99999"], "'99999' should be less than 65536"),
-        (["--lora-dir", "nowhere"], "is no folder"),
+        (["--lora-dir", "nowhere"], "is not a folder"),
         (["--text-after", "free"], "use offload or keep"),
         (["--api-key", "nowhere"], "nowhere"),
         (["--tensor", "3"], "tensor=3"),

@@ -472,7 +472,7 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _write_tensor(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> Tensor:
         """Copies numbers into a tensor. Raises `SimulationError` if they are not known and it is a plain one."""
-        # The number of a kernel's argument is no copy.
+        # The number of a kernel's argument is not a copy.
         if not (source.device.type == "cpu" and source.ndim == 0):
             self._note_copy(source, target.device, non_blocking=non_blocking)
         if self.side_stream is None or self.graph is not None:

@@ -73,7 +73,7 @@ def run_rows(pool: Pool, name: str, patches: int, rows: Mapping[str, Row], ranks
     try:
         outcomes = pool.run(draw_rows, ranks, name, patches, rows, timeout=TIMEOUT)
     except CaseError as error:
-        # Some row ended in an error that is no refusal: each by itself says which.
+        # Some row ended in an error that is not a refusal: each by itself says which.
         if len(rows) == 1:
             return {key: describe_error(error) for key in rows}
         return {key: run_rows(pool, name, patches, {key: row}, ranks)[key] for key, row in rows.items()}

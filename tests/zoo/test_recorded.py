@@ -25,15 +25,15 @@ RECORDED = {
 }  # fmt: skip
 """Entries, nearly all of classes of their own, of which every call under every axis is recorded."""
 RUNS_CODE = {
-    "flux-2-klein-kv": "an argument is no tensor and no number",
+    "flux-2-klein-kv": "an argument is neither a tensor nor a number",
     "flux-ip-adapter": "hooks are on a FluxTransformerBlock",
-    "glm-image": "an argument is no tensor and no number",
+    "glm-image": "an argument is neither a tensor nor a number",
     "hidream": "aten::bincount",
     "hunyuan-image": "aten::index,",
     "hunyuan-video-1.5": "aten::_local_scalar_dense",
     "hunyuan-video-framepack": "aten::_local_scalar_dense",
     "mochi": "aten::nonzero",
-    "qwen-image-2.1": "an argument is no tensor and no number",
+    "qwen-image-2.1": "an argument is neither a tensor nor a number",
     "stable-audio-3": "hooks are on a StableAudio3DiTBlock",
 }
 """Entries whose calls are not recorded where ditile is between their blocks, and why."""

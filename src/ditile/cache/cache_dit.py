@@ -272,7 +272,7 @@ class QuantizeConfig(Fields):
 def parse_quantize_config(value: Any) -> QuantizeConfig:
     """Return a config, which may come from a dict. Raises `ModelError` if it is neither, or a value is not allowed."""
     if not isinstance(value, QuantizeConfig | Mapping):
-        raise ModelError(f"quantize_config={quote_value(value)} is no config; give a QuantizeConfig(..), or a dict")
+        raise ModelError(f"quantize_config={quote_value(value)} is not a config; give a QuantizeConfig(..), or a dict")
     if isinstance(value, QuantizeConfig):
         return value
     return QuantizeConfig(**value)

@@ -246,10 +246,10 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
         content = files.parse_json(text) if language == "JSON" else yaml.safe_load(text)
         _check_amount(content)
     except RecursionError:
-        raise LoadError(f"the config {str(path)!r} is no {language}: it is nested too deep") from None
+        raise LoadError(f"the config {str(path)!r} is not {language}: it is nested too deep") from None
     # PyYAML raises the last three for a value that does not fit its tag, such as `!!bool x`.
     except (ValueError, yaml.YAMLError, LookupError, AttributeError, TypeError) as error:
-        raise LoadError(f"the config {str(path)!r} is no {language}: {join_error_lines(error)}") from error
+        raise LoadError(f"the config {str(path)!r} is not {language}: {join_error_lines(error)}") from error
     if not isinstance(content, Mapping):
         raise LoadError(f"the config {str(path)!r} has no sections; try some of {', '.join(_SECTIONS)}")
     return content
@@ -281,7 +281,7 @@ def _check_amount(content: Any) -> None:
 def _read_section(content: JsonObject, name: str) -> JsonObject:
     values = content[name]
     if not isinstance(values, Mapping):
-        raise ModelError(f"{name}={quote_value(values)} is no section; give names and values")
+        raise ModelError(f"{name}={quote_value(values)} is not a section; give names and values")
     section = {str(key): value for key, value in values.items()}
     for key, value in section.items():
         # YAML 1.1 reads a number such as 1e-8, without a point, as text.
@@ -457,7 +457,7 @@ def _split_cache_line(line: str, method: type[CacheConfig]) -> JsonObject:
         name, _, value = word.partition("=")
         if name not in known and name not in fields:
             raise ModelError(
-                f"{word!r} is no word of a cache in one line; known are {', '.join(known)}, and the fields of "
+                f"{word!r} is not a word of a cache in one line; known are {', '.join(known)}, and the fields of "
                 f"{method.__name__} by their names"
             )
         if not value and name in CACHE_WORDS and name not in _WITHOUT_VALUE:

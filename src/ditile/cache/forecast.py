@@ -172,7 +172,7 @@ def build_forecaster(
         return DMD(config.dmd_history, config.dmd_rank or None, config.dmd_ridge, dtype, total)
     if isinstance(config, ChebyshevCalibratorConfig):
         return Chebyshev(config)
-    raise ModelError(f"{type(config).__name__} is no calibrator; try TaylorSeerCalibratorConfig()")
+    raise ModelError(f"{type(config).__name__} is not a calibrator; try TaylorSeerCalibratorConfig()")
 
 
 class _Newton(Forecaster):

@@ -111,8 +111,8 @@ def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
     # 1.0 equals 1, but a mask has whole numbers only.
     if not is_list or not all(isinstance(step, int) for step in mask) or not {0, 1}.issuperset(mask):
         raise ModelError(
-            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
-            "a preset"
+            f"steps_computation_mask={mask!r} is not a mask; give a 1 or 0 for each step, as steps_mask(..) does, or "
+            "name a preset"
         )
     return tuple(map(int, mask))
 
@@ -154,7 +154,7 @@ def parse_step_mask(text: str) -> str | tuple[int, ...]:
         runs = list(map(int, compute.split(",")))
         holes = list(map(int, cache.split(",")))
     except ValueError:
-        raise ModelError(f"{text!r} are no bins; write them as in 6,1,1,1,1/1,2,5,5,5, or name a preset") from None
+        raise ModelError(f"{text!r} are not bins; write them as in 6,1,1,1,1/1,2,5,5,5, or name a preset") from None
     return tuple(steps_mask(runs, holes))
 
 

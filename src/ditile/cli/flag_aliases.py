@@ -56,7 +56,7 @@ CACHE_DIT_ALIASES = (
 
 _PREFIX = "alias_"
 _MULTI_VALUE_FLAG = "attn_layer_num_for_pp"
-_MULTI_VALUE_HELP = ", with spaces: 7 7 8; what is no flag, such as a prompt, stands before it"
+_MULTI_VALUE_HELP = ", with spaces: 7 7 8; what is not a flag, such as a prompt, stands before it"
 
 
 def list_aliases(classes: Sequence[type]) -> list[FlagAlias]:

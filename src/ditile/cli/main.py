@@ -189,14 +189,16 @@ def _check_words(words: list[str]) -> None:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise PlanError(f"{ascii(word)} is not UTF-8; set the terminal, or the locale, to UTF-8")
         if word.startswith("--") and word.endswith("=--"):
-            raise PlanError(f"{word}: -- is no value; give another")
+            raise PlanError(f"{word}: -- is not a value; give another")
 
 
 def _parse_arguments(words: list[str]) -> argparse.Namespace:
     _check_words(words)
     if not words[0].startswith("-") and words[0] not in list_commands():
         hint = suggest_nearest(words[0], list_commands(), "", cutoff=0.5)
-        raise PlanError(f"{words[0]!r} is no command; {hint} there are {', '.join(list_commands())}".replace("  ", " "))
+        raise PlanError(
+            f"{words[0]!r} is not a command; {hint} there are {', '.join(list_commands())}".replace("  ", " ")
+        )
     arguments, unknown = build_parser().parse_known_args(words)
     if not unknown and arguments.command is not None:
         return arguments

@@ -190,7 +190,7 @@ def pick_device(requested: str | torch.device | None, local_rank: int) -> torch.
     try:
         device = torch.device(requested)
     except RuntimeError as error:
-        raise PlanError(f"device={requested!r} is no device; try cpu, cuda or cuda:0") from error
+        raise PlanError(f"device={requested!r} is not a device; try cpu, cuda or cuda:0") from error
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():

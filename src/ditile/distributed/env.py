@@ -116,7 +116,9 @@ def read_torchrun_place() -> Torchrun | None:
             numbers[name] = int(value)
     if numbers.keys() != values.keys() or numbers["RANK"] >= numbers["WORLD_SIZE"]:
         listed = ", ".join(f"{name}={value[:20]!r}" for name, value in values.items())
-        raise PlanError(f"{listed} of the environment are no rank among ranks; unset them, or start with torchrun")
+        raise PlanError(
+            f"{listed} of the environment do not make a rank among ranks; unset them, or start with torchrun"
+        )
     if numbers["WORLD_SIZE"] == 1:
         # Containers and schedulers set both variables also for a single process.
         return None
@@ -171,7 +173,7 @@ def read_progress_fd() -> int | None:
     # A user may have exported it from a rank by mistake.
     text = os.environ.get("DITILE_PROGRESS_FD", "")
     if text and not (text.isdecimal() and len(text) < 10):
-        raise StateError(f"DITILE_PROGRESS_FD={text[:20]!r} of the environment is no whole number; unset it")
+        raise StateError(f"DITILE_PROGRESS_FD={text[:20]!r} of the environment is not a whole number; unset it")
     return int(text) if text else None
 
 

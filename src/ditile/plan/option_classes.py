@@ -239,7 +239,7 @@ def _build_adapters(annotated: Any) -> dict[str, tuple[TypeAdapter[Any], Any]]:
         example = None
         if name in fields:
             example = fields[name].metadata.get("example", fields[name].default)
-        # Other names of a class are no fields.
+        # Other names of a class are not fields.
         if name in fields or (not fields and name != "self"):
             adapters[name] = TypeAdapter(_use_instances(kind)), example
     return adapters

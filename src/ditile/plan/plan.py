@@ -427,9 +427,9 @@ class Plan:
             values = json.loads(text)
         # JSON that is nested too deep raises RecursionError.
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"{text[:80]!r} is no JSON ({error}); a plan is an object such as {example}") from error
+            raise PlanError(f"{text[:80]!r} is not JSON ({error}); a plan is an object such as {example}") from error
         if not isinstance(values, dict):
-            raise PlanError(f"{text[:80]!r} is no JSON object; a plan is one such as {example}")
+            raise PlanError(f"{text[:80]!r} is not a JSON object; a plan is one such as {example}")
         return cls(**values)
 
     def to_json(self) -> str:
@@ -533,7 +533,9 @@ class Plan:
                     example = text.replace(",", " ")
                 raise PlanError(f"{word!r}: the words of a plan have blanks between them; write '{example}'")
             if not equals or name not in names or name in values:
-                raise PlanError(f"{word!r} is no part of a plan; write name=value with {', '.join(names)}, each once")
+                raise PlanError(
+                    f"{word!r} is not a part of a plan; write name=value with {', '.join(names)}, each once"
+                )
             try:
                 values[name] = parse_option(cls, name, value)
             except ValueError as error:

@@ -292,7 +292,7 @@ def resolve_plan_option(
     if not text.strip():
         raise PlanError(f"plan={text!r} says nothing; write name=value, such as pipefusion=2, or auto")
     if text != AUTO and "=" not in text:
-        raise PlanError(f"plan={text!r} is no plan; write name=value, such as pipefusion=2, or auto for the fastest")
+        raise PlanError(f"plan={text!r} is not a plan; write name=value, such as pipefusion=2, or auto for the fastest")
     if text != AUTO:
         return Plan.parse(text)
 

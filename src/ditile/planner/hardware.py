@@ -323,7 +323,7 @@ def parse_bandwidth(text: str) -> float:
     """Parse the bits a second of a text such as "100Mbit" or "10Gbit". Raises `PlanError` if it is not a bandwidth."""
     bits = _parse_amount(text, "([kmg])()bit(?:/s)?")
     if not bits:
-        raise PlanError(f"interlink={text!r} is no bandwidth; write 10Gbit, 1Gbit or 100Mbit")
+        raise PlanError(f"interlink={text!r} is not a bandwidth; write 10Gbit, 1Gbit or 100Mbit")
     return bits
 
 
@@ -335,7 +335,7 @@ def parse_byte_amount(text: str, name: str = "memory") -> int:
     """
     amount = _parse_amount(text, "([kmgt])(i?)b")
     if not amount:
-        raise PlanError(f"{name}={text!r} is no amount; write 48GB or 40GiB")
+        raise PlanError(f"{name}={text!r} is not an amount; write 48GB or 40GiB")
     return int(amount)
 
 

@@ -285,7 +285,7 @@ class Profile:
             what += f": {row['msg']}"
         except ValueError as error:
             what = str(error)
-        raise ModelError(f"{where} is no profile of a machine ({what}); make one with `ditile calibrate`")
+        raise ModelError(f"{where} is not a profile of a machine ({what}); make one with `ditile calibrate`")
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Profile:

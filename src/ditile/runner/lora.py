@@ -125,7 +125,7 @@ def _locate_source(source: Any, label: str, kwargs: dict[str, Any]) -> str:
         kwargs["weight_name"] = Path(path).name
         path = str(Path(path).parent)
     elif not os.path.exists(path) and (path.endswith(".safetensors") or not is_hub_id(path)):
-        raise ModelError(f"lora={str(source)!r} is no file, folder or hub id (owner/name); give a .safetensors file")
+        raise ModelError(f"lora={str(source)!r} is not a file, folder or hub id (owner/name); give a .safetensors file")
     elif os.path.isdir(path) and kwargs.get("weight_name") is None:
         kwargs["weight_name"] = _choose_weight_name(Path(path, kwargs.get("subfolder") or ""), label)
     weight_name = kwargs.get("weight_name")

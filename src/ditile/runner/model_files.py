@@ -237,7 +237,7 @@ def collect_component_files(
         if name in files:
             raise ModelError(f"{name} has two files, {files[name]!r} and {file!r}; give one of them")
         if not isinstance(file, str | Path):
-            raise ModelError(f"{name}={file!r} is no file; give a .safetensors or .gguf file")
+            raise ModelError(f"{name}={file!r} is not a file; give a .safetensors or .gguf file")
         # The shell does not, after the name of a component.
         files[name] = os.path.expanduser(file)
     return files
@@ -252,7 +252,7 @@ def check_model_file(file: Path | str, component: str = TRANSFORMER) -> str:
             tensor cannot be printed.
     """
     if not os.path.isfile(file):
-        raise ModelError(f"{component}={str(file)!r} is no file; give a .safetensors or .gguf file")
+        raise ModelError(f"{component}={str(file)!r} is not a file; give a .safetensors or .gguf file")
     path = Path(file)
     if path.suffix in PICKLES:
         raise LoadError(f"{path} is a pickle, which can run code when it is read; take a .safetensors or .gguf file")
@@ -531,7 +531,7 @@ def open_safetensors(path: Path, framework: str) -> Any:
         return safetensors.safe_open(path, framework=framework)
     except (safetensors.SafetensorError, OSError) as error:
         refuse_out_of_memory(error)
-        raise LoadError(f"{path} is no whole safetensors file ({join_error_lines(error)}); copy it again") from error
+        raise LoadError(f"{path} is not a whole safetensors file ({join_error_lines(error)}); copy it again") from error
 
 
 def open_gguf(path: Path) -> Any:
@@ -581,7 +581,7 @@ def open_gguf(path: Path) -> Any:
         # A damaged header may ask for any amount of memory; only the system says that there is none.
         if isinstance(error, OSError):
             refuse_out_of_memory(error)
-        raise LoadError(f"{path} is no whole GGUF file ({join_error_lines(error)}); copy it again") from error
+        raise LoadError(f"{path} is not a whole GGUF file ({join_error_lines(error)}); copy it again") from error
 
 
 def refuse_out_of_memory(error: Exception) -> None:
@@ -652,9 +652,9 @@ def read_json_object(path: Path, kind: type[FileValues] = FileValues) -> dict[st
         content = files.parse_json(files.read_text(path))
     except (OSError, ValueError) as error:
         refuse_out_of_memory(error)
-        raise LoadError(f"{path} is no readable JSON: {join_error_lines(error)}") from error
+        raise LoadError(f"{path} is not readable JSON: {join_error_lines(error)}") from error
     if not isinstance(content, dict):
-        raise LoadError(f"{path} is no JSON object")
+        raise LoadError(f"{path} is not a JSON object")
     try:
         kind.model_validate(content)
     except ValidationError as invalid:
@@ -680,7 +680,7 @@ def check_weight_source(source: str, option: str) -> None:
             open_safetensors(Path(source), "np")
         return
     if not is_hub_id(source):
-        raise ModelError(f"{option}={source!r} is no file; give one, a folder or a hub id (owner/name)")
+        raise ModelError(f"{option}={source!r} is not a file; give one, a folder or a hub id (owner/name)")
     check_hub_access(source, "*", option)
 
 

@@ -860,7 +860,8 @@ def parallelize(
             such code is refused under a plan that divides it.
 
     Raises:
-        PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
+        PlanError: if `plan` is not a `Plan`, does not use all ranks or does not fit the model, or the device is not
+            here.
         ModelError: if `pipe` is not a pipeline or cannot be divided so, the kernel is unsuitable, or `cuda_graphs` has
             an unknown value.
         StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.

@@ -28,7 +28,7 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
         ModelError: if the class is not a pipeline, needs a missing component, or calls other models in its loop.
     """
     if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
-        raise ModelError(f"{kind!r} is no class of pipelines; give one of diffusers, such as FluxImg2ImgPipeline")
+        raise ModelError(f"{kind!r} is not a class of pipelines; give one of diffusers, such as FluxImg2ImgPipeline")
     builder: Any = kind
     name = kind.__name__
     needed, settings = builder._get_signature_keys(builder)

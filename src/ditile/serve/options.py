@@ -88,12 +88,12 @@ class ServeOptions(EngineOptions, SourceOptions):
         self._check_ray_options()
         if self.lora_dir is not None:
             if not os.path.isdir(self.lora_dir):
-                raise ModelError(f"lora_dir={self.lora_dir!r} is no folder; give one that has .safetensors files")
+                raise ModelError(f"lora_dir={self.lora_dir!r} is not a folder; give one that has .safetensors files")
             require_extra("lora", f"lora_dir={self.lora_dir!r}")
         origins = self.list_origins()
         for origin in origins:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
-                raise ModelError(f"cors={origin!r} is no origin; try cors=https://www.example.org, or with a port")
+                raise ModelError(f"cors={origin!r} is not an origin; try cors=https://www.example.org, or with a port")
         has_key = self.api_key is not None or env.read_api_key() is not None
         if "*" in origins and not has_key:
             raise ModelError(
@@ -117,7 +117,7 @@ class ServeOptions(EngineOptions, SourceOptions):
         # An address with a scheme is for Ray's client, which needs no cluster on this machine.
         if "://" in self.ray or not (self.ray == "local" or has_port):
             raise ModelError(
-                f"ray={self.ray!r} is no address of a cluster, such as 10.0.0.1:6379; run this on one of its machines"
+                f"ray={self.ray!r} is not an address of a cluster, such as 10.0.0.1:6379; run this on a machine of it"
             )
         require_extra("ray", f"ray={self.ray!r}")
 

@@ -190,7 +190,7 @@ class Service:
             JobNotFoundError: if `after` is not a job of this owner and kind.
         """
         if after is not None and self.find_job(after, owner).kind != kind:
-            raise JobNotFoundError(f"{after!r} is no {kind}")
+            raise JobNotFoundError(f"no {kind} has the id {after!r}")
         jobs = []
         for state in self._states.values():
             if state.job.owner == owner and state.job.kind == kind:

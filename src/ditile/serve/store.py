@@ -211,7 +211,7 @@ class JobStore:
 
     def _find_folder(self, job_id: str) -> Path:
         if not JOB_ID.fullmatch(job_id):
-            raise JobNotFoundError(f"{job_id!r} is no id of a job")
+            raise JobNotFoundError(f"{job_id!r} is not the id of a job")
         return self._folder / "jobs" / job_id
 
     def _write_files(self, job_id: str, contents: Files) -> None:
@@ -221,7 +221,7 @@ class JobStore:
         folder.mkdir(mode=0o700, exist_ok=True)
         for name, content in contents.items():
             if not FILE_NAME.fullmatch(name):
-                raise StateError(f"{name!r} is no name for a file of a job")
+                raise StateError(f"{name!r} is not a name for a file of a job")
             write_atomically(folder / name, content)
             _sync_file(folder / name)
         # After a power failure, a row must not exist without the names of its files.
@@ -291,7 +291,9 @@ def _open_database(path: Path) -> sqlite3.Connection:
         _prepare_database(database, path)
     except sqlite3.Error as error:
         database.close()
-        raise StateError(f"{path} is no database of jobs: {error}; remove it, or give --state another folder") from None
+        raise StateError(
+            f"{path} is not a database of jobs: {error}; remove it, or give --state another folder"
+        ) from None
     except BaseException:
         database.close()
         raise

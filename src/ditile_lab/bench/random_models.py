@@ -46,7 +46,7 @@ class RandomModel:
                 raise ModelError(f"{name}={getattr(self, name)} of a random model; try {name}={least} or more")
         # Rotary embeddings divide a head into three axes of even widths.
         if self.head_dim % 4:
-            raise ModelError(f"head_dim={self.head_dim} of a random model is no multiple of 4; try head_dim=32")
+            raise ModelError(f"head_dim={self.head_dim} of a random model is not a multiple of 4; try head_dim=32")
 
     @classmethod
     def parse_model_name(cls, text: str) -> RandomModel:

@@ -68,7 +68,7 @@ def read_coco_captions(path: Path) -> list[Caption]:
         captions = [Caption(texts[image], names.get(image)) for image in sorted(texts)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{option} is no file of COCO captions: 'annotations' have id, image_id and caption"
+            f"{option} is not a file of COCO captions: 'annotations' have id, image_id and caption"
         ) from error
     if not captions:
         raise ModelError(f"{option} has no caption")

@@ -221,7 +221,7 @@ def _load_clip_metric(name: str) -> Metric:
         if is_out_of_memory(error):
             raise
         reason = join_error_lines(error, 160)
-        raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {reason}") from error
+        raise ModelError(f"clip={name!r} is not a CLIP that transformers can load from disk: {reason}") from error
     length = model.config.text_config.max_position_embeddings
 
     # torchmetrics passes either text or images.

@@ -163,7 +163,7 @@ class JudgeOptions:
         if self.resize is not None and self.resize < 8:
             raise ModelError(f"resize={self.resize} is too small to judge; try resize=256")
         if self.references is not None and not list_images(Path(self.references)):
-            raise ModelError(f"references={self.references!r} is no folder with images (.png, .jpg, .jpeg, .webp)")
+            raise ModelError(f"references={self.references!r} is not a folder with images (.png, .jpg, .jpeg, .webp)")
 
 
 @options()

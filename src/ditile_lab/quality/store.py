@@ -78,7 +78,7 @@ class EvaluationFolder:
         rows_on_disk = {}
         for row in self.rows.read():
             if not all(isinstance(row.get(name), cls) for name, cls in FIELD_TYPES.items()):
-                raise LoadError(f"{self.rows.path} has a line that is no image's; give another --out")
+                raise LoadError(f"{self.rows.path} has a line that is not an image's; give another --out")
             setting = EvaluationSetting(row["plan"], row["cache"])
             place = row["caption"]
             # Fewer captions than before are allowed: rows beyond them stay unchanged.

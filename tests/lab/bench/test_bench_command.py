@@ -46,7 +46,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--plans", "pipefusion=13"), "try 1 to 12"),
         (("--plans", "tensor=3"), "tensor=3 does not divide"),
         (("--plans", "pipefusion=2 patches=99"), "token rows"),
-        (("--plans", "ulysses=2", "--device", "gpu"), "device='gpu' is no device; try cpu, cuda or cuda:0"),
+        (("--plans", "ulysses=2", "--device", "gpu"), "device='gpu' is not a device; try cpu, cuda or cuda:0"),
         (("--plans", "ulysses=2", "--round", "3"), "did you mean --rounds?"),
         (("--plans", "ulysses=2", "--threads", "0"), "--threads: '0' should be greater"),
         (("--plans", "ulysses=2", "--out", "nowhere/there"), "nowhere"),

@@ -103,4 +103,4 @@ def test_both_files_are_written(tmp_path: Path, sweep: str) -> None:
         else:
             assert "<svg" in file.read_text("utf-8")
     one = [row for row in rows if row["plan"] == ONE_RANK]
-    assert one and figures.draw_bench_figure(sweep, one, tmp_path) == [], "one rank alone is no comparison"
+    assert one and figures.draw_bench_figure(sweep, one, tmp_path) == [], "one rank alone is not a comparison"

@@ -144,7 +144,7 @@ def test_another_job_in_the_same_folder(
     ("words", "says"),
     [
         (("--model", "nothing-like-it"), "shapes-flux, shapes-flux-turbo, shapes-pixart"),
-        (("--plans", "pipe=2"), "'pipe=2' is no part of a plan"),
+        (("--plans", "pipe=2"), "'pipe=2' is not a part of a plan"),
         (("--plans", "pipefusion=64"), "pipefusion=64"),
         (("--plans", "ulysses=2", "--caches", "F=99"), "F"),
         (("--plans", "data=2"), "leave data out"),

@@ -259,7 +259,7 @@ def test_a_limit_that_is_no_number(limit: Any) -> None:
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ({"use_fast_maths": True}, "use_fast_maths=True is no flag of this torch's .*; did you mean use_fast_math"),
+        ({"use_fast_maths": True}, "use_fast_maths=True is not a flag of this torch's .*; did you mean use_fast_math"),
         ({"use_fast_math": "yes"}, "use_fast_math='yes' is neither on nor off; try use_fast_math=True"),
     ],
 )

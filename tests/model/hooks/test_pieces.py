@@ -20,7 +20,7 @@ def mark(shape: tuple[int, ...], dim: int, run: slice) -> Tensor:
 
 
 def mark_flat(shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """A run of the flattened frames, rows and columns of a video, which is no run along any one of them."""
+    """A run of the flattened frames, rows and columns of a video, which is not a run along any one of them."""
     mask = torch.zeros(shape, dtype=torch.bool)
     mask.flatten(2)[..., start:stop] = True
     return mask

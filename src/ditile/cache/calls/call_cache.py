@@ -189,7 +189,7 @@ def prepare_policy(
         finder = BatchDimFinder(model, None)
         guided = GuidedModel(pipe, list_parameter_names(model), find_latents_parameter(model), finder)
         return cast(MakePolicy, functools.partial(GatedGuidance, model=guided))
-    raise ModelError(f"{type(config).__name__} is no method that leaves out calls; try FittedScheduleConfig()")
+    raise ModelError(f"{type(config).__name__} is not a method that leaves out calls; try FittedScheduleConfig()")
 
 
 def _have_same_source(config: CallCacheConfig, other: CallCacheConfig) -> bool:

@@ -99,7 +99,7 @@ class Schedule(BaseModel):
         for budget in self.budgets:
             computed = set(budget.computed)
             if list(budget.computed) != sorted(computed) or 0 not in computed or not computed <= steps:
-                raise ValueError(f"{list(budget.computed)} are no steps of {self.num_steps} that could compute")
+                raise ValueError(f"{list(budget.computed)} are not steps of {self.num_steps} that could compute")
             if set(budget.weights) != steps - computed:
                 raise ValueError(f"the budget of {budget.size} steps has no weights for some step, or too many")
         return self

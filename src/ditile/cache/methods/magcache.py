@@ -230,14 +230,14 @@ def _read_ratios(ratios: Any) -> tuple[float, ...] | None:
     # Text is a name or a list of numbers.
     if isinstance(ratios, str) and ratios.isidentifier():
         if ratios not in RATIOS_BY_NAME:
-            raise ModelError(f"mag_ratios={ratios!r} is no known table; {suggest_nearest(ratios, RATIOS_BY_NAME)}")
+            raise ModelError(f"mag_ratios={ratios!r} is not a known table; {suggest_nearest(ratios, RATIOS_BY_NAME)}")
         return RATIOS_BY_NAME[ratios]
     if isinstance(ratios, str):
         ratios = ratios.split(",")
     try:
         table = tuple(map(float, ratios))
     except (TypeError, ValueError):
-        raise ModelError(f"mag_ratios={ratios!r} are no numbers; give such as '1.0,1.2,1.1', or 'flux'") from None
+        raise ModelError(f"mag_ratios={ratios!r} are not numbers; give such as '1.0,1.2,1.1', or 'flux'") from None
     if not table or not all(0 < ratio < float("inf") for ratio in table):
         raise ModelError(f"mag_ratios={ratios!r}: each is a number above 0; give such as '1.0,1.2,1.1', or 'flux'")
     return table

@@ -320,7 +320,7 @@ def set_compile_configs(
     for name, value in more.items():
         if name not in owners:
             hint = suggest_nearest(name, owners, "see torch._inductor.config")
-            raise ModelError(f"{name}={value!r} is no flag of this torch's inductor or dynamo; {hint}")
+            raise ModelError(f"{name}={value!r} is not a flag of this torch's inductor or dynamo; {hint}")
         if not isinstance(value, bool):
             raise ModelError(f"{name}={value!r} is neither on nor off; try {name}=True")
     dynamo.recompile_limit = max(dynamo.recompile_limit, recompile_limit)

@@ -218,7 +218,7 @@ class Piece:
         """
         if self.run is None:
             raise ModelError(
-                "an argument of scheduler.step has a value for each token, and patches are no runs of tokens"
+                "an argument of scheduler.step has a value for each token, and patches are not runs of tokens"
             )
         if self.dim < x.ndim:
             return self.take(x)

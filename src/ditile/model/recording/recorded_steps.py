@@ -202,7 +202,7 @@ class RecordedSteps:
         """Make a call with its blocks following a decision."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
-            return self._run_code("an argument is no tensor and no number", forward, args, kwargs)
+            return self._run_code("an argument is neither a tensor nor a number", forward, args, kwargs)
         place = (*_describe_place(now, model), decision)
         form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
         call = self._tapes.find_call((place, form))
@@ -326,7 +326,7 @@ class RecordedSteps:
             # Values computed on the CPU would never change.
             call.problem = "its arguments are on several devices"
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in pytree.tree_leaves(result)):
-            call.problem = "its result is no tensor and no number"
+            call.problem = "its result is neither a tensor nor a number"
         if not call.problem:
             self._unplayed[call.place] += 1
         return result

@@ -178,7 +178,7 @@ def find_tensor_table(
     if not table:
         raise ModelError(
             f"{type(transformer).__name__} has no tensor table, and none was derived that two ranks prove, as where "
-            f"the number of heads is no attribute of the attention ({', '.join(HEAD_COUNTS)}); give "
+            f"the number of heads is not an attribute of the attention ({', '.join(HEAD_COUNTS)}); give "
             "ModelSpec(tensor=...) one, in the format of diffusers' _tp_plan, or use ulysses or ring"
         )
     return table

@@ -113,7 +113,7 @@ class LoraChoice(NamedTuple):
         except ValueError:
             scale = math.nan
         if not source or not math.isfinite(scale):
-            raise ModelError(f"lora={text!r}: {scale_text!r} is no scale; try {source or 'FILE'}:0.8")
+            raise ModelError(f"lora={text!r}: {scale_text!r} is not a scale; try {source or 'FILE'}:0.8")
         return cls(source, scale)
 
     def describe(self, name_source: Callable[[str], str] = str) -> str:

@@ -66,7 +66,7 @@ class RunOptions(EngineOptions):
         if Path(self.out).suffix.lower() not in ("", *PICTURE_SUFFIXES, *VIDEO_SUFFIXES):
             stem = Path(self.out).stem
             raise ModelError(
-                f"out={self.out!r}: its ending is no format; name an image {stem}.png, .jpg or .webp, and a video "
+                f"out={self.out!r}: its ending is not a format; name an image {stem}.png, .jpg or .webp, and a video "
                 f"{stem}.mp4, .webp or .gif"
             )
 
@@ -174,9 +174,9 @@ def check_placeholders(name: str) -> None:
         if field is None:
             continue
         if field not in PLACEHOLDERS or conversion is not None:
-            raise ModelError(f"out={name!r}: {{{field}}} is no placeholder; {known}")
+            raise ModelError(f"out={name!r}: {{{field}}} is not a placeholder; {known}")
         if form and (field == "model" or NUMBER_FORMAT.fullmatch(form) is None):
-            raise ModelError(f"out={name!r}: {{{field}:{form}}} is no form of a number; try {{index:04}}")
+            raise ModelError(f"out={name!r}: {{{field}:{form}}} is not a form of a number; try {{index:04}}")
 
 
 def check_output_files(written: Sequence[tuple[str, Path]], *options: Any) -> None:
@@ -224,7 +224,7 @@ def list_named_paths(options: Any) -> Iterator[tuple[str, str]]:
 def check_writable(name: str, path: Path) -> None:
     """Raise `ModelError` unless a file can be written."""
     if "\0" in str(path):
-        raise ModelError(f"{name}={str(path)!r} is no name of a file: it has a NUL")
+        raise ModelError(f"{name}={str(path)!r} is not a file name: it has a NUL")
     try:
         if path.is_dir():
             raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")

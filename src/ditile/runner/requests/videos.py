@@ -176,7 +176,7 @@ def _decode_animation(content: io.BytesIO) -> Iterator[Image.Image]:
 
 
 def _decode_stream(content: io.BytesIO) -> Iterator[Image.Image]:
-    require_extra("video", "a video that is no GIF or WebP", ["av"])
+    require_extra("video", "a video other than GIF and WebP", ["av"])
     import av
 
     with av.open(content) as container:

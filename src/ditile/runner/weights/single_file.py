@@ -537,12 +537,12 @@ def _attach_scales(path: Path, tensors: Mapping[str, FileTensor], opened: Opened
                 raise LoadError(f"{path}: {module}.weight has a second scale, {name}; a weight has one")
             values = opened.get_slice(name)[...].float()
             if not values.isfinite().all() or (values < 0).any():
-                raise LoadError(f"{path}: {name} has numbers that are no scales: negative, infinite or NaN")
+                raise LoadError(f"{path}: {name} has numbers that cannot be scales: negative, infinite or NaN")
             scale = _spread_scale(tensor, weight.shape)
             if scale is None:
                 raise LoadError(
-                    f"{path}: {name} of the shape {list(tensor.shape)} is no scale of {module}.weight, which has the "
-                    f"shape {list(weight.shape)}; one for it, for each of its rows or for blocks of it would be"
+                    f"{path}: {name} of the shape {list(tensor.shape)} is not a scale of {module}.weight, which has "
+                    f"the shape {list(weight.shape)}; one for it, for each of its rows or for blocks of it would be"
                 )
             weight.scale = scale
         elif leaf == FORMAT and tensor.stored_type == "U8" and tensor.ndim == 1:

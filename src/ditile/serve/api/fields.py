@@ -52,7 +52,7 @@ FieldsT = TypeVar("FieldsT", bound=BaseModel)
 def _refuse_no_text(text: str) -> str:
     match = _NO_TEXT.search(text)
     if match:
-        raise ValueError(f"holds U+{ord(match[0]):04X}, which is no text; leave it out")
+        raise ValueError(f"holds U+{ord(match[0]):04X}, which is not text; leave it out")
     return text
 
 
@@ -203,7 +203,7 @@ def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
     if not problem["loc"]:
-        raise RequestError("a field's name is no text of Unicode; leave it out", code="bad_json")
+        raise RequestError("a field's name is not Unicode text; leave it out", code="bad_json")
     name = str(problem["loc"][0])
     hint = ""
     known = fields_class.model_fields.get(name)
@@ -427,7 +427,7 @@ def parse_size(
         match = _SIZE.fullmatch(fields.size.strip())
         if match is None:
             example = list_own_values(facts).get("size", "1024x1024")
-            raise RequestError(f"size={fields.size[:40]!r} is no size; try size={example!r} or 'auto'", param="size")
+            raise RequestError(f"size={fields.size[:40]!r} is not a size; try size={example!r} or 'auto'", param="size")
         width = int(match[1])
         height = int(match[2])
     elif width is None and height is None and images and facts.size:

@@ -79,7 +79,7 @@ class RequestGate:
         if self._keys or not self._options.is_loopback:
             # Addresses in answers are built from the host. Clients of HTTP/1.0 send none.
             if host and match is None:
-                raise RequestError("the host is no name or address", code="bad_host")
+                raise RequestError("the host is not a name or an address", code="bad_host")
             return
         name = "" if match is None else match[1].strip("[]").lower()
         if name not in (*LOOPBACK_NAMES, self._options.host):

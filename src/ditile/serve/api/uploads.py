@@ -155,7 +155,7 @@ def decode_base64(text: str, param: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(
-            f"{param} is no base64; send the file itself, or data:image/png;base64,... with its content", param=param
+            f"{param} is not base64; send the file itself, or data:image/png;base64,... with its content", param=param
         ) from None
 
 
@@ -299,7 +299,7 @@ def _collect_images(value: Any, param: str) -> list[bytes]:
                 text = text.get("url")
             if isinstance(text, str):
                 return [decode_base64(text, param)]
-    raise RequestError(f"{param} is no image; send a file, or a text data:image/png;base64,...", param=param)
+    raise RequestError(f"{param} is not an image; send a file, or a text data:image/png;base64,...", param=param)
 
 
 def _parse_whole_number(text: str) -> int:
@@ -315,4 +315,4 @@ def _parse_finite_number(text: str) -> float:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")

@@ -193,7 +193,7 @@ def describe_video(job: Job) -> JsonObject:
 def _find_video(http: HttpRequest, job_id: str) -> Job:
     job = find_service(http).find_job(job_id, find_owner(http))
     if job.kind != "video":
-        raise JobNotFoundError(f"{job_id[:60]} is no video")
+        raise JobNotFoundError(f"no video has the id {job_id[:60]!r}")
     http.state.job = job.id
     return job
 
