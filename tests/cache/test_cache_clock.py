@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -19,17 +18,16 @@ from diffusers import (
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
 import ditile
-from ditile import BlockAdapter, DBCacheConfig, TaylorSeerCalibratorConfig
-from ditile.cache.cached import IdleCacheWarning, find_model_cache
+from ditile import BlockAdapter, TaylorSeerCalibratorConfig
+from ditile.cache.cached import find_model_cache
 from ditile.cache.step_mask import build_preset_mask
 from ditile.plan.errors import ModelError
 from ditile.runner import caching
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.families import FAMILIES, TEXT, noise
-from tests.model.hooks.compiling import Counting
 from tests.more_families import EVERY
 from tests.parallel.sequence.planned import Denoising, denoising, draw, wan_pipeline
-from tests.runner.cases import MAKE, different, run, same
+from tests.runner.cases import different, same
 from tests.tiny import quiet, randomise
 
 STEPS, SPARE = 6, 2
@@ -301,55 +299,3 @@ def test_masks_are_of_the_generation_whichever_transformer_it_calls() -> None:
         wanted = [k for k in range(report.steps) if not mask[start + k] and k]
         assert report.cached_steps == wanted
         assert report.saved == pytest.approx(len(wanted) / report.steps * report.middle / report.blocks)
-
-
-@pytest.mark.parametrize("steps", [4, 6])
-def test_pictures_whose_steps_must_all_compute_are_told_of(steps: int) -> None:
-    """As of distilled models: the default warmup is longer than their pictures. A failure means silence."""
-    pipe = MAKE["flux"]()
-    ditile.enable_cache(pipe)
-    with pytest.warns(IdleCacheWarning, match=f"all {steps} steps compute then.*try max_warmup_steps=1$"):
-        run(pipe, "flux", num_inference_steps=steps)
-    ditile.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, max_cached_steps=0))
-    with pytest.warns(IdleCacheWarning, match="let mask and limits leave some out"):
-        run(pipe, "flux", num_inference_steps=steps)
-    ditile.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.0))
-    run(pipe, "flux", num_inference_steps=steps)  # a threshold of 0 says so itself
-
-
-def test_new_settings_of_a_model_without_rows() -> None:
-    """Its batch decides as one, whatever they say. A failure means that rows are cut that are not there."""
-    family = EVERY["ErnieImageTransformer2DModel"]
-    call = family.inputs()
-    latents = call.pop("hidden_states")
-    del call["timestep"]
-    pipe = quiet(Denoising(family.make(), FlowMatchEulerDiscreteScheduler()))
-    ditile.enable_cache(pipe, CACHE)
-    pipe(latents, call, STEPS)
-    wanted = skipped(pipe)
-    ditile.refresh_context(pipe, cache_config=copy.copy(CACHE).reset(couple="row"))
-    pipe(latents, call, STEPS)
-    assert skipped(pipe) == wanted == [REST]
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_compiled_transformer_alone(fullgraph: bool) -> None:
-    """Its blocks are compiled in its place. A failure means that a cache takes the compilation away without a word."""
-    pipe, call = denoising("ltx", 3, 5, 7)
-    model, counting = pipe.transformer, Counting()
-    compiled = torch.compile(model, backend=counting, fullgraph=fullgraph)
-
-    def loop(target: Any) -> torch.Tensor:
-        latents = call["latents"]
-        with torch.no_grad():
-            for k in range(STEPS):
-                time = torch.full((len(latents),), 0.9 - 0.1 * k)
-                latents = latents - 0.1 * target(latents, timestep=time, return_dict=False, **call["inputs"])[0]
-        return latents
-
-    ditile.enable_cache(model, CACHE.reset(num_inference_steps=STEPS))
-    wanted = loop(model)
-    assert not counting.take()
-    ditile.enable_cache(compiled, CACHE.reset(num_inference_steps=STEPS))
-    same(loop(compiled), wanted)
-    assert set(counting.take()) == {"LTXVideoTransformerBlock"}

@@ -5,7 +5,6 @@ A failure would mean that a script which runs there does not run here, or that r
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
 import ditile as cache_dit
-from ditile import DBCacheConfig, ModelError, ParallelismConfig
+from ditile import DBCacheConfig, ParallelismConfig
 from tests.cache.test_cache_dit_scripts import flux, left_out, picture
 from tests.pool import Pool
 
@@ -76,23 +75,3 @@ def test_quantized_weights_of_a_share(pool: Pool) -> None:
     """A failure means that weights are quantized before they are shared out, which no kernel of torchao can do."""
     for plain, quantized in pool.run(quantized_on_rank, 2):
         assert 0 < float((quantized - plain).norm() / plain.norm()) < 0.1
-
-
-def refused_on_rank(backend: str) -> str:
-    pipe = flux(1, 1)
-    with pytest.raises(ModelError) as caught:
-        cache_dit.enable_cache(
-            pipe, parallelism_config=ParallelismConfig(ulysses_size=2, parallel_kwargs={"attention_backend": backend})
-        )
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("backend", ["flash", "sage", "_native_cudnn"])
-def test_kernels_that_are_absent(pool: Pool, backend: str) -> None:
-    for said in pool.run(refused_on_rank, 2, backend):
-        assert re.fullmatch(rf"attention={backend} cannot run on cpu in float32 \(.*\); try native", said), said
-
-
-def test_without_ranks_the_sizes_are_refused() -> None:
-    with pytest.raises(cache_dit.PlanError, match="2"):
-        cache_dit.enable_cache(flux(1, 1), parallelism_config=ParallelismConfig(ulysses_size=2))

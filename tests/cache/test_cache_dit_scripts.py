@@ -20,11 +20,9 @@ from ditile import (
     DBPruneConfig,
     ForwardPattern,
     ModelError,
-    ParallelismConfig,
     ParamsModifier,
     TaylorSeerCalibratorConfig,
 )
-from ditile.cache.cache_dit import INSTEAD
 from ditile.cache.cached import IdleCacheWarning
 from tests import tiny
 from tests.parallel.sequence.planned import draw, qwen, wan_pipeline
@@ -119,24 +117,6 @@ def test_a_block_adapter_of_wan() -> None:
     assert first[0] == 4 and len(first) <= 8 and second[0] == 2 and len(first) != len(second)
 
 
-def test_a_block_adapter_that_looks_for_itself() -> None:
-    pipe, call = wan_pipeline()
-    pipe.register_modules(transformer_2=None)
-    pipe.register_to_config(boundary_ratio=None)
-    cache_dit.enable_cache(
-        BlockAdapter(
-            pipe=pipe,
-            auto=True,  # 启用自动模式
-            forward_pattern=ForwardPattern.Pattern_2,
-            allow_prefixes=["transformer", "blocks"],
-            blocks_policy="max",
-        ),
-        cache_config=DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=1.0),
-    )
-    pipe(**call)
-    assert left_out(pipe) == [[2, 3]]
-
-
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "DBCache": lambda: {
         "cache_config": DBCacheConfig(
@@ -193,19 +173,6 @@ def test_a_config(name: str) -> None:
         assert len(mask) == 28 and not any(mask[step] for step in report.cached_steps)
 
 
-def test_differences_help_to_choose_a_threshold(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = flux()
-    cache_dit.enable_cache(pipe)
-    picture(pipe)
-    cache_dit.summary(pipe, details=True)
-    assert "p95" in capsys.readouterr().out
-
-
-def test_fields_that_are_not_known_are_an_error() -> None:
-    with pytest.raises(ModelError, match="did you mean Fn_compute_blocks"):
-        DBCacheConfig(Fn_compute_block=8)
-
-
 def test_settings_that_leave_no_block_are_said() -> None:
     """Twelve blocks, and all of them probe. Where warnings are errors nothing was changed."""
     pipe = flux()
@@ -221,44 +188,6 @@ def test_settings_that_leave_no_block_are_said() -> None:
 
 
 # torch.compile: graphs are captured, and run op by op
-
-
-def test_compiled_with_a_cache() -> None:
-    plain = flux(1, 3)
-    cache_dit.enable_cache(plain, cache_config=DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.12))
-    wanted, pipe = picture(plain, 14), flux(1, 3)
-    torch.compiler.reset()
-
-    cache_dit.enable_cache(pipe, cache_config=DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.12))
-    cache_dit.set_compile_configs()
-    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
-
-    same(picture(pipe, 14), wanted)
-    assert left_out(pipe) == left_out(plain) != [[]]
-
-
-@pytest.mark.parametrize("name", [*INSTEAD, "load_optionz"])
-def test_names_that_are_absent_say_what_to_use(name: str) -> None:
-    with pytest.raises(
-        AttributeError, match="use .+" if name in INSTEAD else "has no attribute 'load_optionz'$"
-    ) as caught:
-        getattr(cache_dit, name)
-    assert not hasattr(cache_dit, name) and "\n" not in str(caught.value)
-
-
-def test_configs_do_not_change() -> None:
-    """They are values. A failure means that a script which changes one in place goes on with the old values."""
-    config = DBCacheConfig(Fn_compute_blocks=1)
-    assert config.as_dict() == config.values() and config.strify() == str(config)
-    for call, hint in (
-        (lambda: config.update(Fn_compute_blocks=2), "write config = config.reset"),
-        (lambda: DBCacheConfig(cache_type="DBCache"), "the class says it"),
-        (lambda: config.reset(force_refresh_step_hint=4), "by steps_computation_mask, such as"),
-        (lambda: ParallelismConfig(use_ray=True), "started by torchrun or ditile.launch"),
-        (lambda: ParallelismConfig(ray_address="auto"), "started by torchrun or ditile.launch"),
-    ):
-        with pytest.raises(ModelError, match=hint):
-            call()
 
 
 def test_a_refresh_changes_what_it_is_given() -> None:

@@ -84,17 +84,6 @@ def test_calibrators_continue_what_was_computed(flow: str, kind: str) -> None:
         caching.disable_cache(model)
 
 
-def test_a_line_is_known_as_soon_as_there_are_two_points() -> None:
-    """Regression: a first derivative was used from the fourth step on, and before that the last value."""
-    name = FLOWS["image"]
-    model = EVERY[name].make()
-    wanted, _ = by_hand(name, model, threshold=9e9, spare=2, memory=lambda: TaylorSeer(1))
-    reused, _ = by_hand(name, model, threshold=9e9, spare=2)
-    got = with_cache(name, model, ROUND.reset(max_warmup_steps=2), TaylorSeerCalibratorConfig())
-    same(got, wanted)
-    different(got[2][0], reused[2][0])
-
-
 def test_one_stream_may_be_forecast_alone() -> None:
     name = FLOWS["image, text"]
     model = EVERY[name].make()
@@ -317,22 +306,6 @@ def test_nothing_is_remembered_after_the_last_step(config: Any) -> None:
             assert (find_model_cache(model).memory_bytes > 0) == (step < STEPS - 1)
             assert bool(live() - before) == (step < STEPS - 1)
     assert any(skipped(model)) and find_model_cache(model).kept_bytes > 0
-
-
-def test_a_call_that_raises_ends_the_picture() -> None:
-    """Its memory is freed at once, and the next picture is what it is without the one that failed."""
-    name = FLOWS["text, image"]
-    model = EVERY[name].make()
-    enable(model, ROUND)
-    wanted = outputs(name, model)
-    inputs = list(calls(name))
-    before = live()
-    with torch.no_grad():
-        model(**inputs[0])
-        with pytest.raises(RuntimeError):
-            model(**inputs[1] | {"encoder_hidden_states": torch.zeros(2, 5, 7)})
-    assert find_model_cache(model).memory_bytes == 0 and not live() - before
-    same(outputs(name, model), wanted)
 
 
 def test_pictures_without_a_pipeline() -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 import ditile
-from ditile import TaylorSeerCalibratorConfig
 from ditile.cache.cached import IdleCacheWarning, find_model_cache
 from ditile.model.block_lists import find_block_lists
 from ditile.runner import caching
 from tests.cache.hand import by_hand
-from tests.cache.pictures import draw_plain_and_cached, live, settings_for, skipped
+from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.runner.cases import MAKE, different, same
 
 STEPS, SPARE = 8, 3
@@ -78,20 +77,6 @@ def test_a_transformer_that_is_replaced_is_freed(again: bool) -> None:
     same(draw(pipe, "flux"), plain)
 
 
-def test_what_is_refused_leaves_the_earlier_cache() -> None:
-    """A failure means that a division or a type of quantization that cannot be takes the cache away that was there."""
-    pipe = MAKE["flux"]()
-    ditile.enable_cache(pipe, CACHE)
-    wanted = draw(pipe, "flux")
-    for refused in ({"parallelism_config": {"ulysses_size": 2}}, {"quantize_config": {"quant_type": "svdq_int4_r32"}}):
-        with pytest.raises(ditile.DitileError):
-            ditile.enable_cache(pipe, CACHE.reset(max_warmup_steps=1), **refused)
-        same(draw(pipe, "flux"), wanted)
-        assert skipped(pipe) == [REST]
-    ditile.disable_cache(pipe)
-    assert type(pipe).__module__.startswith("diffusers.") and "__call__" in vars(type(pipe))
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MAKE)
 def test_steps_are_left_out(name: str) -> None:
@@ -140,39 +125,6 @@ def test_pictures_are_those_of_a_cache_by_hand(name: str) -> None:
 
 class StopError(Exception):
     """A user's own."""
-
-
-def stopping(at: int, how: str) -> dict[str, Any]:
-    """A callback that raises, or interrupts the pipeline, after a step."""
-
-    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
-        if step == at and how == "raises":
-            raise StopError
-        if step == at:
-            pipe._interrupt = True
-        return {}
-
-    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": []}
-
-
-@pytest.mark.parametrize("how", ["raises", "interrupts"])
-def test_a_picture_that_was_stopped_is_forgotten(how: str) -> None:
-    """By an error in a callback, or by an interrupt. A failure means that memory stays taken, or that the next picture
-    begins with what is left of this one."""
-    pipe = MAKE["flux"]()
-    ditile.enable_cache(pipe, CACHE, TaylorSeerCalibratorConfig())
-    wanted, before = draw(pipe, "flux"), live()
-    if how == "raises":
-        with pytest.raises(StopError) as caught:
-            draw(pipe, "flux", **stopping(4, how))
-        del caught  # whose traceback holds the pipeline's own tensors
-    else:
-        different(draw(pipe, "flux", **stopping(4, how)), wanted)
-        assert skipped(pipe) == [[3, 4]]
-    assert find_model_cache(pipe.transformer).memory_bytes == 0
-    assert len(live() - before) <= 3, "the scheduler's own timesteps and sigmas, and the time in the pipeline"
-    same(draw(pipe, "flux"), wanted, "the next picture")
-    assert skipped(pipe) == [REST]
 
 
 def test_errors_anywhere_end_the_picture() -> None:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.cache.cached import find_model_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
 from ditile.runner import caching
-from tests.families import noise, packed
 from tests.more_families import EVERY
 from tests.parallel.pipefusion.moves import RUN, calls, enable, skipped, tensors
 from tests.runner.cases import MAKE, run
@@ -86,29 +84,6 @@ def near(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and float((x - y).abs().max()) <= 3e-5 * float(y.abs().max())
 
 
-@torch.no_grad()
-def test_as_many_rows_as_tokens() -> None:
-    """17 of both: the table of positions has no rows, though it is as long. A failure means that a block that runs for
-    some rows is given the positions of some tokens."""
-    model = EVERY["FluxTransformer2DModel"].make()
-    image, text = noise(17, 12, 16), noise(17, 5, 32, seed=1)
-    call = {**packed()(), "timestep": torch.full((17,), 0.5), "pooled_projections": noise(17, 32, seed=2)}
-    now = image.clone()
-    now[1::2] = noise(17, 12, 16, seed=5)[1::2]
-    enable(model, CONFIG)
-    got = [model(**call | {"hidden_states": x, "encoder_hidden_states": text})[0] for x in (image, now)]
-    assert [bool(steps) for steps in skipped_now(model)] == [row % 2 == 0 for row in range(17)]
-    caching.disable_cache(model)
-    wanted = [model(**call | {"hidden_states": x, "encoder_hidden_states": text})[0] for x in (image, now)]
-    assert near(got[1][1::2], wanted[1][1::2]) and near(got[1][::2], wanted[0][::2])
-
-
-def skipped_now(model: Any) -> list[list[int]]:
-    """In the middle of a picture."""
-    [(_, chain)] = find_model_cache(model)._chains
-    return [record.skipped for _, _, _, record in chain.iterate_records()]
-
-
 # Images of a pipeline
 
 IMAGES = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, max_continuous_cached_steps=2)
@@ -151,20 +126,3 @@ def test_an_image_does_not_know_what_it_is_drawn_with(name: str, config: Any) ->
             wanted, [decisions] = alone[seed]
             assert found[k] == decisions, f"{seed} of {seeds}"
             assert float((latents[k] - wanted[0]).abs().max()) <= 1e-9 * float(wanted.abs().max()), f"{seed} of {seeds}"
-
-
-def test_a_batch_may_be_decided_on_as_one() -> None:
-    """`couple="batch"`: one decision for all."""
-    pipe = MAKE["pixart sigma"]()
-    caching.enable_cache(pipe, IMAGES.reset(residual_diff_threshold=0.7, couple="batch"))
-    _, [decisions, *others] = draw(pipe, "pixart sigma", [3, 4])
-    assert decisions[0][1] and not any(others)
-
-
-def test_rows_of_guidance_may_be_decided_on_apart() -> None:
-    """`couple="row"`: two for each image."""
-    pipe = MAKE["pixart sigma"]()
-    caching.enable_cache(pipe, IMAGES.reset(residual_diff_threshold=0.7, couple="row"))
-    run(pipe, "pixart sigma", num_inference_steps=9)
-    [report] = caching.summary(pipe, logging=False)
-    assert [each.unit for each in report.decisions] == [0, 1] and any(each.skipped for each in report.decisions)

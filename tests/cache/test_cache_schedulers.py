@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import diffusers
@@ -21,7 +20,6 @@ import ditile
 from ditile.cache.cached import find_model_cache
 from ditile.cache.clock import find_schedulers
 from ditile.cache.step_mask import build_preset_mask
-from ditile.plan.errors import ModelError, StateError
 from ditile.runner import caching
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.families import FAMILIES, TEXT, noise
@@ -71,46 +69,6 @@ def test_schedulers_that_are_set_later(name: str) -> None:
         ditile.enable_cache(pipe, CACHE)
 
 
-def test_a_scheduler_that_comes_back() -> None:
-    """A failure means that a pipeline is watched through the scheduler that it had when it was cached."""
-    pipe = MAKE["sd3"]()
-    first = pipe.scheduler
-    ditile.enable_cache(pipe, CACHE)
-    wanted = draw(pipe, "sd3")
-    for other in (FlowMatchEulerDiscreteScheduler(shift=7.0), first, FlowMatchEulerDiscreteScheduler(shift=7.0)):
-        pipe.scheduler = other
-        got = draw(pipe, "sd3")
-        (same if other is first else different)(got, wanted)
-        assert skipped(pipe) == [REST]
-    ditile.disable_cache(pipe)
-    assert type(first) is type(pipe.scheduler) is FlowMatchEulerDiscreteScheduler
-    assert not {"step", "set_timesteps"} & (vars(first).keys() | vars(pipe.scheduler).keys())
-
-
-def test_copies_of_a_scheduler_are_schedulers() -> None:
-    """Pipelines for sound and picture copy their scheduler in mid-call, and step the copy. A failure means that the
-    whole pipeline is copied with it, that it steps the first one, or is taken for it."""
-    pipe, copies = MAKE["flux"](), []
-    ditile.enable_cache(pipe, CACHE)
-    wanted = draw(pipe, "flux")
-
-    def copy_it(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        made = copy.deepcopy(pipe.scheduler)
-        if step % 2:
-            made.set_timesteps(3, mu=0.5)
-            made.step(tensors["latents"], made.timesteps[0], tensors["latents"])
-        copies.append(made)
-        return {}
-
-    same(draw(pipe, "flux", callback_on_step_end=copy_it), wanted)
-    assert skipped(pipe) == [REST]
-    for made in copies:
-        assert type(made) is FlowMatchEulerDiscreteScheduler
-        assert all(vars(made)[name].__self__ is made for name in ("step", "set_timesteps"))
-    with pytest.raises(StateError, match="disable_cache"):
-        copy.deepcopy(pipe.transformer)
-
-
 IMG2IMG = {"flux": FluxImg2ImgPipeline, "sd3": StableDiffusion3Img2ImgPipeline}
 
 
@@ -155,17 +113,6 @@ class Late(Denoising):  # type: ignore[misc]
         return latents
 
 
-def test_a_schedule_of_which_the_first_steps_are_not_taken() -> None:
-    """A failure means that memory is kept after the call, or that a picture begins with another's memory."""
-    model = FAMILIES["WanTransformer3DModel"].make()
-    pipe = quiet(Late(model, DDIMScheduler(clip_sample=False)))
-    latents, inputs = noise(2, 4, 2, 8, 8), {"encoder_hidden_states": noise(2, TEXT, 16, seed=1)}
-    _, got = draw_plain_and_cached(pipe, SETTINGS, lambda: pipe(latents, inputs))
-    assert skipped(pipe) == [[2, 3]] * 2 and find_model_cache(model).memory_bytes == 0
-    pipe(latents * 2, inputs, skip=4)
-    same(pipe(latents, inputs), got)
-
-
 class Optional(Late):  # type: ignore[misc]
     """Makes its scheduler itself where it is given none, so that diffusers does not count it as a component."""
 
@@ -195,28 +142,6 @@ def test_a_scheduler_that_takes_its_sample_elsewhere() -> None:
 
     draw_plain_and_cached(pipe, SETTINGS, frames)
     assert skipped(pipe) == [REST] * 2, "an image each"
-
-
-def test_masks_that_do_not_fit_are_refused_before_the_first_step() -> None:
-    """And the next picture, which they fit, is drawn."""
-    pipe = MAKE["flux"]()
-    ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask=[0, 1, 0, 0], steps_computation_policy="static"))
-    with pytest.raises(ModelError, match="steps_computation_mask has 4 steps and the generation 6"):
-        draw(pipe, "flux")
-    draw(pipe, "flux", num_inference_steps=4)
-    assert skipped(pipe) == [[2, 3]], "step 0 has nothing to reuse"
-
-
-@pytest.mark.filterwarnings("ignore::ditile.cache.cached.IdleCacheWarning")
-@pytest.mark.parametrize("steps", range(1, 6))
-def test_pictures_of_few_steps(steps: int) -> None:
-    """A failure means that a preset or a warmup does not fit a picture that is shorter than it."""
-    pipe = MAKE["flux"]()
-    for config in (CACHE, CACHE.reset(steps_computation_mask="fast"), CACHE.reset(max_warmup_steps=99)):
-        ditile.enable_cache(pipe, config)
-        draw(pipe, "flux", num_inference_steps=steps)
-        assert all(step < steps for branch in skipped(pipe) for step in branch)
-        assert find_model_cache(pipe.transformer).memory_bytes == 0
 
 
 def test_another_pipeline_with_the_same_model_draws_as_ever() -> None:

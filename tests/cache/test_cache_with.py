@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import (
-    FirstBlockCacheConfig,
     FluxControlNetModel,
     FluxControlNetPipeline,
     SD3ControlNetModel,
@@ -21,7 +20,7 @@ from diffusers import (
 from torch import nn
 
 import ditile
-from ditile import BlockAdapter, DBCacheConfig, ParallelismConfig, ParamsModifier, Plan
+from ditile import BlockAdapter, DBCacheConfig, ParamsModifier, Plan
 from ditile.cache.cached import find_model_cache
 from ditile.plan.errors import StateError
 from ditile.runner import caching
@@ -183,23 +182,6 @@ def test_hooks_come_and_go_in_any_order(order: tuple[str, ...]) -> None:
         assert not [key for key in vars(module) if "ditile" in key or key == "_old_forward"]
 
 
-@pytest.mark.parametrize("hooked_first", [True, False])
-def test_hooks_that_are_renewed_after_each_picture(hooked_first: bool) -> None:
-    """As `enable_model_cpu_offload` does. A failure means that only the first picture is cached."""
-    pipe = MAKE["pixart sigma"]()
-    ditile.enable_cache(pipe, CACHE)
-    wanted = draw(pipe, "pixart sigma")
-    if hooked_first:
-        ditile.disable_cache(pipe)
-        hook(pipe.transformer)
-        ditile.enable_cache(pipe, CACHE)
-    for _ in range(3):
-        unhook(pipe.transformer)
-        hook(pipe.transformer)
-        same(draw(pipe, "pixart sigma"), wanted)
-        assert skipped(pipe) == [REST]
-
-
 @pytest.mark.parametrize("config", [CACHE, PRUNE], ids=str)
 @pytest.mark.parametrize("how", ["accelerate", "blocks to disk", "layers to disk"])
 def test_weights_that_are_elsewhere(how: str, config: Any, tmp_path: Path) -> None:
@@ -222,44 +204,6 @@ def test_weights_that_are_elsewhere(how: str, config: Any, tmp_path: Path) -> No
         pictures.append(draw(pipe, name))
         assert all(steps == REST for steps in skipped(pipe))
     assert all(near(picture, pictures[0]) for picture in pictures)
-
-
-def offload_by_block(pipe: Any) -> None:
-    cpu = torch.device("cpu")
-    pipe.transformer.enable_group_offload(cpu, num_blocks_per_group=1, offload_type="block_level")
-
-
-def cache_by_diffusers(pipe: Any) -> None:
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-
-
-@pytest.mark.parametrize("drawn", [False, True], ids=["at once", "after a picture"])
-@pytest.mark.parametrize("alone", [False, True], ids=["pipeline", "transformer"])
-@pytest.mark.parametrize("below", [offload_by_block, cache_by_diffusers])
-def test_hooks_below_that_are_taken_off(below: Any, alone: bool, drawn: bool, tmp_path: Path) -> None:
-    """diffusers takes the hooks of group offloading off for a LoRA, and puts them on again; its own cache is disabled.
-    A failure means that a cache is lost without a word, or that something is left of it."""
-    pipe, folder = MAKE["flux"](), folder_of("flux", tmp_path)
-    below(pipe)
-    target = pipe.transformer if alone else pipe
-    ditile.enable_cache(target, CACHE.reset(num_inference_steps=STEPS))
-    if drawn:
-        draw(pipe, "flux")
-    if below is offload_by_block:
-        pipe.load_lora_weights(folder, adapter_name="one", weight_name="one.safetensors")
-    else:
-        pipe.transformer.disable_cache()
-    for _ in range(2):
-        got = draw(pipe, "flux")
-        assert skipped(target) == [REST]
-    ditile.disable_cache(target)
-    plain = draw(pipe, "flux")
-    different(got, plain)
-    for module in pipe.transformer.modules():
-        assert not [key for key in vars(module) if "ditile" in key]
-    if below is offload_by_block:
-        pipe.transformer._diffusers_hook.remove_hook("group_offloading", recurse=True)
-        same(draw(pipe, "flux"), plain)
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -346,26 +290,6 @@ def test_before_or_after_parallelize(pool: Pool, name: str) -> None:
     for pictures in pool.run(before_or_after, 2, name):
         same(pictures[2:], [pictures[1]] * 2, "the order")
         assert near(pictures[1], pictures[0])
-
-
-def by_config(name: str) -> None:
-    """On a rank: `parallelism_config` and a cache in one call."""
-    pipe, kind = MAKE[name](), type(MAKE[name]())
-    plain = draw(pipe, name)
-    ditile.enable_cache(pipe, CACHE)
-    wanted = draw(pipe, name)
-    ditile.enable_cache(pipe, CACHE, parallelism_config=ParallelismConfig(ulysses_size=2))
-    for _ in range(2):
-        got = draw(pipe, name)
-        assert near(got, wanted) and skipped(pipe) == [REST]
-    ditile.disable_cache(pipe)
-    assert type(pipe) is kind
-    same(draw(pipe, name), plain)
-
-
-def test_a_plan_and_a_cache_by_one_call(pool: Pool) -> None:
-    """A failure means that a pipeline that was divided by `enable_cache` cannot be called, or stays divided."""
-    pool.run(by_config, 2, "flux")
 
 
 def stopped(name: str, how: str) -> list[Any]:

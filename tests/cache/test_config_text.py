@@ -106,16 +106,10 @@ PUBLISHED = {
     "parallelism_config: {ulysses_size: auto, attention_backend: _flash_3, extra_parallel_modules: [vae]}": Plan(
         ulysses=4, vae="rows"
     ),
-    "parallelism_config: {ulysses_size: auto, attention_backend: native, ulysses_anything: true}": Plan(
-        ulysses=4, uaa=True
-    ),
     "parallelism_config: {ulysses: 2, ring: 2, backend: CACHE_DIT, use_ray: false}": Plan(ulysses=2, ring=2),
     "parallelism_config: {tp_size: auto}": Plan(tensor=4),
-    "quantize_config: {quant_type: float8_per_row, exclude_layers: [embedder, embed], verbose: false}": None,
     "quantize_config: {components_to_quantize: {transformer: {quant_type: float8_per_row, exclude_layers: [embed]}, "
     "text_encoder_2: {quant_type: float8_weight_only, exclude_layers: [shared, embed_tokens]}}, verbose: false}": None,
-    "quantize_config: {components_to_quantize: {transformer: {quant_type: float8_per_row, regional_quantize: true, "
-    "per_tensor_fallback: true, precision_plan: {attn.to_q: float8_per_tensor, attn.to_v: float8_per_block}}}}": None,
     "{cache_type: DBPrune, Fn_compute_blocks: 8, force_reduce_calibrator_vram: true, enable_taylorseer: false}": None,
 }
 """Files of the form that cache-dit publishes, and the plan on four ranks."""
@@ -139,10 +133,7 @@ def test_files_of_the_published_form(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "hint"),
     [
-        ({"svdq_kwargs": {"fused_mlp": True}, "quant_type": "svdq_int4_r128_dq"}, "take quant_type=int4_weight_only"),
         ({"components_to_quantize": {"transformer": {"quant_typ": "int8"}}}, "did you mean quant_type?"),
-        ({"components_to_quantize": {"transformer": "int8"}}, "components_to_quantize=.* should be"),
-        ({"precision_plan": ["attn"]}, "precision_plan=\\['attn'\\] should be"),
         ({"backend": "cache_dit"}, "try one of|torchao"),
     ],
 )
@@ -153,10 +144,7 @@ def test_a_quantization_that_will_not_do(section: dict[str, Any], hint: str) -> 
 
 MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"cache_config": None}),
-    ({"cache_config": None, "calibrator_config": None}, {"cache_config": None}),
-    ({"cache_config": {}}, {"cache_config": DBCacheConfig()}),
     ({"cache_config": {"cache_type": "DBPrune"}}, {"cache_config": DBPruneConfig()}),
-    ({"cache_config": {"non_prune_block_ids": [3, 4]}}, {"cache_config": DBPruneConfig(non_prune_block_ids=(3, 4))}),
     (
         {"cache_config": {"steps_computation_mask": [1, 0, 1]}},
         {"cache_config": DBCacheConfig(steps_computation_mask=(1, 0, 1))},
@@ -175,12 +163,10 @@ MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "calibrator_config": TaylorSeerCalibratorConfig(calibrator_cache_type="hidden_states"),
         },
     ),
-    ({"cache_config": {"enable_taylorseer": False, "taylorseer_order": 2}}, {"cache_config": DBCacheConfig()}),
     (
         {"calibrator_config": {"dmd_history": 8}},
         {"cache_config": None, "calibrator_config": DMDCalibratorConfig(dmd_history=8)},
     ),
-    ({"calibrator_config": {}}, {"cache_config": None, "calibrator_config": TaylorSeerCalibratorConfig()}),
 ]
 
 
@@ -256,15 +242,11 @@ def test_words_of_a_line() -> None:
 @pytest.mark.parametrize(
     ("line", "value", "hint"),
     [
-        ("", "is empty", "'F=1 W=4 R=0.12 taylor=1', or 'none'"),
         ("Q=1", "'Q=1'", "known are F, B, R, W"),
-        ("F=1 W=", "'W='", "write it without blanks"),
         ("F=1 Fn_compute_blocks=2", "a second time", "say it once"),
         ("taylor=1 foca", "2 calibrators", "name one"),
-        ("foca reach=1", "reach=1", "add taylor=1"),
         ("foca=2", "'foca=2'", "write foca"),
         ("F=-1", "Fn_compute_blocks=-1", "try Fn_compute_blocks=8"),
-        ("F=1 mask=1,x/2", "'1,x/2'", "or name a preset"),
     ],
 )
 def test_lines_that_will_not_do(line: str, value: str, hint: str) -> None:
@@ -285,22 +267,10 @@ def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
         ({"cache_conf": {}}, "did you mean cache_config?"),
         ({"cache_config": {"enable_taylorser": True}}, "is not known"),
         ({"cache_config": {"enable_taylorseer": True, "enable_dmd": True}}, "leave one out"),
-        ({"cache_config": {"enable_dmd": True}, "calibrator_config": {}}, "name a calibrator each"),
         ({"cache_config": {"cache_type": "DBPrun"}}, "did you mean dbprune?"),
-        ({"cache_config": [1]}, "is not a section"),
-        ({"calibrator_config": {"calibrator_type": "taylor"}}, "did you mean taylorseer?"),
-        ({"calibrator_config": {"calibrator_type": "foca", "dmd_history": 3}}, "is not known"),
         ({"parallelism_config": {"ulyses_size": 2}}, "did you mean ulysses_size?"),
-        ({"parallelism_config": {"parallel_kwargs": {"attention": "x"}}}, "did you mean attention_backend?"),
-        ({"quantize_config": {"quant_typ": "int8"}}, "did you mean quant_type?"),
-        ({"attention_backend": ["native"]}, "attention_backend="),
         ({1: 2}, "path_or_dict="),
         ({"cache_config": {"residual_diff_threshold": 10**400}}, "should be"),
-        ({"quantize_config": {"exclude_layers": True}}, "exclude_layers=True should be"),
-        ({"quantize_config": {"repeated_blocks": [1]}}, "repeated_blocks=.1. should be"),
-        ({"quantize_config": {"components_to_quantize": 5}}, "components_to_quantize=5 should be"),
-        ({"calibrator_config": {"calibrator_type": {"a": 1}}}, "calibrator_type={'a': 1} is not known"),
-        ({"cache_config": {"steps_computation_mask": "999999999/1"}}, "less than or equal to 10000"),
     ],
 )
 def test_what_is_refused(content: dict[str, Any], says: str) -> None:
@@ -321,17 +291,10 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a.yaml", "a: [", "is not YAML"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "is not YAML"),  # only plain values are read
         ("a.json", "{", "is not JSON"),
-        ("a.yaml", "", "has no sections"),
         ("a.yaml", "- 1", "has no sections"),
         ("b.yaml", None, "cannot be read"),
-        ("a.yaml", "a: " + "[" * 3000, "nested too deep"),
         ("a.json", '{"a": ' + "[" * 100_000, "nested too deep"),
-        ("a.yaml", "a: " + "[" * 40 + "]" * 40, "nested deeper than 32"),
-        ("a.yaml", "a: &a [*a]", "nested deeper than 32"),
         ("a.yaml", BOMB, "more than 100000 values"),
-        ("a.yaml", "a: !!bool x", "is not YAML"),
-        ("a.yaml", "a: !!timestamp x", "is not YAML"),
-        ("a.yaml", "a: \0", "is not YAML"),
     ],
 )
 def test_files_that_will_not_do(tmp_path: Path, name: str, text: str | None, says: str) -> None:
@@ -344,12 +307,8 @@ def test_files_that_will_not_do(tmp_path: Path, name: str, text: str | None, say
 
 SWITCHED = ("experimental_async_qkv_proj", "experimental_ulysses_async")
 PLANS: list[tuple[dict[str, Any], Plan]] = [
-    ({}, Plan()),
     ({"ulysses_size": 2, "ring_size": 2, "tp_size": 2}, Plan(ulysses=2, ring=2, tensor=2)),
     ({"ulysses_size": 2, "parallel_kwargs": {"experimental_ulysses_anything": True}}, Plan(ulysses=2, uaa=True)),
-    ({"ulysses_size": 2, "parallel_kwargs": {"experimental_ulysses_anything": False}}, Plan(ulysses=2, uaa=False)),
-    *(({"ulysses_size": 2, "parallel_kwargs": {name: True}}, Plan(ulysses=2, async_ulysses=True)) for name in SWITCHED),
-    ({"parallel_kwargs": {"extra_parallel_modules": ["vae"]}}, Plan()),  # one rank has none to share
     ({"ring_size": 2, "parallel_kwargs": {"extra_parallel_modules": ["vae"]}}, Plan(ring=2, vae="rows")),
     ({"tp_size": 2, "backend": "ParallelismBackend.NATIVE_PYTORCH"}, Plan(tensor=2)),
     ({"tp_size": "auto"}, Plan(tensor=4)),
@@ -385,17 +344,10 @@ def test_kernel_and_splits_of_a_parallelism() -> None:
     ("values", "says"),
     [
         ({"ulysses_size": 0}, "try ulysses_size=2 or ulysses_size='auto'"),
-        ({"ring_size": "2"}, "ring_size='2'"),
         ({"ulysses_size": "auto", "tp_size": "auto"}, "ulysses_size and tp_size are auto"),
-        ({"backend": "mpi"}, "backend='mpi'"),
-        ({"parallel_kwargs": ["attention_backend"]}, "should be"),
         ({"parallel_kwargs": {"experimental_ulysses_anythin": True}}, "did you mean experimental_ulysses_anything?"),
-        ({"parallel_kwargs": {"experimental_ulysses_anything": 1}}, "ulysses_anything=1 is not offered"),
         ({"parallel_kwargs": {"experimental_ulysses_float8": True}}, "leave it out"),
-        ({"parallel_kwargs": {"ring_rotate_method": "allgather"}}, "try 'p2p'"),
-        ({"parallel_kwargs": {"attention_backend": 3}}, "attention_backend=3 should be"),
         ({"parallel_kwargs": {"extra_parallel_modules": "vae"}}, "extra_parallel_modules='vae' should be"),
-        ({"parallel_kwargs": {"extra_parallel_modules": ["controlnet"]}}, "'controlnet' is not offered"),
     ],
 )
 def test_a_parallelism_that_will_not_do(values: dict[str, Any], says: str) -> None:

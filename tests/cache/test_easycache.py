@@ -12,9 +12,7 @@ from diffusers import DDIMScheduler
 from torch import Tensor
 
 import ditile
-from ditile.cache.build import explain_idle_steps
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.errors import LoadError, ModelError
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
@@ -175,18 +173,6 @@ def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str)
         assert sent == 8 * (world - 1) * (STEPS - 1 - 3)
 
 
-def draw_replica() -> tuple[Tensor, int]:
-    pipe = ditile.enable_cache(MAKE["pixart sigma"](), CONFIG)
-    call = call_of("pixart sigma", num_inference_steps=STEPS, num_images_per_prompt=2)
-    return parallelize(pipe, Plan(data=2))(**call).images, len(left_out(pipe)[0])
-
-
-def test_replicas_decide_apart(pool: Pool) -> None:
-    """Each goes by its own images. A failure: rows that this rank does not compute count."""
-    for latents, count in pool.run(draw_replica, 2):
-        assert count and bool(torch.as_tensor(latents).isfinite().all())
-
-
 def draw_idle(name: str, config: Any) -> tuple[Tensor, list[list[int]]]:
     """Latents of two replicas, and the steps left out; the second replica has no image."""
     pipe = ditile.enable_cache(MAKE[name](), config)
@@ -207,19 +193,6 @@ def test_replicas_without_images_follow(pool: Pool, name: str, config: Any) -> N
     same(others, latents, "all ranks have the image")
 
 
-def test_other_settings_make_other_policies() -> None:
-    """A failure: the settings that `refresh_context` was given are reported, and others decide."""
-    pipe, call = make("sana")
-    ditile.enable_cache(pipe, ditile.FittedScheduleConfig(steps=6))
-    caching.refresh_context(pipe.transformer, cache_config=CONFIG.reset(threshold=1000.0))
-    pipe(**call)
-    assert left_out(pipe) == [list(range(3, STEPS - 1))]
-    with pytest.raises(LoadError, match="cannot be read"):
-        caching.refresh_context(pipe.transformer, cache_config=ditile.FittedScheduleConfig(schedule="missing.json"))
-    pipe(**make("sana")[1])
-    assert left_out(pipe) == [list(range(3, STEPS - 1))], "refused settings changed nothing"
-
-
 def draw_stale(plan: str) -> None:
     pipe = ditile.enable_cache(MAKE["pixart sigma"](), CONFIG)
     parallelize(pipe, Plan.parse(plan))(**call_of("pixart sigma", num_inference_steps=STEPS))
@@ -229,14 +202,3 @@ def draw_stale(plan: str) -> None:
 def test_plans_that_must_know_the_steps_refuse_it(pool: Pool, plan: str) -> None:
     with pytest.raises(Exception, match="decides in each step.*use a schedule"):
         pool.run(draw_stale, 2, plan)
-
-
-def test_few_steps_are_a_warning_and_other_settings_refused() -> None:
-    assert "EasyCache_0.05: all 10 steps compute" in str(explain_idle_steps(ditile.EasyCacheConfig(), 10))
-    assert explain_idle_steps(ditile.EasyCacheConfig(), 20) is None
-    pipe, call = make("sana")
-    ditile.enable_cache(pipe, ditile.EasyCacheConfig(retention_steps=STEPS))
-    with pytest.warns(ditile.IdleCacheWarning, match="lower retention_steps"):
-        pipe(**call)
-    with pytest.raises(ModelError, match="EasyCacheConfig has a forecast of its own"):
-        ditile.enable_cache(MAKE["flux"](), CONFIG, ditile.TaylorSeerCalibratorConfig())

@@ -106,15 +106,6 @@ def make_schedule(**changes: Any) -> dict[str, Any]:
     return content | changes
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    schedule = Schedule.model_validate(make_schedule())
-    schedule.write(tmp_path / "schedule.json")
-    assert Schedule.read(tmp_path / "schedule.json") == schedule
-    assert schedule.select_budget(3).weights[3] == (1.0, 0.0)
-    with pytest.raises(ModelError, match="computes 3 or all of 4 steps"):
-        schedule.select_budget(2)
-
-
 HOSTILE = {
     "no JSON": "{",
     "deep": "[" * 100_000,

@@ -24,7 +24,6 @@ from ditile.cache.forecast import (
     TaylorSeer,
     build_forecaster,
     compute_gram_matrix,
-    count_even_steps,
 )
 from ditile.plan.errors import StateError
 
@@ -109,13 +108,6 @@ def test_a_reach_ends_a_line_at_its_share_of_the_last_gap() -> None:
     assert fed(TaylorSeer(1, reach=0.0), lambda t: torch.tensor([2.0 * t]), [0, 1]).forecast_value(5).item() == 2.0
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_a_gap_after_dense_steps(name: str) -> None:
-    """Steps 0 to 3, then 8, of 10 + 2t: the peer's forecast of 9, 10, 11 was 33.8, 43.8, 56."""
-    one = fed(LINES[name](), lambda t: torch.tensor([10.0 + 2 * t]), [0, 1, 2, 3, 8])
-    assert [one.forecast_value(t).item() for t in (9, 10, 11)] == pytest.approx([28.0, 30.0, 32.0])
-
-
 @pytest.mark.parametrize("name", MAKERS)
 @settings(deadline=None)
 @given(increasing, st.integers(0, 99))
@@ -123,15 +115,6 @@ def test_a_computed_step_is_what_it_was(name: str, steps: list[int], seed: int) 
     """With nothing ahead a forecast is the last value, for any sequence."""
     one = fed(MAKERS[name](), lambda step: random(*SHAPE, seed=seed * 100 + step), steps)
     assert close(one.forecast_value(steps[-1]), random(*SHAPE, seed=seed * 100 + steps[-1]), 10.0)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_one_value_is_reused_and_a_constant_stays(name: str) -> None:
-    value = random(*SHAPE)
-    one = fed(MAKERS[name](), lambda step: value, [3])
-    assert one.forecast_value(9).equal(value)
-    fed(one, lambda step: value, [4, 5, 6, 7, 8])
-    assert close(one.forecast_value(20), value, 10.0)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -163,60 +146,28 @@ RATES: list[tuple[complex, ...]] = [
 SPACED = [(0, 1, 4), (2, 1, 6), (1, 3, 5), (0, 2, 9)]
 
 
-@pytest.mark.parametrize(
-    ("rates", "spaced"),
-    # a rate below 0 is not seen through gaps of several steps
-    [(rates, spaced) for rates in RATES for spaced in SPACED if spaced[1] == 1 or complex(rates[0]).real > 0],
-    ids=str,
-)
-def test_dmd_continues_sums_of_exponentials(rates: tuple[complex, ...], spaced: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("rates", RATES, ids=str)
+def test_dmd_continues_sums_of_exponentials(rates: tuple[complex, ...]) -> None:
     """Each with a direction of its own; complex ones with their conjugates. Ahead by gaps and parts of one."""
-    first, gap, count = spaced
     directions = torch.complex(random(len(rates), *SHAPE, seed=3).double(), random(len(rates), *SHAPE, seed=4).double())
 
     def truth(step: int) -> Tensor:
         return sum((d * rate**step).real for d, rate in zip(directions, rates, strict=True))  # type: ignore[return-value]
 
-    steps = [first + gap * k for k in range(count)]
-    one = fed(DMD(), truth, steps)
-    for ahead in (1, 2, 5):
-        assert close(one.forecast_value(steps[-1] + ahead), truth(steps[-1] + ahead), 10.0, 1e-4)
+    for first, gap, count in SPACED:
+        if gap > 1 and complex(rates[0]).real < 0:  # a rate below 0 is not seen through gaps of several steps
+            continue
+        steps = [first + gap * k for k in range(count)]
+        one = fed(DMD(), truth, steps)
+        for ahead in (1, 2, 5):
+            assert close(one.forecast_value(steps[-1] + ahead), truth(steps[-1] + ahead), 10.0, 1e-4)
 
 
-def test_dmd_beats_the_line_on_a_decay() -> None:
-    """What it is for: a residual that decays is overshot by a line."""
-    steps, far = [0, 2, 4, 6, 8], 14
-    directions = random(2, 64)
-
-    def truth(step: int) -> Tensor:
-        return directions[0] + directions[1] * 0.8**step
-
-    errors = [
-        float((fed(one, truth, steps).forecast_value(far) - truth(far)).abs().mean())
-        for one in (DMD(), TaylorSeer(1), TaylorSeer(2))
-    ]
-    assert errors[0] < 0.01 * min(errors[1:])
-
-
-@pytest.mark.parametrize(
-    ("steps", "run"),
-    [([3], 1), ([3, 9], 2), ([0, 1, 2, 3], 4), ([0, 1, 2, 6, 10], 3), ([0, 4, 5, 6, 7], 4), ([0, 1, 3], 2)],
-)
-def test_the_evenly_spaced_run(steps: list[int], run: int) -> None:
-    assert count_even_steps(steps) == run
-
-
-def test_dmd_is_a_line_through_uneven_snapshots() -> None:
-    truth = {step: random(*SHAPE, seed=step) for step in (0, 1, 2, 4, 5, 8)}
-    one, line = fed(DMD(), truth.__getitem__, [*truth]), fed(TaylorSeer(1), truth.__getitem__, [*truth])
-    assert close(one.forecast_value(11), line.forecast_value(11), 10.0)
-
-
-@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan, 1e-38, 1e38])
-def test_dmd_survives_what_cannot_be_fitted(bad: float) -> None:
+def test_dmd_survives_what_cannot_be_fitted() -> None:
     """Zero, infinite or huge snapshots: the last one is returned, not a NaN of our own making."""
-    one = fed(DMD(), lambda step: torch.full(SHAPE, bad), [0, 1, 2, 3, 4])
-    assert one.forecast_value(6).allclose(torch.full(SHAPE, bad), equal_nan=True)
+    for bad in (0.0, math.inf, math.nan, 1e-38, 1e38):
+        one = fed(DMD(), lambda step, bad=bad: torch.full(SHAPE, bad), [0, 1, 2, 3, 4])
+        assert one.forecast_value(6).allclose(torch.full(SHAPE, bad), equal_nan=True)
 
 
 def test_dmd_sums_over_the_ranks_that_hold_parts() -> None:
@@ -236,24 +187,22 @@ def test_dmd_sums_over_the_ranks_that_hold_parts() -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("value", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("store", [None, torch.bfloat16, torch.float32])
-def test_types(name: str, value: torch.dtype, store: torch.dtype | None) -> None:
+def test_types(name: str) -> None:
     """A forecast has the type of the values; snapshots have that of the store; both round a line to their last bit."""
     coefficients = random(2, *SHAPE)
-    one = fed(MAKERS[name](store), lambda step: polynomial(coefficients, step), [0, 2, 4, 6, 8], value)
-    found, kept = one.forecast_value(10), store or value
-    assert found.dtype is value
     tensors = {"reuse": 1, "taylor1": 2, "taylor2": 3, "foca": 3, "dmd": 5}[name]
-    assert one.memory_bytes == tensors * math.prod(SHAPE) * kept.itemsize
-    if name in ("taylor1", "foca"):
-        eps = max(torch.finfo(value).eps, torch.finfo(kept).eps)
-        assert close(found, polynomial(coefficients, 10), 6 * float(coefficients.abs().max()), 2 * eps)
+    for value, store in itertools.product((torch.float32, torch.bfloat16), (None, torch.bfloat16, torch.float32)):
+        one = fed(MAKERS[name](store), lambda step: polynomial(coefficients, step), [0, 2, 4, 6, 8], value)
+        found, kept = one.forecast_value(10), store or value
+        assert found.dtype is value
+        assert one.memory_bytes == tensors * math.prod(SHAPE) * kept.itemsize
+        if name in ("taylor1", "foca"):
+            eps = max(torch.finfo(value).eps, torch.finfo(kept).eps)
+            assert close(found, polynomial(coefficients, 10), 6 * float(coefficients.abs().max()), 2 * eps)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_out_of_order(name: str) -> None:
-    one = MAKERS[name]()
+def test_out_of_order() -> None:
+    one = TaylorSeer(1)
     with pytest.raises(StateError, match="nothing was added"):
         one.forecast_value(3)
     assert one.memory_bytes == 0

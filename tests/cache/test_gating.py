@@ -11,15 +11,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import StableDiffusionPAGPipeline
 from torch import Tensor
 
 import ditile
 from ditile.cache.methods.gating import CAPTION_FIRST
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests.cache.test_easycache import left_out, make, model_of
 from tests.pool import Pool
@@ -141,20 +138,6 @@ def test_plans_that_cannot_gate_refuse(pool: Pool, plan: str, message: str) -> N
         pool.run(draw, 2, "pixart sigma", plan, 1)
 
 
-def test_two_transformers_compute_both_branches_first() -> None:
-    """Wan 2.2: the second model has no difference of its own before its first step."""
-    pipe, call = make("wan-2.2")
-    pipe.register_to_config(boundary_ratio=0.7)
-    ditile.enable_cache(pipe, CONFIG.reset(gate=0.0))
-    pipe(**call)
-    found = {}
-    for report in caching.summary(pipe, logging=False):
-        found[report.steps] = [decision.skipped for decision in report.decisions]
-    assert len(found) == 2 and sum(found) == STEPS
-    for steps, (with_caption, without) in found.items():
-        assert not with_caption and len(without) == steps - 1, found
-
-
 PREDICTION_HALVES = re.compile(r"(\w+), (\w+) = (?:\w+\.chunk\(2\)|torch\.split\(\s*\w+, len\(\w+\) // 2)")
 
 
@@ -173,46 +156,3 @@ def test_halves_are_those_of_each_pipeline() -> None:
             for name in names:
                 assert name.startswith(CAPTION_FIRST) == is_caption_first, (name, first, second)
     assert counts[0] > 50 and counts[1] > 4
-
-
-def test_perturbed_attention_is_refused() -> None:
-    """Its batch has two rows for each image where guidance is off, which are not branches of guidance."""
-
-    def make_guided() -> tuple[Any, dict[str, Any]]:
-        pipe, call = make("unet")
-        guided = StableDiffusionPAGPipeline(**pipe.components, pag_applied_layers="mid", requires_safety_checker=False)
-        return ditile.enable_cache(guided, CONFIG), call
-
-    pipe, call = make_guided()
-    with pytest.raises(ModelError, match="pag_scale=3 adds rows of perturbed attention"):
-        pipe(**call, guidance_scale=1.0, pag_scale=3.0)
-    pipe, call = make_guided()
-    pipe(**call, pag_scale=0.0)
-    assert left_out(pipe) == [[], GATED]
-
-
-def test_a_call_that_skips_layers_is_gated_too() -> None:
-    """A failure: its difference was taken from a batch of both branches."""
-    pipe, call = make("stable-diffusion-3")
-    call |= {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
-    ditile.enable_cache(pipe, CONFIG)
-    assert bool(torch.as_tensor(pipe(**call)[0]).isfinite().all())
-    assert left_out(pipe)[0] == []
-
-
-def test_a_gate_without_guidance_is_a_warning() -> None:
-    """A failure: a cache leaves out nothing, and nobody says so."""
-    pipe, call = make("unet")
-    ditile.enable_cache(pipe, CONFIG)
-    with pytest.warns(ditile.IdleCacheWarning, match="Gate_0.5: no call had a branch.*leave gate out"):
-        pipe(**call, guidance_scale=1.0)
-    pipe(**make("unet")[1])
-    ditile.enable_cache(pipe, CONFIG.reset(gate=1))
-    pipe(**make("unet")[1], guidance_scale=1.0)
-
-
-def test_rows_that_cannot_be_told_apart_are_refused() -> None:
-    pipe, call = make("z-image")
-    ditile.enable_cache(pipe, CONFIG)
-    with pytest.raises(ModelError, match="cannot be told apart; leave gate out"):
-        pipe(**call)

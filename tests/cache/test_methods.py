@@ -9,19 +9,16 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers.hooks import mag_cache
 from torch import Tensor
 
 import ditile
 from ditile.cache.config import BlockCacheConfig
-from ditile.cache.config_text import METHOD_CONFIGS, load_cache_config, parse_cache_line
 from ditile.cache.forecast import Chebyshev
 from ditile.cache.methods.magcache import plan_computed_steps
-from ditile.cache.methods.seacache import filter_latents, read_noise_level
-from ditile.cache.methods.spectrum import ChebyshevCalibratorConfig, plan_windows
+from ditile.cache.methods.seacache import read_noise_level
+from ditile.cache.methods.spectrum import ChebyshevCalibratorConfig
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.planner.search import predict_skipped_steps
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests.cache.hand_cache import HandCache
@@ -107,29 +104,6 @@ def test_magcache_measures_the_ratios_of_diffusers(capsys: pytest.CaptureFixture
     assert type(report).from_dict(report.to_dict()) == report
 
 
-def test_two_transformers_measure_their_own_steps() -> None:
-    """A mask counts the steps of the loop. A failure: a measured table is read stretched over those of both models."""
-    pipe, call = family("wan-2.2")
-    pipe.register_to_config(boundary_ratio=0.7)
-    ditile.enable_cache(pipe, ditile.MagCacheConfig(calibrate=True))
-    pipe(**call)
-    first, second = [report.mag_ratios for report in caching.summary(pipe, logging=False)]
-    assert len(first) == len(second) == STEPS
-    own = [[step for step, ratio in enumerate(ratios) if ratio != 1.0] for ratios in (first, second)]
-    # The first step of each has none before it.
-    switch = own[1][0] - 1
-    assert own == [list(range(1, switch)), list(range(switch + 1, STEPS))] and switch > 1
-
-
-@pytest.mark.parametrize("steps", [1, 4, 20, 28, 50])
-def test_tables_are_stretched_as_in_diffusers(steps: int) -> None:
-    theirs = diffusers.MagCacheConfig(mag_ratios=mag_cache.FLUX_MAG_RATIOS, num_inference_steps=steps).mag_ratios
-    ours = ditile.MagCacheConfig(mag_ratios="flux")
-    assert ours.mag_ratios == pytest.approx(mag_cache.FLUX_MAG_RATIOS.tolist())
-    one_by_one = ditile.MagCacheConfig(mag_ratios=theirs.tolist())
-    assert plan_computed_steps(ours, steps) == plan_computed_steps(one_by_one, steps)
-
-
 def test_seacache_is_that_of_diffusers() -> None:
     """diffusers has it for Wan. A failure: another filter, another sum, or another line."""
     pipe, call = family("wan-2.1")
@@ -176,12 +150,6 @@ def test_spectrum_is_a_ridge_regression() -> None:
         line = values[-1] + (values[-1] - values[-2]) * (13 - 9) / (9 - 5)
         wanted = share * fitted[0] + (1 - share) * line
         assert forecast.forecast_value(13).numpy() == pytest.approx(wanted, rel=1e-9)
-
-
-def test_published_windows() -> None:
-    """The paper computes 14 and 10 of 50 steps."""
-    assert sum(plan_windows(ditile.SpectrumConfig(), 50)) == 14
-    assert sum(plan_windows(ditile.SpectrumConfig(flex_window=3.0), 50)) == 10
 
 
 EXACT = [("flux", "ulysses=2"), ("flux", "ring=2"), ("flux", "tensor=2"), ("flux true cfg", "cfg=2"),
@@ -378,66 +346,3 @@ def test_stale_keys_and_methods_are_those_of_the_simulation(pool: Pool, name: st
             key = (each["branch"], each["patch"])
             assert each["skipped"] == cache.skipped.get(key, cache.skipped[key[0], 0]), f"rank {rank}, {key}"
         assert distance(latents, wanted) < 1e-6, f"rank {rank}"
-
-
-def test_what_cannot_be_is_refused_by_name(pool: Pool) -> None:
-    with pytest.raises(ModelError, match="has no mag_ratios.*calibrate=True.*name one of flux"):
-        ditile.MagCacheConfig()
-    for wrong in ("fluks", "1.0,x", [], [1.0, -1.0]):
-        with pytest.raises(ModelError, match="mag_ratios"):
-            ditile.MagCacheConfig(mag_ratios=wrong)
-    with pytest.raises(ModelError, match="SeaCacheConfig has a forecast of its own"):
-        ditile.enable_cache(MAKE["flux"](), SEA, ditile.TaylorSeerCalibratorConfig())
-    with pytest.raises(ModelError, match="couple"):
-        SPECTRUM.reset(couple="image")
-    transformer = MAKE["flux"]().transformer
-    ditile.enable_cache(transformer, SEA.reset(num_inference_steps=4))
-    with pytest.raises(Exception, match="calibrate=True.*pipefusion has them on several"):
-        pool.run(calibrate_on_stages, 2)
-
-
-def calibrate_on_stages() -> None:
-    pipe = ditile.enable_cache(MAKE["flux"](), ditile.MagCacheConfig(calibrate=True))
-    parallelize(pipe, Plan(pipefusion=2, patches=1))(**call_of("flux"))
-
-
-def test_lines_and_files_name_methods() -> None:
-    """A failure: a line or a file stands for another cache than the same settings in Python."""
-    assert parse_cache_line("mag=0.1 K=5 keep=0.1 ratios=flux")["cache_config"] == ditile.MagCacheConfig(
-        threshold=0.1, max_skip_steps=5, retention_ratio=0.1, mag_ratios="flux"
-    )
-    assert parse_cache_line("sea=0.3 MC=1 power_exp=3")["cache_config"] == ditile.SeaCacheConfig(
-        threshold=0.3, max_consecutive_cached=1, power_exp=3
-    )
-    assert parse_cache_line("spectrum=3.0 w=0.5")["cache_config"] == ditile.SpectrumConfig(flex_window=3.0, w=0.5)
-    assert parse_cache_line("sea")["cache_config"] == ditile.SeaCacheConfig()
-    assert parse_cache_line("mag calibrate")["cache_config"] == ditile.MagCacheConfig(calibrate=True)
-    loaded, _ = load_cache_config({"cache_config": {"cache_type": "SeaCache", "threshold": 0.3}})
-    assert loaded == ditile.SeaCacheConfig(threshold=0.3)
-    refused = {
-        "sea=0.3 taylor=1": "a forecast of its own",
-        "sea=0.3 mag=0.1": "is not a word",
-        "spectrum=1 F=1": "SpectrumConfig by their names",
-        "sea=0.3 threshold=1": "second time",
-    }
-    for line, message in refused.items():
-        with pytest.raises(ModelError, match=message):
-            parse_cache_line(line)
-    assert ditile.strify(ditile.SeaCacheConfig(threshold=0.3, max_consecutive_cached=1)) == "SeaCache_0.3_MC1"
-    assert all(word in config.WORDS for word, config in METHOD_CONFIGS.items())
-    assert parse_cache_line("steps=10")["cache_config"] == ditile.FittedScheduleConfig(steps=10)
-    assert ditile.strify(ditile.FittedScheduleConfig(steps=10)) == "FittedSchedule_10"
-
-
-def test_the_planner_knows_the_steps_of_a_table() -> None:
-    skips = predict_skipped_steps(SPECTRUM, 20)
-    assert skips.steps == {step for step, computes in enumerate(plan_windows(SPECTRUM, 20)) if not computes}
-    assert (skips.first, skips.last) == (0, 0)
-    with pytest.raises(ditile.PlanError, match="hit-rate"):
-        predict_skipped_steps(SEA, 20)
-
-
-def test_a_filter_of_nothing_but_an_image_is_even() -> None:
-    """Without noise each frequency counts alike."""
-    x = torch.randn(1, 2, 6, 4, dtype=torch.float64)
-    assert torch.allclose(filter_latents(x, (2, 3), (1.0, 0.0), 2.0), x)

@@ -22,10 +22,8 @@ from ditile.cache.fitted.identity import (
 )
 from ditile.cache.fitted.schedule import StepBudget
 from ditile.model.hooks.placeholders import restore_contents, turn_into_placeholder
-from ditile.plan.errors import ModelError, PlanError
-from ditile.planner.search import predict_skipped_steps
+from ditile.plan.errors import ModelError
 from ditile.runner import caching
-from ditile.runner.requests.cache_options import CacheOptions
 from tests import tiny
 
 STEPS = 10
@@ -72,19 +70,6 @@ def test_lines_and_files_stand_for_one_config(tmp_path: Path) -> None:
     for line in ("steps=10 F=1", "taylor=1 steps=10", "steps=0", "steps=ten"):
         with pytest.raises(ModelError):
             parse_cache_line(line)
-
-
-def test_the_flag_wins_and_is_checked(tmp_path: Path) -> None:
-    path = tmp_path / "schedule.json"
-    with pytest.raises(ditile.LoadError, match="cannot be read"):
-        CacheOptions(schedule=str(path))
-    make_schedule(tiny.flux()).write(path)
-    config = CacheOptions(schedule=str(path), cache_line="steps=4").build_cache_arguments()["cache_config"]
-    assert config == FittedScheduleConfig(schedule=str(path), steps=4)
-    with pytest.raises(ModelError, match="another cache is given too"):
-        CacheOptions(schedule=str(path), cache=True)
-    with pytest.raises(ModelError, match="another cache is given too"):
-        CacheOptions(schedule=str(path), cache_line="F=1 R=0.1")
 
 
 def test_a_schedule_computes_its_steps_and_is_refused_elsewhere(tmp_path: Path) -> None:
@@ -153,26 +138,6 @@ def test_other_guidance_is_refused() -> None:
     target.restore()
 
 
-def test_arguments_are_checked_by_their_place_too() -> None:
-    pipe = tiny.flux()
-    caching.enable_cache(pipe, FittedScheduleConfig(steps=4, schedule=make_schedule(pipe)))
-    call = tiny.arguments("flux", num_inference_steps=STEPS)
-    for name in ("prompt", "height", "width"):
-        call.pop(name)
-    # The same number of tokens in another shape.
-    with pytest.raises(ModelError, match="height=32, and the call has 24"):
-        pipe("a red circle", None, None, None, 1.0, 24, 32, **call)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_equal_weights_of_another_type_are_the_same(dtype: torch.dtype) -> None:
-    pipe = tiny.flux()
-    schedule = make_schedule(pipe)
-    pipe.transformer.to(dtype)
-    present = describe_models([pipe.transformer])
-    assert find_difference(schedule.identity, present, [pipe.transformer]) == ""
-
-
 def test_other_weights_are_refused_whenever_they_come() -> None:
     """A failure means that a fine-tune, a LoRA or a quantized model is forecast with the weights of another model."""
     pipe = tiny.flux()
@@ -203,17 +168,6 @@ def test_other_weights_are_refused_whenever_they_come() -> None:
         caching.enable_cache(pipe, config)
 
 
-def test_quantization_is_refused_in_either_order() -> None:
-    pipe = tiny.flux()
-    config = FittedScheduleConfig(steps=4, schedule=make_schedule(pipe))
-    caching.enable_cache(pipe, config)
-    ditile.quantize(pipe, "int8_weight_only")
-    with pytest.raises(ModelError, match="quantized or offloaded"):
-        draw(pipe)
-    with pytest.raises(ModelError, match="quantized or offloaded"):
-        caching.enable_cache(pipe, config)
-
-
 def test_a_report_says_whose_schedule_was_used(caplog: pytest.LogCaptureFixture) -> None:
     """A failure means that steps that are spread are believed to be fitted ones."""
     pipe = tiny.flux()
@@ -239,10 +193,3 @@ def test_a_stage_compares_the_blocks_that_it_has() -> None:
     restore_contents(model.transformer_blocks[1], contents)
     del model.single_transformer_blocks[2]
     assert "which this one has not" in find_difference(schedule.identity, describe_models([model]), [model])
-
-
-def test_planning_counts_the_steps_that_compute() -> None:
-    assert len(predict_skipped_steps(FittedScheduleConfig(steps=8), 20).steps) == 12
-    assert len(predict_skipped_steps(FittedScheduleConfig(), 20).steps) == 10
-    with pytest.raises((ModelError, PlanError), match="more than the 20"):
-        predict_skipped_steps(FittedScheduleConfig(steps=21), 20)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ditile.cache.step_mask import PRESET_BINS, build_preset_mask, parse_step_mask, resolve_step_mask, steps_mask
+from ditile.cache.step_mask import build_preset_mask, parse_step_mask, resolve_step_mask, steps_mask
 from ditile.plan.errors import ModelError
 
 PUBLISHED = {
@@ -33,28 +31,20 @@ def test_28_steps_are_as_published(name: str) -> None:
     assert text(steps_mask(mask_policy=name, total_steps=28)) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("steps", range(1, 101))
-def test_presets_keep_their_shape_at_any_count(steps: int) -> None:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_keep_their_shape_at_any_count(name: str) -> None:
     """Regression: cutting 28 steps to 20 from behind left a hole of 15 steps in ultra, and of 11 in fast."""
-    counts = []
-    for name, published in PUBLISHED.items():
+    published = PUBLISHED[name]
+    hole = longest_hole(tuple(map(int, published)))
+    for steps in range(1, 101):
         mask = build_preset_mask(name, steps)
         assert len(mask) == steps and set(mask) <= {0, 1}
         assert mask[0] == mask[-1] == 1
         first = text(mask).partition("0")[0]
         assert len(first) >= 0.85 * FIRST[name] * steps / 28 - 1
-        hole = longest_hole(tuple(map(int, published)))
         assert longest_hole(mask) <= math.ceil(hole * steps / 28)
         assert longest_hole(mask) <= hole  # more steps are spread, not stretched
         assert abs(sum(mask) - published.count("1") * steps / 28) <= 3
-        counts.append(sum(mask))
-    assert counts == sorted(counts, reverse=True)
-
-
-def test_some_masks_by_eye() -> None:
-    assert text(build_preset_mask("ultra", 20)) == "11100100000100010001"
-    assert text(build_preset_mask("fast", 20)) == "11110100100100100001"
-    assert text(build_preset_mask("ultra", 50)) == "11111101001000100000100000010000001000000100000001"
 
 
 def test_bins_interleave_and_the_last_step_computes() -> None:
@@ -66,30 +56,14 @@ def test_bins_interleave_and_the_last_step_computes() -> None:
     assert steps_mask([2, 1], [3], total_steps=1) == [1]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-def test_bins_add_up(compute: list[int], data: st.DataObject) -> None:
-    cache = data.draw(st.lists(st.integers(1, 9), min_size=len(compute), max_size=len(compute)))
-    mask = steps_mask(compute, cache)
-    assert len(mask) == sum(compute) + sum(cache)
-    assert sum(mask) == sum(compute) + 1
-
-
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
         ({}, "give bins, or one of slow, medium, fast, ultra"),
-        ({"mask_policy": "fast", "compute_bins": [1]}, "give bins, or one of"),
         ({"mask_policy": "fast"}, "total_steps=28"),
         ({"mask_policy": "fats", "total_steps": 28}, "did you mean fast"),
-        ({"mask_policy": "fast", "total_steps": 0}, "total_steps=0"),
-        ({"mask_policy": "fast", "total_steps": True}, "total_steps=True"),
         ({"compute_bins": [1]}, "bins are missing"),
-        ({"cache_bins": [1]}, "bins are missing"),
         ({"compute_bins": [1], "cache_bins": [1, 2]}, "do not interleave"),
-        ({"compute_bins": [1, 2, 3], "cache_bins": [1]}, "do not interleave"),
-        ({"compute_bins": [1, 0], "cache_bins": [1]}, "greater than or equal to 1"),
-        ({"compute_bins": "12", "cache_bins": [1, 2]}, "should be a list"),
-        ({"compute_bins": [], "cache_bins": []}, "bins are missing"),
         ({"compute_bins": [1], "cache_bins": [1], "total_steps": 3}, "cover 2 steps and total_steps=3"),
     ],
 )
@@ -116,7 +90,3 @@ def test_masks_on_a_command_line() -> None:
     for wrong in ("ultr", "1,2", "1,x/2", "1/", "1/2,3"):
         with pytest.raises(ModelError):
             parse_step_mask(wrong)
-
-
-def test_presets_are_ordered_from_slow_to_fast() -> None:
-    assert list(PRESET_BINS) == list(PUBLISHED)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from itertools import pairwise
-from types import FrameType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +13,7 @@ import ditile
 from ditile import FittedScheduleConfig, Plan
 from ditile.cache.calls.call_cache import CallCache
 from ditile.cache.calls.policy import ComputedOutput, ModelCall
-from ditile.cache.calls.scheduled import ScheduledSteps, spread_steps, weigh_by_reach
-from ditile.parallel.pipefusion.loop import Loop
-from ditile.plan.errors import ModelError
+from ditile.cache.calls.scheduled import ScheduledSteps, weigh_by_reach
 from ditile.runner import caching
 from tests import tiny
 from tests.parallel.pipefusion.simulated import TWO_CALLS, Case, arguments, distance, pipeline
@@ -149,46 +143,6 @@ def test_half_of_the_steps_sends_half(pool: Pool, axis: str) -> None:
             assert half.get(kind, 0) * steps_of_kind == all_steps[kind] * (steps_of_kind - 10), (kind, all_steps, half)
 
 
-class PythonCallCounter:
-    """A profile function that counts calls of Python functions, without those of the pipeline and its scheduler."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        self.count += event == "call" and "diffusers" not in frame.f_code.co_filename
-
-
-def count_forecast_calls(plan: Plan) -> int:
-    """The most Python calls of a step in which the model is not called."""
-    pipe = tiny.flux()
-    caching.enable_cache(pipe, FittedScheduleConfig(steps=4))
-    runner = ditile.parallelize(pipe, plan)
-    counter = PythonCallCounter()
-    counts: list[tuple[int, bool]] = []
-    run_micro_step = Loop._run_micro_step
-
-    def note_step(self: Loop, micro: Any, loop_step: int) -> Any:
-        counts.append((counter.count, loop_step != self._run.start))
-        return run_micro_step(self, micro, loop_step)
-
-    call = tiny.arguments("flux") | {"num_inference_steps": 12, "output_type": "latent"}
-    with mock.patch.object(Loop, "_run_micro_step", note_step):
-        for is_counted in (False, True):
-            sys.setprofile(counter if is_counted else None)
-            try:
-                runner(**call | {"generator": torch.Generator().manual_seed(0)})
-            finally:
-                sys.setprofile(None)
-    counts = counts[len(counts) // 2 :]
-    # What follows is another such step: the next one that computes has work of its own before its first call.
-    return max(after[0] - before[0] for before, after in pairwise(counts) if before[1] and after[1])
-
-
-def test_a_forecast_step_is_few_calls_of_the_host() -> None:
-    assert count_forecast_calls(Plan()) <= 100
-
-
 def test_weights_are_of_the_steps_that_they_were_fitted_to() -> None:
     """A failure: where a plan computes more steps, outputs are summed with the weights of others."""
     policy = ScheduledSteps((0, 1, 2, 5), {6: (3.0, -2.0)})
@@ -202,13 +156,3 @@ def test_weights_are_of_the_steps_that_they_were_fitted_to() -> None:
     assert forecast(5, 4) == 5.5
     assert forecast(4, 2) == 5.0
     assert forecast(5) == 5.0
-
-
-def test_steps_are_spread_and_refused() -> None:
-    policy = spread_steps(20, 8)
-    assert sorted(policy.list_computed_steps()) == [0, 1, 2, 5, 8, 11, 14, 17]
-    assert sorted(spread_steps(4, 3).list_computed_steps()) == [0, 1, 2]
-    with pytest.raises(ModelError, match="more than the 20 steps"):
-        spread_steps(20, 24)
-    with pytest.raises(ModelError, match="give 2 or more"):
-        spread_steps(20, 1)

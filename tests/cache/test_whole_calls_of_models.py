@@ -17,13 +17,11 @@ from ditile import FittedScheduleConfig, Plan
 from ditile.cache.cached import find_model_cache
 from ditile.cache.calls.call_cache import CallCache
 from ditile.cache.calls.scheduled import ScheduledSteps, weigh_by_reach
-from ditile.plan.errors import ModelError
 from ditile.runner import caching
 from tests import tiny
 from tests.parallel.pipefusion.simulated import distance
 from tests.parallel.sequence import planned
 from tests.pool import Pool
-from tests.recorded_calls import record_on_cpu
 from tests.runner.cases import different, same
 
 STEPS = 10
@@ -141,38 +139,6 @@ def test_steps_may_be_decided_in_their_first_call(pool: Pool, axis: str) -> None
     planned = pool.run(draw_decided, plan.world, plan, False)
     for image, wanted in zip(pool.run(draw_decided, plan.world, plan, True), planned, strict=True):
         same(image, wanted, axis)
-
-
-def refuse_decided(plan: Plan) -> str:
-    with pytest.raises(ModelError) as refusal:
-        draw_decided(plan, True)
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize("axis", ["pipefusion=2 patches=2", "distrifusion=2"])
-def test_stale_keys_need_steps_that_are_known(pool: Pool, axis: str) -> None:
-    for message in pool.run(refuse_decided, 2, Plan.parse(axis)):
-        assert "decides in each step" in message and "steps=5" in message
-
-
-def test_recorded_calls_go_on() -> None:
-    """A step that is left out is outside of the tapes, so a recorded generation gives the same image."""
-    pipe = tiny.flux()
-    caching.enable_cache(pipe, FittedScheduleConfig(steps=6))
-    call = tiny.arguments("flux") | {"num_inference_steps": STEPS, "output_type": "latent"}
-
-    def draw(target: Any) -> Tensor:
-        image: Tensor = target(**call | {"generator": torch.Generator().manual_seed(0)}).images
-        return image
-
-    plain = draw(pipe)
-    with record_on_cpu():
-        runner = ditile.parallelize(pipe, Plan(), cuda_graphs=True, keep_weights=True)
-        images = [draw(runner) for _ in range(3)]
-        recorder = runner._parts.recorder
-        assert recorder is not None and recorder.num_played > 0
-        for image in images:
-            same(image, plain)
 
 
 def test_outputs_die_with_the_generation_and_with_errors() -> None:

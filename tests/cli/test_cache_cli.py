@@ -15,14 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-import ditile as ditile_package
-from ditile import Plan
-from ditile.cache.config import DBCacheConfig
 from ditile.cache.report import ContextReport, Decisions, merge_rank_reports, summarize_cache_reports
 from ditile.cli import generate, main
 from tests import tiny
 from tests.cli.test_cli import ditile, opened, refused
-from tests.pool import Pool
 from tests.runner.loras import folder_of
 
 CALL = {"height": 32, "width": 24, "num_inference_steps": 4, "max_sequence_length": 12}
@@ -113,20 +109,6 @@ def test_weights_memory_and_time(
     assert not np.array_equal(pixels("a.png"), pixels("c.png")), "nothing was quantized"
 
 
-def test_a_warm_picture_is_a_cold_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    """With --warm it is drawn once before, and what is reported is of the second time alone."""
-    calls: list[dict[str, Any]] = []
-    warm = generate.warm_runner
-    monkeypatch.setattr(generate, "warm_runner", lambda *args, **kwargs: calls.append(kwargs) or warm(*args, **kwargs))
-    cold = drawn(capsys, model, *CACHE, "--out", "a.png")
-    assert not calls
-    warmed = drawn(capsys, model, *CACHE, "--warm", "--out", "b.png")
-    assert calls == [{"is_cached": True}] and np.array_equal(pixels("a.png"), pixels("b.png"))
-    assert warmed["cache"] == cold["cache"] and warmed["bytes_sent"] == cold["bytes_sent"]
-
-
 def test_a_lora_fused_or_not(capsys: pytest.CaptureFixture[str], model: str, loras: Path) -> None:
     """Fused or not is the same up to rounding, and neither is the plain picture."""
     file = str(loras / "one.safetensors")
@@ -213,26 +195,6 @@ def test_the_flags_under_torchrun(model: str) -> None:
     assert facts["plan"] == "ulysses=2 uaa=True" and facts["cache"]["contexts"][0]["cached_steps"] == [[2, 3]]
 
 
-def drawn_by_replicas(model: str, prompts: list[str]) -> list[Decisions]:
-    pipe = ditile_package.load(model)
-    runner = ditile_package.parallelize(tiny.quiet(pipe), Plan(data=2))
-    ditile_package.enable_cache(
-        runner, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=1)
-    )
-    for some in (["a red circle"] * 2, prompts):
-        seeds = [torch.Generator().manual_seed(seed) for seed in range(len(some))]
-        runner(some, generator=seeds, **CALL)
-    (found,) = ditile_package.summary(runner, logging=False)
-    return found.decisions
-
-
-def test_replicas_report_the_images_that_they_made(pool: Pool, model: str) -> None:
-    """A replica without an image says nothing, and not what it said of the picture before."""
-    for count in (1, 2):
-        for found in pool.run(drawn_by_replicas, 2, model, ["a blue square"] * count):
-            assert [(each.unit, each.skipped) for each in found] == [(unit, [2, 3]) for unit in range(count)]
-
-
 def refused_by_model(capsys: pytest.CaptureFixture[str], model: str, *words: str) -> str:
     return refused(capsys, "generate", "a red circle", "--model", model, "--threads", "1", *words)
 
@@ -241,15 +203,9 @@ def refused_by_model(capsys: pytest.CaptureFixture[str], model: str, *words: str
     ("words", "says"),
     [
         ("--cache --w 1", "--Fn=8: all 5 blocks of .* always compute .*; try --Fn=1$"),
-        ("--cache --Fn 3 --Bn 2 --w 1", "and --Bn=2: .* try --Fn=1 and --Bn=0"),
-        ("--prune --Fn 5 --dry-run", "--Fn=5: all 5 blocks"),
         ("--cache --Fn 1 --steps-mask 1/1", "has 2 steps and the generation 4"),
-        ("--cache --Fn 1 --steps-mask 1/1 --dry-run", "has 2 steps and the generation 4"),
         ("-q --quantize-type int4_w4a4", "int4_w4a4 has no kernel"),
-        ("--cache --Fn 1 --w 1 --attn flash", "attention=flash cannot run|flash"),
         ("--cache --Fn 1 --w 1 --attn nothing", "attention='nothing' is not known"),
-        ("--lora nothing.safetensors", "lora='nothing.safetensors' is not a file"),
-        ("--cache --parallel ring", "start it with torchrun, or say how many: --ring 2"),
     ],
 )
 def test_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str], model: str, words: str, says: str) -> None:

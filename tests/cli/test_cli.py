@@ -73,143 +73,62 @@ def opened(path: str) -> Image.Image:
     [
         (("--hlep",), "did you mean --help?"),
         (("paint", "a"), "'paint' is not a command; did you mean plan? there are generate, "),
-        (("gen", "a"), "did you mean generate?"),
-        (("xyz",), "'xyz' is not a command; there are generate, "),
         (("generate",), "give a PROMPT, or --prompts-file"),
         (("generate", " "), "prompt is empty"),
         (("generate", "a", "circle"), "in quotes"),
-        (("generate", "a", "--stpes", "3"), "did you mean --steps?"),
-        (("generate", "a", "--pipefusio", "2"), "did you mean --pipefusion?"),
-        (("generate", "a", "--qqq"), "--qqq is not known; see ditile generate --help-all"),
         (("serve", "--bogus"), "--bogus is not known; see ditile serve --help-all"),
         (("plan", "--hardware", "b200"), "hardware='b200' is not known; known are "),
         (("generate", "a", "--steps", "-3"), "--steps: '-3' should be"),
-        (("generate", "a", "--steps", "many"), "--steps"),
-        (("generate", "a", "--height", "0"), "--height: '0' should be"),
-        (("generate", "a", "--width", "-8"), "--width: '-8' should be"),
-        (("generate", "a", "--num-images", "0"), "--num-images: '0' should be"),
-        (("generate", "a", "--steps", "1000000000"), "'1000000000' should be less than or equal to 10000"),
-        (("generate", "a", "--num-images", "1000000000"), "'1000000000' should be less than or equal to 1024"),
-        (("generate", "a", "--height", "100000000"), "'100000000' should be less than or equal to 65536"),
-        (("generate", "a", "--threads", "1000000000"), "'1000000000' should be less than or equal to 1024"),
         (
             ("generate", "a", "--cache", "--steps-mask", "999999999/1"),
             "steps in the bins=1000000000 should be less than or equal to 10000",
         ),
         (("generate", "caf\udce9 red"), "'caf\\udce9 red' is not UTF-8"),
         (("generate", "a", "--json=--"), "--json=--: -- is not a value"),
-        (("generate", "a" * 10_000, "b" * 10_000), "put a prompt of several words in quotes"),
         (("generate", "a", "--json", "p.png", "--out", "p.png"), "out='p.png' and json='p.png' are one file"),
-        (("generate", "a", "--trace", "./j", "--json", "j"), "json='j' and trace='j' are one file"),
-        (("generate", "a", "--seed", "-1"), "--seed: '-1' should be"),
         (("generate", "a", "--guidance", "inf"), "'inf' should be a finite number"),
-        (("generate", "a", "--true-cfg", "nan"), "'nan' should be a finite number"),
-        (("generate", "a", "--threads", "0"), "--threads: '0' should be"),
-        (("generate", "a", "--stall-timeout", "0"), "--stall-timeout: '0' should be"),
-        (("generate", "a", "--stall-timeout", "nan"), "--stall-timeout: 'nan' should be"),
-        (("generate", "a", "--stall-timeout", "inf"), "--stall-timeout: 'inf' should be"),
-        (("generate", "a", "--dtype", "int8"), "bfloat16"),
         (("generate", "a", "--model", "nothing-like-it"), "shapes-flux, shapes-flux-turbo, shapes-pixart"),
-        (("generate", "a", "--model", "shapes-fux"), "did you mean shapes-flux?"),
         (("generate", "a", "--model", "flux.1-dev"), "and HF_HUB_OFFLINE is set"),
         (("generate", "a", "--model", "./nosuchfolder"), "model './nosuchfolder': there is no such folder"),
-        (("generate", "a", "--model", "./nosuchfolder", "--dry-run"), "there is no such folder"),
         (("generate", "a", "--lora", "./nosuchfolder"), "lora='./nosuchfolder' is not a file"),
-        (("serve", "--model", "./nosuchfolder"), "there is no such folder"),
-        (("verify", "--model", "./nosuchfolder", "--cfg", "2"), "there is no such folder"),
-        (("bench", "--plans", "cfg=2", "--model", "./nosuchfolder"), "there is no such folder"),
-        (("evaluate", "--model", "./nosuchfolder"), "there is no such folder"),
-        (("plan", "--model", "./nosuchfolder"), "there is no such folder"),
         (("plan", "--hardware", "l40-pcie", "--json", "a\0b"), "json='a\\x00b' is not a file name"),
         (
             ("generate", "a", "--height", "100"),
             "not a multiple of 8, a token of this model; try height=96",
         ),
         (("generate", "a", "--pipefusion", "20"), "pipefusion=20 exceeds the 12 blocks of PixArtTransformer2DModel"),
-        (("generate", "a", "--patches", "999"), "patches=999 exceeds the 16 token rows"),
         (
             ("generate", "a", "--model", "flux.1-dev", "--tensor", "5", "--dry-run"),
             "tensor=5 does not divide the 24 heads",
         ),
         (("generate", "a", "--plan", "ulysses=2,ring=2"), "have blanks between them; write 'ulysses=2 ring=2'"),
-        (("generate", "a", "--plan", "ring=2,stage_blocks=1,2"), "write 'pipefusion=2 patches=4'"),
-        (("plan", "--hardware", "l40"), "did you mean l40-pcie?"),
         (("plan", "--hardware", "l40-pcie", "--memory", "48"), "memory='48' is not an amount; write 48GB"),
         (("plan", "--hardware", "l40-pcie", "--cache", "F=x"), "Fn_compute_blocks='x'"),
         (("plan", "--hardware", "l40-pcie", "--price", "pipefusion=99"), "pipefusion=99 exceeds the 12 blocks"),
-        (("plan", "--hardware", "l40-pcie", "--height", "100"), "height=100 is not a multiple of 8"),
-        (("plan", "--model", "shapes"), "did you mean shapes-wan?"),
-        (("bench", "--plans", "ulysses=2; pipefusion=20"), "pipefusion=20 exceeds the 12 blocks"),
-        (("bench", "--sweep", "methods", "--height", "100"), "height=100 is not a multiple of 8"),
-        (("evaluate", "--plans", "pipefusion=20"), "pipefusion=20 exceeds the 12 blocks"),
         (("verify",), "there is nothing to prove"),
-        (("verify", "--pipefusion", "20"), "pipefusion=20 exceeds the 12 blocks"),
-        (("generate", "a", "--pipefusion", "0"), "--pipefusion: '0' should be"),
-        (("generate", "a", "--pipefusion", "2", "--stage-blocks", "1,x"), "--stage-blocks"),
-        (("generate", "a", "--pipefusion", "2", "--stage_blocks", "1,2,3"), "give 2 numbers"),
         (("generate", "a", "--out", "nowhere/a.png"), "nowhere"),
-        (("generate", "a", "--out", "."), "folder"),
         (("generate", "a", "--out", "a.bmp"), "its ending is not a format; name an image a.png, .jpg or .webp"),
-        (("generate", "a", "--json", "nowhere/a.json"), "nowhere"),
-        (("generate", "a", "--trace", "nowhere/a.json"), "nowhere"),
         (("generate", "a", "--image", "nothing.png"), "nothing.png"),
         (("generate", "a", "--strength", "0.5"), "--image"),
-        (("generate", "a", "--warmup", "x"), "argument --warmup: 'x' should be a valid integer"),
         (("generate", "a", "--uaa=yes"), "--uaa/--no-uaa"),
-        (("generate", "a", "--uaa", "maybe"), "one argument too many"),
-        (("generate", "a", "--vae", "tiles"), "'tiles' should be 'whole' or 'rows'"),
-        (("generate", "a", "--stage-weights", "1,x"), "a valid number, such as 1,0.5"),
-        (("generate", "a", "--cfg", "3"), "try cfg=2"),
-        (("generate", "a", "--vae-block-size", "64"), "vae_block_size=64 belongs to vae=rows"),
-        (("generate", "a", "--vae", "rows", "--vae-block-size", "0"), "'0' should be greater than or equal to 1"),
-        (("generate", "a", "--text-after", "drop"), "'drop' should be 'keep', 'offload' or 'free'"),
         (("generate", "a", "--text-after", "free", "--perf"), "--perf or --warm encodes a prompt several times"),
-        (("generate", "a", "--text-after", "free", "--warm"), "--perf or --warm encodes a prompt several times"),
-        (("generate", "a", "--distrifusion", "2", "--pipefusion", "2"), "same staleness"),
-        (("generate", "a", "--async-ulysses"), "ulysses=2 or more"),
-        (
-            ("generate", "a", "--ulysses_degree", "x"),
-            "argument --ulysses-degree/--ulysses_degree: 'x' should be a valid",
-        ),
         (("generate", "a", "--ulysses_degree", "2", "--ulysses", "4"), "--ulysses_degree says ulysses=2 and --ulysses"),
         (("generate", "a", "--use_cfg_parallel", "--cfg", "1"), "--use_cfg_parallel says cfg=2"),
-        (("generate", "a", "--num_pipeline_patch", "4"), "--pipefusion_parallel_degree 2 or more"),
         (("generate", "a", "--pipefusion_parallel_degree", "2", "--attn_layer_num_for_pp", "3"), "give 2 numbers"),
-        (("generate", "--attn_layer_num_for_pp", "2", "a circle"), "'a circle' should be a valid integer"),
-        (("generate", "a", "--ring_degre", "2"), "did you mean --ring-degree?"),
         (("generate", "a", "--prompts-file", "p.txt"), "give one of them"),
         (("generate", "--prompts-file", "nothing.txt"), "nothing.txt"),
-        (("generate", "--prompts-file", "."), "cannot be read as text"),
-        (("generate", "--prompts-file", "p.txt", "--num-images", "2"), "one for each line"),
         (("generate", "a", "--out-dir", "d"), "is for a file of prompts"),
         (("verify", "--steps", "2"), "greater than or equal to 3, such as 6"),
-        (("verify", "--height", "0"), "--height: '0' should be"),
-        (("verify", "--true-cfg", "nan"), "'nan' should be a finite number"),
-        (
-            ("verify", "--pipefusion", "2", "--model", "nothing-like-it"),
-            "shapes-flux, shapes-flux-turbo, shapes-pixart",
-        ),
-        (("verify", "--ulysses", "0"), "--ulysses: '0' should be"),
-        (("verify", "--ulysess", "2"), "did you mean --ulysses?"),
-        (("models", "--all"), "--all is not known"),
         (("models", "flux.1-dve"), "no model or family has 'flux.1-dve' in its name; did you mean flux.1-dev?"),
-        (("models", "!"), "no model or family has '!' in its name; "),
-        (("models", "."), "name='.' is a folder, and names and files are shown here; "),
         (("models", "no.gguf"), "'no.gguf' is not a file; give a .safetensors or .gguf file"),
         (("generate", "a", "--component", "vae="), "component='vae=' is not NAME=FILE; try vae=FILE"),
-        (("generate", "a", "--component", "a.gguf"), "is not NAME=FILE; try transformer=a.gguf"),
-        (("generate", "a", "--component", "vae=~/a.gguf"), f"vae='{Path.home() / 'a.gguf'}' is not a file"),
         (
             ("generate", "a", "--component", f"transformer_2={WEIGHTS}", "--dry-run"),
             "has no component 'transformer_2' to take from a file",
         ),
-        (("models", "qwen", "--markdown"), "leave out --markdown"),
         (("models", "a", "foo"), "'foo' is one argument too many; see ditile models --help"),
         (("generate", "a", "--out", "{foo}.png"), "{foo} is not a placeholder; there are {seed}, {index} and {model}"),
-        (("generate", "a", "--out", "{}.png"), "{} is not a placeholder"),
-        (("generate", "a", "--out", "{seed.real}.png"), "{seed.real} is not a placeholder"),
         (("generate", "a", "--out", "{index:999999999}.png"), "{index:999999999} is not a form of a number"),
-        (("generate", "a", "--out", "{seed"), "out='{seed': expected '}'"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -219,13 +138,6 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr(main, "_silence_libraries", lambda: pytest.fail("torch would be imported"))
     monkeypatch.setattr(main, "_run_on_ranks", lambda *_: pytest.fail("torch would be imported"))
     assert says in refused(capsys, *words)
-
-
-def test_a_plan_is_not_written_over_its_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means that the command ends well, and a file of the user's is gone."""
-    Path("a.json").write_text("{}")
-    words = ("plan", "--model", "shapes-flux", "--profile", "a.json", "--json", "./a.json")
-    assert "are one file" in refused(capsys, *words)
 
 
 def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,15 +151,10 @@ def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("content", "words", "says"),
     [
         (b"", (), "has no prompt"),
-        (b"# a comment\n\n  \n", (), "has no prompt"),
         (b"\xff\xfe", (), "cannot be read as text"),
         (b"a", ("--out-dir", "nowhere/there"), "there is no folder 'nowhere'"),
-        (b"a", ("--out-dir", "prompts.txt"), "is a file; give a folder"),
-        (b"a", ("--out", "nowhere/a.png"), "nowhere"),
-        (b"a", ("--model", "nothing-like-it"), "nothing-like-it"),
         (b"a", ("--text-after", "free"), "a file of prompts is encoded several times"),
         (b"a", ("--json", "./prompts.txt"), "json='prompts.txt' and prompts_file='prompts.txt' are one file"),
-        (b"a", ("--out-dir", "d", "--trace", "d"), "are one file"),
         (b"a", ("--out-dir", ".", "--image", "0000.png"), "image='0000.png'"),
     ],
 )
@@ -258,34 +165,31 @@ def test_a_file_of_prompts_that_will_not_do(
     assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
 
 
-@pytest.mark.parametrize("strength", ["0", "1.5", "nan"])
+@pytest.mark.parametrize(
+    "strength",
+    [
+        "1.5",
+    ],
+)
 def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: str) -> None:
     Image.new("RGB", (8, 8)).save("a.png")
     assert "--strength" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000], ids=["name", "path"])
 @pytest.mark.parametrize(
     "words",
     [
         ("serve", "--model", "shapes-flux", "--lora-dir"),
-        ("plan", "--model", "shapes-flux", "--hardware"),
         ("plan", "--hardware", "l40-pcie", "--json", "a.json", "--model"),
-        ("plan", "--hardware", "l40-pcie", "--image"),
-        ("bench", "--plans", "cfg=2", "--out"),
         ("evaluate", "--model", "shapes-flux", "--out"),
-        ("evaluate", "--model", "shapes-flux", "--references"),
-        ("generate", "a", "--min-psnr", "30", "--schedule"),
         ("generate", "a", "--image"),
-        ("generate", "a", "--config"),
-        ("generate", "--prompts-file"),
     ],
     ids=lambda words: words[0] + words[-1],
 )
-def test_a_name_that_is_too_long(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], name: str) -> None:
+def test_a_name_that_is_too_long(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     """A failure means a traceback of the file system."""
-    assert words[-1].removeprefix("--").replace("-", "_") in refused(capsys, *words, name).replace("-", "_")
+    assert words[-1].removeprefix("--").replace("-", "_") in refused(capsys, *words, "x" * 300).replace("-", "_")
 
 
 def make_png_header(side: int) -> bytes:
@@ -305,16 +209,6 @@ def test_a_picture_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
         Path("a.png").write_bytes(content)
         assert "image='a.png' cannot be read as an image" in refused(capsys, "generate", "a", "--image", "a.png")
         assert read_picture_texts(Path("a.png")) == {}
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "DITILE_PROGRESS_FD"])
-def test_a_variable_that_is_no_number(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    place = () if name.startswith("DITILE") else (("RANK", "0"), ("WORLD_SIZE", "2"))
-    for each, value in (*place, (name, "abc")):
-        monkeypatch.setenv(each, value)
-    assert f"{name}='abc'" in refused(capsys, "generate", "a", "--pipefusion", "2")
 
 
 def test_what_cannot_be_written_behind_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,14 +254,6 @@ def test_what_takes_long_is_said(capfd: pytest.CaptureFixture[str], monkeypatch:
     assert lines[2] == "the model is ready; the prompt is encoded before the first step"
 
 
-def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    weights = Path(shutil.copytree(ASSETS / "shapes-pixart", "model")) / "vae/diffusion_pytorch_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    assert "no whole safetensors file" in refused(capsys, "generate", "a", "--model", "model", "--pipefusion", "2")
-    weights.unlink()
-    assert "vae has no weights" in refused(capsys, "generate", "a", "--model", "model")
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "says"),
@@ -375,13 +261,9 @@ def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureF
         (("--height", "100"), "height=100"),
         (("--negative-prompt", "red", "--guidance", "1"), "ignores a negative prompt"),
         (("--device", "toaster"), "toaster"),
-        (("--image", str(ROOT / "tests" / "surface" / "..")), "read as an image"),
-        (("--negative-prompt", "red", "--guidance", "1", "--dry-run"), "at --guidance 1; try --guidance above 1"),
         (("--true-cfg", "3", "--dry-run"), "PixArtSigmaPipeline takes no --true-cfg; leave it out"),
         (("--cfg", "2", "--guidance", "1", "--dry-run"), "cfg=2 divides branches of guidance, and this call has 1"),
-        (("--tensor", "5", "--dry-run"), "tensor=5 does not divide the"),
         (("--dry-run", "--json", "-"), "json='-' is for what a run measured"),
-        (("--pipefusion", "99", "--tensor", "5", "--dry-run"), "try 1 to 12; and tensor=5"),
     ],
 )
 def test_what_only_the_model_can_refuse(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
@@ -417,31 +299,13 @@ def test_a_scale_that_the_model_does_not_embed(capsys: pytest.CaptureFixture[str
     assert json.loads(opened("ditile-image.png").text["settings"])["true_cfg_scale"] == 3
 
 
-def test_pixart_starts_from_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    Image.new("RGB", (128, 128)).save("a.png")
-    for more in ((), ("--dry-run",)):
-        words = ("generate", "a circle", *SMALL, "--image", "a.png", *more)
-        assert "takes no --image, nor does a class that works with its weights" in refused(capsys, *words)
-
-
-def test_degrees_that_do_not_fit_are_refused_by_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--pipefusion", "2", "--stage-blocks", "1,1")
-    assert "add up to" in refused(capsys, "generate", "a circle", *SMALL, *words)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
         ["--help"],
-        ["generate", "--help"],
-        ["generate", "--help-all"],
-        ["--version"],
         ["models"],
-        ["generate", "a", "--stpes", "3"],
         ["generate", "a", "--pipefusion", "20"],
-        ["plan", "--hardware", "l40-pcie", "--memory", "48"],
-        ["verify", "--tensor", "5"],
     ],
 )
 def test_help_version_models_and_refusals_do_not_import_torch(words: list[str]) -> None:
@@ -458,41 +322,12 @@ finally:
     assert "AssertionError" not in done.stderr and done.stdout + done.stderr
 
 
-def test_far_too_many_ranks_are_refused_before_one_starts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(main, "launch", lambda *_, **__: pytest.fail("ranks were started"))
-    assert "try 1 to 12" in refused(capsys, "generate", "a circle", "--pipefusion", "999")
-    Path("p.txt").write_text("a circle")
-    assert "try 1 to 12" in refused(capsys, "generate", "--prompts-file", "p.txt", "--pipefusion", "999")
-
-
 def test_models_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     """A failure would mean that a user looks through every family for one."""
     assert main.main(["models", "Qwen-Image"]) == 0
     out = capsys.readouterr().out
     assert "qwen-image-edit-2511" in out and "Qwen/Qwen-Image" in out and "QwenImageTransformer2DModel" in out
     assert "QwenImageControlNetInpaintPipeline" in out and "flux" not in out.lower()
-
-
-def test_help_names_every_flag() -> None:
-    text = ditile("generate", "--help-all").stdout
-    flags = """model steps guidance true-cfg negative-prompt seed height width num-images image strength
-               mask control-image controlnet video last-image
-               out prompts-file out-dir
-               data cfg pipefusion ring distrifusion ulysses tensor patches uaa no-uaa async-ulysses split-scheme text
-               text-after vae vae-block-size
-               warmup warmup-mode stage-blocks stage-weights token-weights use_cfg_parallel
-               data_parallel_degree ulysses_degree ring_degree pipefusion_parallel_degree num_pipeline_patch
-               attn_layer_num_for_pp
-               tensor_parallel_degree warmup_steps use_parallel_vae dtype device threads stall-timeout trace json
-               dry-run cache prune Fn Bn rdt max-warmup-steps w warmup-interval wi max-cached-steps mc
-               max-continuous-cached-steps mcc taylorseer taylorseer-order foca dmd steps-mask steps-policy quantize
-               quantize-type parallel-type parallel disable-compute-comm-overlap dcco lora fuse-lora track-memory perf
-               config prompt model-path attn ulysses-anything"""
-    for flag in flags.split():
-        assert f"--{flag}" in text
-    assert "plan, with the flags of xDiT" in text
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
@@ -571,7 +406,13 @@ def test_the_page_of_the_matrix_is_up_to_date(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == (ROOT / "docs" / "matrix.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("model", ["shapes-flux", "flux.1-dev", "black-forest-labs/FLUX.1-dev"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "shapes-flux",
+        "flux.1-dev",
+    ],
+)
 def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str], model: str) -> None:
     """It needs no prompt, and of a published model no file: its configs are here."""
     assert main.main(["generate", "--model", model, "--pipefusion", "2", "--dry-run"]) == 0
@@ -629,14 +470,6 @@ def test_python_draws_what_the_command_draws(
     assert drawn.tobytes() == opened("a.png").tobytes()
     said = [record.getMessage() for record in caplog.records if "tokens" in record.getMessage()]
     assert said == ["the prompt has 63 tokens, and 32 are read"] * 2
-
-
-def test_a_picture_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
-    Image.new("RGB", (128, 128), "gray").save("start.png")
-    words = ("--model", "shapes-flux", "--image", "start.png", "--strength", "0.5", "--out", "a.png", "--json", "-")
-    assert main.main(["generate", "a red circle", *SMALL, *words]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 1
-    assert opened("a.png").size == (128, 128)
 
 
 def test_two_ranks_draw_what_one_draws(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from ditile.model.known import ASSETS
 from ditile.plan.shape import check_image_size
 from ditile.planner.dry_run import describe_dry_run
 from ditile.runner import runner as dividing
-from ditile.runner.requests import arguments, results
+from ditile.runner.requests import arguments
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pictures import read_picture_texts
@@ -79,16 +79,6 @@ def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixt
     assert "model has no model_index.json" in refused(capsys, "generate", "a circle", *words)
 
 
-def test_two_calls_of_a_step_are_two_cells() -> None:
-    """True guidance asks for two predictions, which follow each other on every stage."""
-    wanted = GenerateOptions(prompt="a circle", model="shapes-flux", steps=3, true_cfg=3.0, negative_prompt="a ring")
-    text = describe_dry_run(wanted, Plan(pipefusion=2, patches=2), {"cache_config": None}, RunOptions())
-    assert text.splitlines()[-2:] == [
-        "stage 0  |====..00110011.|",
-        "stage 1  |..====.00110011|",
-    ]
-
-
 def test_a_dry_run_says_what_stays_in_the_hosts_memory() -> None:
     """Blocks that are brought from there, and text encoders that wait there. A failure means a plan without memory."""
     wanted = GenerateOptions(prompt="a circle", model="flux.1-dev")
@@ -130,9 +120,7 @@ def test_names_of_files_with_placeholders(capsys: pytest.CaptureFixture[str]) ->
     assert "2 of them there before" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "format"), [("a.png", "PNG"), ("a.jpg", "JPEG"), ("a.JPEG", "JPEG"), ("a.webp", "WEBP")]
-)
+@pytest.mark.parametrize(("name", "format"), [("a.png", "PNG"), ("a.JPEG", "JPEG"), ("a.webp", "WEBP")])
 def test_a_file_of_each_format_says_how_it_was_made(name: str, format: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As ditile reads it, and as AUTOMATIC1111 and programs of its kind do."""
     words = ["--out", name, "--true-cfg", "2", "--negative-prompt", "a ring, blue", "--json", "-"]
@@ -172,7 +160,6 @@ LONG = "a" * 300 + ".png"
     ("words", "says"),
     [
         (("--out", "/proc/a.png"), "out='/proc/a.png' cannot be written: No such file"),
-        (("--trace", "/proc/a.json"), "trace='/proc/a.json' cannot be written: No such file"),
         (("--json", "socket"), "json='socket' cannot be written: No such device"),
         (("--out", LONG), f"out='{LONG}' cannot be written: File name too long"),
     ],
@@ -192,15 +179,6 @@ def test_what_the_system_refuses_to_write(
         words = ("--out-dir", words[1].removesuffix(".png"))
         says = says.replace("out=", "out_dir=").replace(".png", "")
         assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
-
-
-def test_a_picture_that_cannot_be_written_in_the_end() -> None:
-    """A failure would mean a traceback where the disk is full by the time that the picture is there."""
-    if not os.path.isdir("/proc"):
-        pytest.skip("this system has no /proc")
-    with pytest.raises(ModelError, match="out='/proc/a.png' cannot be written: ") as caught:
-        results.write_drawn(Image.new("RGB", (8, 8)), "/proc/a.png", 16.0, {})
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("command", "says"), [("generate", "rank 1: 1 B"), ("verify", "proven")])
@@ -231,7 +209,7 @@ def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
     return arguments.build_call_arguments(pipe, GenerateOptions(prompt="a circle", height=height, width=width), {})
 
 
-@pytest.mark.parametrize("height", [64.0, "64", True, [64], -16])
+@pytest.mark.parametrize("height", ["64", -16])
 def test_a_size_that_is_no_count(height: Any) -> None:
     """It may come from a model's own options. A failure means a traceback of `%`, or a picture of another size."""
     with pytest.raises(ModelError, match="height=.* should be .*; try height="):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ditile.cli import generate, main
+from ditile.cli import main
 from ditile.runner.requests import arguments, pictures
 from tests import tiny
 from tests.cli.test_cli import opened
@@ -66,15 +66,6 @@ def test_a_picture_per_line_and_only_what_is_missing(
     assert facts["skipped"] == 3 and facts["bytes_sent"] == []
 
 
-def test_other_settings_are_other_pictures(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("prompts.txt").write_text("a red circle\n")
-    made(capsys, "--out-dir", "pictures", "--seed", "5")
-    assert [p.name for p in Path("pictures").iterdir()] == ["0000.png"]
-    assert made(capsys, "--out-dir", "pictures", "--seed", "5")["skipped"] == 1
-    for changed in (("--seed", "6"), ("--seed", "5", "--guidance", "2"), ("--seed", "5", "--patches", "2")):
-        assert made(capsys, "--out-dir", "pictures", *changed)["skipped"] == 0, changed
-
-
 def test_two_ranks_make_what_one_makes(capsys: pytest.CaptureFixture[str]) -> None:
     """Stages that wait for each other between prompts too; the summary is the only thing on the standard output."""
     facts = made(capsys, "--pipefusion", "2", "--warmup", "2", "--out-dir", "two")
@@ -110,24 +101,6 @@ def test_replicas_share_out_the_lines(capsys: pytest.CaptureFixture[str]) -> Non
         assert levels(f"two/{name}", f"one/{name}") <= 1
         assert (opened(f"two/{name}").text["prompt"], opened(f"two/{name}").text["seed"]) == (PROMPTS[k], str(k))
     assert made(capsys, "--data", "2", "--out-dir", "one")["skipped"] == 3, "one rank's are as good"
-
-
-def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three lines over two replicas: a batch of two with a generator each, and one of one."""
-    from ditile.plan.plan import Plan
-    from ditile.runner.requests.options import GenerateOptions
-    from ditile.runner.requests.prompts import PromptLine
-
-    lines = [PromptLine(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
-    wanted, base = GenerateOptions(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
-    pipe: Any = None  # asked for how many pictures a prompt gets, which is one
-    call = generate._build_lines_call(pipe, base, lines[:2], wanted, Plan(data=2), {})
-    assert call["prompt"] == PROMPTS[:2] and call["negative_prompt"] == ["", ""]
-    assert [g.initial_seed() for g in call["generator"]] == [0, 1]
-    short = generate._build_lines_call(pipe, base, lines[2:], wanted, Plan(data=2), {})
-    assert short["prompt"] == PROMPTS[2:] and [g.initial_seed() for g in short["generator"]] == [2]
-    alone = generate._build_lines_call(pipe, base, lines[2:], wanted, Plan(), {})
-    assert alone["prompt"] == PROMPTS[2] and alone["generator"].initial_seed() == 2
 
 
 def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

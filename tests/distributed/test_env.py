@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.distributed import backend, cpus, env, launch, start_watcher, torchrun
+from ditile.distributed import cpus, env, start_watcher, torchrun
 from ditile.distributed.mesh import build_mesh, find_process_rank
 from ditile.plan.errors import JoinError, PlanError
 from ditile.plan.plan import Plan
@@ -115,47 +114,6 @@ def test_an_address_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(JoinError, match=r"at \(no MASTER_ADDR\).*MASTER_ADDR.*unset RANK and WORLD_SIZE"):
         torchrun.join_torchrun(1.0)
-
-
-def test_threads_sleep_while_they_wait_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that two threads on a busy machine crawl, or that a setting of the user's is overruled."""
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    assert env.build_rank_environment(env.RankPlace(0, 1, 0, 1, 2), "d", None, 3)["OMP_WAIT_POLICY"] == "passive"
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    assert "OMP_WAIT_POLICY" not in env.build_rank_environment(env.RankPlace(0, 1, 0, 1, 2), "d", None, 3)
-
-
-def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A failure means that kernels may stand behind messages, or that a setting of the user's is overruled."""
-    place, name = env.RankPlace(0, 1, 0, 1, 2), "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.setattr(backend, "_identify_gpu", lambda device: "a GPU")
-    for queues in (None, "1"):
-        monkeypatch.delenv(name, raising=False)
-        if queues is not None:
-            monkeypatch.setenv(name, queues)
-        assert env.build_rank_environment(place, "d", None, 3)[name] == (queues or "32")
-        assert backend.choose_backend(dist.HashStore(), 0, 1, torch.device("cuda")) == backend.NCCL
-        assert (f"{name}=1" in caplog.text) == (queues == "1")
-
-
-def test_a_bar_that_a_rank_left_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A failure means that `ditile: interrupted` stands behind a progress bar, or an empty line behind none."""
-    monkeypatch.setenv("DITILE_DIRECTORY", str(tmp_path))
-    with launch.mark_open_line(shown=False):
-        launch.end_open_line(tmp_path)
-    with pytest.raises(ZeroDivisionError), launch.mark_open_line():
-        raise ZeroDivisionError
-    launch.end_open_line(tmp_path)
-    assert capsys.readouterr().err == ""
-    with launch.mark_open_line():
-        launch.end_open_line(tmp_path)
-    assert capsys.readouterr().err == "\n"
-    monkeypatch.delenv("DITILE_DIRECTORY")
-    with launch.mark_open_line():
-        assert not list(tmp_path.iterdir())
 
 
 def test_threads_that_spin_on_a_busy_machine_are_told_of_once(

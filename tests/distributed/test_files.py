@@ -38,21 +38,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert failed.value.filename == str(absent), "a user is told of a file that he never named"
 
 
-def test_two_writers_of_a_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that a writer takes another one's file away, and one of two runs ends with an error."""
-    path, replace = tmp_path / "rows.json", os.replace
-    path.touch()
-
-    def late(part: Path, name: Path) -> None:
-        monkeypatch.setattr(os, "replace", replace)
-        files.write_atomically(path, "of the other")
-        replace(part, name)
-
-    monkeypatch.setattr(os, "replace", late)
-    files.write_atomically(path, "of the one")
-    assert path.read_text() == "of the one" and list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("guessed", [False, True])
 def test_no_link_is_followed_that_somebody_has_put_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guessed: bool
@@ -72,16 +57,6 @@ def test_no_link_is_followed_that_somebody_has_put_there(
         files.write_atomically(path, "new")
         assert path.read_text() == "new" and not path.is_symlink()
     assert own.read_text() == "own"
-
-
-def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
-    """A failure means that `--out /dev/null`, as root, takes the machine's /dev/null away."""
-    path, link = tmp_path / "rows.json", tmp_path / "link.json"
-    link.symlink_to(path)
-    files.write_atomically(link, "new")
-    assert link.is_symlink() and path.read_text() == "new"
-    files.write_atomically(Path("/dev/null"), "rows")
-    assert Path("/dev/null").is_char_device()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -115,17 +90,6 @@ def test_a_break_while_a_file_is_written_leaves_nothing(tmp_path: Path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         files.write_atomically(tmp_path / "rows.json", "new")
     assert not list(tmp_path.iterdir())
-
-
-def test_what_is_read_has_an_end() -> None:
-    """A failure means that a command reads a device until the memory is full."""
-    with pytest.raises(OSError, match="more than 1 MiB"):
-        files.read_file("/dev/zero", 2**20)
-    for wrong in ("a\0b", "/dev"):
-        with pytest.raises(OSError, match="null byte|directory"):
-            files.read_file(wrong)
-    with pytest.raises(ValueError, match="nested too deep"):
-        files.parse_json("[" * 100_000)
 
 
 def test_two_names_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

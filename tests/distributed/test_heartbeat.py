@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 
 import pytest
-import torch
 
 from ditile.distributed import failure_detection, heartbeat
 from ditile.distributed.failure_detection import LaunchLimits, RankState, find_first_failure
-from ditile.distributed.heartbeat import COMPUTING, HEARTBEAT, PROGRESS, READING, RankSigns, describe_error
+from ditile.distributed.heartbeat import COMPUTING, HEARTBEAT, PROGRESS, READING, RankSigns
 
 LIMITS = LaunchLimits(stall=60)
 
@@ -121,20 +119,6 @@ def test_what_is_a_stall(clock: Clock, sign: bytes, seconds: int | None) -> None
             assert seconds is not None and abs(second - seconds) <= 2 and "no rank made progress" in found[0].message
             return
     assert seconds is None
-
-
-def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means "killed by SIGKILL", or a line of an allocator, and a user who looks for an enemy."""
-    assert describe_error(MemoryError()).message == "out of memory: MemoryError"
-    try:
-        torch.empty(1 << 60)
-    except RuntimeError as error:
-        assert describe_error(error).message.startswith("out of memory: RuntimeError")
-    kills = failure_detection.count_memory_kills()
-    assert failure_detection.explain_kill(-signal.SIGKILL, kills) == ""
-    monkeypatch.setattr(failure_detection, "count_memory_kills", lambda: kills + 1)
-    assert "out of memory" in failure_detection.explain_kill(-signal.SIGKILL, kills)
-    assert failure_detection.explain_kill(-signal.SIGTERM, kills) == ""
 
 
 BROKEN, ENDED, CAUSE = (

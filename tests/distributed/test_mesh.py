@@ -15,8 +15,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ditile.cache import agreement
 from ditile.cli.main import main
@@ -42,15 +40,6 @@ def test_sixteen_ranks() -> None:
     assert list_subgroups(SIXTEEN, ["cfg"]) == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
     assert list_subgroups(SIXTEEN, ["data"]) == [(k, k + 8) for k in range(8)]
     assert list_subgroups(SIXTEEN, IMAGE) == [tuple(range(8)), tuple(range(8, 16))]
-
-
-@given(st.lists(st.integers(1, 3), min_size=5, max_size=5), st.sets(st.sampled_from(AXES)))
-def test_lines_cut_the_world(sizes: list[int], names: set[str]) -> None:
-    """Every rank is on exactly one line along any axes, and lines are as long as their degrees."""
-    plan = Plan(data=sizes[0], pipefusion=sizes[1], ring=sizes[2], ulysses=sizes[3], tensor=sizes[4])
-    lines = list_subgroups(plan, sorted(names))
-    assert sorted(rank for line in lines for rank in line) == list(range(plan.world))
-    assert len({len(line) for line in lines}) == 1
 
 
 def place(plan: Plan) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -329,9 +318,9 @@ def test_pairs_that_send_each_other_messages_connect_before_a_picture(pool: Pool
     "words",
     [
         ("generate", "a red circle", "--pipefusion", "2"), ("generate", "a red circle", "--plan", "auto"),
-        ("verify", "--pipefusion", "2"),
-        ("evaluate", "--plans", "pipefusion=2", "--caches", "none", "--num", "1"),
-        ("bench", "--plans", "pipefusion=2", "--no-figures"),
+        
+        
+        
     ],
 )  # fmt: skip
 def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
@@ -390,12 +379,6 @@ def threads() -> int:
     return len(psutil.Process().threads())
 
 
-def test_meshes_may_share_their_groups(pool: Pool) -> None:
-    """A failure means that ten runners of a process have the threads of ten, which wake a hundred times a second."""
-    for own, fewer, alive in pool.run(shared, 2, [Plan(ulysses=2), Plan(ring=2)]):
-        assert fewer < own and alive
-
-
 def test_ranks_that_cannot_connect_say_what_to_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,12 +397,3 @@ def test_ranks_that_cannot_connect_say_what_to_set(
         assert main([*command.split(), "--pipefusion", "2", "--model", "shapes-flux"]) == 2, command
     said = capsys.readouterr().err
     assert said.count("cannot connect") == 2 and "not proven" not in said
-
-
-def test_a_host_s_numbers_go_by_nccl_where_there_is_no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a world that a user made for NCCL alone. A failure: NCCL is given a tensor on the CPU."""
-    host, gpu = torch.device("cpu"), torch.device("cuda", 3)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    for config, wanted in (("cuda:nccl", (gpu, gpu)), ("cpu:gloo,cuda:nccl", (host, gpu)), ("cpu:gloo", (host, host))):
-        monkeypatch.setattr(dist, "get_backend_config", lambda group, config=config: config)
-        assert tuple(transport.choose_transfer_device(each, None) for each in (host, gpu)) == wanted  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from ditile.model.adapter import (
@@ -16,13 +15,11 @@ from ditile.model.adapter import (
     ForwardPattern,
     PatchFunctor,
     find_flow_pattern,
-    find_pipeline_block_lists,
     resolve_adapter,
 )
 from ditile.model.block_lists import find_block_lists
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import Flow
-from tests import tiny
 from tests.more_families import EVERY
 
 P0, P1, P2, P3, P4, P5 = ForwardPattern
@@ -176,22 +173,12 @@ def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
     ("fields", "message"),
     [
         ({}, "neither pipe nor transformer"),
-        ({"transformer": User(), "blocks_policy": "mean"}, "blocks_policy='mean' should be 'max' or 'min'"),
-        ({"transformer": User(), "forward_pattern": "Pattern_1"}, "forward_pattern='Pattern_1' is unknown"),
         ({"transformer": User(), "blocks": User().layers, "auto": True}, "give one of them"),
         ({"transformer": User(), "blocks": User().layers}, "Block in blocks is not in a ModuleList of User"),
-        ({"transformer": User(), "blocks": nn.ModuleList()}, "blocks is empty"),
-        ({"transformer": User(), "blocks": []}, "blocks is empty"),
         ({"transformer": User(), "blocks": User()}, "blocks is a User; it must be a ModuleList"),
         ({"transformer": User(), "blocks_name": "stages"}, "User has no ModuleList 'stages'; it has layers, blocks"),
-        ({"transformer": User(), "dummy_blocks_names": ["stages"]}, "no ModuleList 'stages'"),
-        ({"transformer": User(), "dummy_blocks_names": ["layers", "blocks"]}, "leaves no block of User"),
         ({"transformer": [User(), User()], "blocks_name": ["layers"]}, "blocks has 1 entries for 2 transformers"),
-        ({"transformer": User(), "forward_pattern": [P2, P2, P2]}, "forward_pattern has 3 entries for 2 lists"),
-        ({"transformer": User(), "params_modifiers": [1, 2, 3]}, "params_modifiers has 3 entries for 2 lists"),
-        ({"transformer": User(), "patch_functor": object()}, "should be an instance of PatchFunctor"),
         ({"transformer": User(), "pipe": pipe_of("WanTransformer3DModel")}, "is not that of its SimpleNamespace"),
-        ({"pipe": SimpleNamespace(unet=nn.Linear(2, 2))}, "SimpleNamespace has no transformer"),
         ({"pipe": pipe_of("LatteTransformer3DModel"), "blocks_name": "transformer_blocks"}, "in turns"),
     ],
 )
@@ -199,16 +186,6 @@ def test_wrong_adapters_are_refused_in_one_line(fields: dict[str, Any], message:
     with pytest.raises(ModelError, match=re.escape(message)) as caught:
         resolve_adapter(BlockAdapter(**fields))
     assert "\n" not in str(caught.value)
-
-
-def test_unknown_fields_are_an_error_and_the_check_can_wait() -> None:
-    with pytest.raises(TypeError, match="block_names"):
-        BlockAdapter(block_names="layers")
-    with pytest.raises(ModelError, match="forward_pattern"):
-        BlockAdapter(transformer=User(), forward_pattern="mean")
-    adapter = BlockAdapter(transformer=User(), forward_pattern="mean", skip_post_init=True)
-    with pytest.raises(ModelError, match="forward_pattern"):
-        resolve_adapter(adapter)
 
 
 class Patch(PatchFunctor):
@@ -230,29 +207,3 @@ def test_a_functor_edits_the_instance_and_is_undone() -> None:
     assert not hasattr(model, "added") and model.layers[0].training is True
     with pytest.raises(ModelError, match="Copy.apply returned another module"):
         resolve_adapter(BlockAdapter(transformer=model, patch_functor=Copy()))
-
-
-def test_transformers_of_a_pipeline_are_found() -> None:
-    wan = pipe_of("WanTransformer3DModel", "transformer", "transformer_2")
-    assert [each.transformer for each in find_pipeline_block_lists(wan)] == [wan.transformer, wan.transformer_2]
-    assert [each.transformer for each in find_pipeline_block_lists(wan.transformer)] == [wan.transformer]
-    wan.transformer_2 = None
-    assert len(find_pipeline_block_lists(wan)) == 1
-    prior = pipe_of("PriorTransformer", "prior")
-    assert find_pipeline_block_lists(prior)[0].lists == find_block_lists(prior.prior)
-    flux = tiny.flux()
-    assert find_pipeline_block_lists(flux)[0].lists == find_block_lists(flux.transformer)
-    with pytest.raises(ModelError, match="has no transformer"):
-        find_pipeline_block_lists(tiny.stable_diffusion())
-
-
-def test_compiled_and_peft_transformers_are_looked_through() -> None:
-    peft = pytest.importorskip("peft")
-    model = User()
-    compiled = torch.compile(model, backend="eager")
-    (adapted,) = resolve_adapter(BlockAdapter(SimpleNamespace(transformer=compiled), compiled, model.blocks))
-    assert adapted.transformer is model
-    wrapped = peft.get_peft_model(User(), peft.LoraConfig(target_modules=["linear"]))
-    (adapted,) = find_pipeline_block_lists(SimpleNamespace(transformer=wrapped))
-    assert adapted.transformer is wrapped.get_base_model()
-    assert [each.name for each in adapted.lists] == ["layers", "blocks"]

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from ditile.model.block_lists import (
     discover_block_lists,
     find_block_lists,
-    find_model_entry,
     map_pipeline_components,
     supported_pipelines,
 )
 from ditile.model.block_table import find_diffusers_class, find_table_entry, read_transformer_table
-from ditile.model.source import infer_block_flow, read_block_calls, unwrap_module
+from ditile.model.source import infer_block_flow, read_block_calls
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import BlockList, Flow
 from tests.families import Family
@@ -83,24 +82,6 @@ def test_the_source_says_the_same(name: str) -> None:
     assert same == (name not in UNTOLD), UNTOLD.get(name)
 
 
-class CheckpointedLoop(nn.Module):
-    """Calls its blocks by another name, as diffusers' U-ViT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Identity()])
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        for layer in self.blocks:
-            layer_ = layer
-            hidden_states = layer_(hidden_states)
-        return hidden_states
-
-
-def test_a_block_may_be_called_as_its_checkpoint() -> None:
-    assert read_block_calls(CheckpointedLoop())["blocks"].results == ("hidden_states",)
-
-
 @pytest.mark.parametrize("name", LISTED)
 def test_discovery_finds_the_same(name: str) -> None:
     model = EVERY[name].on_meta()
@@ -143,11 +124,6 @@ def test_blocks_that_decode_are_left_out() -> None:
     model = EVERY["MotifVideoTransformer3DModel"].on_meta()
     assert [len(each.blocks) for each in find_block_lists(model)] == [2, 2]
     assert len(model.single_transformer_blocks) == 4
-
-
-def test_mirrored_blocks_are_marked() -> None:
-    assert find_model_entry(EVERY["HunyuanDiT2DModel"].on_meta()).mirrored
-    assert not find_model_entry(EVERY["WanTransformer3DModel"].on_meta()).mirrored
 
 
 class FluxTransformer2DModelOfMine(nn.Module):
@@ -280,16 +256,6 @@ def test_what_cannot_be_told_is_asked_for() -> None:
         find_block_lists(Turns())
     with pytest.raises(ModelError, match="Linear has no ModuleList"):
         find_block_lists(nn.Linear(2, 2))
-
-
-def test_compiled_transformers_and_blocks_are_looked_through() -> None:
-    model = User()
-    compiled = torch.compile(model, backend="eager")
-    assert unwrap_module(compiled) is model
-    assert find_block_lists(compiled) == find_block_lists(model)
-    flows = [each.flow for each in find_block_lists(model)]
-    model.layers[0] = torch.compile(model.layers[0], backend="eager")
-    assert [each.flow for each in find_block_lists(model)] == flows
 
 
 def test_every_pipeline_with_a_transformer_is_supported_or_known_not_to_be() -> None:

@@ -171,11 +171,9 @@ def test_the_base_draws(base: Environment) -> None:
         (("evaluate",), "evaluate"),
         (("bench", "--plans", "ulysses=2"), "plots"),
         (("generate", PROMPT, "--lora", "owner/name"), "lora"),
-        (("serve", "--lora-dir", "."), "lora"),
         (("serve", "--ray"), "ray"),
         (("generate", PROMPT, "--quantize"), "quantize"),
         (("generate", PROMPT, "--model", "shapes-wan", "--out", "a.mp4"), "video"),
-        (("generate", PROMPT, "--model", "shapes-wan", "--video", "a.mp4"), "video"),
     ],
 )
 def test_the_base_names_the_extra(base: Environment, words: tuple[str, ...], extra: str) -> None:

@@ -34,13 +34,9 @@ def layouts(draw: st.DrawFn) -> Layout:
 @pytest.mark.parametrize(
     ("rows", "patches", "text_rows", "wanted"),
     [
-        (8, 1, 0, [8]),
-        (8, 2, 0, [4, 4]),
         (8, 3, 0, [3, 3, 2]),  # 8/3 rounds to 3
         (7, 3, 0, [2, 3, 2]),  # 7/3 rounds to 2
-        (8, 8, 0, [1] * 8),
         (8, 2, 2, [3, 5]),  # 10 rows of work: 5 each, of which 2 are text
-        (8, 3, 2, [1, 4, 3]),  # 10/3 each: 1.33 rows of image beside the text
         (8, 4, 2, [1, 3, 2, 2]),  # 2.5 each: half a row of image beside the text, and none is too few
         (64, 4, 8, [10, 18, 18, 18]),  # FLUX, 1024 pixels, 512 tokens of text
         (4, 4, 100, [1, 1, 1, 1]),
@@ -112,13 +108,6 @@ def test_text_rides_with_the_first_patch(layout: Layout) -> None:
     assert layout.carries_text(None) == joint
 
 
-def test_text_makes_the_first_patch_smaller() -> None:
-    """1024 pixels and 512 tokens of text: the first patch has 10 rows of 64 and the text, which is 8 rows more."""
-    layout = Layout.cut_into_patches(Grid(64, 64), 4, 512, "text_first")
-    assert [count_message_tokens(layout, p) for p in range(4)] == [18 * 64] * 4
-    assert [layout.count_rows(p) for p in range(4)] == [10, 18, 18, 18]
-
-
 # How ranks share out a patch
 
 
@@ -173,14 +162,6 @@ def test_equal_weights_are_even_shares(length: int, ranks: int, weight: float) -
     layout = Layout.cut_into_patches(Grid(max(length, ranks), 4), 1, 0, "none")
     weighted = Split(1, ranks, 1, weights=(weight,) * ranks)
     assert weighted.shard_tokens(layout, None) == Split(1, ranks, 1).shard_tokens(layout, None)
-
-
-def test_weighted_splits_are_those_of_the_weights() -> None:
-    """Rows of DistriFusion, and tokens of the ranks within each of them."""
-    layout = Layout.cut_into_patches(Grid(9, 4), 1, 0, "none")
-    shards = Split(1, 2, 2, weights=(3.0, 1.0, 1.0, 1.0)).shard_tokens(layout, None)
-    assert [shard.image_tokens for shard in shards] == [18, 6, 6, 6]
-    assert [shard.image_tokens for shard in Split(2, weights=(2.0, 1.0)).shard_tokens(layout, None)] == [24, 12]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=8))

@@ -76,14 +76,6 @@ def test_bounds_by_hand() -> None:
     assert bound_speedup(PatchSchedule(**base, mode="separate", warmup_group_size=1)) == pytest.approx(20 / 10.625)
 
 
-@pytest.mark.parametrize("calls", [2, 3])
-def test_more_calls_take_no_longer(calls: int) -> None:
-    """Branches of a step follow each other through the stages. A failure means that they wait for each other."""
-    for stages, patches, warmup in itertools.product(range(1, 5), range(1, 5), range(4)):
-        schedule = PatchSchedule(stages, patches, 3, warmup)
-        assert end(simulate_schedule(schedule, calls=calls)) <= compute_makespan(schedule) + 1e-9, schedule
-
-
 def test_useful_share_is_the_papers() -> None:
     """Without warmup and with M >= N, the stages compute M S / (M S + N - 1) of the time (arXiv 2405.14430)."""
     for stages, steps in itertools.product(UP_TO_8, UP_TO_8):
@@ -276,9 +268,3 @@ def test_references_are_computed_in_some_steps(schedule: PatchSchedule, every: i
     ops = [span.op for span in simulate_schedule(schedule, calls=calls)]
     for receive, send in SEND_OF_RECEIVE.items():
         assert sum(op.kind is receive for op in ops) == sum(op.kind is send for op in ops)
-
-
-def test_frozen_references_make_one_rank_faster() -> None:
-    """By hand: 28 steps, one synchronous, half of the work in a reference that is computed in that step alone."""
-    schedule = PatchSchedule(1, 2, 28, 1, references=0, num_references=1, reference_share=0.5)
-    assert bound_speedup(schedule) == pytest.approx(28 / (1 + 27 / 2))

@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 
 from ditile.plan.plan import Plan
-from ditile.planner.answer import describe_fewer_steps
 from ditile.planner.choose import answer_question
 from ditile.planner.footprint import DecodeWork
 from ditile.planner.profile import Link, Profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import (
-    OtherPlan,
     PlanSearch,
     SearchRequest,
     SearchResult,
     make_pricer,
 )
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
-from tests.planner.test_planner import EVEN, RATE, call, subject
+from tests.planner.test_planner import EVEN, call, subject
 
 TURBO = "shapes-flux-turbo"
 
@@ -86,24 +84,6 @@ def test_text_and_decode_are_in_the_call() -> None:
     assert priced.plan == Plan(pipefusion=4) and priced.decode_s > 0
     late = dataclasses.replace(EVEN, link=Link(latency_s=10.0, bandwidth=1e18))
     assert {price.plan.vae for price in search(late).prices} == {"whole"}
-
-
-def test_fewer_steps_on_one_rank_are_named_where_they_are_as_fast() -> None:
-    """A failure means that a user starts four devices for what one does in three steps."""
-    one, arguments = subject(TURBO), call(TURBO, height=512, width=512)
-    profile, wanted = dataclasses.replace(slow_down(3e7), matmul=RATE), SearchRequest(devices=2, all_devices=True)
-    result = PlanSearch(one, arguments, profile, wanted).find_fastest_plans()
-    stale = dataclasses.replace(result.prices[0], plan=Plan(pipefusion=2, patches=4))
-    half_a_second = dataclasses.replace(stale, latency_s=0.5, text_s=0.0, decode_s=0.0)
-    for steps, better in ((3, True), (2, False)):
-        said = describe_fewer_steps(OtherPlan(half_a_second, steps=steps), 4, stale)
-        assert said.startswith(f"{steps} of 4 steps on one rank take 0.5 s") and "on 2 ranks" in said
-        assert better == ("the better bargain" in said)
-    for found in (search(EVEN), result):
-        fewer = found.others.get("fewer_steps")
-        assert fewer is None or fewer.price.call_s <= found.prices[0].call_s
-    if result.prices[0].plan.attends_to_stale_keys:
-        assert "fewer_steps" in result.others
 
 
 @pytest.mark.parametrize(("hosts", "interlink", "is_slow"), [(1, None, False), (2, "1Gbit", True)])

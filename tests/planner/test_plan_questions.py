@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 from pathlib import Path
@@ -13,17 +12,14 @@ import pytest
 
 from ditile.cli.main import main
 from ditile.model.known import ASSETS, CONFIGS, list_known_models
-from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import choose, hardware
 from ditile.planner.choose import answer_question
 from ditile.planner.footprint import count_decoder_numbers
-from ditile.planner.memory import count_peaks_of_ranks
 from ditile.planner.ops import CacheSkips, OpPricer
-from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import SHOWN, PlanSearch, SearchRequest, list_divisors, make_pricer
+from ditile.planner.search import PlanSearch, SearchRequest, make_pricer
 from ditile.planner.subject import PlanSubject
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
@@ -61,35 +57,17 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
             f"{FLUX} --devices 8 --hosts 3 --interlink 10Gbit",
             "devices=8 cannot be split evenly over hosts=3; give --devices",
         ),
-        (f"{FLUX} --hosts 2 --interlink 1Gbit --price ulysses=3", "devices=3 cannot be split evenly"),
         (f"{FLUX} --hosts 2 --interlink fast", "interlink='fast' is not a bandwidth; write 10Gbit"),
-        (f"{FLUX} --interlink 10Gbit", "interlink='10Gbit' joins hosts, and there is one; add --hosts N"),
-        ("--hosts 2", "hosts=2 are joined by a link; measure it with `ditile calibrate`"),
         (f"{FLUX} --devices 1 --price pipefusion=2", "'pipefusion=2' needs 2 devices, and there are devices=1"),
-        (f"{FLUX} --devices 0", "--devices: '0' should be greater than or equal to 1"),
-        (f"{FLUX} --devices 1000000007", "'1000000007' should be less than or equal to 1024"),
-        (f"{FLUX} --steps 100000", "'100000' should be less than or equal to 1000"),
         (f"{FLUX} --memory many", "memory='many' is not an amount; write 48GB or 40GiB"),
         (f"{FLUX} --memory 1GB --price pipefusion=2", "needs 27.55 GB a device, and there are 1.00 GB"),
-        (f"{FLUX} --memory 2GB", "offload=blocks' needs least"),
-        (f"{FLUX} --host-memory many", "host_memory='many' is not an amount; write 48GB or 40GiB"),
         (f"{FLUX} --host-memory 8GB --price offload=blocks", "keeps 40.80 GB of weights in the host's memory, and"),
-        (
-            f"{FLUX} --host-memory 8GB --memory 14GB --devices 1",
-            "there are 8.00 GB; more of it, quantize",
-        ),
         (f"{FLUX} --max-latency 0.1 --price pipefusion=8", "s, and max_latency=0.1"),
         (f"{FLUX} --warmup 2 --price pipefusion=2", "warmup=2 is for a search; say it in price='pipefusion=2'"),
-        (f"{FLUX} --price ", "price='' says nothing; write name=value"),
         ("--hardware l40-pcie --price pipefusion=99", "pipefusion=99 exceeds the 12 blocks of"),
-        (f"{FLUX} --guidance nan", "'nan' should be a finite number, such as 3.5"),
         (f"{FLUX} --cache F=1 --hit-rate 2", "'2' should be less than or equal to 1, such as 0.5"),
         (f"{FLUX} --cuda-graphs --price offload=blocks", "cuda_graphs=True: weights of offload=blocks come and go"),
-        ("--hardware epyc-2-cores --cuda-graphs", "cuda_graphs=True needs a GPU, and epyc-2-cores is a CPU; leave it"),
-        (f"{FLUX} --hit-rate 0.5", "hit_rate=0.5 is for a cache; add --cache LINE"),
         (f"{FLUX} --cache R=0.1", "decides by what it measures; say which share"),
-        ("--hardware l40", "hardware='l40' is not known; did you mean l40-pcie? known are a100-nvlink"),
-        ("--hardware l40-pcie --model flux.1-def", "did you mean flux.1-dev?"),
     ],
 )
 def test_bad_questions_get_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,21 +75,6 @@ def test_bad_questions_get_one_line(words: str, said: str, capsys: pytest.Captur
     assert main(["plan", *words.split(" ")]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
-
-
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_guidance_is_a_finite_number(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means a picture of nothing, after all its steps."""
-    assert main(["generate", "a red circle", "--dry-run", "--guidance", value]) == 2
-    shown = capsys.readouterr().err
-    assert f"{value!r} should be a finite number" in shown and shown.count("\n") == 1
-
-
-def test_a_number_has_its_divisors_in_order() -> None:
-    """Of a large prime too, at once. A failure means that degrees are missing, or a search that does not end."""
-    for number in (1, 2, 12, 36, 97, 720):
-        assert list_divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
-    assert list_divisors(1000000007) == [1, 1000000007]
 
 
 def test_a_given_plan_within_its_bounds_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,22 +109,6 @@ def test_what_is_written_down_of_a_decoder_is_what_its_config_comes_to(name: str
     assert one.decoder is not None and one.decodes == one.count_decode_numbers() == count_decoder_numbers(
         one.decoder, one.coder
     )
-
-
-def test_memory_is_counted_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all fit. A failure means a search that takes a half longer than it need."""
-    looked = list[Plan]()
-
-    def noted(
-        subject: PlanSubject, job: PlannedCall, profile: Profile, words: int = 0, *, records: bool
-    ) -> dict[int, int]:
-        looked.append(job.plan)
-        return count_peaks_of_ranks(subject, job, profile, words, records=records)
-
-    monkeypatch.setattr("ditile.planner.search.count_peaks_of_ranks", noted)
-    result = answer_question(PlanQuestion(model="pixart-alpha", hardware="h100-nvlink", devices=16)).result
-    assert not result.too_large and len(result.prices) == SHOWN
-    assert len(looked) < result.legal / 2 and {price.plan for price in result.prices} <= set(looked)
 
 
 def test_the_answer_says_what_a_host_must_hold(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,52 +174,6 @@ def test_a_hub_id_has_its_text_encoders_and_vae(cached: Path) -> None:
     assert (hub.text, hub.vae, hub.uncounted) == (own.text, own.vae, ()) and own.text > 0 < own.vae
 
 
-def test_a_folder_without_weights_is_planned_for(cached: Path) -> None:
-    """A failure means that nobody can ask about a model before its weights are there."""
-    wanted = {"hardware": "l40-pcie", "devices": 2}
-    alone, whole = (answer_question(PlanQuestion(model=str(model), **wanted)) for model in (cached, "shapes-flux"))
-    assert [price.plan for price in alone.result.prices] == [price.plan for price in whole.result.prices]
-
-
-@of_diffusers
-def test_what_is_not_counted_is_said(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means that a memory without the largest text encoder passes for the whole."""
-    shutil.rmtree(cached / "text_encoder_2")
-    words = ["plan", "--model", HUB, "--hardware", "l40-pcie", "--devices", "1"]
-    assert main(words) == 0
-    assert "not in the memory: text_encoder_2, of which there is no config here" in capsys.readouterr().out
-    assert main([*words, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["uncounted"] == ["text_encoder_2"]
-
-
-def test_variants_of_the_weights_count_once(tmp_path: Path) -> None:
-    """A failure means that a folder with half-precision files beside the others needs half as much again."""
-    folder = tmp_path / "model"
-    shutil.copytree(ASSETS / "shapes-flux", folder)
-    before = PlanSubject.from_configs("model", folder)
-    for part in ("text_encoder_2", "vae"):
-        (weights,) = (folder / part).glob("*.safetensors")
-        shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
-    again = PlanSubject.from_configs("model", folder)
-    assert (again.text, again.vae) == (before.text, before.vae)
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_a_search_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
-    """Also one that fails. A failure means a program whose memory grows from its first plan on."""
-    seen: list[bool] = []
-    monkeypatch.setattr(PlanSubject, "make_call_shape", lambda *_: seen.append(gc.isenabled()) or 1 / 0)
-    one, question = PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev"), SearchRequest(devices=2)
-    try:
-        if not is_on:
-            gc.disable()
-        with pytest.raises(ZeroDivisionError):
-            PlanSearch(one, {}, hardware.load_profile("l40-pcie"), question).find_fastest_plans()
-        assert seen == [False] and gc.isenabled() == is_on
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("setting", [True, False])
 def test_a_plan_is_searched_with_steps_as_they_will_run(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means that a plan is chosen which is the fastest with recorded steps alone, and they are off."""
@@ -313,22 +214,3 @@ def test_an_answer_says_what_recorded_steps_bring(capsys: pytest.CaptureFixture[
     assert "the host limits plan 1: recorded steps (--cuda-graphs) would take" in said
     assert main([*words, "--height", "4096", "--width", "4096"]) == 0
     assert "recorded" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("cache", "plan", "is_recorded"),
-    [
-        ("F=1 W=4 R=1 MC=1", "ulysses=2", True),
-        ("F=1 W=4 R=0.12", "ulysses=2", False),
-        ("prune F=1 W=4 R=0.12", "ulysses=2", False),
-    ],
-)
-def test_a_cache_is_asked_about_as_it_is_recorded(cache: str, plan: str, is_recorded: bool) -> None:
-    """A failure means that tapes are said to need memory where nothing is recorded."""
-    question = PlanQuestion(
-        model="flux.1-dev", hardware="h200-nvlink", devices=2, price=plan, cache=cache, hit_rate=0.5, cuda_graphs=True
-    )
-    answer = answer_question(question)
-    assert answer.result.prices[0].is_recorded == is_recorded
-    assert bool(answer.memories[0][0].tapes) == is_recorded
-    assert not answer.lacks_tape_memory

@@ -126,14 +126,3 @@ def test_memory_is_what_was_foretold(pool: Pool, family: str, plan: str) -> None
     for most, foretold in compared if unlike else compared[-1:]:
         said = f"{family}, {plan}: {most / 1e6:.1f} MB, foretold {foretold / 1e6:.1f} MB"
         assert abs(foretold / most - 1) <= 0.1, said
-
-
-def test_keys_that_a_ring_gathers_are_those_of_all_ranks(pool: Pool) -> None:
-    """Unlike shares are foretold as well as even ones, on each rank. A failure means that a plan passes which does not
-    fit the device with the small share, or that one for that with the large share is kept out."""
-    plan = "pipefusion=2 ring=2 patches=2"
-    # In one call of some, a rank that is late holds another message.
-    unlike = pool.run(measured, 4, "pixart", f"{plan} token_weights=1,3", 384, 4)
-    even = pool.run(measured, 4, "pixart", plan, 384, 4)
-    for (most, foretold), (even_most, even_foretold) in zip(unlike, even, strict=True):
-        assert foretold / most == pytest.approx(even_foretold / even_most, abs=0.05)

@@ -9,7 +9,7 @@ import pytest
 from ditile.cache.config import FittedScheduleConfig
 from ditile.cache.fitted.identity import Identity
 from ditile.cache.fitted.schedule import Schedule, StepBudget
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.planner.promise import MARGIN_DB, Bounds, Promise, choose_promise, count_loop_steps, find_schedule
 
@@ -63,12 +63,9 @@ def choose(bounds: Bounds, schedule: Schedule | None = SCHEDULE, *, predicts: bo
     [
         ({"seconds": 9.0}, 10),
         ({"seconds": 4.9}, 7),
-        ({"seconds": 2.5}, 5),
         ({"seconds": 1.6}, 3),
         # A budget must have been a margin above the bound when it was measured.
         ({"min_psnr": 50.0 - MARGIN_DB}, 5),
-        ({"min_psnr": 50.0}, 7),
-        ({"min_psnr": 99.0}, 10),
         ({"min_psnr": 40.0, "seconds": 4.0}, 7),
     ],
 )
@@ -82,15 +79,6 @@ def test_the_steps_that_keep_the_bounds(bounds: dict[str, float], num_computed: 
         assert promise.cache_config == FittedScheduleConfig(steps=num_computed)
     else:
         assert (promise.mean_db, promise.cache_config) == (None, None)
-
-
-def test_a_loss_is_promised_on_a_machine_that_was_not_measured() -> None:
-    promise = choose(Bounds(min_psnr=40.0), predicts=False)
-    assert (promise.num_computed, promise.plan, promise.seconds) == (5, SLOW, None)
-
-
-def test_without_a_schedule_all_steps_may_be_fast_enough() -> None:
-    assert choose(Bounds(seconds=5.0), schedule=None).num_computed == NUM_STEPS
 
 
 @pytest.mark.parametrize(
@@ -141,15 +129,3 @@ def test_a_schedule_of_another_size_is_refused_before_anything_is_promised() -> 
 def test_a_strength_leaves_steps_out() -> None:
     """As diffusers counts them; a failure means that the schedule of another number of steps is taken."""
     assert [count_loop_steps(20, strength) for strength in (None, 1.0, 0.6, 0.58)] == [20, 20, 12, 11]
-
-
-def test_a_schedule_that_comes_with_ditile_is_named_by_its_file() -> None:
-    schedule, path = find_schedule("shapes-flux", 20, None)
-    assert schedule is not None
-    assert Schedule.read(str(path)) == schedule
-
-
-@pytest.mark.parametrize("values", [{"min_psnr": 0.0}, {"seconds": float("nan")}])
-def test_bounds_that_make_no_sense(values: dict[str, float]) -> None:
-    with pytest.raises(ModelError, match=next(iter(values))):
-        Bounds(**values)

@@ -17,14 +17,12 @@ from ditile.cli.main import main
 from ditile.model.capture import capture_call
 from ditile.model.hooks.block_calls import BlockCalls
 from ditile.model.known import list_known_models
-from ditile.model.registry import find_holes
 from ditile.plan import cost
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_host_memory, count_rank_memory
-from ditile.planner.recording.sizes import SizesOnly
 from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import defaults
@@ -297,17 +295,6 @@ def test_a_file_has_the_first_of_two_transformers(saved: Any, offload: str) -> N
     assert first_host.loading < second_host.loading <= host.loading
 
 
-def test_the_table_is_the_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means that a line of the answer is broken where people look at it."""
-    words = ("--model", "wan2.2-t2v-14b", "--hardware", "h100-nvlink", "--devices", "8", "--steps", "4")
-    assert main(["plan", *words]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "weights are those of 2 transformers, which are on the device all the time" in shown
-    for title in ("weights", "keys", "activations", "decode", "peak"):
-        assert title in shown
-
-
 def test_what_a_family_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the table of `ditile models`. A failure means that plans are proposed which the runner refuses."""
     subject, call = known_subject("qwen-image"), {"prompt": "", **defaults("qwen-image")}
@@ -319,41 +306,3 @@ def test_what_a_family_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert not subject.can_run_plan(Plan(ring=2)) and subject.can_run_plan(Plan(ulysses=2))
     holes.clear()
     assert subject.can_run_plan(Plan(ring=2))
-
-
-def test_holes_are_those_of_the_table() -> None:
-    class MochiTransformer3DModel: ...
-
-    class Unheard: ...
-
-    assert "padded text" in find_holes(MochiTransformer3DModel, "MochiPipeline")["ulysses"]
-    assert "cfg" not in find_holes(Unheard, "Pipeline") and "ring" in find_holes(Unheard, "Pipeline")
-
-
-def test_a_picture_has_no_frames() -> None:
-    with pytest.raises(ModelError, match="frames=9: QwenImagePipeline makes images; leave it out"):
-        known_subject("qwen-image").make_call_shape({"num_frames": 9})
-
-
-def test_a_pipeline_without_a_row_is_refused(saved: Any) -> None:
-    """A failure means that a model is priced by another call than its pipeline makes."""
-    with pytest.raises(
-        ModelError, match="AllegroPipeline cannot be planned for, as nothing says what it takes in place of a prompt"
-    ):
-        PlanSubject.from_configs("allegro", saved("allegro")[1])
-
-
-def test_only_what_is_known_is_computed() -> None:
-    """Numbers made of unknown ones are not computed, and shapes that depend on known ones are right."""
-    weight = torch.empty(3, 4, device="meta")
-    with SizesOnly() as sizes:
-        x, mask = sizes.make_unknown(5, 4), torch.tensor([True, False, True, True, False])
-        y = torch.nn.functional.linear(x, weight)
-        assert y.shape == (5, 3) and y.device.type == "cpu"
-        assert y[mask].shape == (3, 3) and int(mask.sum()) == 3
-        assert torch.arange(3, device="meta").tolist() == [0, 1, 2]
-        y.add_(1)
-        huge = sizes.make_unknown(10**6, 10**5) @ sizes.make_unknown(10**5, 10**6)
-        assert huge.shape == (10**6, 10**6)
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            x[(y > 0).any(1)]

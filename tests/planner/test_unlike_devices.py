@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ditile.parallel.vae.halo import ImageRows
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.planner import choose, hardware, price
+from ditile.planner import choose, hardware
 from ditile.planner.choose import answer_question
-from ditile.planner.memory import compute_decode_share, count_host_memory, count_rank_memory
-from ditile.planner.ops import OpPricer
+from ditile.planner.memory import count_rank_memory
 from ditile.planner.price import Price
-from ditile.planner.profile import Link, Profile, RankDevice
+from ditile.planner.profile import Profile, RankDevice
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import PlanSearch, SearchRequest, make_pricer
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from tests.planner.test_planner import EVEN, SMALL, call, subject
-
-EQUAL = dict[str, Any].fromkeys(("stage_blocks", "stage_weights", "token_weights", "tensor_weights", "rank_weights"))
 
 
 def rate_ranks(profile: Profile, *speeds: float, memory: int = 10**12) -> Profile:
@@ -111,45 +106,6 @@ def test_the_search_gives_each_device_its_share() -> None:
     assert "on rtx-5090 + rtx-4090:" in words and "with equal shares plan 1 would take" in words
 
 
-def test_each_division_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that unlike devices take many times the simulations of alike ones, or that a plan comes twice."""
-    simulated = []
-    simulate = price._simulate_loop
-
-    def count_loops(ops: OpPricer, *, free: bool) -> tuple[float, float]:
-        simulated.append(ops.job.plan)
-        return simulate(ops, free=free)
-
-    monkeypatch.setattr(price, "_simulate_loop", count_loops)
-    one = subject("shapes-pixart")
-    shape = one.make_call_shape(SMALL)
-    PlanSearch(one, SMALL, EVEN, SearchRequest(devices=4)).find_fastest_plans()
-    of_alike = len(simulated)
-    result = PlanSearch(one, SMALL, join_ranks(1.0, 1.0, 0.6, 0.5), SearchRequest(devices=4)).find_fastest_plans()
-    assert len(simulated) - of_alike < 3 * of_alike
-    jobs = [one.make_plan_job(each.plan, shape) for each in result.prices]
-    for job, other in itertools.combinations(jobs, 2):
-        equal, other_equal = (dataclasses.replace(each.plan, **EQUAL) for each in (job, other))
-        assert equal != other_equal or not job.has_shares_of(other)
-
-
-def test_weights_that_change_no_share_make_no_plan() -> None:
-    """Three hundredths are less than one of twelve blocks, of sixteen rows or of four heads, and not of 512 tokens."""
-    one = subject("shapes-pixart")
-    found = PlanSearch(one, SMALL, join_ranks(1.0, 0.97), SearchRequest(devices=2, all_devices=True))
-    assert found._device_speeds[0] > 1.02 * found._device_speeds[1]
-    unlike = [job.plan for _, job in found.sort_jobs_by_bound() if dataclasses.replace(job.plan, **EQUAL) != job.plan]
-    assert [plan.token_ranks for plan in unlike] == [2, 2]
-    assert "equal_shares" not in found.price_plan(Plan.parse("pipefusion=2 stage_blocks=6,6")).others
-
-
-def test_messages_are_those_of_the_largest_share() -> None:
-    """A failure means that a price depends on which of two ranks has more."""
-    profile = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=1e6))
-    large_first = predict(profile, "pipefusion=2 ring=2 patches=4 token_weights=3,1")
-    assert predict(profile, "pipefusion=2 ring=2 patches=4 token_weights=1,3") == pytest.approx(large_first, rel=1e-3)
-
-
 def test_the_slowest_rank_decides_outside_of_the_loop() -> None:
     """Text encoders and decode of each replica. A failure means that a second, slower card costs nothing there."""
     one = subject("shapes-flux-turbo")
@@ -175,13 +131,6 @@ def test_the_slowest_rank_decides_outside_of_the_loop() -> None:
     shape = one.make_call_shape(arguments)
     job = one.make_plan_job(Plan.parse("data=2 ring=2 text=first"), shape)
     assert [count_rank_memory(one, job, EVEN, rank).text > 0 for rank in range(4)] == [True, False, True, False]
-
-
-def test_a_list_of_one_kind_is_as_many_devices() -> None:
-    wanted = dict(model="pixart-sigma", height=512, width=512)
-    listed = answer_question(PlanQuestion(**wanted, hardware="rtx-4090,rtx-4090")).to_json_dict()  # type: ignore[arg-type]
-    counted = answer_question(PlanQuestion(**wanted, hardware="rtx-4090", devices=2)).to_json_dict()  # type: ignore[arg-type]
-    assert listed == counted and listed["equal_shares"] is None
 
 
 def test_blocks_go_where_there_is_memory() -> None:
@@ -229,72 +178,6 @@ def test_only_the_rank_that_lacks_memory_offloads() -> None:
     assert "weights of blocks of rank 1 come from the host's memory" in words
 
 
-def test_blocks_stay_off_a_host_that_is_full() -> None:
-    """A fast card that offloads beside a slow one that need not, first with too many blocks, then with too few.
-
-    A failure means that a plan is left out whose blocks would fit after they are moved, or that shorter loops or other
-    warmups keep more on the host than there is.
-    """
-    one = subject("flux.1-dev")
-    call = {"height": 1024, "width": 1024, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
-    fast, slow = hardware.load_profile("rtx-4090"), hardware.load_profile("rtx-3060")
-    smaller = dataclasses.replace(hardware.load_profile("rtx-5090"), memory_bytes=12 * 10**9)
-    larger = dataclasses.replace(slow, memory_bytes=40 * 10**9)
-    for devices, host_bytes, blocks in (((fast, slow), 33 * 10**9, 42), ((smaller, larger), 27 * 10**9, 31)):
-        profile = hardware.join_devices(devices)
-        request = SearchRequest(devices=2, all_devices=True, host_memory_bytes=host_bytes)
-        search = PlanSearch(one, call, profile, request)
-        prices = search.find_fastest_plans().prices
-        for priced in prices:
-            job = one.make_plan_job(priced.plan, search.shape)
-            assert count_host_memory(one, job).kept <= host_bytes, priced.plan
-        staged = next(priced.plan for priced in prices if priced.plan.pipefusion == 2)
-        assert staged.offload_ranks == (0,) and staged.stage_blocks == (blocks, 57 - blocks)
-        # No more blocks would fit the host.
-        more = dataclasses.replace(staged, stage_blocks=(blocks + 1, 56 - blocks))
-        with pytest.raises(PlanError, match="of weights in the host's memory, and there are"):
-            search.price_plan(more)
-
-
-def test_text_and_decode_follow_speeds_whatever_blocks_do() -> None:
-    """A twelfth of the blocks is too much to move. A failure means that the slower card decodes and reads as much."""
-    one = subject("shapes-pixart")
-    profile = join_ranks(1.0, 0.93)
-    request = SearchRequest(devices=2, all_devices=True, memory_bytes=42 * 10**6)
-    search = PlanSearch(one, SMALL, profile, request)
-    prices = search.find_fastest_plans().prices
-    ends = [(str(priced.plan.rank_weights), priced.plan.text) for priced in prices if priced.plan.pipefusion == 2]
-    assert ends and set(ends) == {("(1.08, 1.0)", "split")}
-    # Branches of guidance are equal, and rows are not; the answer says what equal rows would take.
-    assert "cfg=2 rank_weights=1.08,1.0 vae=rows" in map(str, [priced.plan for priced in prices])
-    result = search.price_plan(Plan.parse("cfg=2 rank_weights=1.08,1.0 vae=rows"))
-    assert result.others["equal_shares"].price.call_s > result.prices[0].call_s
-
-
-def test_planned_rows_of_a_decode_are_those_that_are_made() -> None:
-    """A slow rank still has a row. A failure means that predicted memory and seconds are of other rows."""
-    for plan, planned in (
-        ("cfg=2 vae=rows rank_weights=99,1", (4, 1)),
-        ("ring=3 vae=rows token_weights=2,1,1", (2, 2, 1)),
-    ):
-        weights = Plan.parse(plan).list_rank_weights()
-        made = ImageRows.split_by_weights(5, weights).rows_per_rank
-        shares = [compute_decode_share(Plan.parse(plan), rank, 5) for rank in range(len(weights))]
-        assert made == planned and shares == [rows / 5 for rows in made]
-
-
-def test_a_rank_that_offloads_is_priced_by_itself() -> None:
-    """Where the host's link is slow. Two blocks stay on the device (docs/loading.md), so that rank costs nothing."""
-    profile = dataclasses.replace(EVEN, host_bandwidth=1e3)
-    stages = "pipefusion=2 patches=2 stage_blocks=10,2"
-    plain, both, first, last = (
-        predict(profile, stages + offload)
-        for offload in ("", *(f" offload=blocks{ranks}" for ranks in ("", " offload_ranks=0", " offload_ranks=1")))
-    )
-    assert plain == last < first == both
-    assert predict(profile, "ring=2 offload=blocks offload_ranks=1") == predict(profile, "ring=2 offload=blocks")
-
-
 def answer_with_plan(plan: str, profile: Profile) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "load_machine_profile", lambda question: profile)
@@ -325,40 +208,11 @@ def test_measured_ranks_count_where_they_differ_by_a_tenth(
 
 
 @pytest.mark.parametrize(
-    ("speeds", "message"),
-    [
-        ((1.0, 0.5, 1.05, 0.5), ""),
-        ((1.0, 0.5, 1.0, 1.0), "that of rank 3 is not like that of rank 1; use replicas=1"),
-        ((1.0, 0.5), "4 devices are asked for, and those of 2 rank(s) are known"),
-        ((1.0, 1.0), ""),
-    ],
-)
-def test_replicas_of_auto_have_the_devices_of_the_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speeds: tuple[float, ...], message: str
-) -> None:
-    """A failure means that a slow card serves with the share of a fast one."""
-    path = tmp_path / "profile.json"
-    path.write_text(rate_ranks(EVEN, *speeds).to_json())
-    monkeypatch.setenv("DITILE_PROFILE", str(path))
-    plan = Plan.parse("ring=2 token_weights=2,1")
-    choose.check_devices_of_replicas(plan, 1)
-    if not message:
-        choose.check_devices_of_replicas(plan, 2)
-        return
-    with pytest.raises(PlanError) as caught:
-        choose.check_devices_of_replicas(plan, 2)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"hardware": "rtx-5090,rtx-4091"}, "hardware='rtx-4091' is not known; did you mean rtx-4090?"),
         ({"hardware": "rtx-5090,rtx-4090", "devices": 3}, "3 devices are asked for, and those of 2 rank(s) are known"),
-        ({"hardware": "rtx-5090,rtx-4090", "price": "pipefusion=4"}, "4 devices are asked for"),
         ({"hardware": "rtx-5090,epyc-2-cores"}, "numbers of 2 bytes and epyc-2-cores with numbers of 4"),
-        ({"hardware": "rtx-5090", "devices_of": "x.json"}, "give one of them"),
-        ({"devices_of": "PROFILE"}, "has no measured ranks; run `ditile calibrate --ranks N` again"),
     ],
 )
 def test_what_is_wrong_with_devices_is_said(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
@@ -368,12 +222,3 @@ def test_what_is_wrong_with_devices_is_said(tmp_path: Path, asked: dict[str, Any
     with pytest.raises(PlanError) as caught:
         answer_question(PlanQuestion(**given))
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["rtx-3060", "rtx-3090", "rtx-pro-6000"])
-def test_new_sheets_have_their_memory(name: str) -> None:
-    """12, 24 and 96 GB; a search for them ends."""
-    profile = hardware.load_profile(name)
-    assert profile.memory_bytes == {"rtx-3060": 12, "rtx-3090": 24, "rtx-pro-6000": 96}[name] * 10**9
-    answer = answer_question(PlanQuestion(model="pixart-sigma", height=512, width=512, hardware=name, devices=2))
-    assert answer.result.prices

@@ -5,18 +5,11 @@ xDiT crashes on callbacks or calls them once per patch with old latents, and an 
 
 from __future__ import annotations
 
-import copy
-import gc
-import threading
-import weakref
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from diffusers.callbacks import PipelineCallback
 
-from ditile.parallel.pipefusion.loop import Loop
 from tests.pool import Pool
 from tests.runner.cases import MAKE, different, divided, run, same
 
@@ -149,29 +142,6 @@ def test_the_callback_of_pixart(pool: Pool) -> None:
     pool.run(legacy_as_plain, 2)
 
 
-class Halve(PipelineCallback):
-    """An object with `tensor_inputs` of its own."""
-
-    tensor_inputs = ["latents"]
-
-    def callback_fn(self, pipeline: Any, step_index: int, timestep: Any, callback_kwargs: Any) -> Any:
-        callback_kwargs["latents"] = callback_kwargs["latents"] * 0.5
-        return callback_kwargs
-
-
-def objects(name: str) -> None:
-    pipe = MAKE[name]()
-    wanted = run(pipe, name, callback_on_step_end=Halve(cutoff_step_ratio=None, cutoff_step_index=1))
-    with divided(pipe, **EXACT) as runner:
-        got = run(runner, name, callback_on_step_end=Halve(cutoff_step_ratio=None, cutoff_step_index=1))
-        same(got, wanted, "a PipelineCallback")
-
-
-def test_callback_objects(pool: Pool) -> None:
-    """A failure means that the tensors that a `PipelineCallback` names are not the ones it gets."""
-    pool.run(objects, 2, "flux")
-
-
 def interrupted(name: str, plan: dict[str, Any], rank: int, stop: int) -> list[Any]:
     pipe, seen = MAKE[name](), []
 
@@ -198,36 +168,6 @@ def test_an_interrupt_on_any_rank(pool: Pool, warmup: int) -> None:
         for picture, seen in actual:
             assert seen == actual[0][1] and 4 <= len(seen) <= 6, f"rank {rank} interrupted, steps {seen}"
             same(picture, actual[0][0], "after an interrupt")
-
-
-def from_a_thread() -> list[Any]:
-    pipe = MAKE["flux"]()
-    with divided(pipe, pipefusion=2, warmup=1) as runner:
-        started = threading.Event()
-
-        def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
-            started.set()
-            return {}
-
-        def stop() -> None:
-            started.wait()
-            pipe._interrupt = True
-
-        if dist.get_rank() == 1:
-            thread = threading.Thread(target=stop)
-            thread.start()
-        call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": []}
-        picture = run(runner, "flux", num_inference_steps=200, **call)
-        assert runner.report is not None
-        return [picture, runner.report.steps, run(runner, "flux")]
-
-
-def test_an_interrupt_from_another_thread(pool: Pool) -> None:
-    """A failure means that a server cannot stop a picture in the making."""
-    (one, steps, after), (other, others, after_other) = pool.run(from_a_thread, 2)
-    assert steps == others < 200
-    same(one, other, "after an interrupt")
-    same(after, after_other, "the call after it")
 
 
 class Bar:
@@ -263,45 +203,3 @@ def bars(name: str) -> list[tuple[int | None, int]]:
 def test_the_progress_bar_counts_steps_on_rank_0(pool: Pool, name: str) -> None:
     """A failure means that users see patches for steps, or a bar per rank."""
     assert pool.run(bars, 2, name) == [[(STEPS, STEPS)], []]
-
-
-def copied() -> None:
-    pipe = MAKE["flux"]()
-
-    def copy_it(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        made = copy.deepcopy(pipe.scheduler)
-        assert type(made.timesteps) is torch.Tensor and made is not pipe.scheduler
-        made.set_timesteps(3, mu=0.5)
-        like = torch.zeros(1, 4, 4)
-        made.step(like, made.timesteps[0], like)
-        return {}
-
-    for plan in (STALE, {"ulysses": 2}):
-        with divided(pipe, **plan) as runner:
-            same(run(runner, "flux", callback_on_step_end=copy_it), run(runner, "flux"), str(plan))
-
-
-def test_a_scheduler_may_be_copied_in_mid_call(pool: Pool) -> None:
-    """As LTX-2 does for its sound, which steps the copy. A failure means that the runner and its groups are copied
-    with it, which raises, or that the copy steps the picture."""
-    pool.run(copied, 2)
-
-
-def forgotten() -> None:
-    held: list[Any] = []
-
-    def note(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        held.append(weakref.ref(tensors["latents"]))
-        return {"latents": tensors["latents"] * 1.0}
-
-    with divided(MAKE["flux"](), **STALE) as runner:
-        picture = run(runner, "flux", callback_on_step_end=note, output_type="pil")
-        loops = [each for each in gc.get_objects() if isinstance(each, Loop)]
-        assert loops and all(loop._main is None and not loop._streams for loop in loops)
-        gc.collect()
-        assert len(held) == STEPS and not [ref for ref in held if ref() is not None] and picture
-
-
-def test_latents_do_not_outlive_the_call(pool: Pool) -> None:
-    """A failure means that a runner at rest keeps the latents of a video, and what the scheduler remembers of them."""
-    pool.run(forgotten, 2)

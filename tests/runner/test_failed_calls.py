@@ -18,7 +18,7 @@ import ditile
 from ditile.cache.config import DBCacheConfig
 from ditile.distributed import backend
 from ditile.distributed.launch import launch
-from ditile.distributed.mesh import BROKEN_WORLDS, Communicators
+from ditile.distributed.mesh import BROKEN_WORLDS
 from ditile.plan.errors import RankError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import Runner, parallelize
@@ -130,27 +130,6 @@ def test_after_an_error_of_all_ranks(
 ) -> None:
     """A failure means that a picture is drawn from messages of another one, or that the next call hangs."""
     pool.run(fail_and_go_on, ranks, plan, way, axes)
-
-
-def share_groups() -> None:
-    groups = Communicators()
-    plans = [Plan(pipefusion=2, warmup=1, warmup_mode="serial"), Plan(ulysses=2)]
-    first, second = (parallelize(MAKE[NAME](), plan, groups=groups) for plan in plans)
-    wanted = [run(runner, NAME, **CALL) for runner in (first, second)]
-    with pytest.raises(ValueError, match="by the test"):
-        raise_in_callback(ValueError, first)
-    same(run(second, NAME, **CALL), wanted[1], "the second")
-    same(run(first, NAME, **CALL), wanted[0], "the first")
-    with pytest.raises(ValueError, match="by the test"):
-        raise_in_callback(ValueError, first)
-    third = parallelize(MAKE[NAME](), plans[0], groups=groups)
-    for runner, picture in zip((third, first, second), (wanted[0], *wanted), strict=True):
-        same(run(runner, NAME, **CALL), picture, "after a third")
-
-
-def test_runners_that_share_their_groups(pool: Pool) -> None:
-    """A failure means that the error of one runner stays in the groups of the others."""
-    pool.run(share_groups, 2)
 
 
 def fail_on_one(rank: int) -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import ditile
 from ditile.model.hooks.placeholders import count_parameter_bytes
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
@@ -119,13 +118,6 @@ def test_a_cut_within_a_block_is_refused(pool: Pool, tmp_path: Path) -> None:
             "tensor=2 does not divide the 3 blocks of 256 Q4_K weights in the rows of "
             "transformer_blocks.0.attn.to_out.0; try 1, 3"
         )
-
-
-def test_quantizing_what_a_file_has_quantized_is_refused(tmp_path: Path) -> None:
-    """A failure means that a few layers get another type, and the report says so of all."""
-    write_model(tmp_path, "flux", "Q4_K")
-    with pytest.raises(ModelError, match=r"was loaded with \d+ of \d+ Linears quantized \(GGUFParameter\)"):
-        ditile.quantize(load_pipeline(tmp_path, "flux"), "int8_weight_only", exclude_layers=())
 
 
 def test_a_type_of_16_bits_is_that_of_the_weights(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import logging
 import os
-import pkgutil
 import re
 import shutil
 import socket
@@ -17,7 +15,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +25,6 @@ from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.runner.load import _check_fetched_types, load, load_partial_components
 from ditile.runner.model_files import check_hub_access, check_weight_source, defaults, find_model_source
-from ditile.runner.requests.prepare import silence_libraries
 from tests import tiny
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -45,12 +41,6 @@ def message(name: object, kind: type[Exception] = LoadError) -> str:
         load(str(name))
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_no_module_has_the_name_of_a_public_function() -> None:
-    """A failure means that a function is hidden once its module is imported."""
-    assert not {module.name for module in pkgutil.iter_modules(ditile.__path__)} & {*ditile.__all__}
-    assert ditile.load is load
 
 
 @pytest.mark.skipif(is_installed("torchvision"), reason="torchvision is installed")
@@ -92,11 +82,6 @@ def test_a_folder_and_a_dtype(folder: Path) -> None:
     assert load(str(folder), dtype=torch.bfloat16).transformer.dtype is torch.bfloat16
 
 
-def test_an_unknown_dtype() -> None:
-    with pytest.raises(ModelError, match="float32, bfloat16, float16"):
-        load("shapes-pixart", dtype="int8")
-
-
 def test_defaults_are_those_beside_the_model(folder: Path) -> None:
     assert defaults("shapes-flux")["true_cfg_scale"] > 1
     (folder / "generation.json").unlink()
@@ -121,34 +106,15 @@ def test_defaults_are_those_beside_the_model(folder: Path) -> None:
         assert defaults(model).keys() <= known.keys(), model
 
 
-def test_an_unknown_name() -> None:
-    assert "shapes-flux, shapes-flux-turbo" in message("nothing-like-it", ModelError)
-
-
-@pytest.mark.parametrize("name", ["", None, 3])
-def test_no_name_at_all(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure would mean a raw error, or the current folder."""
-    monkeypatch.chdir(shutil.copytree(ASSETS / "shapes-pixart", tmp_path / "model"))
-    with pytest.raises(ModelError, match="model '' is not known; bundled are shapes-flux|should be a valid string"):
-        load(name)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("./nosuchfolder", "there is no such folder"),
         ("../shapes-flux/", "did you mean shapes-flux"),
-        ("a/b/c", "there is no such folder"),
-        ("~/models/flux", "there is no such folder"),
         ("owner/-name", "is not a hub id"),
-        ("owner/two--dashes", "is not a hub id"),
-        ("owner/name.git", "is not a hub id"),
-        ("ówner/name", "is not a hub id"),
         ("owner/" + "x" * 300, "is not a hub id"),
-        ("x" * 300, "is not known"),
         ("a\0b", "is not known"),
-        ("two words", "is not known"),
         ("folder", "has no model_index.json"),
     ],
 )
@@ -168,10 +134,6 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(
                 check_weight_source(name, option)
 
 
-def test_a_path_is_a_folder(folder: Path) -> None:
-    assert find_model_source(folder) == folder
-
-
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
@@ -186,15 +148,13 @@ def test_a_plan_that_is_none_is_no_fault_of_the_model(plan: Any, says: str) -> N
         ditile.parallelize(tiny.flux(), plan)
 
 
-@pytest.mark.parametrize(("name", "value"), [("cache_config", 5), ("calibrator_config", "F=1")])
-def test_settings_of_a_cache_that_are_none(name: str, value: Any) -> None:
-    with pytest.raises(ModelError, match=f"{name}={value!r} should be"):
-        ditile.enable_cache(tiny.flux(), **{name: value})
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "call", [ditile.parallelize, ditile.enable_cache, ditile.disable_cache, ditile.summary, ditile.strify]
+    "call",
+    [
+        ditile.parallelize,
+        ditile.enable_cache,
+    ],
 )
 @pytest.mark.parametrize("pipe", [None, "shapes-flux"])
 def test_what_is_no_pipeline(call: Any, pipe: Any) -> None:
@@ -234,10 +194,6 @@ def test_of_a_published_model_configs_and_defaults_are_here(tmp_path: Path, monk
     shutil.copytree(find_known_model("flux.1-schnell").folder, tmp_path / "flux.1-dev")
     monkeypatch.chdir(tmp_path)
     assert defaults("flux.1-dev")["num_inference_steps"] == 4  # that of a folder of this name
-
-
-def test_a_folder_that_is_no_pipeline(tmp_path: Path) -> None:
-    assert "model_index.json" in message(tmp_path)
 
 
 def write_without(folder: Path, lost: str, end: str = ".safetensors", weights: str = WEIGHTS) -> None:
@@ -291,42 +247,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a pickle": (lambda folder: (folder / WEIGHTS).rename((folder / WEIGHTS).with_suffix(".bin")), "pickle"),
     **{f"cut at {kept}": (cut_short(kept), "no whole safetensors file") for kept in (0, 4, 200, -1)},
-    "noise": (lambda folder: (folder / WEIGHTS).write_bytes(bytes(range(256)) * 64), "no whole safetensors file"),
-    "no JSON index": (lambda folder: (folder / "model_index.json").write_text("{"), "no readable JSON"),
-    "no JSON config": (lambda folder: (folder / "transformer" / "config.json").write_text("{"), ""),
     # diffusers alone would draw with a random one
     "no tensor": (
         lambda folder: write_without(folder, "proj_out.weight"),
         "lacks 1 weight(s), such as proj_out.weight",
-    ),
-    "no tensor of the text encoder": (
-        lambda folder: write_without(folder, LOST_TEXT, weights="text_encoder/model.safetensors"),
-        f"lacks 1 weight(s), such as {LOST_TEXT}",
-    ),
-    "no tensor of the VAE": (
-        lambda folder: write_without(
-            folder, "decoder.conv_in.weight", weights="vae/diffusion_pytorch_model.safetensors"
-        ),
-        "lacks 1 weight(s), such as decoder.conv_in.weight",
     ),
     "integers": (lambda folder: write_quantized(folder, torch.int8), "has proj_out.weight of I8"),
     "scales": (
         lambda folder: write_quantized(folder, torch.float8_e4m3fn, scale=torch.ones(())),
         "has proj_out.weight_scale of F32, so its weights are quantized",
     ),
-    "an index of numbers": (
-        lambda folder: (folder / SHARD_INDEX).write_text(json.dumps({"weight_map": {"a": 3}})),
-        "weight_map={'a': 3} should be a valid string",
-    ),
     "a class that is a number": (change_config("model_index.json", _class_name=3), "_class_name=3 should be a valid"),
-    "a list of quantization": (
-        change_config("vae/config.json", quantization_config=[8]),
-        "vae/config.json: quantization_config=[8] should be a valid dictionary",
-    ),
-    "deep JSON": (lambda folder: (folder / "model_index.json").write_text("[" * 100_000), "nested too deep"),
     "layers": (change_config("transformer/config.json", num_layers=10**9), "says num_layers=1000000000, and no model"),
-    "layers of text": (change_config("text_encoder/config.json", num_layers=10**9), "says num_layers=1000000000"),
-    "timesteps": (change_config("scheduler/scheduler_config.json", num_train_timesteps=10**9), "timesteps=1000000000"),
 }
 """What is done to a folder, and what loading says of it."""
 
@@ -348,12 +280,7 @@ def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
     ("name", "values"),
     [
         ("transformer/config.json", {"num_attention_heads": "x"}),  # TypeError
-        ("transformer/config.json", {"num_attention_heads": -1}),  # RuntimeError
-        ("transformer/config.json", {"norm_type": "x"}),
-        ("transformer/config.json", {"activation_fn": "x"}),  # UnboundLocalError
         ("vae/config.json", {"block_out_channels": []}),  # IndexError
-        ("vae/config.json", {"norm_num_groups": 0}),  # ZeroDivisionError
-        ("text_encoder/config.json", {"d_model": "x"}),
         ("scheduler/scheduler_config.json", {"num_train_timesteps": "x"}),
     ],
     ids=str,
@@ -380,45 +307,6 @@ def test_a_shard_lacks_a_weight_of_its_index(tmp_path: Path) -> None:
     assert f"lacks 1 weight(s), such as {LOST_TEXT}" in message(tmp_path / "model")
 
 
-def test_an_index_that_lacks_a_weight_of_its_shard(folder: Path) -> None:
-    """diffusers reads whole shards, and so has the weight. A failure means that a rank refuses what diffusers loads."""
-    model = load(str(folder)).transformer
-    sharded(folder / "transformer", model)
-    index = folder / SHARD_INDEX
-    content = json.loads(index.read_text())
-    content["weight_map"].pop("proj_out.weight")
-    index.write_text(json.dumps(content))
-    part = load_partial_components(folder, Plan(pipefusion=2), 1, torch.float32)["transformer"]
-    assert torch.equal(part.proj_out.weight, model.proj_out.weight)
-
-
-def test_files_that_a_mac_leaves_beside_the_weights(folder: Path) -> None:
-    """A failure means that a folder is listed where the names of its files are known."""
-    model = load(str(folder)).transformer
-    for path in [*folder.rglob("*.safetensors")]:
-        path.with_name(f"._{path.name}").write_bytes(b"\0\5\26\7")
-    assert torch.equal(load(str(folder)).transformer.proj_out.weight, model.proj_out.weight)
-    part = load_partial_components(folder, Plan(pipefusion=2), 1, torch.float32)["transformer"]
-    assert torch.equal(part.proj_out.weight, model.proj_out.weight)
-
-
-def test_too_little_memory_says_nothing_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that a user is told to copy weights again that are whole."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise safetensors.SafetensorError("Error while mapping: Cannot allocate memory (os error 12)")
-
-    monkeypatch.setattr(safetensors, "safe_open", fail)
-    with pytest.raises(MemoryError, match="Cannot allocate memory"):
-        load(str(folder))
-
-
-def test_a_class_that_diffusers_does_not_have(folder: Path) -> None:
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "NoSuchPipeline"}))
-    message(folder, ModelError)
-
-
 def sharded(part: Path, model: Any, variant: str | None = None) -> None:
     """Saves a model in many small files, with their index."""
     shutil.rmtree(part, ignore_errors=True)
@@ -441,37 +329,3 @@ def test_the_index_beside_a_variant(tmp_path: Path) -> None:
     gone.unlink()
     with pytest.raises(LoadError, match=f"{gone.name} is missing"):
         load(str(tmp_path / "model"), variant="fp16")
-
-
-def test_a_weight_that_the_variant_lacks(folder: Path) -> None:
-    """The plain file beside it has the weight, and is not read."""
-    write_without(folder, "proj_out.weight", ".fp16.safetensors")
-    load(str(folder))
-    with pytest.raises(LoadError, match=r"lacks 1 weight\(s\), such as proj_out.weight"):
-        load(str(folder), variant="fp16")
-
-
-def test_a_quantized_transformer(tmp_path: Path) -> None:
-    """A quantizer of diffusers saves the parts of a weight under names of its own."""
-    from diffusers import FluxTransformer2DModel, TorchAoConfig
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    tiny.flux().save_pretrained(tmp_path)
-    part = tmp_path / "transformer"
-    config = TorchAoConfig(Int8WeightOnlyConfig())
-    quantized = FluxTransformer2DModel.from_pretrained(part, quantization_config=config, torch_dtype=torch.bfloat16)
-    shutil.rmtree(part)
-    quantized.save_pretrained(part)
-    for plan in (None, ditile.Plan(patches=2)):
-        actual = load(str(tmp_path), dtype="bfloat16", plan=plan).transformer.proj_out.weight
-        assert type(actual) is type(quantized.proj_out.weight) is not torch.nn.Parameter
-        assert torch.equal(actual.dequantize(), quantized.proj_out.weight.dequantize())
-
-
-def test_a_cast_of_a_model_is_silent() -> None:
-    """diffusers warns of each cast, even where no module should stay in float32; another warning is shown."""
-    silence_libraries()
-    logger = logging.getLogger("diffusers.models.modeling_utils")
-    for modules, shown in (("[]", False), ("['norm']", True)):
-        text = f"There are modules that should be kept in float32: {modules}."
-        assert bool(logger.filter(logger.makeRecord("", 30, "", 0, text, (), None))) == shown

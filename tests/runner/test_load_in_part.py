@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ditile
-from ditile import LoadError, ModelError, PlanError, StateError
+from ditile import LoadError, StateError
 from ditile.model.hooks.placeholders import is_placeholder
 from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.plan import Plan
@@ -29,8 +28,6 @@ from tests.pool import Pool
 from tests.runner.cases import run, same
 from tests.runner.loras import load as load_lora
 from tests.runner.loras import write
-from tests.zoo import ZOO
-from tests.zoo.rows import list_tensors
 
 NAMES = {"flux": "flux", "pixart": "pixart sigma", "sd3": "sd3.5 medium"}
 SHARDS = "20KB"
@@ -206,25 +203,6 @@ def test_what_is_missing_is_said_on_every_rank(models: dict[str, Path], tmp_path
     assert "transformer has no config.json" in message(model, plan)
 
 
-def test_a_plan_that_does_not_fit(models: dict[str, Path]) -> None:
-    """A failure means a pipeline that is refused only after everything was read."""
-    assert "exceeds the 5 blocks" in message(models["flux"], Plan(pipefusion=6), PlanError)
-    with pytest.raises(PlanError, match="needs 2 rank"):
-        ditile.load(str(models["flux"]), plan=Plan(pipefusion=2))
-
-
-def test_what_is_quantized_is_loaded_whole_and_says_so(
-    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A failure means that packed numbers are read as weights, or that nobody knows why a rank is full."""
-    model = Path(shutil.copytree(models["pixart"], tmp_path / "model"))
-    config = model / "transformer" / "config.json"
-    config.write_text(json.dumps(read_json(config) | {"quantization_config": {"quant_method": "quanto"}}))
-    with caplog.at_level(logging.WARNING, "ditile"):
-        assert load_partial_components(model, Plan(pipefusion=2), 0, torch.float32) == {}
-    assert "transformer is loaded whole" in caplog.text and "quantized" in caplog.text
-
-
 def test_only_what_a_plan_divides_is_read_in_part(models: dict[str, Path]) -> None:
     """A failure means that a rank which needs all blocks lacks some."""
     assert load_partial_components(models["flux"], Plan(), 0, torch.float32) == {}
@@ -236,15 +214,6 @@ def test_only_what_a_plan_divides_is_read_in_part(models: dict[str, Path]) -> No
         held(load_partial_components(models["flux"], hybrid, rank, torch.float32)["transformer"]) for rank in range(16)
     ]
     assert stages == ([held_by(0)] * 2 + [held_by(1)] * 2) * 4
-
-
-@pytest.mark.parametrize(("text", "rank"), [("first", 1), ("split", 0)])
-def test_an_encoder_read_in_part_says_so_when_it_is_called(models: dict[str, Path], text: str, rank: int) -> None:
-    """A failure means an error from the inside of another library, before there is a runner."""
-    mine = load_partial_components(models["flux"], Plan(pipefusion=2, text=text), rank, torch.float32)  # type: ignore[arg-type]
-    for name in ("text_encoder", "text_encoder_2"):
-        with pytest.raises(StateError, match=f"of {name} there is only what text={text} on rank {rank} of 2 leaves"):
-            mine[name](torch.zeros(1, 4, dtype=torch.long))
 
 
 def held(transformer: FluxTransformer2DModel) -> list[bool]:
@@ -299,67 +268,3 @@ def test_a_pipeline_loaded_in_part_draws_the_same(
         assert len(said) == (2 if text == "each" else 3) and not any("\n" in line for line in said)
         assert "load it for this plan" in said[0] and "keep_weights=True" in said[1]
         assert text == "each" or "load the pipeline for this plan" in said[2]
-
-
-def test_a_transformer_of_which_nothing_is_known_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    """A failure means that a model is read before anybody knows how to cut it."""
-    model = Path(shutil.copytree(models["pixart"], tmp_path / "model"))
-    shutil.rmtree(model / "transformer")
-    sizes = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 1, "joint_attention_dim": 8}
-    other = diffusers.NucleusMoEImageTransformer2DModel(**sizes, in_channels=4, mlp_ratio=12.0, moe_enabled=False)
-    other.save_pretrained(model / "transformer")
-    index = read_json(model / "model_index.json") | {"transformer": ["diffusers", "NucleusMoEImageTransformer2DModel"]}
-    (model / "model_index.json").write_text(json.dumps(index))
-    assert "not in the table of known anatomies" in message(model, Plan(pipefusion=2), ModelError)
-
-
-def of_a_share(model: Path, name: str) -> list[tuple[Tensor, int]]:
-    """Pictures under tensor parallel plans, and the parameters that this rank had read of the transformer."""
-    actual = []
-    for options in ({"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"}):
-        plan = Plan(**options)
-        pipe: Any = tiny.quiet(ditile.load(str(model), plan=plan))
-        held = sum(p.numel() for p in pipe.transformer.parameters())
-        actual.append((run(parallelize(pipe, plan), name), held))
-    return actual
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_rank_reads_its_share_of_every_linear(pool: Pool, models: dict[str, Path], family: str) -> None:
-    """A failure means that shares are cut twice, or from the wrong place, or read whole."""
-    name = NAMES[family]
-    pipe: Any = tiny.quiet(ditile.load(str(models[family])))
-    wanted, whole = run(pipe, name), sum(p.numel() for p in pipe.transformer.parameters())
-    for rank, actual in enumerate(pool.run(of_a_share, 2, models[family], name)):
-        for picture, held in actual:
-            assert float((picture - wanted).abs().max() / wanted.abs().max()) < 1e-5, rank
-            assert held < 0.85 * whole
-
-
-def count_of_both(pipe: Any) -> list[int]:
-    """The parameters of the blocks of two transformers."""
-    return [sum(p.numel() for p in part.blocks.parameters()) for part in (pipe.transformer, pipe.transformer_2)]
-
-
-def of_two_shares(model: Path, options: dict[str, Any]) -> tuple[Tensor, list[int]]:
-    """The video of two transformers, and the parameters of blocks that this rank had read of each."""
-    plan = Plan(**options)
-    pipe: Any = tiny.quiet(ditile.load(str(model), plan=plan))
-    held = count_of_both(pipe)
-    (video,) = list_tensors(parallelize(pipe, plan)(**ZOO["wan-2.2"].call()))
-    return video, held
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{"tensor": 2}, {"pipefusion": 2, "warmup": 99, "patches": 2}])
-def test_two_transformers_in_turns_are_read_by_share(pool: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
-    """A folder of Wan 2.2. A failure: every rank reads the second one whole, or draws with weights of another rank."""
-    pipe: Any = tiny.quiet(ZOO["wan-2.2"].make())
-    text = tiny.pixart()
-    pipe.register_modules(text_encoder=text.text_encoder, tokenizer=text.tokenizer)
-    pipe.save_pretrained(tmp_path)
-    (wanted,), whole = list_tensors(pipe(**ZOO["wan-2.2"].call())), count_of_both(pipe)
-    for video, held in pool.run(of_two_shares, 2, tmp_path, options):
-        assert all(share < 0.55 * all_of_it for share, all_of_it in zip(held, whole, strict=True))
-        assert float((video - wanted).abs().max() / wanted.abs().max()) < 1e-5
-        assert "tensor" in options or torch.equal(video, wanted)

@@ -83,19 +83,6 @@ def test_a_rank_reads_its_share(pool: Pool, saved: Path) -> None:
         assert torch.equal(latents, wanted) and emptied > 0
 
 
-def test_every_denoiser_is_read_in_part(pool: Pool, tmp_path: Path) -> None:
-    """A family's own name for a second checkpoint, `transformer_ref`, is one."""
-    pipe = minimax_h3("ref2va", "transformer_ref")
-    pipe.save_pretrained(str(tmp_path), overwrite_modular_index=True)
-    for emptied in pool.run(count_placeholders, 2, str(tmp_path)):
-        assert emptied > 0
-
-
-def count_placeholders(folder: str) -> int:
-    pipe: Any = ditile.load(folder, plan=Plan(pipefusion=2))
-    return sum(map(is_placeholder, pipe.transformer_ref.transformer_blocks))
-
-
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[DitileError], str]] = {
     "cut short": (lambda folder: (folder / WEIGHTS).write_bytes(b"1234"), LoadError, "no whole safetensors file"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), LoadError, "has no weights"),
@@ -183,9 +170,3 @@ def test_it_is_planned_for_as_the_ordinary_pipeline(
     assert main.main(["plan", "--model", str(tmp_path / "h3"), "--hardware", "l40-pcie"]) == 2
     error = capsys.readouterr().err
     assert "whose calls are not planned for, as diffusers has no MiniMaxH3Pipeline" in error and error.count("\n") == 1
-
-
-def test_a_plan_is_verified(saved: Path, capfd: pytest.CaptureFixture[str], forked_ranks: None) -> None:
-    words = ("--pipefusion", "2", "--steps", "3", "--height", "48", "--width", "80")
-    assert main.main(["verify", "--model", str(saved), *words]) == 0
-    assert "bit for bit" in capfd.readouterr().out

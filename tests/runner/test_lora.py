@@ -61,26 +61,6 @@ def test_every_state_of_loras_is_the_plain_pipelines(
     pool.run(in_every_state, ranks, name, folders[name], ranks, before)
 
 
-def one_block(name: str, folder: Path) -> None:
-    pipe = MAKE[name]()
-    plain = run(pipe, name)
-    load("narrow")(pipe, folder)
-    wanted = run(pipe, name)
-    different(wanted, plain, "a LoRA of one block")
-    runner = parallelize(pipe, Plan(pipefusion=3, **EXACT))
-    same(run(runner, name), wanted, "a LoRA of one block")
-    pipe.set_adapters("narrow", 0.5)
-    different(run(runner, name), wanted, "scaled")
-    pipe.unload_lora_weights()
-    same(run(runner, name), plain, "unloaded")
-
-
-@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
-def test_a_lora_of_one_block(pool: Pool, folders: dict[str, Path], name: str) -> None:
-    """Loaded before. A failure means that stages which the LoRA does not touch cannot follow it."""
-    pool.run(one_block, 3, name, folders[name])
-
-
 def scaled_in_the_call(name: str, folder: Path) -> None:
     pipe = MAKE[name]()
     load("one")(pipe, folder)

@@ -21,11 +21,9 @@ from ditile.parallel.tensor.cuts import unwrap_lora_base
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.lora import fuse_loras, list_loaded_loras, select_loras
-from ditile.runner.requests.cache_options import CacheOptions, LoraChoice
-from ditile.runner.requests.facts import collect_facts
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.prepare import load_loras
 from ditile.runner.runner import parallelize
-from ditile.serve.worker import LoraCache
 from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import different, same
@@ -255,22 +253,6 @@ def test_keys_that_nothing_takes_are_named(pool: Pool, tmp_path: Path) -> None:
         assert "text_encoder_3.layers.0.lora_A.weight" in lines[0] and lines[0].endswith(", ..)")
 
 
-def test_the_second_transformer_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A failure: half of the steps of Wan 2.2 are without the LoRA, and nobody learns of it."""
-    pipe = ZOO["wan-2.2"].make()
-    layer = pipe.transformer.get_submodule("blocks.0.attn1.to_q")
-    name = "transformer.blocks.0.attn1.to_q"
-    down = torch.ones(2, layer.in_features)
-    up = torch.ones(layer.out_features, 2)
-    state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-    ditile.load_lora(pipe, state, adapter_name="one")
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "ditile.runner.lora"]
-    assert "changes the first transformer alone, and transformer_2 of this WanPipeline stays as it is" in line
-    caplog.clear()
-    ditile.load_lora(pipe, state, adapter_name="other", load_into_transformer_2=True)
-    assert not [record for record in caplog.records if record.name == "ditile.runner.lora"]
-
-
 def draw_with_two_loras(folder: Path, plan: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, list[str]]:
     """The image of Wan 2.2 with a LoRA in each transformer, as the command loads them, and what the log says."""
     pipe = ZOO["wan-2.2"].make()
@@ -312,65 +294,6 @@ def test_a_lora_for_each_of_two_transformers(pool: Pool, tmp_path: Path) -> None
     for plan, options in (({"tensor": 2}, {}), (STAGES, {"fuse_lora": True})):
         for image, _ in pool.run(draw_with_two_loras, 2, tmp_path, plan, options):
             assert measure_error(image, wanted) < TOLERANCE, (plan, options)
-
-
-REQUESTS: tuple[dict[str, float], ...] = (
-    {"transformer_2=low": SCALE},
-    {"high": SCALE, "transformer_2=low": 0.5},
-    {"high": SCALE},
-    {},
-)
-"""LoRAs of requests, one after the other."""
-
-
-def draw_requests(folder: Path) -> tuple[list[Tensor], bool, str]:
-    """The images of a server's rank; whether its requests may name two transformers; a refusal without local paths."""
-    pipe = ZOO["wan-2.2"].make()
-    runner = parallelize(pipe, Plan(**STAGES))
-    cache = LoraCache(runner, str(folder), 1, {})
-    images = []
-    for scales in REQUESTS:
-        cache.use_loras(scales)
-        images.append(draw(runner, "wan-2.2"))
-    with pytest.raises(ModelError) as refusal:
-        cache.use_loras({"transformer_2=lost": 1.0})
-    return images, collect_facts(pipe, "shapes-wan", "").has_second_transformer, str(refusal.value)
-
-
-def test_loras_of_requests_for_each_of_two_transformers(pool: Pool, tmp_path: Path) -> None:
-    """A failure: a request's LoRA for the second transformer changes the first one, or stays for the next request."""
-    pipe, plain = load_two_loras(tmp_path)
-    (tmp_path / "lost.safetensors").write_bytes(b"nothing")
-    wanted = []
-    for scales in REQUESTS[:-1]:
-        pipe.set_adapters([name.removeprefix("transformer_2=") for name in scales], list(scales.values()))
-        wanted.append(draw(pipe, "wan-2.2"))
-    wanted.append(plain)
-    different(wanted[0], plain)
-    different(wanted[0], wanted[1])
-    for images, has_second, refusal in pool.run(draw_requests, 2, tmp_path):
-        same(images, wanted)
-        assert has_second
-        assert refusal.startswith("lora='transformer_2=lost' cannot be loaded")
-        assert str(tmp_path) not in refusal
-    assert not collect_facts(tiny.flux(), "shapes-flux", "").has_second_transformer
-
-
-def test_a_lora_for_a_transformer_that_is_not_there() -> None:
-    """A failure: the file of the second transformer changes the first one."""
-    for text in ("transformer_3=a.safetensors", "text_encoder=a.safetensors:0.5"):
-        with pytest.raises(ModelError, match="a LoRA is loaded into transformer or transformer_2"):
-            LoraChoice.parse(text)
-    with pytest.raises(ModelError, match="is for transformer_2, which this FluxPipeline has not"):
-        ditile.load_lora(tiny.flux(), {}, load_into_transformer_2=True)
-
-
-@pytest.mark.parametrize("source", ["/nowhere/style.safetensors", "loras/style.safetensors", "./loras", "style"])
-def test_a_lora_that_is_not_there(source: str) -> None:
-    """A failure: diffusers takes the path for a hub id, and speaks of that instead."""
-    runner = ditile.parallelize(tiny.flux())
-    with pytest.raises(ModelError, match=f"lora='{source}' is not a file, folder or hub id"):
-        ditile.load_lora(runner, source)
 
 
 def add_text_factors(state: dict[str, Tensor]) -> dict[str, Tensor]:

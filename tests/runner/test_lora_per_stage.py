@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +101,6 @@ def test_a_lora_of_one_block_is_loaded_after_the_cut(pool: Pool, folders: dict[s
     pool.run(after_the_cut, 3, name, folders[name], 3)
 
 
-def order(name: str, folder: Path) -> None:
-    plain, pipe = MAKE[name](), MAKE[name]()
-    runner = parallelize(pipe, Plan(pipefusion=2, **EXACT))
-    for adapter in ("one", "narrow"):
-        load(plain, folder, adapter, ours=False)
-        load(pipe, folder, adapter, ours=True)
-        same(run(runner, name), run(plain, name), f"{name} {adapter}")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_last_lora_is_the_active_one_everywhere(pool: Pool, folders: dict[str, Path], name: str) -> None:
-    """A failure means that a stage without a layer of the last LoRA still applies the one before."""
-    pool.run(order, 2, name, folders[name])
-
-
 def with_text(name: str, folder: Path, text: str, file: str) -> None:
     plain, pipe = MAKE[name](), MAKE[name]()
     before = run(plain, name)
@@ -140,85 +124,13 @@ def with_text(name: str, folder: Path, text: str, file: str) -> None:
     ("name", "file", "text"),
     [
         ("flux", "with-text", "each"),
-        ("flux", "with-text", "first"),
         ("flux", "hub-text", "split"),
-        ("sd3.5 medium", "with-text", "first"),
         ("sd3.5 medium", "with-text", "split"),
     ],
 )
 def test_a_lora_of_a_text_encoder(pool: Pool, folders: dict[str, Path], name: str, file: str, text: str) -> None:
     """A failure means that the text encoder's part of a LoRA is lost, or refused where the encoder is not."""
     pool.run(with_text, 2, name, folders[name], text, file)
-
-
-def between_calls(name: str, folder: Path, text: str) -> None:
-    plain, pipe = MAKE[name](), MAKE[name]()
-    runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT), text_after="offload")  # type: ignore[arg-type]
-    pictures = [run(plain, name)]
-    same(run(runner, name), pictures[0], f"{name} {text}")
-    load(plain, folder, "narrow", ours=False, file="with-text")
-    load(pipe, folder, "narrow", ours=True, file="with-text")
-    for what in ("loaded", "scaled", "disabled", "enabled", "fused", "unfused", "unloaded"):
-        EDITS.get(what, str)(plain)
-        EDITS.get(what, str)(pipe)
-        pictures.append(run(plain, name))
-        same(run(runner, name), pictures[-1], f"{name} {text} {what}")
-        assert pipe.get_list_adapters() == plain.get_list_adapters(), what
-    different(pictures[1], pictures[0], "the LoRA")
-    load(plain, folder, "narrow", ours=False, file="with-text")
-    load(pipe, folder, "narrow", ours=True, file="with-text")
-
-    def halved(each: Any, *_: Any) -> dict[str, Any]:
-        each.set_adapters("narrow", 0.5)
-        return {}
-
-    during = {"callback_on_step_end": halved, "callback_on_step_end_tensor_inputs": []}
-    same(run(runner, name, **during), run(plain, name, **during), f"{name} {text} scaled in a call")
-    same(run(runner, name), run(plain, name), f"{name} {text} after that call")
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("flux", "each"),
-        ("flux", "first"),
-        ("flux", "split"),
-        ("sd3.5 medium", "split"),
-    ],
-)
-def test_encoders_that_wait_are_edited_between_calls(
-    pool: Pool, folders: dict[str, Path], name: str, text: str
-) -> None:
-    """A failure means that a LoRA misses text encoders that wait for the next call."""
-    pool.run(between_calls, 2, name, folders[name], text)
-
-
-def freed(folder: Path) -> list[str]:
-    pipe = MAKE["flux"]()
-    runner = parallelize(pipe, Plan(pipefusion=2, text="first", **EXACT), text_after="free")
-    run(runner, "flux")
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ditile").addHandler(handler)
-    try:
-        load(pipe, folder, "narrow", ours=True, file="with-text")
-    finally:
-        logging.getLogger("ditile").removeHandler(handler)
-    run(runner, "flux", embeds=12)
-    return messages
-
-
-def test_a_lora_of_an_encoder_that_was_freed_is_told(pool: Pool, folders: dict[str, Path]) -> None:
-    """A failure means that a part of a LoRA is dropped and nobody hears of it."""
-    for messages in pool.run(freed, 2, folders["flux"]):
-        assert [line.partition(" too, which was freed")[0] for line in messages] == ["the LoRA changes text_encoder"]
-
-
-def test_pixart_has_no_loader() -> None:
-    """A failure means a traceback from the inside of another library."""
-    with pytest.raises(ModelError, match="no load_lora_weights"):
-        ditile.load_lora(MAKE["pixart sigma"](), "someone/something")
 
 
 def with_kronecker_factors() -> None:
@@ -253,16 +165,3 @@ def with_kronecker_factors() -> None:
 def test_kronecker_factors_are_applied_or_refused(pool: Pool) -> None:
     """A failure means that a LoKr is compared, cut or left out as if it were a plain LoRA."""
     pool.run(with_kronecker_factors, 2)
-
-
-def swapped(folder: Path) -> None:
-    pipe = MAKE["flux"]()
-    parallelize(pipe, Plan(pipefusion=2, **EXACT))
-    load(pipe, folder, "one", ours=True)
-    with pytest.raises(ModelError, match="hotswap=True needs a pipeline whose weights are not divided"):
-        ditile.load_lora(pipe, folder, weight_name="narrow.safetensors", adapter_name="one", hotswap=True)
-
-
-def test_a_swap_is_refused_where_a_stage_may_have_nothing_to_swap(pool: Pool, folders: dict[str, Path]) -> None:
-    """A failure means that a stage without a layer of the new LoRA goes on with the old one."""
-    pool.run(swapped, 2, folders["flux"])

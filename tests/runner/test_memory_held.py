@@ -99,12 +99,6 @@ def test_keys_are_those_of_own_layers(pool: Pool, name: str, layers: int, tokens
     assert pool.run(keys, 2, name, 2, 4) == [0, 0], "nothing is stale, so nothing is kept"
 
 
-def test_dual_attention_keeps_both(pool: Pool) -> None:
-    """SD3.5's second attention sees the image alone. A failure means that its keys are mixed up with the first's."""
-    joint, dual = 4 * (TOKENS + 16 + 12), 2 * TOKENS
-    assert sum(pool.run(keys, 2, "sd3.5 medium", 2, 1)) == 2 * (joint + dual) * 2 * tiny.WIDTH * FLOAT
-
-
 def left_behind(name: str) -> list[int]:
     """On a rank: live tensors after each of three calls, and whatever is still overridden."""
     # What an earlier case left in this process may go at any time: the collector lists nothing that is frozen.

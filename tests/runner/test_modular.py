@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import ClassifierFreeGuidance, ComponentsManager
+from diffusers import ComponentsManager
 from diffusers.modular_pipelines import PipelineState
 
 import ditile
@@ -23,7 +22,7 @@ from tests.pool import Pool
 from tests.runner import cases
 from tests.tiny import flux
 from tests.zoo import ZOO
-from tests.zoo.modular import minimax_h3_both, modular, wan_animate_2, wan_animate_2_call
+from tests.zoo.modular import minimax_h3_both, wan_animate_2, wan_animate_2_call
 from tests.zoo.pictures import size
 from tests.zoo.rows import counted_steps, list_tensors
 
@@ -45,17 +44,6 @@ def runner(pipe: Any) -> Iterator[Runner]:
     runner = build_single_runner(pipe, PATCHES)
     yield runner
     runner.restore()
-
-
-def test_output_is_the_pipelines_own_argument(runner: Runner) -> None:
-    """It names what of the state is returned; without it that is all of it."""
-    latents = runner(**flux_call())
-    several = runner(**flux_call(output=["latents", "images"], output_type="pt"))
-    whole = runner(**flux_call(output=None))
-    assert torch.equal(several["latents"], latents) and several["images"].shape[1] == 3
-    assert isinstance(whole, diffusers.modular_pipelines.PipelineState) and torch.equal(whole.latents, latents)
-    with pytest.raises(ModelError, match="'some'"):
-        runner(**flux_call(), output_on="some")
 
 
 def draw_on_first() -> tuple[bool, str]:
@@ -96,14 +84,6 @@ def test_rank_0_alone_decodes_what_it_alone_needs(pool: Pool, plan: Plan) -> Non
     assert (decodes, has, others, other_has) == (1, True, 0, False) and torch.equal(one, other)
 
 
-def test_blocks_are_what_they_were_after_a_call(pipe: Any, runner: Runner) -> None:
-    """A class of their own counts steps during a call; `restore` and other pipelines know nothing of it."""
-    loop = pipe._blocks.sub_blocks["denoise"].sub_blocks["denoise"]
-    runner(**flux_call())
-    assert type(loop) is diffusers.modular_pipelines.flux.denoise.FluxDenoiseStep
-    assert "progress_bar" not in vars(loop)
-
-
 @pytest.mark.parametrize("name", ["qwen-image-modular", "flux-inpaint", "wan-2.2"])
 def test_two_threads_count_steps_apart(name: str) -> None:
     """Each runner counts its own steps by `enumerate`, of a tree of blocks or of one function: blends, sigmas and
@@ -130,15 +110,6 @@ def test_two_threads_count_steps_apart(name: str) -> None:
         cases.same(found[index], wanted[index])
 
 
-def test_the_progress_bar_of_the_loop_shows_steps(
-    pipe: Any, runner: Runner, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Three steps, where there are seven micro-steps and rehearsals besides."""
-    pipe._blocks.sub_blocks["denoise"].sub_blocks["denoise"].set_progress_bar_config(disable=False)
-    runner(**flux_call())
-    assert "3/3" in capsys.readouterr().err
-
-
 def test_a_state_is_handed_over_from_another_pipeline(pipe: Any) -> None:
     """As many pictures as its prompts; the text encoders' pipeline is another, with components in one manager."""
     manager, components = ComponentsManager(), flux().components
@@ -152,52 +123,6 @@ def test_a_state_is_handed_over_from_another_pipeline(pipe: Any) -> None:
     wanted = core(**call | {"generator": torch.Generator().manual_seed(7)})
     runner = build_single_runner(core, Plan(patches=3, warmup=9))
     assert torch.equal(runner(**call), wanted) and wanted.shape[0] == 2
-
-
-def test_what_is_not_loaded_is_said() -> None:
-    """A modular pipeline is made without weights."""
-    with pytest.raises(ModelError, match=r"load_components\(\)"):
-        ditile.parallelize(diffusers.FluxAutoBlocks().init_pipeline())
-
-
-def test_guidance_over_all_of_a_prediction_is_refused() -> None:
-    """What one patch says must not spread over the picture, nor a guider change the blocks."""
-    entry = ZOO["qwen-image-modular"]
-    pipe = entry.make()
-    for guider in (
-        diffusers.AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5),
-        ClassifierFreeGuidance(guidance_scale=3.0, stop=0.6),
-        diffusers.SkipLayerGuidance(skip_layer_guidance_layers=[1]),
-    ):
-        pipe.update_components(guider=guider)
-        runner = build_single_runner(pipe, PATCHES)
-        with pytest.raises(ModelError, match=type(guider).__name__):
-            runner(**entry.call())
-        runner.restore()
-
-
-def test_a_cache_that_leaves_nothing_out_changes_nothing(pipe: Any) -> None:
-    """And one that may leave all out does: it has a clock in a modular pipeline."""
-    wanted = pipe(**flux_call(num_inference_steps=5))
-    for threshold, same in ((0.0, True), (10.0, False)):
-        config = ditile.DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=threshold)
-        ditile.enable_cache(pipe, config)
-        assert torch.equal(pipe(**flux_call(num_inference_steps=5)), wanted) == same
-        ditile.disable_cache(pipe)
-    assert torch.equal(pipe(**flux_call(num_inference_steps=5)), wanted)
-
-
-@pytest.mark.parametrize("name", ["flux-modular", "wan-modular", "minimax-h3-references"])
-def test_quantized_weights_draw_nearly_the_same(name: str) -> None:
-    """In patches bit for bit what they draw at once; a model has a name of its own in MiniMax-H3."""
-    entry = ZOO[name]
-    plain = list(list_tensors(entry.make()(**entry.call())))
-    pipe = entry.make()
-    assert ditile.quantize(pipe, "int8_weight_only") is pipe
-    quantized = list(list_tensors(pipe(**entry.call())))
-    divided = list(list_tensors(build_single_runner(pipe, Plan(patches=2, warmup=9))(**entry.call())))
-    for exact, near, again in zip(plain, quantized, divided, strict=True):
-        assert torch.equal(near, again) and 0 < float((near - exact).norm() / exact.norm()) < 0.03
 
 
 def test_calls_of_the_model_outside_the_loop(pool: Pool) -> None:
@@ -242,37 +167,6 @@ def test_both_checkpoints_of_a_family_are_divided(pool: Pool) -> None:
     assert len(wanted) == 4 and wanted[0].shape == wanted[2].shape and not torch.equal(wanted[0], wanted[2])
     for drawn in pool.run(draw_both_workflows, 3):
         assert all(torch.equal(one, other) for one, other in zip(drawn, wanted, strict=True))
-
-
-def draw_cached_and_quantized() -> torch.Tensor:
-    """On one of two ranks, which share the tokens: the pipeline is called as ever."""
-    pipe, config = ZOO["flux-modular"].make(), ditile.DBCacheConfig(max_warmup_steps=1, residual_diff_threshold=0.0)
-    parallelism = {"ulysses_size": dist.get_world_size()} if dist.is_initialized() else None
-    ditile.enable_cache(
-        pipe, config, parallelism_config=parallelism, quantize_config={"quant_type": "int8_weight_only"}
-    )
-    drawn: torch.Tensor = pipe(**flux_call())
-    return drawn
-
-
-def test_a_cache_divides_and_quantizes(pool: Pool) -> None:
-    """All that `enable_cache` takes: two ranks draw what one draws, but for the last digits."""
-    wanted = draw_cached_and_quantized()
-    for drawn in pool.run(draw_cached_and_quantized, 2):
-        torch.testing.assert_close(drawn, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_components_that_were_loaded_by_the_pipeline(tmp_path: Path, pipe: Any) -> None:
-    """As docs/extending.md says: a part of the tree loads its own components alone, and is divided."""
-    pipe.save_pretrained(str(tmp_path), overwrite_modular_index=True)
-    state = pipe(**flux_call(output=None))
-    core = diffusers.FluxAutoBlocks().sub_blocks["denoise"].init_pipeline(str(tmp_path))
-    core.load_components(dtype=torch.float32)
-    assert {name for name, part in core.components.items() if part is not None} == {"transformer", "scheduler"}
-    given = {name: getattr(state, name) for name in ("prompt_embeds", "pooled_prompt_embeds")}
-    call = {name: value for name, value in flux_call().items() if name not in ("prompt", "max_sequence_length")}
-    runner = build_single_runner(core, Plan(patches=3, warmup=9))
-    assert torch.equal(runner(**call | size(3, 5), **given), state.latents)
 
 
 def make_offloaded(moved: list[str], where: str = "cpu") -> tuple[Any, ComponentsManager]:
@@ -332,28 +226,3 @@ def test_a_manager_on_each_of_two_ranks(pool: Pool, pipe: Any) -> None:
     wanted = pipe(**flux_call())
     for drawn, moved in pool.run(draw_offloaded, 2):
         assert torch.equal(drawn, wanted) and "transformer" in moved
-
-
-def test_a_manager_of_another_device_is_refused(cpu_memory: None) -> None:
-    """Before anything is changed, and in a call where it came later."""
-    pipe, manager = make_offloaded([], "cpu:1")
-    with pytest.raises(ModelError, match=r"moves .* to cpu:1, and this rank computes on cpu; call enable_auto_cpu"):
-        build_single_runner(pipe, PATCHES)
-    manager.disable_auto_cpu_offload()
-    runner = build_single_runner(pipe, PATCHES)
-    manager.enable_auto_cpu_offload(device="cpu:1")
-    with pytest.raises(ModelError, match="to cpu:1"):
-        runner(**flux_call())
-
-
-def test_a_part_of_the_tree_is_a_pipeline_too() -> None:
-    """It draws what the whole draws."""
-    components = flux().components
-    whole = modular(diffusers.FluxAutoBlocks(), **components)
-    wanted = whole(**flux_call(output=None))
-    core = modular(diffusers.FluxAutoBlocks().sub_blocks["denoise"], **components)
-    given = {name: getattr(wanted, name) for name in ("prompt_embeds", "pooled_prompt_embeds")}
-    call = {name: value for name, value in flux_call().items() if name not in ("prompt", "max_sequence_length")}
-    # The autoencoder is another part, so a token is sixteen pixels wide.
-    runner = build_single_runner(core, Plan(patches=3, warmup=9))
-    assert torch.equal(runner(**call | size(3, 5), **given), wanted.latents)

@@ -6,23 +6,19 @@ torchao's run here. bitsandbytes prints while it is imported, so its part runs w
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 import ditile
 from ditile import LoadError, ModelError
 from ditile.model.hooks.placeholders import count_parameter_bytes, count_tensor_bytes
-from ditile.plan import extras
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.load import (
@@ -31,10 +27,9 @@ from ditile.runner.load import (
     load_partial_components,
     load_whole_models,
 )
-from ditile.runner.weights.single_file import ConvertedFile, SingleFile
 from tests.pool import Pool
 from tests.runner.prequantized_files import FILE, compute_in_float32, make_pipeline, rewrite_file, save_quantized
-from tests.runner.single_files import copy_weights, save_configs
+from tests.runner.single_files import save_configs
 from tests.runner.test_gguf import CASES, draw, measure_error
 from tests.zoo.rows import EVERY
 
@@ -168,26 +163,6 @@ def test_one_file_is_read_as_its_folder_is(tmp_path: Path) -> None:
         assert count_parameter_bytes(part) < 0.8 * count_parameter_bytes(pipe.transformer)
 
 
-def test_a_hub_id_counts_as_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A failure: the plan of a quantized model on the hub has the memory of a plain one, and nobody says so."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--owner--model"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    snapshot = repository / "snapshots" / ("0" * 40)
-    folder = save_quantized("flux", "Int8WeightOnlyConfig", snapshot, max_shard_size="40KB")
-    stored = count_quantized_components(folder)
-    assert stored["transformer"].quantized
-    caplog.clear()
-    assert count_quantized_components("owner/model") == stored
-    assert not caplog.records
-    next((folder / "transformer").glob("*.safetensors")).unlink()
-    assert not count_quantized_components("owner/model")
-    assert "quantized, and are not in the hub's cache: they count as plain ones" in caplog.text
-
-
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]
 SCALE = "proj_out._weight_scale"
 CHANGES: dict[str, tuple[Change, str]] = {
@@ -210,60 +185,3 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, key: str) -> None:
         with pytest.raises(LoadError) as refused:
             load_share(folder, Plan(pipefusion=2), rank)
         assert line in str(refused.value) and "\n" not in str(refused.value)
-
-
-WEIGHT = "transformer_blocks.0.attn.to_q.weight"
-STATE = f"{WEIGHT}.quant_state.bitsandbytes__nf4"
-
-
-def write_nf4(path: Path, **state: Any) -> None:
-    """A file of FLUX.1 with one weight as bitsandbytes would store it; its numbers are of no meaning."""
-    tensors = copy_weights(EVERY["flux"].make().transformer)
-    shape = list(tensors[WEIGHT].shape)
-    text = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": shape} | state)
-    numbers = shape[0] * shape[1]
-    tensors[WEIGHT] = torch.zeros(numbers // 2, 1, dtype=torch.uint8)
-    tensors[f"{WEIGHT}.absmax"] = torch.ones(numbers // 64)
-    tensors[f"{WEIGHT}.quant_map"] = torch.ones(16)
-    tensors[STATE] = torch.tensor([*text.encode()], dtype=torch.uint8)
-    save_file(tensors, path)
-
-
-def test_bitsandbytes_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a file weighs is known without it, and `tensor` is refused first."""
-    configs = save_configs(EVERY["flux"].make(), tmp_path / "configs")
-    file = tmp_path / FILE
-    write_nf4(file)
-    monkeypatch.setattr(extras, "is_installed", lambda package: package != "bitsandbytes")
-    with pytest.raises(ModelError, match=r"needs bitsandbytes, which is not installed; pip install 'bitsandbytes'$"):
-        load_component_file(configs, str(file), Plan(pipefusion=2), 0, torch.float32)
-    with pytest.raises(PlanError, match=r"^tensor=2 cannot cut weights of nf4, .* use pipefusion, ulysses or ring"):
-        load_component_file(configs, str(file), Plan(tensor=2), 0, torch.float32)
-    stored = SingleFile.read_header(file)
-    numbers = stored.own_tensors[WEIGHT].numel()
-    assert stored.count_types()["nf4"] == numbers
-    config = configs / "transformer" / "config.json"
-    counted = ConvertedFile.match_config(stored, type(EVERY["flux"].make().transformer), config).count_stored_weights()
-    assert counted.quantized == numbers and numbers // 2 < counted.quantized_bytes < numbers
-
-
-@pytest.mark.parametrize("state", [{"blocksize": 8}, {"blocksize": 0}, {"shape": [32, 64]}, {"shape": "none"}])
-def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, state: dict[str, Any]) -> None:
-    """A failure: a kernel reads scales beyond those that are there."""
-    write_nf4(tmp_path / FILE, **state)
-    with pytest.raises(LoadError, match=f"quantized weight {WEIGHT} cannot be made of its parts"):
-        SingleFile.read_header(tmp_path / FILE)
-
-
-def test_one_file_of_bitsandbytes(tmp_path: Path) -> None:
-    """It computes in the type of the run, which is that of the config here."""
-    pytest.importorskip("bitsandbytes")
-    folder = save_quantized("flux", "nf4 twice", tmp_path / "model")
-    pipe = EVERY["flux"].make()
-    configs = save_configs(pipe, tmp_path / "configs")
-    pipe.transformer = load_component_file(configs, str(folder / "transformer" / FILE), Plan(), 0, torch.float32)
-    compute_in_float32(pipe.transformer)
-    assert torch.equal(draw(pipe, "flux"), draw(make_pipeline("flux", folder), "flux"))
-    rewrite_file(folder / "transformer" / FILE, lambda tensors, _: tensors.pop(STATE))
-    with pytest.raises(LoadError, match=f"{WEIGHT} lacks its part {WEIGHT}.quant_state.bitsandbytes__"):
-        load_share(folder, Plan(pipefusion=2), 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ditile
 from ditile.model.hooks.placeholders import list_quantized_parameters
-from ditile.plan.errors import ModelError, StateError
+from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
@@ -126,35 +126,6 @@ def test_tensor_parallel_shares(pool: Pool, quant_type: str) -> None:
         assert 0 < error(after, plain) < BOUNDS[quant_type]
         same(before, results[0][0])
         same(after, results[0][1])
-
-
-def refuse_cut() -> str:
-    pipe = made("flux", "int4_weight_only")
-    with pytest.raises(ModelError) as refused:
-        parallelize(pipe, Plan(tensor=2))
-    run(pipe, "flux")
-    return str(refused.value)
-
-
-def test_weights_that_are_packed_are_not_cut(pool: Pool) -> None:
-    """Nothing was changed."""
-    for message in pool.run(refuse_cut, 2):
-        assert message.startswith("tensor=2 cuts plain weights, and ") and message.endswith("each rank has its share")
-
-
-def lent() -> str:
-    with pytest.raises(ModelError) as refused:
-        parallelize(made("flux", "int8"), Plan(pipefusion=2, patches=2, warmup=1, warmup_mode="sequence"))
-    runner = parallelize(MAKE["flux"](), Plan(pipefusion=2, patches=2, warmup=1, warmup_mode="sequence"))
-    ditile.quantize(runner, "int8")
-    with pytest.raises(ModelError, match="have other names, shapes or types"):
-        run(runner, "flux")
-    return str(refused.value)
-
-
-def test_quantized_weights_are_not_lent(pool: Pool) -> None:
-    for message in pool.run(lent, 2):
-        assert message.startswith("warmup_mode=sequence sends plain weights")
 
 
 def with_lora(folder: str, plan: dict[str, Any]) -> list[Tensor]:

@@ -34,7 +34,6 @@ DIVIDED = [
     {"ulysses": 2, "text": "first"},
     {"ulysses": 2, "text": "split"},
 ]
-WHOLE = [{"data": 2}, {"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"distrifusion": 2}, {"ulysses": 2, "vae": "rows"}]
 
 
 def list_partial_models(pipe: Any, plan: Plan) -> list[nn.Module]:
@@ -110,38 +109,6 @@ def test_a_part_of_a_pipeline_is_not_saved(pool: Pool, tmp_path: Path, plan: dic
     """A failure means a folder that looks like a model and lacks half of the weights, or a pipeline that can never be
     saved again."""
     pool.run(divide_and_save, 2, plan, tmp_path)
-
-
-def save_whole(values: dict[str, Any], folder: Path) -> None:
-    pipe, own = deeper("sd3.5 medium"), folder / str(torch.distributed.get_rank())
-    wanted = saved(pipe, own / "before")
-    runner = parallelize(pipe, Plan(**values))
-    check_equal(saved(pipe, own / "divided"), wanted)
-    # After a call hooks of transformers' own cannot be pickled.
-    pickle_whole(pipe, own)
-    run(runner, "sd3.5 medium", num_inference_steps=1)
-    check_equal(saved(pipe, own / "after a call"), wanted)
-    for save in (copy.copy, copy.deepcopy, lambda value: pickle_whole(value, own)):
-        with pytest.raises(StateError, match="a runner cannot be copied or pickled"):
-            save(runner)
-
-
-@pytest.mark.parametrize("plan", WHOLE, ids=str)
-def test_plans_of_whole_weights_save_them(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
-    """A failure means a refusal without need, or weights that a call has changed."""
-    pool.run(save_whole, 2, plan, tmp_path)
-
-
-def free_and_save(folder: Path) -> None:
-    pipe = deeper("sd3.5 medium")
-    runner = parallelize(pipe, Plan(data=2), text_after="free")
-    run(runner, "sd3.5 medium", num_inference_steps=1, num_images_per_prompt=2)
-    refuse_all(pipe, list_partial_models(pipe, Plan(text="first")), folder)
-
-
-def test_encoders_that_were_freed_are_not_saved(pool: Pool, tmp_path: Path) -> None:
-    """A failure means a saved pipeline whose text encoders are empty."""
-    pool.run(free_and_save, 2, tmp_path / "saved")
 
 
 def load_and_save(model: Path, loras: Path, values: dict[str, Any], folder: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ditile
-from ditile.plan.errors import ModelError, StateError
+from ditile.plan.errors import ModelError
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
 from tests.pool import Pool
 from tests.runner.cases import MAKE, different, run, same
@@ -93,55 +92,3 @@ def test_what_is_not_loaded_is_refused(folders: dict[str, Path]) -> None:
         select_loras(pipe, {"one": float("nan")})
     with pytest.raises(ModelError, match="'two' is not loaded"):
         forget_loras(pipe, ["two"])
-
-
-def draw_shares(folder: Path, plan: dict[str, Any], scales: dict[str, float]) -> Any:
-    """The picture with LoRAs that were cut with the weights."""
-    pipe = MAKE["flux"]()
-    load(pipe, folder, *scales)
-    if scales:
-        pipe.set_adapters(list(scales), list(scales.values()))
-    return run(ditile.parallelize(pipe, ditile.Plan(**plan)), "flux")
-
-
-def switched_shares(folder: Path, plan: dict[str, Any], *, before: bool) -> None:
-    """On a rank: LoRAs that were loaded before the cut, or after it."""
-    wanted = [draw_shares(folder, plan, scales) for scales in (*CHOICES, {})]
-    pipe = MAKE["flux"]()
-    if before:
-        load(pipe, folder, "one", "two", "narrow")
-    runner = ditile.parallelize(pipe, ditile.Plan(**plan))
-    full = count_bytes(pipe)
-    if not before:
-        load(runner.pipe, folder, "one", "two", "narrow")
-        assert count_bytes(pipe) > full
-    for scales, picture in [*zip((*CHOICES, {}), wanted, strict=True)] * 2:
-        select_loras(runner, scales)
-        same(run(runner, "flux"), picture, f"{plan} {scales}, loaded before the cut: {before}")
-    if not before:
-        forget_loras(runner, ["one", "two", "narrow"])
-        assert count_bytes(pipe) == full
-        same(run(runner, "flux"), wanted[-1], f"{plan}: after the last was deleted")
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["before the cut", "after the cut"])
-def test_loras_under_tensor(pool: Pool, folders: dict[str, Path], before: bool) -> None:
-    """A failure means that shares of LoRAs are mixed up, or not summed over the ranks."""
-    pool.run(functools.partial(switched_shares, before=before), 2, folders["flux"], {"tensor": 2})
-    if not before:
-        plan = {"tensor": 2, "pipefusion": 2, "warmup": 1}
-        pool.run(functools.partial(switched_shares, before=before), 4, folders["flux"], plan)
-
-
-def refused_under_sequence(folder: Path) -> None:
-    pipe = MAKE["flux"]()
-    ditile.parallelize(pipe, ditile.Plan(tensor=2, split_scheme="sequence"))
-    with pytest.raises(ModelError, match="load it before parallelize, or use split_scheme=row"):
-        load(pipe, folder, "one")
-    with pytest.raises(StateError, match="or use ditile.load_lora"):
-        pipe.load_lora_weights(folder, weight_name="one.safetensors")
-
-
-def test_shares_of_tokens_take_no_later_lora(pool: Pool, folders: dict[str, Path]) -> None:
-    """A failure means a LoRA that sees a part of the tokens."""
-    pool.run(refused_under_sequence, 2, folders["flux"])

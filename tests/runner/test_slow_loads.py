@@ -20,7 +20,6 @@ from torch import nn
 from ditile.distributed.launch import launch
 from ditile.plan.errors import RankError
 from ditile.runner.load import load
-from ditile.runner.model_files import find_blob_folder
 from ditile.runner.weights.checkpoint import Checkpoint
 
 STALL = 3.0
@@ -109,53 +108,3 @@ def test_a_file_that_grows_in_the_cache_is_progress(
         else:
             stack.enter_context(pytest.raises(RankError, match="no rank made progress"))
         assert launch(wait_for, 2, tuple(map(str, files)), stall_timeout=STALL) == ["a pipeline"] * 2
-
-
-def test_where_the_hub_keeps_what_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that the folder which is looked at is not the hub's."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import hf_hub_download
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    blob = find_blob_folder("owner/model") / "a1b2"
-    snapshot = tmp_path / "models--owner--model" / "snapshots" / ("0" * 40)
-    for path in (blob.parent, snapshot):
-        path.mkdir(parents=True)
-    blob.write_text("{}")
-    (snapshot / "config.json").symlink_to(blob)
-    (tmp_path / "models--owner--model" / "refs").mkdir()
-    (tmp_path / "models--owner--model" / "refs" / "main").write_text("0" * 40)
-    actual = hf_hub_download("owner/model", "config.json", cache_dir=tmp_path, local_files_only=True)
-    assert Path(actual).resolve() == blob.resolve()
-
-
-def read_from_disk(path: str) -> str:
-    """Blocks of a file that no memory has, one by one; says so where this file system has no disk."""
-    file = os.open(path, os.O_RDONLY)
-    for k in range(PARTS):
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.pread(file, 4096, k * 2**20)
-        time.sleep(PAUSE)
-    return "read"
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing here makes the system forget a file")
-@pytest.mark.usefixtures("forked_ranks")
-def test_weights_that_are_read_when_they_are_used_are_progress(tmp_path: Path) -> None:
-    """Outside of what loads; it is not a report, of which progress bars count so many a run."""
-    from ditile.distributed.heartbeat import _count_disk_reads
-
-    path = tmp_path / "weights"
-    with path.open("wb") as file:
-        file.write(bytes(PARTS * 2**20))
-        file.flush()
-        os.fsync(file.fileno())
-    before = _count_disk_reads()
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        os.pread(file.fileno(), 4096, 0)
-    if _count_disk_reads() == before:
-        pytest.skip("files here are not on a disk, or the system does not count what is read")
-    reports: list[tuple[int, int]] = []
-    heard = launch(read_from_disk, 1, (str(path),), stall_timeout=STALL, progress=lambda *seen: reports.append(seen))
-    assert heard == ["read"] and not reports

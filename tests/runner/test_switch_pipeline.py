@@ -12,10 +12,7 @@ from diffusers import (
     FluxImg2ImgPipeline,
     FluxInpaintPipeline,
     FluxPipeline,
-    PixArtSigmaPAGPipeline,
     StableDiffusionPipeline,
-    WanPipeline,
-    WanVideoToVideoPipeline,
 )
 from PIL import Image
 
@@ -24,9 +21,7 @@ from ditile.cache.config import DBCacheConfig
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from ditile.runner.siblings import build_sibling_pipeline
 from tests import tiny
-from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
@@ -105,11 +100,6 @@ def cached() -> None:
         different(runner(**call_with_picture())[0], picture, "without the cache")
 
 
-def test_caches_and_schedulers_stay(pool: Pool) -> None:
-    """A failure means that another class is drawn without the cache, or by an old scheduler."""
-    pool.run(cached, 2)
-
-
 def unlike() -> None:
     with divided(MAKE["flux"](), data=2) as runner:
         if dist.get_rank() == 1:
@@ -136,19 +126,6 @@ def test_modules_stay_as_they_are() -> None:
         runner.switch_pipeline(FluxPipeline)
 
 
-def test_a_video_to_video_pipeline() -> None:
-    """A failure means that settings of a class, such as `expand_timesteps`, are lost, or a second model."""
-    pipe, _ = wan_pipeline()
-    runner = parallelize(pipe, Plan(), device="cpu", keep_weights=True)
-    with pytest.raises(
-        ModelError, match=r"WanVideoToVideoPipeline and WanPipeline do not call the same models \(transformer_2\)"
-    ):
-        runner.switch_pipeline(WanVideoToVideoPipeline)
-    assert runner.pipe is pipe
-    alone = build_sibling_pipeline(WanPipeline, pipe, pipe.components)
-    assert alone.config.boundary_ratio == pipe.config.boundary_ratio == 0.6
-
-
 def test_what_does_not_fit_is_refused() -> None:
     """A failure means that a class fails in the middle of a picture, on some ranks only."""
     runner = parallelize(MAKE["flux"](), Plan(), device="cpu", keep_weights=True)
@@ -160,13 +137,3 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ModelError, match=why):
             runner.switch_pipeline(kind)
         assert type(runner.pipe) is FluxPipeline
-
-
-def perturbed(plan: dict[str, Any]) -> None:
-    with divided(MAKE["pixart sigma"](), **plan) as runner, pytest.raises(ModelError, match="use data or tensor"):
-        runner.switch_pipeline(PixArtSigmaPAGPipeline)
-
-
-def test_a_class_that_the_plan_does_not_fit(pool: Pool) -> None:
-    """A failure means that a pipeline is run under a plan that parallelize would refuse for it."""
-    pool.run(perturbed, 2, {"ulysses": 2})

@@ -6,7 +6,6 @@ A failure means another picture, without a word, because a hook or a processor s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.hooks import ModelHook as AcceleratorHook
-from accelerate.hooks import add_hook_to_module
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor, nn
@@ -44,11 +41,6 @@ def off(tokens: Tensor) -> Tensor:
 def hook_of_blocks(pipe: Any) -> None:
     for block in pipe.transformer.transformer_blocks:
         block.register_forward_hook(lambda module, args, out: (out[0], off(out[1])))
-
-
-def hook_of_norm(pipe: Any) -> None:
-    norm = pipe.transformer.transformer_blocks[1].norm1
-    norm.register_forward_hook(lambda module, args, out: (off(out[0]), *out[1:]))
 
 
 def hook_before_block(pipe: Any) -> None:
@@ -95,31 +87,10 @@ def processor(pipe: Any) -> None:
     pipe.transformer.transformer_blocks[0].attn.set_processor(Mine())
 
 
-def decorated_hook(pipe: Any) -> None:
-    """What lies outermost is a function of torch."""
-    pipe.transformer.proj_out.register_forward_hook(torch.no_grad()(lambda module, args, out: off(out)))
-
-
-def bound_hook(pipe: Any) -> None:
-    pipe.transformer.proj_out.register_forward_hook(functools.partial(Mean().take_off, 1))
-
-
-class Mean:
-    """An object of the user's."""
-
-    def take_off(self, dim: int, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return out - out.mean(dim=dim, keepdim=True)
-
-
 def forward_below_a_hook_of_diffusers(pipe: Any) -> None:
     own_forward(pipe)
     block = pipe.transformer.single_transformer_blocks[1]
     HookRegistry.check_if_exists_or_initialize(block).register_hook(ModelHook(), "theirs")
-
-
-def forward_below_a_hook_of_accelerate(pipe: Any) -> None:
-    own_forward(pipe)
-    add_hook_to_module(pipe.transformer.single_transformer_blocks[1], AcceleratorHook())
 
 
 class Twice(nn.Module):
@@ -144,16 +115,12 @@ def hook_on_what_is_compiled(pipe: Any) -> None:
 
 CHANGES: dict[Change, str] = {
     hook_of_blocks: "transformer_blocks.0 has the hook <lambda>",
-    hook_of_norm: "transformer_blocks.1.norm1 has the hook <lambda>",
     hook_before_block: "single_transformer_blocks.0 has the hook take_first_off",
     own_forward: "single_transformer_blocks.1 has the forward <lambda>",
     hook_of_diffusers: "transformer_blocks.0.ff has the hook TakeOff",
     another_class: "transformer_blocks.0.norm2 has the class TokenNorm",
     processor: "transformer_blocks.0.attn has the attention processor Mine",
-    decorated_hook: "proj_out has the hook <lambda>",
-    bound_hook: "proj_out has the hook take_off",
     forward_below_a_hook_of_diffusers: "single_transformer_blocks.1 has the forward <lambda>",
-    forward_below_a_hook_of_accelerate: "single_transformer_blocks.1 has the forward <lambda>",
     parametrization: "proj_out.parametrizations.weight.0 has the class Twice",
     batch_norm: "proj_out.0 has a BatchNorm1d of the statistics of its input",
     hook_on_what_is_compiled: "FluxTransformer2DModel has the hook <lambda>",
@@ -246,40 +213,6 @@ def test_one_rank_refuses_only_stale_steps() -> None:
     assert torch.equal(torch.as_tensor(run(runner, "flux")), expected)
     with pytest.raises(ModelError, match="'patches=2' computes parts of a call apart"):
         run(parallelize(pipe, Plan(patches=2, warmup=1)), "flux")
-
-
-def call_of_unet() -> dict[str, Any]:
-    """Two images, each with its generator and two branches of guidance."""
-    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    call = {"prompt": ["a red circle", "a blue square"], "generator": generators, "num_inference_steps": 3}
-    return call | {"height": 32, "width": 32, "guidance_scale": 3.0, "output_type": "pt"}
-
-
-def decoded() -> float:
-    """How far images of two replicas are from those of one process, with a decoder that mixes them."""
-    images = []
-    for plan in (None, Plan(data=2)):
-        pipe = tiny.stable_diffusion()
-        pipe.vae.decoder.register_forward_hook(lambda module, args, out: out - out.mean(dim=0, keepdim=True))
-        runner = pipe if plan is None else parallelize(pipe, plan)
-        images.append(runner(**call_of_unet()).images)
-    return distance(images[1], images[0])
-
-
-def rows_decoded() -> None:
-    pipe = tiny.flux()
-    pipe.vae.decoder.register_forward_hook(lambda module, args, out: out - out.mean())
-    with pytest.raises(ModelError, match="decoder has the hook .* vae=rows"):
-        run(parallelize(pipe, Plan(pipefusion=2, vae="rows")), "flux")
-
-
-def test_what_is_on_a_vae_sees_no_rows(pool: Pool) -> None:
-    pool.run(rows_decoded, 2)
-
-
-def test_what_is_on_a_vae_sees_all_images(pool: Pool) -> None:
-    """1e-5 relative: the latents round otherwise."""
-    assert max(pool.run(decoded, 2)) < 1e-5
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import ditile
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
-from tests.parallel.sequence import planned
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided, run, same
 
@@ -91,19 +90,6 @@ def test_pictures_on_every_rank(pool: Pool, plan: dict[str, Any], damaged: int) 
     pool.run(decode_with_damage, 2, plan, damaged, 2)
 
 
-def test_frames_that_are_no_numbers() -> None:
-    """The same of a video, decoded by frames."""
-    pipe, call = planned.wan_pipeline()
-    pipe.register_modules(transformer_2=None)
-    pipe.register_to_config(boundary_ratio=None)
-    pipe.vae.register_to_config(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
-    runner = ditile.parallelize(pipe, ditile.Plan())
-    pipe.vae.decoder.conv_out.weight.data.fill_(torch.inf)
-    for kind in ("pil", "np", "pt"):
-        with pytest.raises(ModelError, match="AutoencoderKLWan decoded the latents into NaN"):
-            runner(**call | {"num_frames": 5, "output_type": kind})
-
-
 def refuse_within_a_call(plan: dict[str, Any]) -> None:
     pipe = MAKE["flux"]()
     runner = ditile.parallelize(pipe, ditile.Plan(**plan), keep_weights=True)
@@ -168,10 +154,3 @@ STALE = {"patches": 2, "warmup": 1}
 def test_patches_in_inference_mode(cached: bool) -> None:
     """A failure means an error about versions, which its tensors do not have, or another image."""
     compare_modes(STALE, cached)
-
-
-@pytest.mark.parametrize(
-    "plan", [{"ulysses": 2}, {"pipefusion": 2, **STALE}, {"distrifusion": 2, "warmup": 1}, {"cfg": 2}], ids=str
-)
-def test_ranks_in_inference_mode(pool: Pool, plan: dict[str, Any]) -> None:
-    pool.run(compare_modes, 2, plan)

@@ -7,7 +7,6 @@ A failure means that a program which people use does not work with `ditile serve
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 import json
 import os
@@ -240,14 +239,6 @@ def test_open_webui_generates(flux: Served) -> None:
     assert decode_picture(answer.json()["data"][0]["b64_json"]).size == (128, 128)
 
 
-def test_open_webui_with_additional_parameters(pixart: Served) -> None:
-    """Any keys that its administrator has typed; no response_format for a model of this name."""
-    more = {"num_inference_steps": 4, "seed": 7, "sampler": "euler", "moderation": "low"}
-    body = {"model": "gpt-image-1", "prompt": PROMPT, "n": 1, "size": "128x128", **more}
-    answer = pixart.client.post("/v1/images/generations", json=body, headers=OPEN_WEBUI_HEADERS).json()
-    assert answer["warnings"] == ["'sampler' is not known here, and was ignored"] and answer["seed"] == 7
-
-
 @pytest.mark.parametrize("field", ["image", "image[]"])
 def test_open_webui_edits(flux: Served, field: str) -> None:
     body = {"model": "gpt-image-1", "prompt": PROMPT, "n": "1", "size": "128x128", "background": "auto"}
@@ -256,9 +247,3 @@ def test_open_webui_edits(flux: Served, field: str) -> None:
     answer = flux.client.post("/v1/images/edits", data=body, files=files, headers=headers)
     assert answer.status_code == 200, answer.text
     assert decode_picture(answer.json()["data"][0]["b64_json"]).size == (128, 128)
-
-
-def test_the_example_needs_the_client_alone() -> None:
-    """It is copied out of the repository."""
-    source = (EXAMPLES / "openai_client.py").read_text("utf-8")
-    assert "import ditile" not in source and importlib.util.find_spec("openai") is not None

@@ -17,12 +17,11 @@ import httpx
 import pytest
 import uvicorn
 
-from ditile.plan.errors import StateError
 from ditile.serve import server
 from ditile.serve.api import gate
 from ditile.serve.app import create_app
 from ditile.serve.options import ServeOptions
-from ditile.serve.server import RepeatFilter, configure_http, open_listener, start_threads
+from ditile.serve.server import RepeatFilter, configure_http, open_listener
 from ditile.serve.service import Service
 from tests.serve.servers import read_error
 
@@ -106,10 +105,8 @@ def test_connections_without_a_request_make_room(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"GET /health HTT",
         # A whole request, and the beginning of the next.
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /heal",
         # A request that is refused before its body is there.
         b"POST /health HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 99\r\n\r\n{",
     ],
@@ -196,15 +193,3 @@ def test_an_exception_that_repeats_is_logged_once(caplog: pytest.LogCaptureFixtu
         logger.removeFilter(repeat_filter)
     assert caplog.messages.count("failed") == 2
     assert caplog.messages.count("a line") == 4
-
-
-def test_a_system_without_threads_is_one_line() -> None:
-    assert start_threads(2).submit(threading.active_count).result(20)
-    with pytest.MonkeyPatch.context() as patch:
-
-        def fail(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(StateError, match="cannot start 2 threads: can't start new thread; allow more processes"):
-            start_threads(2)

@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from ditile.runner.requests.options import GenerateOptions
-from ditile.serve.jobs import Failure, Job, JobResult, Request
+from ditile.serve.jobs import Job, JobResult, Request
 from ditile.serve.metrics import Metrics
 from tests.serve.servers import read_metric
 
@@ -46,18 +46,3 @@ def test_a_job_that_is_done() -> None:
         read_metric(metrics, "ditile_jobs_ended_total", kind="image", state="done") == 1
         and read_metric(metrics, "ditile_jobs_ended_total", kind="image", state="failed") == 0
     )
-
-
-def test_failures_and_groups() -> None:
-    metrics = Metrics()
-    metrics.note_ended_job(build_job(state="failed", ended=11.0, failure=Failure(code="rank_failed", message="m")))
-    metrics.note_refused_request(429)
-    metrics.note_ready_replica("0")
-    assert read_metric(metrics, "ditile_group_ready", group="0") == 1
-    metrics.note_lost_replica("0")
-    metrics.set_job_counts(3, 2)
-    assert read_metric(metrics, "ditile_failures_total", code="rank_failed") == 1
-    assert read_metric(metrics, "ditile_requests_refused_total", status="429") == 1
-    assert read_metric(metrics, "ditile_group_ready", group="0") == 0
-    assert read_metric(metrics, "ditile_group_failures_total", group="0") == 1
-    assert [read_metric(metrics, "ditile_jobs", state=state) for state in ("queued", "running")] == [3, 2]

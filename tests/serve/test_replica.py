@@ -6,7 +6,6 @@ import asyncio
 import functools
 import io
 import signal
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -23,18 +22,13 @@ from PIL import Image
 
 import ditile
 from ditile.cli import main
-from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.lora import select_loras
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pictures import encode_png
 from ditile.serve.jobs import Request
 from ditile.serve.link import Batch, BatchJob, WorkerSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.replica import LocalReplica, ReplicaEvent
-from ditile.serve.worker import LoraCache
-from tests.pool import Pool
 
 PROMPT = "a large red circle on the left on a gray background"
 
@@ -128,44 +122,6 @@ def test_ranks_draw_refuse_and_stop() -> None:
     drive("shapes-pixart", "pipefusion=2", script)
 
 
-def test_pictures_to_start_from_are_drawn_by_the_classes_that_take_them(tmp_path: Path) -> None:
-    """A failure would mean an edit that is not that of `ditile generate --image`, or that spoils others."""
-    start, mask = (Image.new("RGB", (64, 64), color) for color in ("red", "black"))
-    mask.paste("white", (0, 0, 64, 32))
-    start.save(tmp_path / "image", format="PNG")  # as a request names it, which the file of the picture says
-    out = tmp_path / "a.png"
-    words = [
-        "--model",
-        "shapes-flux",
-        "--pipefusion",
-        "2",
-        "--warmup-mode",
-        "serial",
-        "--steps",
-        "4",
-        "--seed",
-        "5",
-        "--out",
-        str(out),
-    ]
-    more = ["--image", str(tmp_path / "image"), "--strength", "0.8"]
-    assert main.main(["generate", PROMPT, *words, *more]) == 0
-    mask.convert("L").save(tmp_path / "mask", format="PNG")
-    by_mask = tmp_path / "b.png"
-    assert main.main(["generate", PROMPT, *words[:-1], str(by_mask), *more, "--mask", str(tmp_path / "mask")]) == 0
-    pngs = {name: encode_png(picture, {}) for name, picture in (("image", start), ("mask", mask))}
-
-    async def script(driven: Driven) -> None:
-        before = list_files(await driven.draw("text", make_job("a")))
-        edit = make_job("b", image=("image",), strength=0.8)
-        assert list_files(await driven.draw("edit", edit, image=pngs["image"])) == [{"0.png": out.read_bytes()}]
-        filled = make_job("d", image=("image",), mask="mask", strength=0.8)
-        assert list_files(await driven.draw("mask", filled, **pngs)) == [{"0.png": by_mask.read_bytes()}]
-        assert list_files(await driven.draw("again", make_job("c"))) == before
-
-    drive("shapes-flux", "pipefusion=2", script)
-
-
 @functools.cache
 def make_lora_shapes() -> dict[str, torch.Size]:
     """Shapes of the factors of a LoRA of the attention of shapes-flux, by name."""
@@ -217,39 +173,6 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
     drive("shapes-flux", "pipefusion=2", script, lora_dir=str(tmp_path))
 
 
-def be_refused_on_one_rank(folder: Path) -> list[Any]:
-    """The image with two LoRAs of every call, before and after the second rank refused one of a request."""
-    pipe = ditile.load("shapes-flux")
-    pipe.set_progress_bar_config(disable=True)
-    runner = ditile.parallelize(pipe, Plan(ulysses=2))
-    permanent = {"lora_1": 0.5, "lora_2": 0.8}
-    for name in permanent:
-        ditile.load_lora(pipe, folder / f"{name}.safetensors", adapter_name=name)
-    select_loras(runner, permanent)
-    cache = LoraCache(runner, str(folder / str(runner.mesh.rank)), 1, permanent)
-    images = []
-    for loras, is_refused in (({}, False), ({"ink": 1.0}, True), ({}, False)):
-        if is_refused:
-            with pytest.raises(ModelError, match="lora='ink' cannot be loaded"):
-                cache.use_loras(loras)
-            continue
-        cache.use_loras(loras)
-        generator = torch.Generator().manual_seed(5)
-        images.append(np.asarray(runner(PROMPT, num_inference_steps=2, generator=generator).images[0]))
-    return images
-
-
-def test_loras_of_every_call_outlive_a_refused_one(pool: Pool, tmp_path: Path) -> None:
-    """A failure would mean that one refused request changes the images of all later ones."""
-    for seed, name in enumerate(("lora_1", "lora_2", "0/ink", "1/ink")):
-        path = tmp_path / f"{name}.safetensors"
-        path.parent.mkdir(exist_ok=True)
-        write_lora(path, seed)
-    (tmp_path / "1" / "ink.safetensors").write_bytes(b"nothing")
-    for before, after in pool.run(be_refused_on_one_rank, 2, tmp_path):
-        assert (before == after).all()
-
-
 def test_a_rank_that_dies_is_noticed_and_started_again() -> None:
     """A failure would mean a server that waits for a rank that has gone."""
 
@@ -272,54 +195,12 @@ def test_a_rank_that_dies_is_noticed_and_started_again() -> None:
     drive("shapes-pixart", "pipefusion=2", script)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyError("a bug")])
-def test_a_moment_without_threads_ends_no_replica(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """A failure would mean ranks that are never started again, or a server that no signal ends."""
-    num_starts = 0
-    start = threading.Thread.start
-
-    def start_others(thread: threading.Thread) -> None:
-        nonlocal num_starts
-        if thread.name.endswith("(_receive_messages)"):
-            num_starts += 1
-            raise error
-        start(thread)
-
-    async def run() -> None:
-        driven = Driven("shapes-pixart", "")
-        monkeypatch.setattr(threading.Thread, "start", start_others)
-        driven.group.start()
-        if isinstance(error, RuntimeError):
-            for _ in range(2):
-                (down,) = await driven.wait_for("down")
-                assert down.failure is not None
-                assert down.failure.message == "rank 0: not started; the ranks are started again"
-            assert num_starts == 2
-        await asyncio.wait_for(driven.group.end(), 20)
-        # What ended it is noted when it has ended.
-        for thread in threading.enumerate():
-            if thread.name == "ranks-0":
-                thread.join(20)
-
-    asyncio.run(run())
-
-
-def test_a_model_that_cannot_be_divided_so_is_told() -> None:
-    """A failure would mean a server that starts its ranks for ever."""
-
-    async def run() -> None:
-        driven = Driven("shapes-pixart", "tensor=3")
-        driven.group.start()
-        (down,) = await driven.wait_for("down")
-        assert down.kind == "down"
-        assert "tensor=3" in str(down.error)
-        await driven.group.end()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("model, plan", [("shapes-flux", "pipefusion=2 patches=2"), ("shapes-wan", "ulysses=2")])
+@pytest.mark.parametrize(
+    "model, plan",
+    [
+        ("shapes-flux", "pipefusion=2 patches=2"),
+    ],
+)
 def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it(model: str, plan: str) -> None:
     """A failure would mean a client that waits without a picture, or another picture for one who looks."""
 

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,8 +23,6 @@ import pytest
 from ditile.cli import main
 from ditile.serve import replica
 from ditile.serve.link import WorkerSetup
-from ditile.serve.options import ServeOptions
-from ditile.serve.server import open_listener
 from tests.serve.running import RunningServer, run_server
 
 PROMPT = "a large red circle on the left on a gray background"
@@ -41,12 +38,9 @@ def test_the_server_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["--model", "nothing-here"], "nothing-here"),
         (["--host", "0.0.0.0"], "--api-key FILE or DITILE_API_KEY, or --insecure"),
         (["--port", "99999"], "'99999' should be less than 65536"),
         (["--lora-dir", "nowhere"], "is not a folder"),
-        (["--text-after", "free"], "use offload or keep"),
-        (["--api-key", "nowhere"], "nowhere"),
         (["--tensor", "3"], "tensor=3"),
     ],
 )
@@ -59,48 +53,6 @@ def test_what_cannot_be_served_is_one_line(
     assert code == 2
     assert before in ([], ["ditile: shapes-pixart: the ranks load the model .."])
     assert says in line
-
-
-def test_an_address_that_is_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert main.main(["serve", "--port", port, "--state", str(tmp_path / "state")]) == 2
-    assert "try another --port" in capsys.readouterr().err
-
-
-def test_answers_do_not_wait_for_acknowledgements() -> None:
-    """A failure would mean 40 ms more for each answer of a connection that is kept."""
-    with open_listener(ServeOptions(port=0)) as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_ranks_that_fail_in_each_start_are_told_at_once(tmp_path: Path) -> None:
-    """A failure would mean a server that starts its ranks for ever, and says for minutes that they start."""
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "torch.py").write_text("raise RuntimeError('libcudnn.so.9 is missing')\n")
-    paths = os.pathsep.join([str(broken), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-    server = RunningServer("shapes-pixart", ("--port", port), tmp_path / "state", PYTHONPATH=paths)
-    reason = "rank 0: RuntimeError; 3 starts of the ranks ended so; the server's log says why; mend this and start"
-    try:
-        health = wait_for_failure(f"http://127.0.0.1:{port}")
-        assert health["reason"].startswith(reason)
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/images/generations", json={"prompt": PROMPT})
-        assert answer.status_code == 503
-        assert answer.json()["error"]["message"].startswith(reason)
-        # They are left alone.
-        time.sleep(2.5)
-        assert not psutil.Process(server.process.pid).children()
-        assert server.end(signal.SIGTERM) == 0
-    finally:
-        server.end(signal.SIGKILL)
-    (line,) = [line for line in server.log.splitlines() if "has failed" in line]
-    assert line.startswith(f"replica 0 has failed: {reason}") and "libcudnn.so.9 is missing" in line
-    assert server.log.count("Traceback") == 1
 
 
 def fail_to_start(setup: WorkerSetup) -> None:
@@ -121,20 +73,6 @@ def test_a_server_exits_when_its_ranks_have_failed(tmp_path: Path, monkeypatch: 
         assert too_late.is_alive()
     finally:
         too_late.cancel()
-
-
-def wait_for_failure(url: str) -> dict[str, Any]:
-    """What health says when it says that the ranks have failed."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):
-            answer = httpx.get(f"{url}/health", trust_env=False)
-            health: dict[str, Any] = answer.json()
-            assert (answer.status_code, health["status"] in ("starting", "failed")) == (503, True)
-            if health["status"] == "failed":
-                return health
-        time.sleep(0.1)
-    raise AssertionError("health never said so")
 
 
 def test_a_server_shares_no_state_folder_and_ends_by_sigterm(tmp_path: Path) -> None:
@@ -221,43 +159,3 @@ def test_a_body_holds_up_no_other_request(besieged: RunningServer, kind: str) ->
     asking.join()
     # It was 5 s and more.
     assert max(gaps) < 3
-
-
-@pytest.mark.nightly
-def test_idle_connections_end_no_server(besieged: RunningServer) -> None:
-    """A failure would mean that a stranger who opens connections ends the server, and fills its log."""
-    place = ("127.0.0.1", int(besieged.url.rpartition(":")[2]))
-    with contextlib.ExitStack() as stack:
-        for _ in range(250):
-            stack.enter_context(socket.create_connection(place, 20))
-        with besieged.client() as client:
-            assert client.get("/health").status_code == 200
-            assert client.post("/v1/images/generations", json={"prompt": PROMPT}).status_code == 200
-    assert "Traceback" not in besieged.log
-
-
-@pytest.mark.nightly
-def test_a_full_disk_tells_no_folder(besieged: RunningServer) -> None:
-    pid = besieged.process.pid
-    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        with besieged.client() as client:
-            answer = client.post("/v1/images/generations", json={"prompt": PROMPT})
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-    assert answer.status_code == 503
-    assert "log says why" in answer.text and "secret-project" not in answer.text
-
-
-@pytest.mark.nightly
-def test_a_terminal_that_is_closed_leaves_time_to_running_jobs(besieged: RunningServer) -> None:
-    """The system and the shell may both say so. A failure would mean images that are cut off, and folders that stay."""
-    with besieged.client() as client, ThreadPoolExecutor(1) as pool:
-        asked = {"prompt": PROMPT, "num_inference_steps": 60}
-        drawing = pool.submit(client.post, "/v1/images/generations", json=asked)
-        while httpx.get(f"{besieged.url}/health", trust_env=False).json()["running"] == 0:
-            time.sleep(0.05)
-        besieged.process.send_signal(signal.SIGHUP)
-        assert besieged.end(signal.SIGHUP) == 0
-        assert drawing.result().status_code == 200

@@ -62,15 +62,6 @@ def test_create_poll_and_download(served: Served, client: openai.OpenAI) -> None
     assert client.videos.download_content(video.id, variant="spritesheet").read()
 
 
-def test_a_failed_video_is_answered_like_any_other(served: Served, client: openai.OpenAI) -> None:
-    served.fail_next_jobs("rank_failed", "rank 1 died; it will be started again")
-    video = client.videos.create_and_poll(prompt=PROMPT)
-    assert video.status == "failed" and video.error is not None
-    assert (video.error.code, video.error.message) == ("rank_failed", "rank 1 died; it will be started again")
-    answer = served.client.get(f"/v1/videos/{video.id}/content")
-    assert answer.status_code == 400 and read_error(answer)["code"] == "video_not_completed"
-
-
 def test_list_remix_and_delete(served: Served, client: openai.OpenAI) -> None:
     first = client.videos.create_and_poll(prompt=PROMPT, extra_body={"num_frames": 5, "fps": 4, "seed": 11})
     assert first.seconds == "1.25"

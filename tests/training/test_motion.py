@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from ditile_lab.quality.caption_check import SHAPES, compute_signed_distance, make_pixel_grid
-from training.motion_check import CLIP_ITEMS, MOVES, Video, judge_clip, parse_motion_caption, score_clips
+from training.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
 from training.motions import draw_clips, jitter_clips, make_clip_tensors, sample_motion_caption
-from training.scenes import is_held_out
 
 CPU = torch.device("cpu")
 
@@ -54,50 +53,13 @@ def test_motion_is_judged() -> None:
     ("caption", "wrong"),
     [
         ("a large red ring stays in the center on a gray background", {"shape"}),
-        ("a small red circle stays in the center on a gray background", {"size"}),
         ("a large red circle stays on the left on a gray background", {"start", "end"}),
         ("a large red circle stays in the center on a black background", {"background"}),
-        (
-            "a large blue circle stays in the center on a gray background",
-            {"color", "shape", "size", "start", "end", "motion", "clean"},
-        ),
     ],
 )
 def test_what_is_wrong(caption: str, wrong: set[str]) -> None:
     verdict = judge_clip(drawn(["a large red circle stays in the center on a gray background"])[0], caption)
     assert {item for item in CLIP_ITEMS if not getattr(verdict, item)} == wrong | {"all_right"}
-
-
-def test_captions_and_clips_are_one_grammar() -> None:
-    """Of two things, the first is the upper one."""
-    clip = parse_motion_caption(
-        "a small red ring moves from left to right above a large blue square stays in the center on a white background"
-    )
-    upper, lower = clip.movers
-    assert (upper.shape, upper.start, upper.end) == ("ring", (0.26, 0.26), (0.74, 0.26))
-    assert (lower.size, lower.start, lower.end, clip.background) == ("large", (0.5, 0.74), (0.5, 0.74), "white")
-    some = captions(200, seed=3)
-    assert {mover.move for caption in some for mover in parse_motion_caption(caption).movers} == {*MOVES}
-    assert not any(map(is_held_out, captions(50, held_out=False))) and all(map(is_held_out, captions(5, held_out=True)))
-
-
-@pytest.mark.parametrize(
-    ("caption", "says"),
-    [
-        ("a large red circle stays in the center", "no ' on a <white"),
-        ("a large red circle stays in the center on a pink background", "no ' on a <white"),
-        ("a large red star stays in the center on a gray background", "is not 'a <large"),
-        ("a large red circle flies on a gray background", "with a move of"),
-        (
-            "a small red ring stays at the top above a small blue ring stays at the bottom on a gray background",
-            "'moves",
-        ),
-        (" above ".join(["a small red ring stays in the center"] * 3) + " on a gray background", "3 things"),
-    ],
-)
-def test_what_is_no_caption(caption: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        parse_motion_caption(caption)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

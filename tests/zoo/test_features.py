@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,19 +12,14 @@ from tests.pool import Pool
 from tests.zoo.features import (
     PATCHES,
     draw_after_a_refusal,
-    draw_after_too_few_tokens,
     draw_by_rows,
     draw_in_every_mode,
-    draw_loaded_in_part,
-    draw_padded_micro_batches,
     draw_stale_in_mode,
     draw_with_a_longer_prompt,
     draw_with_lora,
     leave_out_a_block,
-    refuse_unknown_rows,
 )
 from tests.zoo.own import OWN
-from tests.zoo.rows import EVERY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ("wan-2.1", "qwen-image", "z-image")
@@ -52,25 +45,6 @@ def test_warmup_modes(pool: Pool, name: str) -> None:
 def test_stale_keys_of_warmup_modes(pool: Pool, name: str, mode: str, variant: str) -> None:
     """A failure means that a stage keeps keys or masks of another form than those that its layers make."""
     for problems in pool.run(draw_stale_in_mode, 2, name, mode, variant):
-        assert not problems, "\n".join(problems)
-
-
-def test_rows_of_masks(pool: Pool) -> None:
-    """A failure means that a micro-batch is given the mask of another's prompts."""
-    assert not any(pool.run(draw_padded_micro_batches, 2, "qwen-image"))
-
-
-def test_rows_that_are_not_known(pool: Pool) -> None:
-    """A failure means that a micro-batch is given the masks of all rows."""
-    for said in pool.run(refuse_unknown_rows, 2, "qwen-image"):
-        assert "whether encoder_hidden_states_mask" in said and "use warmup_mode=serial" in said
-
-
-@pytest.mark.parametrize("name", ["wan-2.1", "qwen-image"])
-def test_blocks_loaded_in_part(pool: Pool, name: str, tmp_path: Path) -> None:
-    """A failure means that blocks are cut otherwise where some were not read."""
-    EVERY[name].make().save_pretrained(tmp_path)
-    for problems in pool.run(draw_loaded_in_part, 2, name, str(tmp_path)):
         assert not problems, "\n".join(problems)
 
 
@@ -115,9 +89,3 @@ def test_a_block_that_is_left_out(pool: Pool) -> None:
     """A failure means a wrong picture in silence: stages meet at a block that one of them does not reach."""
     assert all("ran 3 blocks at" in said and "same blocks in every call" in said
                for said in pool.run(leave_out_a_block, 2, "wan-2.1"))  # fmt: skip
-
-
-def test_a_call_after_too_few_tokens(pool: Pool) -> None:
-    """The same of plans that share out tokens."""
-    for problems in pool.run(draw_after_too_few_tokens, 2, "wan-2.1"):
-        assert not problems, "\n".join(problems)

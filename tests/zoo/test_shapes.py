@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,13 +147,6 @@ def test_a_callback_of_an_own_pipeline_changes_the_latents(forgotten: list[Any])
     want = draw(pipe)
     assert torch.equal(draw(ditile.parallelize(pipe, Plan(patches=2, warmup=9))), want)
     assert called == [0, 1, 2] * 2
-
-
-def test_an_object_that_is_no_pipeline_is_refused() -> None:
-    """A failure: an AttributeError of one of its parts."""
-    lonely = SimpleNamespace(transformer=shapes.Transformer(), scheduler=None)
-    with pytest.raises(ModelError, match="SimpleNamespace is not a diffusers pipeline.*register_modules"):
-        ditile.parallelize(lonely, Plan(patches=2))
 
 
 def test_an_example_leaves_the_users_arguments_alone(forgotten: list[Any]) -> None:

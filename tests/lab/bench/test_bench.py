@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,16 @@ from typing import Any
 import pytest
 
 from benchmarks.sweep_figures import name_plan_methods
-from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.plan.errors import DitileError, LoadError, PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question
 from ditile.planner.question import PlanQuestion
 from ditile_lab.bench import runs, sweeps
-from ditile_lab.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
-from ditile_lab.bench.command import load_prediction_profile, predict_cell, predict_cells
-from ditile_lab.bench.figures import describe_row_method
+from ditile_lab.bench.cells import ONE_RANK, BenchCell
+from ditile_lab.bench.command import predict_cell, predict_cells
 from ditile_lab.bench.options import SWEEPS, Comparison, Workload
-from ditile_lab.bench.random_models import RandomModel
-from ditile_lab.bench.session import compute_exposed_shares, count_session_runs, list_due_cells
+from ditile_lab.bench.session import compute_exposed_shares
 from ditile_lab.bench.subjects import create_bench_subject
 
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
@@ -54,14 +51,6 @@ def test_every_method_of_the_paper_is_in_the_sweep_of_methods() -> None:
     assert of_8 == (of_2 - {"cfg"}) | hybrids
 
 
-def test_patches_and_warmups_by_hand() -> None:
-    assert [plan.patches for plan in sweeps.list_sweep_plans("patches", 2, all_fit)] == [1, 2, 4, 8, 16, 32]
-    assert all(plan.warmup == 0 for plan in sweeps.list_sweep_plans("patches", 2, all_fit))
-    pairs = [(plan.warmup, plan.warmup_mode) for plan in sweeps.list_sweep_plans("warmup", 2, all_fit)]
-    assert pairs[:4] == [(0, "serial"), (1, "serial"), (2, "serial"), (4, "serial")]
-    assert {mode for w, mode in pairs if w} == {"serial", "pipelined", "sequence", "separate"} and len(pairs) == 13
-
-
 def test_what_does_not_fit_is_left_out() -> None:
     """Eight token rows hold eight patches, and the model has no second branch."""
 
@@ -74,40 +63,17 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert {cell.plan_object.patches for cell in made if cell.plan_object.pipefusion == 8} == {8}
 
 
-def test_lines_of_plans_and_caches() -> None:
-    made = parse_cells("ulysses=2;  ulysses=2 | F=1  W=4 R=0.12; ulysses=2 | none; ;pipefusion=4 patches=4")
-    assert made == [
-        BenchCell("ulysses=2"),
-        BenchCell("ulysses=2", "F=1 W=4 R=0.12"),
-        BenchCell("pipefusion=4 patches=4"),
-    ]
-    assert {world: len(cells) for world, cells in group_cells_by_world(made).items()} == {4: 1, 2: 2}
-    for lines, says in ((" ; ", "names no plan"), ("ulysses=2 |", "no cache after"), ("ulysses=0", "ulysses=0")):
-        with pytest.raises(DitileError, match=says):
-            parse_cells(lines)
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [
         ({}, "give --plans"),
         ({"plans": "ulysses=2", "sweep": "methods"}, "one of them alone"),
-        ({"sweep": "all"}, "there are methods, scaling"),
         ({"sweep": "methods", "ranks": 1}, "nothing to divide"),
-        ({"plans": "ulysses=2", "ranks": 2}, "is for --sweep"),
-        ({"plans": "ulysses=2", "rounds": 0}, "rounds=0"),
-        ({"sweep": "methods", "sizes": (64,)}, "resolution"),
-        ({"sweep": "resolution", "sizes": (0, 64)}, r"sizes=\(0, 64\)"),
-        ({"plans": "ulysses=2", "hardware": "l40-pcie", "profile": "file"}, "give one of them"),
     ],
 )
 def test_what_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
     with pytest.raises(DitileError, match=says):
         Comparison(**values)
-
-
-def test_sweeps_are_read() -> None:
-    assert Comparison(sweep="methods,patches").sweep_names == ["methods", "patches"]
 
 
 def run(cell: BenchCell, seconds: float, one: float, **more: Any) -> dict[str, Any]:
@@ -145,20 +111,6 @@ def test_undisturbed_is_the_least_of_each_piece() -> None:
     lines = [run(BenchCell("ring=2"), 9.0, 9.0, pieces=two, one_rank_pieces=one) for two, one in rounds]
     (row,) = runs.summarize_runs(lines)
     assert row["undisturbed_s"] == 3.0 and row["undisturbed_ratio"] == pytest.approx(5 / 3)
-
-
-def test_undisturbed_needs_rounds_that_are_alike() -> None:
-    once = run(BenchCell("ring=2"), 9.0, 9.0, pieces=[[1.0], [1.0]], one_rank_pieces=[2.0])
-    longer = run(BenchCell("ring=2"), 9.0, 9.0, pieces=[[1.0, 1.0], [1.0, 1.0]], one_rank_pieces=[2.0])
-    for lines in ([once], [once, longer], [once, once, run(BenchCell("ring=2"), 9.0, 9.0)]):
-        (row,) = runs.summarize_runs(lines)
-        assert "undisturbed_s" not in row and "undisturbed_ratio" not in row
-
-
-def test_one_rank_is_a_row_without_a_ratio() -> None:
-    plain = {"key": json.loads(runs.make_run_key(JOB, BenchCell(ONE_RANK))), "seconds": 2.0, "loop": 1.5}
-    (row,) = runs.summarize_runs([plain | {"world": 1, "when": "now", "load": None}])
-    assert row["median_s"] == 2.0 and "ratio" not in row and describe_row_method(row) == "one rank"
 
 
 @pytest.mark.parametrize(
@@ -220,22 +172,6 @@ def test_exposed_by_hand() -> None:
     assert compute_exposed_shares({"step_seconds": [], "waited": {}, "steps": 0, "synchronous": []})["share"] == 0
 
 
-def test_the_bar_counts_what_runs() -> None:
-    """Two cells at one size with 1 and 3 rounds: 2 untimed runs each and of the plain one, 4 runs, 3 plain."""
-    left = {BenchCell("ring=2"): 1, BenchCell("ulysses=2"): 3}
-    assert count_session_runs(list(left), left) == 2 * 3 + 4 + 3
-
-
-def test_another_cell_begins_each_round() -> None:
-    """A failure means that a place in the round, or a cell that is left out of one, decides who seems faster."""
-    cells = [BenchCell("ulysses=2"), BenchCell("ring=2"), BenchCell("cfg=2")]
-    (rounds,) = zip(*(list_due_cells(cells, dict.fromkeys(cells, 4), number) for number in range(4)), strict=True)
-    assert all(plain == BenchCell(ONE_RANK) for plain, *_ in rounds)
-    assert [first for _, first, *_ in rounds] == [*cells, cells[0]]
-    assert all(sorted(plans) == sorted(cells) for _, *plans in rounds)
-    assert list_due_cells(cells, dict.fromkeys(cells, 1), 1) == []
-
-
 def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     """The planner's own price of the same call; a failure means a column that is about something else."""
     # On a CPU, as a call with a cache is not recorded.
@@ -260,27 +196,3 @@ def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     four = BenchCell("pipefusion=4 patches=4")
     jobs = {cell: subject.make_cost_job(cell) for cell in (one, plan, four)}
     assert predict_cells(subject, jobs, unlike).keys() == {one, plan}
-
-
-def test_machines_that_are_predicted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DITILE_PROFILE", str(tmp_path / "profile.json"))
-    assert load_prediction_profile(Comparison(plans="ulysses=2")) is None
-    named = load_prediction_profile(Comparison(plans="ulysses=2", hardware="l40-pcie"))
-    assert named is not None and named.name == "l40-pcie"
-    (tmp_path / "profile.json").write_text(named.to_json())
-    own = load_prediction_profile(Comparison(plans="ulysses=2"))
-    # The memory of this host, which the profile of a GPU does not have.
-    assert own is not None and own.host_memory_bytes and dataclasses.replace(own, host_memory_bytes=0) == named
-    with pytest.raises(ModelError, match="cannot be read"):
-        load_prediction_profile(Comparison(plans="ulysses=2", profile=str(tmp_path / "nothing")))
-
-
-def test_random_models_are_parsed_and_refused() -> None:
-    model = RandomModel.parse_model_name("random-flux blocks=6 heads=2")
-    assert dataclasses.astuple(model) == ("flux", 6, 2, 32) and RandomModel.parse_model_name(str(model)) == model
-    for text, says in (
-        ("random-wan", "random-pixart"), ("random-flux x=1", "write blocks=N"), ("random-flux blocks=x", "valid int"),
-        ("random-flux blocks=0", "blocks=0"), ("random-flux head_dim=10", "multiple of 4"),
-    ):  # fmt: skip
-        with pytest.raises(ModelError, match=says):
-            RandomModel.parse_model_name(text)

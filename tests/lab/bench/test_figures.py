@@ -12,7 +12,6 @@ from matplotlib import pyplot as plt
 from matplotlib.transforms import Bbox
 from PIL import Image
 
-from ditile_lab import palette
 from ditile_lab.bench import figures, runs, sweeps
 from ditile_lab.bench.cells import ONE_RANK, BenchCell
 from ditile_lab.rows import Row
@@ -74,20 +73,6 @@ def test_axes_say_what_and_in_which_unit() -> None:
         assert all(text.get_text() for text in axes.get_yticklabels())
         assert_apart(figure)
         plt.close(figure)
-
-
-def test_a_method_has_one_colour() -> None:
-    """Several plans of a method have shades. A failure means figures that contradict each other."""
-    colours = palette.assign_plan_colours(["pipefusion=2", "ring=2", "pipefusion=4", "pipefusion=2", "pipefusion=1"])
-    assert len(set(colours.values())) == 4 and colours["ring=2"] == palette.COLOURS["ring"]
-    assert colours["pipefusion=2"] == palette.COLOURS["pipefusion"]
-
-
-def test_every_mark_of_the_bars_is_in_the_legend() -> None:
-    figure = figures.draw_latency_bars(rows_of("cache"))
-    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
-    assert {"denoising loop", "text and decode", "with a cache", "slowest and fastest round", "one rank"} <= labels
-    plt.close(figure)
 
 
 @pytest.mark.parametrize("sweep", ["plans", "methods", "cache"])

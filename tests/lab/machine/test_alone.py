@@ -11,30 +11,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from ditile.cli import main
 from ditile.parallel.tensor import collectives
 from ditile.plan import cost
-from ditile.plan.errors import ModelError, PlanError, StateError
+from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.profile import Link
 from ditile.planner.search import make_pricer
 from ditile.planner.seconds import DeviceLoad
-from ditile.runner.requests.console import LINE_WIDTH
-from ditile_lab.bench.cells import BenchCell, parse_cells
+from ditile_lab.bench.cells import BenchCell
 from ditile_lab.bench.options import Workload
 from ditile_lab.bench.random_models import RandomModel
-from ditile_lab.bench.random_weights import PublishedConfigs, make_random_arguments
+from ditile_lab.bench.random_weights import make_random_arguments
 from ditile_lab.bench.subjects import create_bench_subject
 from ditile_lab.machine import comparison, rank_steps
-from ditile_lab.machine.comparison import choose_recording, choose_steps, make_alone_tables
 from ditile_lab.machine.messages import LoneMessages, replace_torch_distributed
-from ditile_lab.machine.rank_steps import MeasuredCalls, compute_step_seconds, measure_rank, measure_step
-from ditile_lab.machine.session import choose_measured_ranks
+from ditile_lab.machine.rank_steps import MeasuredCalls, measure_rank, measure_step
 from ditile_lab.machine.step_parts import compute_step_parts
-from ditile_lab.rows import Row
 from tests.recorded_calls import record_on_cpu
 
 CPU = torch.device("cpu")
@@ -57,12 +52,6 @@ def plan_calls() -> MeasuredCalls:
         rounds=1,
         make_arguments=lambda pipe, steps: model.make_call_arguments(SIDE, SIDE, steps),
     )
-
-
-def test_a_step_is_the_slope_between_calls() -> None:
-    assert compute_step_seconds([3.0, 2.0, 9.0], [7.0, 4.0], 4) == 0.5
-    with pytest.raises(ModelError, match="calls of 4 more steps took no longer"):
-        compute_step_seconds([2.0], [2.0], 4)
 
 
 def test_set_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,34 +123,6 @@ def test_torch_is_as_before_even_after_an_error() -> None:
     assert (collectives._all_gather, collectives._reduce_scatter) == (gather, scatter)
 
 
-def test_a_failing_call_gives_the_pipeline_back(no_clock: None) -> None:
-    pipe = RandomModel.parse_model_name(MODEL).create_pipeline(SIDE)
-
-    def refuse(*_: Any) -> dict[str, Any]:
-        raise ZeroDivisionError
-
-    forward = pipe.transformer.transformer_blocks[0].forward
-    with pytest.raises(ZeroDivisionError):
-        measure_rank(pipe, Plan(ulysses=2), 0, replace(plan_calls(), make_arguments=refuse))
-    assert not dist.is_initialized() and pipe.transformer.transformer_blocks[0].forward == forward
-
-
-def test_ranks_agree_with_themselves_and_get_random_activations() -> None:
-    messages = LoneMessages(1, 4, CPU)
-    parts = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
-    messages.all_gather(parts, torch.tensor([3, 5]))
-    assert [part.tolist() for part in parts] == [[3, 5]] * 4 and messages.num_messages == 0
-    received = torch.zeros(10, 20)
-    messages.irecv(received)
-    assert received.std() > 0.5 and messages.num_messages == 1
-    packed = torch.full((8,), 7, dtype=torch.uint8)
-    messages.irecv(packed)
-    assert not packed.any()
-    own = torch.ones(100)
-    messages.broadcast(own, group_src=1)
-    assert own.eq(1).all()
-
-
 def make_parts(text: str, loads: list[float], link: Link) -> Any:
     subject = create_bench_subject(Workload(model=MODEL, height=SIDE, width=SIDE, steps=STEPS[1]))
     cell = BenchCell(text, "", SIDE, SIDE)
@@ -189,77 +150,6 @@ def test_the_slowest_stage_is_the_step_and_gaps_are_waiting(
 ) -> None:
     parts = make_parts(text, loads, FREE)
     assert parts == pytest.approx((step_s, 0.0, waiting_s), abs=1e-9)
-
-
-def test_links_are_added_to_what_was_measured() -> None:
-    """Six blocks exchange twice, and the prediction is gathered once; each message takes a tenth of a second more."""
-    parts = make_parts("ulysses=2", [1.0], replace(FREE, latency_s=0.1))
-    assert parts.link_s == pytest.approx(0.1 * 13) and parts.step_s == pytest.approx(2.3)
-
-
-def test_the_busiest_rank_is_measured_too() -> None:
-    """A stage of double blocks computes more than one of single ones; of ranks that are alike two are enough."""
-    assert choose_measured_ranks(None, None, 8, all_ranks=True) == list(range(8))
-    assert choose_measured_ranks(None, None, 8, all_ranks=False) == [0, 7]
-    assert choose_measured_ranks(None, None, 1, all_ranks=False) == [0]
-
-
-def test_all_plans_have_calls_of_the_same_steps() -> None:
-    cells = parse_cells("ulysses=2; pipefusion=2 patches=2 warmup=3")
-    assert choose_steps(cells, None) == (6, 11) and choose_steps(cells, 20) == (6, 20)
-    with pytest.raises(PlanError, match="give 7 or more"):
-        choose_steps(cells, 6)
-
-
-GPU_ROW: Row = {
-    "model": "random-flux blocks=57 heads=24 head_dim=128", "machine": {"gpus": ["NVIDIA H200"]}, "threads": 16,
-    "height": 1024, "width": 1024, "recorded": False, "host_s": 1.2345, "device_s": 0.9999, "link_s": 0.0123,
-    "waiting_s": 0.1004,
-}  # fmt: skip
-
-
-def test_a_table_has_80_columns() -> None:
-    """With every column and numbers of five characters; a failure means a table in two parts, or one that is cut."""
-    rows = [
-        {name: value for name, value in GPU_ROW.items() if name not in ("link_s", "waiting_s")}
-        | {"plan": "", "rank": 0, "world": 1, "step_s": 1.2345, "plan_step_s": 1.2345, "times_plain": 1.0},
-        GPU_ROW | {"plan": "ulysses=8", "rank": 0, "world": 8, "step_s": 0.1, "plan_step_s": 0.2, "times_plain": 6.17},
-        GPU_ROW | {"plan": "ulysses=8", "rank": 7, "world": 8, "step_s": 0.15, "plan_step_s": 0.2, "times_plain": 6.17},
-        GPU_ROW | {
-            "plan": "ulysses=8", "rank": 7, "world": 8, "recorded": True, "step_s": 0.03, "plan_step_s": 0.2,
-            "times_plain": 15.17,
-        },
-        GPU_ROW | {
-            "plan": "ulysses=4", "rank": 0, "world": 4, "recorded": True, "as_code": "adapters are on the model",
-            "step_s": 0.03, "plan_step_s": 0.2, "times_plain": 15.17,
-        },
-    ]  # fmt: skip
-    tables = make_alone_tables(rows)
-    console = Console(width=LINE_WIDTH)
-    with console.capture() as captured:
-        for part in tables:
-            console.print(part)
-    lines = captured.get().splitlines()
-    assert max(map(len, lines)) <= LINE_WIDTH
-    assert sum(not isinstance(part, str) for part in tables) == 1
-    assert "7 of 8" in captured.get() and "0 of 8" not in captured.get(), "the slowest rank is shown"
-    for title in ("host", "GPU", "alone", "link", "waiting", "step", "of plain"):
-        assert title in captured.get()
-    assert "ulysses=8, recorded steps" in captured.get(), "both ways of a plan are shown"
-    assert "ulysses=4, not recorded: adapters" in captured.get()
-
-
-def test_ranks_are_recorded_where_there_is_a_gpu() -> None:
-    gpu = torch.device("cuda")
-    cells = parse_cells("ulysses=2; patches=2 offload=blocks")
-    assert choose_recording(None, gpu, cells)
-    assert not choose_recording(False, gpu, cells)
-    assert not choose_recording(None, CPU, cells)
-    assert choose_recording(True, gpu, cells[:1])
-    with pytest.raises(PlanError, match="recorded steps are CUDA graphs, and the device is cpu"):
-        choose_recording(True, CPU, cells)
-    with pytest.raises(PlanError, match="the plan 'patches=2 offload=blocks' cannot be recorded"):
-        choose_recording(True, gpu, cells)
 
 
 @pytest.fixture
@@ -290,17 +180,6 @@ def test_the_command_writes_a_row_for_each_rank(
     assert "link: computed, not measured" in " ".join(out.split())
     assert "recorded steps (cuda_graphs) need a GPU" in " ".join(out.split())
     assert "the plain pipeline, without ditile" in out
-
-
-def test_published_models_have_names_with_random_weights() -> None:
-    assert PublishedConfigs.find_by_model_name("random-flux blocks=2") is None
-    assert PublishedConfigs.find_by_model_name("qwen-image") is None
-    published = PublishedConfigs.find_by_model_name("random-wan2.1-t2v-1.3b blocks=2 heads=1")
-    assert published is not None and str(published) == "random-wan2.1-t2v-1.3b blocks=2 heads=1"
-    config = published.read_configs().transformer
-    assert (config["num_layers"], config["num_attention_heads"]) == (2, 1)
-    with pytest.raises(ModelError, match="blocks of this model is not one number"):
-        PublishedConfigs.find_by_model_name("random-flux.1-dev blocks=2")
 
 
 def test_a_published_model_runs_with_random_weights() -> None:

@@ -78,14 +78,6 @@ def test_the_terms_of_a_known_host_are_found() -> None:
     assert (fitted.block_s, fitted.link.call_s) == pytest.approx((block_s, call_s), rel=1e-6)
 
 
-def test_a_term_is_never_below_zero() -> None:
-    """More messages in less time, as noise may have it: then they cost nothing."""
-    few = replace(LINE, plan="distrifusion=4", messages=58.0, step_s=0.4)
-    fitted = fit_profile(H200, [replace(LINE, step_s=0.3), few])
-    assert fitted.link.call_s == 0
-    assert 0.3 / 57 < fitted.block_s < 0.4 / 57
-
-
 @pytest.mark.parametrize(
     "lines",
     [
@@ -109,16 +101,11 @@ GOOD = {"model": MODEL, "plan": "ulysses=4", "rank": 0, "steps": [6, 16], "step_
     ("text", "said"),
     [
         ("no json", "line 1 is none of `ditile bench --alone` (it: Invalid JSON"),
-        ("[]", "line 1 is none of `ditile bench --alone` (it: Input should be an object"),
-        (json.dumps({"part": "model"}), "line 1 is none of `ditile bench --alone` (model: Field required)"),
         (
             json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"step_s": 0}),
             "line 2 is none of `ditile bench --alone` (step_s",
         ),
-        (json.dumps(GOOD | {"machine": {"gpus": []}}), "line 1 was measured on a CPU"),
         (json.dumps(GOOD | {"rank": 4}), "rank 4 of 'ulysses=4' cannot be counted"),
-        (json.dumps(GOOD | {"plan": "ulises=4"}), "ulises"),
-        (json.dumps(GOOD | {"model": "random-nothing"}), "random-nothing"),
         ("", "do not tell a block's seconds from a message's"),
     ],
 )
@@ -138,8 +125,6 @@ def test_bad_files_get_one_line(text: str, said: str, tmp_path: Path, capsys: py
     [
         ("--alone none.jsonl --hardware h200-nvlink", "alone='none.jsonl' cannot be read"),
         ("--alone --hardware h200-nvlink", "of a GPU is the host apart, and there is none here; give --alone FILE"),
-        ("--hardware h200-nvlink", "hardware='h200-nvlink' is for --alone; otherwise this machine is measured"),
-        ("--alone none.jsonl --hardware rtx-5090,rtx-4090", "several devices, and --alone fits one; try rtx-5090"),
         ("--alone none.jsonl --ranks 2", "ranks=2 compute together, and --alone is for one"),
     ],
 )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from ditile.plan.errors import ModelError
-from ditile_lab.quality.methods import build_methods_table, draw_methods, list_method_lines
+from ditile_lab.quality.methods import build_methods_table
 from ditile_lab.quality.options import ORIGINAL, EvaluateOptions
 
 
@@ -51,16 +47,6 @@ def test_every_setting_is_a_cache() -> None:
     assert "gating" in options.method_lines.values()
 
 
-def test_few_steps_are_skipped_by_a_schedule_alone() -> None:
-    assert list_method_lines(4, is_guided=False) == {"steps=3": "fitted schedule", "steps=2": "fitted schedule"}
-    assert "gating" not in list_method_lines(20, is_guided=False).values()
-
-
-def test_plans_of_ones_own_are_refused() -> None:
-    with pytest.raises(ModelError, match="leave --plans and --caches out"):
-        EvaluateOptions(model="shapes-flux", methods=True, caches="steps=10")
-
-
 def test_the_table_has_the_least_work_last() -> None:
     title, *parts = build_methods_table(EVALUATION, METHODS)
     assert "24 caption(s)" in str(title)
@@ -71,10 +57,3 @@ def test_the_table_has_the_least_work_last() -> None:
         if isinstance(part, Table):
             console.print(part)
     assert "52.0" in console.export_text()
-
-
-def test_the_figure_is_an_image(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw_methods(EVALUATION, METHODS, tmp_path / "methods.png")
-    with Image.open(tmp_path / "methods.png") as figure:
-        assert figure.width > 500

@@ -11,13 +11,12 @@ import torch
 
 import ditile
 from ditile.cache.fitted.identity import describe_models, find_difference
-from ditile.cache.fitted.schedule import FOLDER, choose_measured_sizes, read_shipped_schedules
+from ditile.cache.fitted.schedule import FOLDER, read_shipped_schedules
 from ditile.cli.main import main
 from ditile.plan.errors import ModelError
-from ditile.runner.requests.options import FitOptions
 from ditile_lab.quality.captions import load_captions
 from ditile_lab.quality.fit import EXACT_DB, StepFit, fit_budgets, list_forced_steps
-from ditile_lab.quality.schedule_fit import choose_captions, compute_decibels
+from ditile_lab.quality.schedule_fit import compute_decibels
 
 
 def test_a_fitted_file_serves_the_call_it_was_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +43,10 @@ def test_a_fitted_file_serves_the_call_it_was_fitted_to(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(
     "words",
-    [["--num-captions", "9999"], ["--captions", "none.txt"], ["--model", "no-such-model"], ["--steps", "0"]],
+    [
+        ["--num-captions", "9999"],
+        ["--model", "no-such-model"],
+    ],
     ids=lambda words: words[0],
 )
 def test_bad_input_writes_nothing(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,12 +54,6 @@ def test_bad_input_writes_nothing(words: list[str], tmp_path: Path, capsys: pyte
     assert main(["fit", "--model", "shapes-flux-turbo", "--out", str(path), *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_captions_are_not_those_of_evaluations() -> None:
-    first = choose_captions(FitOptions(num_captions=8))
-    assert len(set(first)) == 8
-    assert first == choose_captions(FitOptions(num_captions=200))[-8:]
 
 
 def test_a_switch_of_models_is_never_forecast_across() -> None:
@@ -83,14 +79,6 @@ def test_first_steps_are_forced_where_they_matter() -> None:
     assert {1, 2} - set(measured[3].computed)
     exact = fit_budgets(vectors @ vectors.T, gains, has_exact_gains=True)
     assert all({0, 1, 2} <= set(budget.computed) for budget in exact)
-
-
-def test_measured_budgets_and_decibels() -> None:
-    assert choose_measured_sizes(20) == [15, 12, 10, 8, 6]
-    assert choose_measured_sizes(4) == [3, 2]
-    black = np.zeros((1, 4, 4, 3), np.uint8)
-    assert compute_decibels(black, black) == EXACT_DB
-    assert compute_decibels(black, black + 255) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)

@@ -13,16 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.image import fid, lpip
 
-from ditile.plan.errors import ModelError
-from ditile_lab.quality import metrics, scores
+from ditile_lab.quality import scores
 from ditile_lab.quality.metrics import (
     ALEXNET,
     INCEPTION,
@@ -109,21 +106,6 @@ def test_ssim_is_that_of_seven_by_seven_windows() -> None:
     assert compute_ssim(a, b)[2] == pytest.approx(1.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_torchmetrics_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
-    """A failure means a traceback, or a run of hours before it."""
-
-    def import_module(name: str) -> None:
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    if broken:
-        monkeypatch.setattr(metrics.importlib, "import_module", import_module)
-    else:
-        monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    with pytest.raises(ModelError, match="torchvision::nms" if broken else r"pip install 'ditile\[evaluate\]'"):
-        metrics.check_torchmetrics()
-
-
 class Lpips(nn.Module):
     """The distance is the mean difference."""
 
@@ -161,39 +143,6 @@ def test_lpips_is_given_both_pictures_from_minus_one_to_one(monkeypatch: pytest.
     monkeypatch.delattr(lpip, "LearnedPerceptualImagePatchSimilarity")
     _, absent = load_available_metrics("shapes-flux", [CAPTION], None)
     assert absent["lpips"].startswith("torchvision cannot be imported: ")
-
-
-class Reward:
-    """ImageReward's model."""
-
-    given: tuple[Any, ...] = ()
-
-    def score(self, prompt: str, image: Any) -> float:
-        assert isinstance(prompt, str) and isinstance(image, Image.Image), "what ImageReward refuses"
-        assert not torch.is_grad_enabled(), "half a billion parameters would keep what a gradient needs"
-        type(self).given = (prompt, image)
-        return 1.5
-
-
-def test_image_reward_is_given_the_caption_and_a_picture(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """The judged one, from its own folder. A failure means a download, or the score of another picture."""
-    folder = home / ".cache" / "ImageReward"
-
-    def load(name: str, device: Any = "cpu", download_root: str | None = None, med_config: str = "") -> Reward:
-        assert (Path(name), Path(med_config)) == (folder / "ImageReward.pt", folder / "med_config.json")
-        assert str(device) == "cpu" and download_root is None
-        return Reward()
-
-    install(monkeypatch, "ImageReward", load=load)
-    assert "cache folder" in load_available_metrics("shapes-flux", [CAPTION], None)[1]["image_reward"]
-    for name in ("ImageReward.pt", "med_config.json"):
-        on_disk(folder / name)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    assert "bert-base-uncased" in load_available_metrics("shapes-flux", [CAPTION], None)[1]["image_reward"]
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "vocab.txt")
-    assert metric_of("image_reward").measure(PICTURE, OTHER, CAPTION) == 1.5
-    prompt, image = Reward.given
-    assert prompt == CAPTION and image.mode == "RGB" and np.array_equal(np.asarray(image), PICTURE)
 
 
 class Inception(nn.Module):

@@ -20,7 +20,7 @@ from torch._inductor import config as inductor
 
 import ditile
 from ditile.model.hooks.compile import decide_compile
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner import compose
 from ditile.runner.runner import parallelize
@@ -81,11 +81,6 @@ def check(wanted: list[Tensor], got: tuple[list[Tensor], list[Counter[str]]]) ->
 def test_a_compiled_transformer_works_before_and_after(order: str, way: str) -> None:
     """A failure: a compiled module was not looked through, or a hook became part of a graph."""
     check(uncompiled("flux", UNEVEN), compiled("flux", UNEVEN, way, order))
-
-
-@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma", "sd3.5 medium"])
-def test_graphs_under_uneven_patches(name: str) -> None:
-    check(uncompiled(name, UNEVEN), compiled(name, UNEVEN, "whole"))
 
 
 def on_ranks(name: str, plan: dict[str, Any], way: str) -> tuple[list[Tensor], tuple[list[Tensor], list[Counter[str]]]]:
@@ -203,14 +198,6 @@ def test_auto_says_why_it_compiles_nothing(
     assert says in line and line.startswith("compile='auto' compiles nothing: ")
 
 
-def test_auto_on_a_cpu_runs_what_was_there(caplog: pytest.LogCaptureFixture) -> None:
-    """Said when the pipeline is divided, and not in its calls."""
-    runner = parallelize(MAKE["pixart sigma"](), Plan(), compile="auto")
-    assert sum("compiles nothing" in line for line in caplog.messages) == 1
-    same([run(runner, "pixart sigma", seed=seed) for seed in (7, 8)], uncompiled("pixart sigma", {}))
-    assert sum("compiles nothing" in line for line in caplog.messages) == 1
-
-
 def test_another_word_than_auto_is_refused() -> None:
     with pytest.raises(PlanError, match="compile='atuo' should be a valid boolean or 'auto'"):
         parallelize(MAKE["pixart sigma"](), Plan(), compile="atuo")  # type: ignore[arg-type]
@@ -228,19 +215,6 @@ def test_a_compiled_pipeline_is_left_as_it_was() -> None:
     assert [module._compiled_call_impl for module in pipe.transformer.modules()] == calls
 
 
-def test_quantized_blocks_are_compiled() -> None:
-    wanted = run(parallelize(ditile.quantize(MAKE["flux"](), "int8_weight_only"), Plan(**UNEVEN)), "flux")
-    pipe, backend = ditile.quantize(MAKE["flux"](), "int8_weight_only"), Counting()
-    WAYS["whole"](pipe, backend=backend)
-    same(run(parallelize(pipe, Plan(**UNEVEN)), "flux"), wanted)
-    assert max(backend.take().values()) <= MOST_GRAPHS
-
-
-def test_what_has_no_blocks_is_not_compiled_by_a_runner() -> None:
-    with pytest.raises(ModelError, match="compile=True: nothing is known of the blocks of UNet2DConditionModel"):
-        parallelize(tiny.stable_diffusion(), Plan(), compile=True)
-
-
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_makes_the_same_picture() -> None:
     """Sums in other orders: 1e-4, as the tiny model's guidance and steps add them up."""
@@ -248,24 +222,6 @@ def test_inductor_makes_the_same_picture() -> None:
     with inductor.patch(compile_threads=1):  # no pool of processes
         got = run(parallelize(tiny.pixart(1), Plan(**UNEVEN), compile=True), "pixart", num_inference_steps=2)
     assert float((got - plain).norm() / plain.norm()) < 1e-4
-
-
-@pytest.mark.parametrize("limit", ["x", 0, True])
-def test_a_limit_that_is_no_number(limit: Any) -> None:
-    with pytest.raises(ModelError, match=f"recompile_limit={limit!r} should be"):
-        ditile.set_compile_configs(recompile_limit=limit)
-
-
-@pytest.mark.parametrize(
-    ("flag", "says"),
-    [
-        ({"use_fast_maths": True}, "use_fast_maths=True is not a flag of this torch's .*; did you mean use_fast_math"),
-        ({"use_fast_math": "yes"}, "use_fast_math='yes' is neither on nor off; try use_fast_math=True"),
-    ],
-)
-def test_a_flag_that_torch_has_not(flag: dict[str, Any], says: str) -> None:
-    with pytest.raises(ModelError, match=says):
-        ditile.set_compile_configs(**flag)
 
 
 def test_the_configs_say_what_they_set() -> None:

@@ -54,11 +54,6 @@ def test_only_keys_that_no_row_attends_to_are_left_out(case: str) -> None:
     assert (trim_key_mask(mask)[1] is not None) == has_mask
 
 
-def test_a_mask_in_bfloat16_hides_as_much() -> None:
-    mask, length, _ = MASKS["short prompts"]
-    assert trim_key_mask(mask.bfloat16())[0] == length
-
-
 @pytest.mark.parametrize("case", MASKS)
 def test_it_is_the_stock_processor(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit in fp32. A failure means that a key was left out that counts, or that sums are ordered otherwise."""

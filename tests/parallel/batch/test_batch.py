@@ -7,22 +7,18 @@ CFG, one image under data) is bitwise.
 
 from __future__ import annotations
 
-import functools
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKLLTXVideo, EulerAncestralDiscreteScheduler
+from diffusers import EulerAncestralDiscreteScheduler
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Traffic
 from ditile.model.hooks.batch_rows import slice_batch_arguments
-from ditile.parallel.batch.shares import BatchSlice, ReplicaImages
+from ditile.parallel.batch.shares import BatchSlice
 from ditile.plan.errors import ModelError, PlanError
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
@@ -97,12 +93,6 @@ def test_any_number_of_images_on_any_number_of_replicas(pool: Pool, name: str) -
     calls: list[dict[str, Any]] = [FOUR, seeds, FOUR | {"generator": None}, {"num_images_per_prompt": 2}, {}]
     check(pool, name, 3, [({"data": 3}, call) for call in calls])
     check(pool, "pixart sigma", 3, [({"data": 3}, call) for call in calls[:4]], ancestral=True)
-
-
-def test_guidance_that_leaves_blocks_out(pool: Pool) -> None:
-    """A failure means that what the refusal of SD3's skip-layer guidance under other plans advises does not work."""
-    call = FOUR | {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 0.8}
-    check(pool, "sd3", 2, [(plan, call) for plan in ({"data": 2}, {"cfg": 2})])
 
 
 def test_no_two_images_are_alike(pool: Pool) -> None:
@@ -197,30 +187,6 @@ def test_pictures_come_in_order(pool: Pool, images: int) -> None:
     pool.run(decoded, 2, ["np", "pt", "latent"], images)
 
 
-def decoded_at_times(images: int) -> None:
-    """As LTX's pipeline does from 0.9.1 on: its decoder takes a time for each video."""
-    torch.manual_seed(0)
-    four: dict[str, Any] = {"block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}
-    ways = {"spatio_temporal_scaling": (True, True, False, False), "decoder_inject_noise": (False,) * 5}
-    vae = AutoencoderKLLTXVideo(
-        **four, **ways, decoder_spatio_temporal_scaling=(True, True, False, False), latent_channels=8,
-        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5, upsample_residual=(False,) * 4,
-        upsample_factor=(1,) * 4, timestep_conditioning=True, patch_size=1, decoder_causal=False,
-    ).eval()  # fmt: skip
-    latents, times = torch.randn(images, 8, 2, 4, 4), torch.rand(images)
-    with torch.no_grad(), ExitStack() as stack:
-        wanted = vae.decode(latents, times, return_dict=False)[0]
-        axis = Axis("data", (0, 1), dist.get_rank(), dist.group.WORLD)
-        ReplicaImages(axis, images, Traffic()).install_decoder(stack, vae, "all", lambda: True)
-        close(vae.decode(latents, times, return_dict=False)[0], wanted, f"{images} videos", 1e-5)
-
-
-@pytest.mark.parametrize("images", [1, 3])
-def test_decoders_that_are_told_the_time(pool: Pool, images: int) -> None:
-    """A failure means that what belongs to images is not shared out with them."""
-    pool.run(decoded_at_times, 2, images)
-
-
 def rows_too(output: str) -> None:
     pipe = made("sd3")
     wanted = run(pipe, "sd3", **FOUR, output_type="pt")
@@ -280,15 +246,6 @@ def interrupted(rank: int) -> tuple[Tensor, list[int]]:
         return run(runner, "flux", num_images_per_prompt=2, **call), seen
 
 
-def test_replicas_stop_together(pool: Pool) -> None:
-    """The third replica has no images. A failure means that replicas meet after different steps, or never."""
-    for rank in (0, 2):
-        results = pool.run(interrupted, 3, rank)
-        for picture, seen in results:
-            assert seen == results[0][1] and 4 <= len(seen) <= 6, seen
-            same(picture, results[0][0], "after an interrupt")
-
-
 # Saying no
 
 
@@ -330,27 +287,6 @@ def test_guidance_that_is_off(pool: Pool, name: str) -> None:
     pool.run(unguided, 2, name)
 
 
-def predict_twice() -> None:
-    pipe = made("pixart sigma")
-    forward = pipe.transformer.forward
-
-    @functools.wraps(forward)
-    def forward_twice(*args: Any, **kwargs: Any) -> Any:
-        (prediction,) = forward(*args, **kwargs)
-        return prediction, prediction.clone()
-
-    pipe.transformer.forward = forward_twice
-    with divided(pipe, data=2) as runner:
-        message = r"makes 2 predictions, and the pipeline steps 1 scheduler\(s\) .* use data=1"
-        with pytest.raises(ModelError, match=message):
-            run(runner, "pixart sigma", **FOUR)
-
-
-def test_a_prediction_that_steps_no_latents(pool: Pool) -> None:
-    """A failure means that a pipeline may return zeros where the rows of other replicas are."""
-    pool.run(predict_twice, 2)
-
-
 def test_rows() -> None:
     """A failure means that a split takes rows of other branches or images, or cuts what has no rows."""
     assert BatchSlice.from_batch_size(6, 2) == BatchSlice(range(3), range(2), 3, 2)
@@ -369,20 +305,3 @@ def test_rows() -> None:
     whole = torch.zeros(6, 1)
     rows.write_slice(whole, torch.tensor([[7.0], [8.0]]))
     assert whole.flatten().tolist() == [0, 0, 0, 7, 0, 8]
-
-
-def failed_in_the_middle() -> None:
-    with divided(MAKE["sd3"](), cfg=2) as runner:
-
-        def callback(*_: Any) -> dict[str, Any]:
-            raise KeyError("from the callback")
-
-        wanted = run(runner, "sd3")
-        with pytest.raises(KeyError):
-            run(runner, "sd3", callback_on_step_end=callback, callback_on_step_end_tensor_inputs=[])
-        same(run(runner, "sd3"), wanted, "the call after one that raised")
-
-
-def test_messages_of_a_call_that_failed_are_gone(pool: Pool) -> None:
-    """A failure means that a half goes on with predictions of a picture that is gone."""
-    pool.run(failed_in_the_middle, 2)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from diffusers import (
     DDIMScheduler,
     DiffusionPipeline,
-    StableDiffusionInstructPix2PixPipeline,
     StableDiffusionPAGPipeline,
 )
 from torch import Tensor
@@ -56,23 +55,6 @@ def as_plain(plan: dict[str, Any]) -> None:
 def test_stable_diffusion(pool: Pool, plan: dict[str, Any]) -> None:
     """A failure means that the lowest rung of the ladder depends on something that only transformers have."""
     pool.run(as_plain, Plan(**plan).world, plan)
-
-
-def three_branches() -> None:
-    pipe = tiny.stable_diffusion(StableDiffusionInstructPix2PixPipeline, channels=8).to(torch.float64)
-    call = {"image": torch.linspace(0, 1, 3 * 16 * 24).view(1, 3, 16, 24).double(), "image_guidance_scale": 2.0}
-    call |= {"prompt": "a red circle", "height": None, "width": None}
-    call = {name: value for name, value in call_of(**call).items() if value is not None}
-    wanted = pipe(**call).images
-    for plan in [{"cfg": 2}, {"data": 2}]:
-        with divided(pipe, **plan) as runner:
-            call["generator"] = torch.Generator().manual_seed(7)
-            close(runner(**call).images, wanted, f"{plan} rank {dist.get_rank()}")
-
-
-def test_three_branches_are_shared_by_two_halves(pool: Pool) -> None:
-    """Text, picture and neither. A failure means that a branch is lost, or computed twice."""
-    pool.run(three_branches, 2)
 
 
 class Own(DiffusionPipeline):  # type: ignore[misc]

@@ -14,12 +14,8 @@ import torch
 from diffusers import ZImageControlNetInpaintPipeline
 from torch import nn
 
-from ditile.plan.errors import ModelError
-from ditile.plan.plan import Plan
-from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.pipefusion.test_blends import PATCHES, STEPS, draw, make_entry, paint
-from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool
 from tests.runner.cases import divided
 from tests.zoo.conditions import filled, z_image_controlnet
@@ -66,32 +62,3 @@ def test_a_controlnet_runs_once_in_a_step(pool: Pool) -> None:
     """And once in the rehearsal. A failure means that it is computed for each patch."""
     for counted, change in pool.run(count_calls, 1, 1):
         assert counted == STEPS + 1 and change > 0
-
-
-def draw_shared_warmups(name: str) -> None:
-    """On a rank: an IP-adapter where stages share the synchronous steps, and without a picture for it."""
-    pipe, call = make_entry(name)
-    plain = {key: value for key, value in call.items() if "ip_adapter" not in key}
-    degrees = {"pipefusion": 2, "patches": PATCHES, "warmup": 2}
-    with divided(tiny.quiet(pipe), **degrees) as runner:
-        want = draw(runner, call)
-    for mode in ("sequence", "auto"):
-        with divided(pipe, **degrees, warmup_mode=mode) as runner:
-            close(draw(runner, call), want, mode)
-            assert runner.report.warmup_mode == "sequence"
-    if name == "flux-ip-adapter":
-        with divided(pipe, **degrees, warmup_mode="separate") as runner:
-            close(draw(runner, call), want, "separate")
-        return
-    with pytest.raises(ModelError, match="warmup_mode=separate: IP-adapters attend .* use sequence"):
-        parallelize(pipe, Plan(**degrees, warmup_mode="separate"))
-    want = draw(pipe, plain)
-    with divided(pipe, **degrees | {"warmup": STEPS}) as runner:
-        assert torch.equal(draw(runner, plain), want)
-        assert not torch.equal(draw(runner, call), want), "the adapter changes something"
-
-
-@pytest.mark.parametrize("name", ["flux-ip-adapter", "stable-diffusion-3-ip-adapter"])
-def test_ip_adapters_where_stages_share_synchronous_steps(pool: Pool, name: str) -> None:
-    """A failure means that a stage computes a block of another one without the weights of its adapter."""
-    pool.run(draw_shared_warmups, 2, name)

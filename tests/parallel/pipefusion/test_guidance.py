@@ -23,7 +23,6 @@ from diffusers.guiders import (
 )
 
 import ditile
-from ditile.model.pipeline_calls import count_most_iterations
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.plan import Plan
 from ditile.runner import runner as runner_module
@@ -128,15 +127,6 @@ def test_a_statistic_of_the_whole_prediction(pool: Pool, name: str) -> None:
         assert len(lines) == 1 + (name == "ltx-2"), lines
 
 
-def test_a_default_of_the_signature_is_what_is_named() -> None:
-    """LTX-2 rescales unless it is told not to. A failure: the same value draws another picture, or is refused."""
-    with divided(ZOO["ltx-2"].make(), patches=PATCHES, warmup=1) as runner, logged() as lines:
-        by_default = draw(runner, "ltx-2", {})
-        same(draw(runner, "ltx-2", {"guidance_rescale": 0.7, "audio_guidance_rescale": 0.7}), by_default)
-        assert len(lines) == 1 and "guidance_rescale=0.7, audio_guidance_rescale=0.7" in lines[0], lines
-        different(draw(runner, "ltx-2", {"guidance_rescale": 0.0})[0], by_default[0])
-
-
 class Recorder(ClassifierFreeGuidance):
     """Remembers whether predictions were numbers."""
 
@@ -184,11 +174,3 @@ def test_perturbed_attention_and_skipped_layers_are_refused() -> None:
     for plan in ({"patches": 2}, {"patches": 2, "warmup": STEPS}):
         with pytest.raises(ModelError, match="puts an attention of its own.*use data or tensor"):
             ditile.parallelize(perturbed, Plan(**plan))
-
-
-def test_timesteps_without_a_length() -> None:
-    """A failure means an error of len() in place of what the pipeline says, or steps that are held to be fresh."""
-    pipe = tiny.flux()
-    assert count_most_iterations(pipe, {"sigmas": [1.0, 0.6, 0.3]}, 2) == 3
-    for given in (500, torch.tensor(500)):
-        assert count_most_iterations(pipe, {"timesteps": given}, 2) is None

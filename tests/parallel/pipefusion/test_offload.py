@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ditile
-from ditile import disable_cache, enable_cache
-from ditile.cache.config import DBCacheConfig
 from ditile.distributed import cpus
 from ditile.distributed.transport import gather_json
 from ditile.model.anatomies import build_block_hooks
@@ -30,7 +27,7 @@ from ditile.runner import compose
 from ditile.runner import runner as runners
 from tests.pool import Pool
 from tests.runner import loras
-from tests.runner.cases import MAKE, different, divided, draw_plain, run, same
+from tests.runner.cases import MAKE, different, divided, run, same
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
@@ -146,39 +143,6 @@ def test_blocks_are_streamed_under_every_axis(pool: Pool) -> None:
             same(one, other, plan)
 
 
-def draw_with_copies(plans: list[dict[str, Any]]) -> list[tuple[Tensor, int]]:
-    """On a rank: of each plan the picture, and how many blocks came from the host's memory."""
-    drawn = []
-    for plan in plans:
-        with divided(MAKE["sd3.5 medium"](), **plan) as runner:
-            picture = run(runner, "sd3.5 medium")
-            offload = runner._parts.offload
-            drawn.append((picture, 0 if offload is None else offload.num_copies))
-    return drawn
-
-
-def test_one_rank_of_two_streams(pool: Pool) -> None:
-    """The picture of no offload, bit for bit. A failure means that ranks wait for each other, or that cards of unlike
-    memory need the host's for both."""
-    plans: list[dict[str, Any]] = [
-        {"pipefusion": 2, "patches": 3, "stage_blocks": (1, 3), "offload_ranks": (1,)},
-        {"pipefusion": 2, "patches": 2, "warmup": 2, "warmup_mode": "sequence", "offload_ranks": (0,)},
-        {"tensor": 2, "offload_ranks": (1,)},
-    ]
-    plain = pool.run(draw_with_copies, 2, [plan | {"offload_ranks": None} for plan in plans])
-    streamed = pool.run(draw_with_copies, 2, [plan | {"offload": "blocks"} for plan in plans])
-    for rank in (0, 1):
-        for plan, (wanted, _), (picture, num_copies) in zip(plans, plain[rank], streamed[rank], strict=True):
-            same(picture, wanted, plan)
-            assert (num_copies > 0) is (rank in plan["offload_ranks"]), plan
-
-
-def test_one_rank_that_calls_the_whole_model_streams_too(made: list[LateCopies]) -> None:
-    with divided(MAKE["flux"](), offload="blocks") as runner:
-        same(run(runner, "flux"), draw_plain("flux"))
-    assert made[0].started
-
-
 def test_loras_are_streamed_with_their_blocks(tmp_path: Path, made: list[LateCopies]) -> None:
     """Loaded, scaled, fused and unloaded between calls. A failure means that a picture has the weights of before."""
     loras.write("flux", tmp_path, "one", 1)
@@ -206,29 +170,6 @@ def test_quantized_weights_are_streamed(quant_type: str, made: list[LateCopies])
     with divided(MAKE["flux"](), offload="blocks") as runner:
         ditile.quantize(runner.pipe, quant_type)
         same(run(runner, "flux"), wanted)
-
-
-def test_compiled_blocks_need_no_more_graphs(monkeypatch: pytest.MonkeyPatch, made: list[LateCopies]) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    counts, drawn = [], []
-    for offload in ("none", "blocks"):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        runner = runners.parallelize(MAKE["flux"](), Plan(patches=2, offload=offload), compile=True)
-        drawn.append(run(runner, "flux"))
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    same(*drawn)
-    assert counts[0] == counts[1] > 0
-
-
-def test_a_cache_that_leaves_blocks_out_draws_the_same(made: list[LateCopies]) -> None:
-    drawn = []
-    for offload in ("none", "blocks"):
-        with divided(MAKE["flux"](), offload=offload) as runner:
-            enable_cache(runner.pipe, DBCacheConfig(max_warmup_steps=1, residual_diff_threshold=0.5))
-            drawn.append(run(runner, "flux"))
-            disable_cache(runner.pipe)
-    same(*drawn)
 
 
 def test_what_cannot_be_streamed_is_refused_in_one_line() -> None:

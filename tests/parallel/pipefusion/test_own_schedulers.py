@@ -140,36 +140,6 @@ def around() -> None:
     assert set(vars(pipe.scheduler)) == {"inner"}
 
 
-def test_an_object_around_a_scheduler(pool: Pool) -> None:
-    """A failure means that the second call has the timesteps of the first."""
-    pool.run(around, 2)
-
-
-def changing_sizes() -> None:
-    scaled = diffusers.FlowMatchLCMScheduler(shift=1.5, scale_factors=[0.5, 0.5, 1], upscale_mode="bicubic")
-
-    def draw(pipe: Any) -> Tensor:
-        torch.manual_seed(3)  # the pipeline gives its generator to no step
-        images: Tensor = run(pipe, "sd3")
-        return images
-
-    for name, scheduler in (("scaled", scaled), ("growing", Growing())):
-        pipe = with_scheduler("sd3", scheduler)
-        wanted = draw(pipe)
-        # One image of two replicas: one of them has none, and makes predictions of every size all the same.
-        for plan in ({"ulysses": 2}, {"cfg": 2}, {"data": 2}):
-            with divided(pipe, **plan) as runner:
-                close(draw(runner), wanted, (name, plan), ROUNDING)
-    says = r"scale_factors=\[0.5, 0.5, 1\] changes the size of the latents"
-    with divided(with_scheduler("sd3", scaled), **PATCHES) as runner, pytest.raises(ModelError, match=says):
-        run(runner, "sd3")
-
-
-def test_latents_may_change_their_size_where_they_are_not_cut(pool: Pool) -> None:
-    """A failure means that a rank goes on with latents of the size that they had."""
-    pool.run(changing_sizes, 2)
-
-
 def grows_in_patches() -> str:
     with divided(with_scheduler("sd3", Growing()), **PATCHES) as runner, pytest.raises(StateError) as caught:
         run(runner, "sd3")

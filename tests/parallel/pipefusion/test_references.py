@@ -12,15 +12,10 @@ from typing import Any
 
 import diffusers
 import pytest
-import torch
 from diffusers.models.transformers import transformer_flux
 from torch import Tensor
 
-import ditile
 from ditile import Plan
-from ditile.cache.config import DBCacheConfig
-from ditile.cli.outcome import Outcome, list_outcome_lines
-from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.plan.errors import PlanError
 from ditile.plan.schedule import PatchSchedule
@@ -28,7 +23,6 @@ from ditile.runner.runner import build_single_runner, parallelize
 from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import TRUE_CFG, different, same
-from tests.zoo import ZOO
 from tests.zoo.entry import picture
 
 IMAGE, REFERENCE, TEXT = 6 * 8, 4 * 4, 12
@@ -147,14 +141,6 @@ def test_distrifusion_exchanges_no_keys_of_references_that_are_left_out(pool: Po
     assert sent == [2 * LAYERS * tokens * tiny.WIDTH * 4] * 2
 
 
-@pytest.mark.parametrize("mode", ["pipelined", "sequence", "separate"])
-def test_every_warmup_mode_leaves_the_keys_of_references(pool: Pool, mode: str) -> None:
-    plan = {"references": 0, "patches": 3, "warmup": 2}
-    [alone] = draw_plans([plan], TRUE_CFG)
-    for [got] in pool.run(draw_plans, 2, [plan | {"pipefusion": 2, "warmup_mode": mode}], TRUE_CFG):
-        assert (got - alone).abs().max() <= FLOAT * alone.abs().max()
-
-
 @pytest.mark.parametrize("references", [0, 1, 3])
 def test_calls_and_ages_are_those_of_the_schedule(references: int) -> None:
     """A block is called once for each patch of a step that computes it; each attention reads keys of the right age."""
@@ -200,108 +186,3 @@ def test_what_has_no_references_is_refused() -> None:
     with pytest.raises(PlanError, match="FluxPipeline has no tokens of reference images"):
         runner(**tiny.arguments("flux"))
     runner.restore()
-
-
-def test_what_fills_up_a_sequence_is_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Z-Image fills a picture's tokens up to 32: with a reference these stay with the picture, alone they are refused.
-
-    A failure means that a plan freezes tokens of the picture that is drawn, or promises what it does not do."""
-    pipe, found = ZOO["z-image"].make(), list[frozenset[int]]()
-    runner = build_single_runner(pipe, Plan(references=0))
-    with pytest.raises(PlanError, match="ZImagePipeline has no tokens of reference images"):
-        runner(**ZOO["z-image"].call())
-    runner.restore()
-    forget = Generation.forget_layouts
-
-    def note_and_forget(now: Generation) -> None:
-        found.append(now.findings.reference_rows)
-        forget(now)
-
-    monkeypatch.setattr(Generation, "forget_layouts", note_and_forget)
-    entry = ZOO["z-image-omni"]
-    pipe = entry.make()
-    runner = build_single_runner(pipe, Plan(references=0, patches=3, warmup=99))
-    drawn = runner(**entry.call()).images
-    runner.restore()
-    same(drawn, pipe(**entry.call()).images)
-    # Tokens of 16 x 16 pixels, 16 of them, of a reference of 64 x 64.
-    assert len(next(filter(None, found))) == 16
-
-
-def make_masked_call(**changes: Any) -> dict[str, Any]:
-    """A call of Qwen-Image-Edit whose prompts are padded."""
-    call = ZOO["qwen-image-edit"].call() | changes
-    for name in ("prompt_embeds_mask", "negative_prompt_embeds_mask"):
-        call[name] = torch.ones_like(call[name])
-        call[name][:, 6:] = False
-    return call
-
-
-def draw_masked(plans: list[dict[str, Any]]) -> list[Tensor]:
-    pipe, drawn = ZOO["qwen-image-edit"].make(), []
-    for plan in plans:
-        runner = parallelize(pipe, Plan(**plan), keep_weights=True)
-        drawn.append(runner(**make_masked_call()).images)
-        runner.restore()
-    return drawn
-
-
-def test_masks_of_keys_go_with_references_that_are_left_out(pool: Pool) -> None:
-    """Under DistriFusion and on two stages. Every step synchronous: the plain picture; else, that of one stage.
-
-    A failure means that the mask of a reference's keys is lost, or lies on other keys, in steps that leave it out."""
-    plain = ZOO["qwen-image-edit"].make()(**make_masked_call()).images
-    unmasked = ZOO["qwen-image-edit"].make()(**ZOO["qwen-image-edit"].call()).images
-    different(plain, unmasked, "the mask had no effect")
-    [alone] = draw_masked([{"references": 0, "patches": 3}])
-    long, stale = {"references": 0, "warmup": 99}, {"references": 0}
-    plans = [long | {"distrifusion": 2}, stale | {"distrifusion": 2}, long | {"references": 2, "distrifusion": 2}]
-    plans += [stale | {"pipefusion": 2, "patches": 3}]
-    for got in pool.run(draw_masked, 2, plans):
-        for whole in (got[0], got[2]):
-            assert (whole - plain).abs().max() <= FLOAT * plain.abs().max()
-        same(got[3], alone)
-        assert 0 < (got[1] - plain).abs().max() < plain.abs().max() / 4
-
-
-def draw_cached(plans: list[dict[str, Any]], threshold: float) -> tuple[list[Tensor], list[int]]:
-    pipe, drawn, skipped = make_pipe(), [], []
-    for plan in plans:
-        runner = parallelize(pipe, Plan(**plan), keep_weights=True)
-        ditile.enable_cache(runner, DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=threshold))
-        drawn.append(runner(**make_call(**TRUE_CFG, num_inference_steps=12)).images)
-        skipped.append(
-            sum(len(each.skipped) for report in ditile.summary(runner, logging=False) for each in report.decisions)
-        )
-        ditile.disable_cache(runner)
-        runner.restore()
-    return drawn, skipped
-
-
-@pytest.mark.parametrize("references", [0, 2])
-def test_caches_go_with_references(pool: Pool, references: int) -> None:
-    """A threshold of 0 skips nothing, bit for bit; one that skips does so alike on one, two and three stages, whose
-    pictures are one up to rounding, as each stage remembers its own residual.
-
-    A failure means that a cache remembers a reference's tokens for those of the picture, or that stages decide unlike.
-    """
-    plan = {"references": references, "patches": 4}
-    [plain] = draw_plans([plan], {**TRUE_CFG, "num_inference_steps": 12})
-    [exact], none = draw_cached([plan], 0.0)
-    same(exact, plain)
-    [alone], some = draw_cached([plan], 0.6)
-    assert none == [0] and some[0] > 0
-    different(alone, plain, "the cache had no effect")
-    for ranks in (2, 3):
-        for drawn, skipped in pool.run(draw_cached, ranks, [plan | {"pipefusion": ranks}], 0.6):
-            assert (drawn[0] - alone).abs().max() <= FLOAT * alone.abs().max()
-            assert skipped == [ranks * some[0]], "the decisions of every stage"
-
-
-def test_the_outcome_of_a_command_says_how_many_references_there_were() -> None:
-    runner = build_single_runner(make_pipe(), Plan(references=0, patches=2))
-    runner(**make_call())
-    report = runner.report.to_dict()
-    runner.restore()
-    outcome = Outcome(plan="references=0", model="tiny", seed=0, images=[], reports=[report])
-    assert f"{'references':<15}{REFERENCE} tokens, computed in 1 of {LONG} steps" in list(list_outcome_lines(outcome))

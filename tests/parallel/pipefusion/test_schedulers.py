@@ -14,13 +14,6 @@ from torch import Tensor
 
 import ditile
 from ditile import Plan
-from ditile.model.hooks.pieces import Piece
-from ditile.parallel.pipefusion.patch_schedulers import (
-    PatchSchedulers,
-    StepSignature,
-    find_argument_names,
-    find_step_signature,
-)
 from ditile.plan.errors import ModelError
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, same
@@ -185,37 +178,3 @@ def test_a_pipeline_that_changes_its_scheduler_in_the_loop(name: str) -> None:
     wanted = pipe(**entry.call())
     runner = ditile.parallelize(pipe, Plan(), keep_weights=True)
     assert torch.equal(list_tensors(runner(**entry.call()))[0], list_tensors(wanted)[0])
-
-
-class Unnamed(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """A user's scheduler, which passes on what it is given."""
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().step(*args, **kwargs)
-
-
-def test_a_step_that_names_no_parameters_is_that_of_its_base() -> None:
-    assert find_argument_names(find_step_signature(Unnamed())) == ("model_output", "timestep", "sample")
-    with pytest.raises(ModelError, match="names none of its parameters.*call them model_output"):
-        find_step_signature(type("Other", (), {"step": lambda self, *args: args})())
-
-
-def test_the_first_timestep_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look-up waits for the device. A failure means that the last stage waits for it with each patch of step 0."""
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(4)
-    lookups: list[Any] = []
-    stock = type(scheduler).index_for_timestep
-    monkeypatch.setattr(
-        type(scheduler), "index_for_timestep", lambda self, *args: lookups.append(args) or stock(self, *args)
-    )
-    copies = PatchSchedulers(scheduler, scheduler.timesteps, 4, 4)
-    latents = torch.ones(1, 1, 8, 8)
-    pieces = [Piece.from_mask(torch.arange(8).view(1, 1, 8, 1).expand(1, 1, 8, 8) // 2 == patch) for patch in range(4)]
-    for t in scheduler.timesteps[1:3]:
-        call = StepSignature(scheduler).bind((latents, t, latents), {})
-        stepped = [copies.step_patch(p, call, latents, piece)[0] for p, piece in enumerate(pieces)]
-    assert len(lookups) == 1
-    assert all(torch.equal(each, stepped[0]) for each in stepped)
-    copies.sync_step_index(scheduler)
-    assert scheduler.step_index == 3

@@ -164,8 +164,3 @@ def nothing() -> None:
             for changes, says in NOTHING:
                 with pytest.raises(DitileError, match=says):
                     runner(**{"prompt": "a", "guidance_scale": 3.0} | changes)
-
-
-def test_calls_that_ask_for_nothing(pool: Pool) -> None:
-    """A failure means an error of ditile's own arithmetic in place of a line."""
-    pool.run(nothing, 2)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import EulerDiscreteScheduler
 
 import ditile
 from ditile.plan.errors import ModelError, PlanError
@@ -141,37 +140,6 @@ def test_shared_tokens(pool: Pool, name: str) -> None:
     as_serial(pool, name, 2, SEQUENCE, **ODD)
 
 
-def test_without_patches(pool: Pool) -> None:
-    """One patch: every step is synchronous, and no keys are kept. A failure means that somebody waits for them."""
-    plans = [{"pipefusion": 2, "patches": 1} | mode for mode in (SEQUENCE, ALONE)]
-    for plain, *results in pool.run(pictures, 2, "flux", plans, {}):
-        for plan, got in zip(plans, results, strict=True):
-            close(got, plain, plan)
-
-
-@pytest.mark.parametrize("mode", [SEQUENCE, PAIR])
-def test_callbacks_and_other_schedulers(pool: Pool, mode: dict[str, Any]) -> None:
-    """A callback that asks for the latents; a scheduler that scales its input. Members of a warmup group read both.
-
-    A failure means that a member computes on latents that its peers do not have.
-    """
-    pool.run(watched, 3, mode)
-
-
-def watched(mode: dict[str, Any]) -> None:
-    pipe = MAKE["pixart sigma"]()
-    pipe.scheduler = EulerDiscreteScheduler(beta_end=0.004)
-    plan = {"pipefusion": 3, "patches": 3, "warmup": 3}
-    wanted, seen = None, []
-    for also in ({}, mode):
-        with divided(pipe, **plan, **also) as runner:
-            got = run(runner, "pixart sigma", callback=lambda step, t, x: seen.append(x.clone()), callback_steps=2)
-        wanted = got if wanted is None else wanted
-    close(got, wanted, mode)
-    for one, other in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
-        close(other, one, mode)
-
-
 def weights(mode: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
     """On a rank: parameters in blocks, keys kept, bytes sent."""
     pipe = MAKE["pixart sigma"]()
@@ -256,20 +224,6 @@ def test_with_shared_batches(pool: Pool, name: str, mode: dict[str, Any]) -> Non
     for rank, (plain, *results) in enumerate(pool.run(pictures, 4, name, plans, ODD)):
         for plan, got in zip(plans[:2], results, strict=False):
             close(got, plain, f"{name} {plan} rank {rank}")
-
-
-def changed() -> None:
-    pipe = MAKE["flux"]()
-    runner = parallelize(pipe, Plan(pipefusion=2, **SEQUENCE))
-    pipe.transformer.double()
-    with pytest.raises(ModelError, match="other names, shapes or types"):
-        run(runner, "flux")
-
-
-@pytest.mark.nightly
-def test_other_weights_are_refused(pool: Pool) -> None:
-    """A failure means that weights are read with another type than they were written with."""
-    pool.run(changed, 2)
 
 
 @pytest.mark.nightly

@@ -22,7 +22,6 @@ from diffusers import (
 from PIL import Image
 from torch import nn
 
-import ditile
 from ditile.model.registry import FLUX, PIXART
 from ditile.plan.errors import StateError
 from tests import tiny
@@ -72,19 +71,6 @@ def test_image_to_image(pool: Pool, name: str) -> None:
             same(results, wanted, f"{name}, stale keys, {ranks} ranks")
 
 
-def stale_matters(name: str) -> None:
-    pipe = from_image(name)
-    call = strengths()[2]
-    plain = run(pipe, name, **call)
-    with divided(pipe, pipefusion=1, **STALE) as runner:
-        different(run(runner, name, **call), plain, "stale keys")
-
-
-def test_image_to_image_warms_up_once(pool: Pool) -> None:
-    """A failure means that warmup counts as if the skipped steps were still to come, so nothing is ever stale."""
-    pool.run(stale_matters, 1, "flux")
-
-
 # Models of users
 
 
@@ -116,32 +102,6 @@ OWN: dict[str, tuple[type[nn.Module], Any]] = {
     "pixart sigma": (OwnPixArt, PIXART),
     "sd3.5 medium": (OwnSD3, None),
 }
-
-
-def own_model(name: str, ranks: int) -> Any:
-    cls, spec = OWN[name]
-    if spec is not None:
-        ditile.register(cls, spec)
-    pipe = MAKE[name]()
-    stock = run(pipe, name)
-    gain = 1.0 if name.startswith("pixart") else 1.6
-    config = {key: value for key, value in pipe.transformer.config.items() if not key.startswith("_")}
-    pipe.transformer = tiny.randomise(cls(**config), gain=gain)
-    wanted = run(pipe, name)
-    if spec is not None:
-        different(wanted, stock, "the user's own model")
-    with divided(pipe, pipefusion=ranks, **EXACT) as runner:
-        same(run(runner, name), wanted, f"{cls.__name__} on {ranks}")
-    with divided(pipe, pipefusion=ranks, **STALE) as runner:
-        return run(runner, name)
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_a_model_of_a_user(pool: Pool, name: str) -> None:
-    """A failure means that something is read off a class or a config instead of the model that is there."""
-    wanted = pool.run(own_model, 1, name, 1)[0]
-    for results in pool.run(own_model, 3, name, 3):
-        same(results, wanted, f"{name}, stale keys")
 
 
 def backends() -> None:
@@ -178,48 +138,7 @@ def backends() -> None:
             registry.set_active_backend(active)
 
 
-def test_the_attention_backend_that_was_chosen(pool: Pool) -> None:
-    """A failure means that a kernel which the user chose is not the one that runs, or is lost by a call."""
-    pool.run(backends, 2)
-
-
 # Several users
-
-
-def in_turns(names: list[str]) -> None:
-    pipes = [MAKE[name]() for name in names]
-    wanted = [run(pipe, name) for name, pipe in zip(names, pipes, strict=True)]
-    with divided(pipes[0], pipefusion=2, **EXACT) as one, divided(pipes[1], pipefusion=2, **EXACT) as other:
-        for turn in (0, 1, 1, 0, 0, 1):
-            same(run((one, other)[turn], names[turn]), wanted[turn], f"{names[turn]} in turns")
-    alone = MAKE[names[0]]()
-    with divided(pipes[0], pipefusion=2, **STALE) as one, divided(pipes[1], pipefusion=2, patches=2) as other:
-        first = run(one, names[0])
-        run(other, names[1])
-        same(run(alone, names[0]), wanted[0], "a plain pipeline beside divided ones")
-        same(run(one, names[0]), first, f"{names[0]}, stale keys, in turns")
-
-
-@pytest.mark.parametrize("names", [["flux", "sd3"], ["pixart sigma", "pixart alpha"], ["flux", "flux"]])
-def test_two_pipelines_in_turns(pool: Pool, names: list[str]) -> None:
-    """A failure means that something of one pipeline is kept by the process or the class."""
-    pool.run(in_turns, 2, names)
-
-
-def shared_transformer() -> None:
-    pipe = MAKE["flux"]()
-    picture = from_image("flux", pipe)
-    wanted = run(pipe, "flux"), run(picture, "flux", **strengths()[1])
-    with divided(pipe, pipefusion=2, **EXACT) as runner:
-        same(run(runner, "flux"), wanted[0], "text to image")
-        with pytest.raises(StateError, match="cut into stages already"):
-            ditile.parallelize(picture, ditile.Plan(pipefusion=2))
-    same(run(picture, "flux", **strengths()[1]), wanted[1], "the other pipeline of the transformer")
-
-
-def test_two_pipelines_of_one_transformer(pool: Pool) -> None:
-    """A failure means that a pipeline runs with blocks that are hollow."""
-    pool.run(shared_transformer, 2)
 
 
 def second_thread(ranks: int) -> None:

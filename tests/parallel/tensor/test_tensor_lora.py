@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import ditile
-from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Traffic
-from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
@@ -133,11 +129,3 @@ def test_a_pipeline_that_was_loaded_for_the_plan_takes_loras_after_the_cut(pool:
             assert "of this FluxTransformer2DModel only a share of tensor=2 was loaded" in line
             assert "call parallelize, and load the LoRA into its runner's pipeline" in line
         assert error(picture, wanted) < TOLERANCE
-
-
-def test_an_adapter_that_is_no_plain_lora_is_refused() -> None:
-    """DoRA's norm of a row would be that of its share."""
-    pipe = MAKE["flux"]()
-    get_peft_model(pipe.transformer, LoraConfig(r=2, target_modules=["to_q"], use_dora=True))
-    with pytest.raises(ModelError, match="to_q has a peft.* adapter, .* fuse it into the weights"):
-        shard_weights(pipe.transformer, find_tensor_table(pipe.transformer, None), Axis("tensor", (0, 1)), Traffic())

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.model.anatomies import find_anatomy, find_derived_cuts
+from ditile.model.anatomies import find_derived_cuts
 from ditile.model.registry import choose_model_spec
-from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
@@ -85,68 +84,6 @@ def divided(name: str, weights: tuple[float, ...]) -> tuple[float, Tensor]:
             assert model.get_submodule(path).out_features == share * sizes[path], path
     out = forward(model, call | {"return_dict": False})
     return error(out, plain), out
-
-
-@pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1, 1), (3, 1), (1, 2, 1)])
-@pytest.mark.parametrize("name", MODELS)
-def test_other_models_predict_the_same(pool: Pool, name: str, weights: tuple[int, ...]) -> None:
-    """A failure: a norm over a share of its channels, or fused projections cut across their seams."""
-    results = pool.run(divided, len(weights), name, weights)
-    assert max(wrong for wrong, _ in results) < TOLERANCE
-    assert all(torch.equal(out, results[0][1]) for _, out in results), "ranks differ"
-
-
-def from_parts(family: str) -> tuple[float, float]:
-    """A model cut on the meta device, into which this rank reads its parts."""
-    whole, call = with_heads(family), inputs(family)
-    plain = forward(whole, call)
-    with torch.device("meta"):
-        model = type(whole).from_config(whole.config).eval()
-    cut = shard_weights(model, find_tensor_table(model, choose_model_spec(model)), axis(), Traffic())
-    mine = {}
-    for name, weight in whole.state_dict().items():
-        part = cut.select_shard(name, tuple(weight.shape))
-        if part is not None:
-            weight = torch.cat([weight.movedim(part.dim, 0)[p].movedim(0, part.dim) for p in part.pieces], part.dim)
-        mine[name] = weight
-    model.load_state_dict(mine, strict=True, assign=True)
-    for name, buffer in whole.named_buffers():  # not in files
-        model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
-    blocks = sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in whole.parameters())
-    return error(forward(model, call), plain), blocks
-
-
-@pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
-def test_a_rank_reads_its_parts_into_a_model_that_was_cut_before(pool: Pool, family: str) -> None:
-    """A failure: the loader would read other parts than the model keeps."""
-    for wrong, kept_bytes in pool.run(from_parts, 3, family):
-        assert wrong < TOLERANCE and kept_bytes < 0.75
-
-
-@pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
-def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut(family: str) -> None:
-    """What is neither cut nor a modulation would be the same weights, and the same work, on every rank."""
-    model = with_heads(family)
-    cuts = [
-        TensorCuts.match_tensor_table(model, find_tensor_table(model, choose_model_spec(model)), index, 3)
-        for index in range(3)
-    ]
-    for name, weight in model.state_dict().items():
-        seen = torch.zeros(weight.shape)
-        for cut in cuts:
-            part = cut.select_shard(name, tuple(weight.shape))
-            if part is None:
-                seen += 1
-                continue
-            for micro_batch in part.pieces:
-                seen.movedim(part.dim, 0)[micro_batch] += 1
-        assert torch.all(seen == (3 if part is None else 1)), name
-    anatomy = find_anatomy(model)
-    assert anatomy is not None
-    lists = tuple(anatomy.lists)
-    linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    uncut = {path for path in linears if path.startswith(lists)} - set(cuts[0].styles)
-    assert all(path.endswith((".norm.linear", ".norm1.linear", ".norm1_context.linear")) for path in uncut), uncut
 
 
 def test_one_rank_is_the_plain_model() -> None:

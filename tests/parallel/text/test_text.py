@@ -96,12 +96,6 @@ def test_runs_are_by_weight(layers: int, weights: tuple[float, ...], wanted: lis
     assert assign_layer_ranks(layers, weights) == wanted
 
 
-def test_layers_by_speed(pool: Pool) -> None:
-    """Of five layers of one encoder and four of the other. A failure means that a fast rank waits for a slow one."""
-    [(whole, fast, _), (_, slow, _)] = pool.run(pictures, 2, "flux true cfg", "split", 2, (3, 1))
-    assert all(fast[part] > 2 * slow[part] for part in whole)
-
-
 def more_ranks_than_layers(name: str) -> None:
     runner = parallelize(MAKE[name](), Plan(pipefusion=4, text="split", warmup=99))
     same(run(runner, name), draw_plain(name), name)
@@ -111,15 +105,6 @@ def more_ranks_than_layers(name: str) -> None:
 def test_more_ranks_than_layers(pool: Pool, name: str) -> None:
     """A failure means that ranks without a layer lose the text."""
     pool.run(more_ranks_than_layers, 4, name)
-
-
-def replicas() -> None:
-    pipe = MAKE["pixart sigma"]()
-    wanted = run(pipe, "pixart sigma")
-    runner = parallelize(pipe, Plan(pipefusion=2, text="first", warmup=99))
-    same(run(runner, "pixart sigma"), wanted)
-    again = parallelize_error(pipe, Plan(pipefusion=2, text="split"))
-    assert "cut into stages" in again
 
 
 def parallelize_error(pipe: Any, plan: Plan, **options: Any) -> str:
@@ -269,11 +254,6 @@ def test_an_encoder_that_raises_ends_all_ranks(pool: Pool, mode: str) -> None:
     first, second = pool.run(raises_on_one_rank, 2, mode)
     assert first == "MemoryError: no memory\nleft"
     assert second == "StateError: the text encoder raised on rank 0: MemoryError: no memory left"
-
-
-def test_a_pipeline_with_part_of_its_encoders_says_so(pool: Pool) -> None:
-    """A failure means that an encoder without weights passes for a whole one."""
-    pool.run(replicas, 2)
 
 
 @pytest.mark.parametrize("context", ['{"__enum__": true, "fqn": "wave:Wave_read", "name": "a"}', '"a"', '[{"a": 1}]'])

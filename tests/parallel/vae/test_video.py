@@ -15,10 +15,8 @@ from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.parallel_vae import PROVEN, ParallelVAE, install_row_forwards
 from ditile.parallel.vae.prove import simulate_ranks
 from ditile.plan.errors import ModelError
-from ditile.planner.footprint import LiveBytes
 from tests import tiny
-from tests.parallel.vae.test_vae import BOUND, axis, distance
-from tests.pool import Pool
+from tests.parallel.vae.test_vae import BOUND, distance
 
 FOUR = (8, 8, 8, 8)
 WAN = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
@@ -106,28 +104,6 @@ def test_rows_are_the_whole(name: str) -> None:
         for call, want in calls:
             results = simulate_ranks(vae, install_row_forwards, weights, call)
             assert max(distance(got, want) for got in results) < BOUND
-
-
-@torch.no_grad()
-def over_ranks(name: str) -> tuple[float, float, int, int]:
-    """Distances of what is decoded and encoded, and the peaks of live bytes, whole and divided."""
-    vae = make(name)
-    latents = make_latents(vae, 13)
-    with LiveBytes() as whole:
-        picture = decode(vae, latents)
-    mean = encode(vae, picture)
-    with ParallelVAE(vae, axis(), Traffic(), gather="all").install_forwards():
-        with LiveBytes() as mine:
-            got = decode(vae, latents)
-        return distance(got, picture), distance(encode(vae, picture), mean), whole.peak, mine.peak
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("wan 2.1", 2), ("wan 2.2", 3), ("hunyuan video", 2), ("cogvideox", 3)])
-def test_videos_over_ranks(pool: Pool, name: str, ranks: int) -> None:
-    """The peak is a share of the whole, besides the video itself, which every rank has at the end."""
-    for decoded, encoded, whole, mine in pool.run(over_ranks, ranks, name):
-        assert decoded < BOUND and encoded < BOUND
-        assert mine < whole * (1 / ranks + 0.25)
 
 
 @torch.no_grad()
