@@ -67,20 +67,6 @@ def test_one_measure_for_all_lists() -> None:
         assert add.call_count == 4, name
 
 
-def patched(classes: list[type]) -> tuple[Any, Any]:
-    """On two ranks: one pipeline cached and divided, and another that is neither."""
-    before = [dict(vars(cls)) for cls in classes]
-    pipe, plain = MAKE["pixart sigma"](), MAKE["pixart sigma"]()
-    wanted = draw(plain, "pixart sigma")
-    ditile.enable_cache(pipe, CACHE)
-    runner = ditile.parallelize(pipe, ditile.Plan(ulysses=2), keep_weights=True)
-    draw(runner, "pixart sigma")
-    same(draw(plain, "pixart sigma"), wanted, "a plain pipeline beside it")
-    assert [dict(vars(cls)) for cls in classes] == before
-    runner.restore()
-    return wanted, draw(plain, "pixart sigma")
-
-
 def test_two_threads_do_not_mix_two_pictures() -> None:
     """The second call is refused before it touches anything, with one clear error; the first one's picture is right,
     and so is the next one from another thread."""

@@ -305,7 +305,6 @@ def test_files_that_will_not_do(tmp_path: Path, name: str, text: str | None, say
     assert "\n" not in str(caught.value)
 
 
-SWITCHED = ("experimental_async_qkv_proj", "experimental_ulysses_async")
 PLANS: list[tuple[dict[str, Any], Plan]] = [
     ({"ulysses_size": 2, "ring_size": 2, "tp_size": 2}, Plan(ulysses=2, ring=2, tensor=2)),
     ({"ulysses_size": 2, "parallel_kwargs": {"experimental_ulysses_anything": True}}, Plan(ulysses=2, uaa=True)),

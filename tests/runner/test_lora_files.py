@@ -334,21 +334,6 @@ def test_a_lora_of_a_text_encoder_too(pool: Pool, tmp_path: Path) -> None:
         assert measure_error(fused, wanted) < TOLERANCE
 
 
-def make_damaged_values() -> dict[str, dict[str, Tensor]]:
-    """Files -> what is in them besides, or instead of, the values of a LoRA of FLUX."""
-    return {
-        "norm": {"transformer.transformer_blocks.0.attn.norm_q.weight": torch.ones(5)},
-        "control": {
-            "transformer.x_embedder.lora_A.weight": torch.ones(4, 128),
-            "transformer.x_embedder.lora_B.weight": torch.ones(tiny.WIDTH, 4),
-        },
-        "alphas": {f"transformer.{PROJECTION}.alpha": torch.ones(3)},
-        "nan": {f"transformer.{PROJECTION}.alpha": torch.tensor(math.nan)},
-        "bias": {f"transformer.{PROJECTION}.lora_B.bias": torch.ones(7)},
-        "integers": {f"transformer.{PROJECTION}.lora_A.weight": torch.ones(4, tiny.WIDTH, dtype=torch.int8)},
-    }
-
-
 def test_a_lora_for_control_images_goes_into_a_control_pipeline_alone() -> None:
     """A failure: it cannot be used at all, or half of it stays in a pipeline for other calls."""
     pipe = FluxControlPipeline.from_pipe(tiny.flux())
@@ -373,45 +358,32 @@ def write_hostile(folder: Path) -> dict[str, str]:
     save_file(good, folder / "good.safetensors")
     whole = (folder / "good.safetensors").read_bytes()
     (folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
-    (folder / "pickle.safetensors").write_bytes(pickle.dumps(good))
     (folder / "pickle.bin").write_bytes(pickle.dumps(good))
-    (folder / "empty.safetensors").write_bytes(b"")
-    wide = {name: torch.cat([factor, factor], dim=-1) for name, factor in good.items() if "lora_A" in name}
-    save_file(good | wide, folder / "wide.safetensors")
-    ranks = {name: torch.cat([factor, factor]) for name, factor in good.items() if "lora_A" in name}
-    save_file(good | ranks, folder / "ranks.safetensors")
-    factors = make_factors(ZOO["wan-2.1"].make().transformer, "wan-2.1")
-    save_file(name_as_diffusers("wan-2.1", factors), folder / "wan.safetensors")
-    save_file(name_as_kohya("wan-2.1", factors), folder / "wan-kohya.safetensors")
-    save_file({"a": torch.ones(2)}, folder / "numbers.safetensors")
-    for file, values in make_damaged_values().items():
-        save_file(good | values, folder / f"{file}.safetensors")
+    down = {name: factor for name, factor in good.items() if "lora_A" in name}
     norm = "text_encoder.final_layer_norm"
     late = {f"{norm}.lora_A.weight": torch.ones(4, tiny.WIDTH), f"{norm}.lora_B.weight": torch.ones(tiny.WIDTH, 4)}
-    save_file(add_text_factors(good) | late, folder / "late.safetensors")
-    infinite = {name: factor / 0 for name, factor in good.items() if "lora_A" in name}
-    save_file(good | infinite, folder / "infinite.safetensors")
-    half = {name: factor for name, factor in good.items() if "lora_A" in name}
-    save_file(half, folder / "half.safetensors")
+    files = {
+        "wide": good | {name: torch.cat([factor, factor], dim=-1) for name, factor in down.items()},
+        "ranks": good | {name: torch.cat([factor, factor]) for name, factor in down.items()},
+        "norm": good | {"transformer.transformer_blocks.0.attn.norm_q.weight": torch.ones(5)},
+        "nan": good | {f"transformer.{PROJECTION}.alpha": torch.tensor(math.nan)},
+        "infinite": good | {name: factor / 0 for name, factor in down.items()},
+        "late": add_text_factors(good) | late,
+        "half": down,
+        "wan": name_as_diffusers("wan-2.1", make_factors(ZOO["wan-2.1"].make().transformer, "wan-2.1")),
+    }
+    for file, state in files.items():
+        save_file(state, folder / f"{file}.safetensors")
     return {
         "cut.safetensors": "cannot be loaded: ",
-        "pickle.safetensors": "cannot be loaded: ",
-        "empty.safetensors": "cannot be loaded: ",
         "pickle.bin": "is no .safetensors file (pickle.bin), and other files may run code when they are read",
         "wide.safetensors": ".lora_A.weight of shape [4, 320] does not fit a layer of 160 inputs and 32 outputs",
         "ranks.safetensors": ".lora_A.weight of shape [8, 160] does not fit .lora_B.weight of shape [32, 4]",
         "norm.safetensors": ".norm_q.weight replaces a weight of the model, which no scale reaches",
-        "control.safetensors": "x_embedder.lora_A.weight of shape [4, 128] does not fit a layer of ",
-        "alphas.safetensors": ".alpha is [1.0, 1.0, 1.0], and an alpha is one finite number",
         "nan.safetensors": ".alpha is [nan], and an alpha is one finite number",
-        "bias.safetensors": ".lora_B.bias of shape [7] does not fit a layer of 32 outputs",
-        "integers.safetensors": ".lora_A.weight has numbers of torch.int8, and factors are floating-point numbers",
         "infinite.safetensors": ".lora_A.weight has numbers that are not finite",
-        ".": " files (alphas.safetensors, bias.safetensors, control.safetensors), and one of them is a LoRA's; give it",
         "late.safetensors": "cannot be loaded: Target module LayerNorm",
         "wan.safetensors": "changes nothing of this FluxPipeline: no layer takes its ",
-        "wan-kohya.safetensors": "cannot be loaded: Incompatible keys detected",
-        "numbers.safetensors": "changes nothing of this FluxPipeline: no layer takes its 1 keys (a)",
         "half.safetensors": "changes nothing of this FluxPipeline: no layer takes its ",
     }
 
@@ -440,7 +412,7 @@ def be_refused(folder: Path, files: list[str], plan: dict[str, Any]) -> list[str
     return lines
 
 
-@pytest.mark.parametrize("plan", [{}, {"tensor": 2}, {"ulysses": 2}])
+@pytest.mark.parametrize("plan", [{}, {"tensor": 2}])
 def test_hostile_files_are_refused_in_one_line(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
     """A failure: a traceback of another library, or a pipeline that is changed by half."""
     says = write_hostile(tmp_path)

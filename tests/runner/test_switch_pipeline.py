@@ -16,8 +16,6 @@ from diffusers import (
 )
 from PIL import Image
 
-import ditile
-from ditile.cache.config import DBCacheConfig
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
@@ -78,26 +76,6 @@ PLANS: list[dict[str, Any]] = [
 def test_other_classes_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> None:
     """A failure means that a server draws other pictures than a runner of the class, or spoils the first class."""
     pool.run(switched, 2, plan, [FluxInpaintPipeline, FluxImg2ImgPipeline])
-
-
-def cached() -> None:
-    """On a rank: a cache and a scheduler stay, whichever class is called."""
-    pipe = MAKE["flux"]()
-    with divided(pipe, pipefusion=2, warmup=1) as runner:
-        ditile.enable_cache(runner, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=0.9))
-        first, stock = run(runner, "flux"), pipe.scheduler
-        runner.switch_pipeline(FluxImg2ImgPipeline)
-        picture = runner(**call_with_picture())[0]
-        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=2.0)
-        runner.switch_pipeline(FluxPipeline)
-        assert runner.switch_pipeline(FluxImg2ImgPipeline).scheduler is stock, "the one at hand counts"
-        same(runner(**call_with_picture())[0], picture, "again")
-        runner.pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=2.0)
-        assert runner.switch_pipeline(FluxPipeline).scheduler.config.shift == 2.0
-        different(run(runner, "flux"), first, "another scheduler")
-        ditile.disable_cache(runner)
-        runner.switch_pipeline(FluxImg2ImgPipeline).scheduler = stock
-        different(runner(**call_with_picture())[0], picture, "without the cache")
 
 
 def unlike() -> None:

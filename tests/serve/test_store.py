@@ -119,12 +119,6 @@ def test_two_servers_never_share_a_folder(open_store: Callable[[], JobStore], tm
     open_store()  # the first one has let go of it
 
 
-def write_foreign_database(path: Path) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("CREATE TABLE jobs (id TEXT)")
-    database.close()
-
-
 def write_newer_database(path: Path) -> None:
     JobStore(path.parent, KEEP).close()
     with sqlite3.connect(path) as database:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig
 from torch import Tensor, nn
 
 import ditile
-from ditile import ModelError, Plan
-from ditile.model.block_table import read_anatomy_rows
+from ditile import Plan
 from ditile.plan.errors import PlanError, StateError
-from ditile.runner.load import load_partial_components
-from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, counted_steps, list_tensors
+from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, list_tensors
 
 STAGES = {"pipefusion": 2, "warmup": ENOUGH}
 PATCHES = {"qwen-image": 20, "wan-2.1": 64}
@@ -61,40 +56,6 @@ def draw_stale_in_mode(name: str, mode: str, variant: str = "call") -> list[str]
     make_call, pipe, plan = getattr(entry, variant), entry.make(), {**STAGES, "warmup": 1}
     want, _ = draw(pipe, plan, make_call())
     problem = compare_drawings(draw(pipe, {**plan, "warmup_mode": mode}, make_call())[0], want, MODES[mode])
-    return [problem] if problem else []
-
-
-def refuse_unknown_rows(name: str) -> str:
-    """What a pipeline says to micro-batches of two prompts of unlike length, where one prompt alone was recorded."""
-    entry = EVERY[name]
-    pipe, plan = entry.make(), {**STAGES, "warmup": 1, "warmup_mode": "pipelined"}
-    with pytest.MonkeyPatch.context() as patch, counted_steps() as steps, pytest.raises(ModelError) as refused:
-        for row in read_anatomy_rows()[type(pipe.transformer).__name__]:
-            patch.setitem(row["inputs"], "encoder_hidden_states_mask", [".T"])
-        draw(pipe, plan, entry.padded_prompt())
-    assert not steps
-    return str(refused.value)
-
-
-def draw_padded_micro_batches(name: str) -> list[str]:
-    """What is wrong with micro-batches of two prompts of unlike length."""
-    warnings.simplefilter("ignore")
-    entry = EVERY[name]
-    want = list_tensors(entry.make()(**entry.padded_prompt()))
-    got, _ = draw(entry.make(), {**STAGES, "warmup_mode": "pipelined"}, entry.padded_prompt())
-    problem = compare_drawings(got, want, MODES["pipelined"])
-    return [problem] if problem else []
-
-
-def draw_loaded_in_part(name: str, folder: str) -> list[str]:
-    """What is wrong where each stage has read its own blocks alone."""
-    warnings.simplefilter("ignore")
-    entry, plan = EVERY[name], Plan(**STAGES)
-    pipe = entry.make()
-    want = list_tensors(pipe(**entry.call()))
-    # These pipelines have no text encoder, so that diffusers does not build them from a folder.
-    pipe.transformer = load_partial_components(Path(folder), plan, dist.get_rank(), torch.float32)["transformer"]
-    problem = compare_drawings(list_tensors(ditile.parallelize(pipe, plan)(**entry.call())), want, 0.0)
     return [problem] if problem else []
 
 
@@ -197,22 +158,3 @@ def leave_out_a_block(name: str) -> str:
     except StateError as error:
         return str(error)
     return "nothing"
-
-
-def draw_after_too_few_tokens(name: str) -> list[str]:
-    """What is wrong with a call after one that has fewer tokens than ranks."""
-    warnings.simplefilter("ignore")
-    entry = EVERY[name]
-    pipe, problems = entry.make(), []
-    want = list_tensors(pipe(**entry.call()))
-    for plan in ({"ulysses": 2}, {"ring": 2}, {"distrifusion": 2, "warmup": ENOUGH}):
-        runner = ditile.parallelize(pipe, Plan(**plan), keep_weights=True)
-        try:
-            runner(**entry.call() | {"height": 16, "width": 16, "num_frames": 1})
-            problems.append(f"{plan}: not refused")
-        except PlanError:
-            pass
-        if problem := compare_drawings(list_tensors(runner(**entry.call())), want, 1e-5):
-            problems.append(f"{plan}: {problem}")
-        runner.restore()
-    return problems

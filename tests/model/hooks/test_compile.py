@@ -31,7 +31,6 @@ from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
 from tests.runner.cases import MAKE, run, same, unfused
 
-NAMES = ("flux", "pixart sigma", "sd3.5 medium")
 UNEVEN = {"patches": 3, "warmup": 1}  # 12 rows and the text: no two patches have equally many tokens
 MOST_GRAPHS = 4  # of a class of blocks
 CUDA = torch.device("cuda", 0)

@@ -129,21 +129,8 @@ def hooked(attention: Any) -> None:
     attention.to_v.register_forward_hook(lambda module, args, out: out + 1)
 
 
-def around(attention: Any) -> None:
-    forward = attention.to_k.forward
-    attention.to_k.forward = lambda x: forward(x) + 1
-
-
-def cast(attention: Any) -> None:
-    attention.to_k.double()
-
-
 def elsewhere(attention: Any) -> None:
     attention.to_v.to("meta")
-
-
-def bare(attention: Any) -> None:
-    attention.to_v.bias = None
 
 
 @pytest.mark.parametrize(

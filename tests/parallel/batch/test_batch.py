@@ -232,20 +232,6 @@ def test_callbacks_see_all_images(pool: Pool) -> None:
     pool.run(watched, 4, "flux true cfg", FULL | {"data": 2})
 
 
-def interrupted(rank: int) -> tuple[Tensor, list[int]]:
-    pipe, seen = MAKE["flux"](), []
-
-    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        seen.append(step)
-        if step == 2 and dist.get_rank() == rank:
-            pipe._interrupt = True
-        return {}
-
-    call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": [], "num_inference_steps": 8}
-    with divided(pipe, data=3) as runner:
-        return run(runner, "flux", num_images_per_prompt=2, **call), seen
-
-
 # Saying no
 
 

@@ -9,31 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers import (
-    CogVideoXDPMScheduler,
-    CogVideoXPipeline,
-    DDIMPipeline,
     DDIMScheduler,
     DiffusionPipeline,
     DiTPipeline,
     DiTTransformer2DModel,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
-    FluxInpaintPipeline,
     LatentConsistencyModelPipeline,
     LCMScheduler,
     PixArtSigmaPipeline,
-    SD3Transformer2DModel,
-    StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
-    UNet2DModel,
 )
 from transformers import CLIPTextModelWithProjection
 
@@ -50,68 +42,30 @@ TWO = ["a red circle", "a ring"]
 SIZE = {"height": 32, "width": 32}
 
 
-def painted(pipe: Any, **call: Any) -> Made:
+def unet_inpaint() -> Made:
     """The left half anew; between steps the right half is the picture under noise of the next step's level."""
+    pipe = tiny.stable_diffusion(StableDiffusionInpaintPipeline)
+    pipe.scheduler = EulerDiscreteScheduler(beta_end=0.004)
     mask = torch.zeros(1, 1, 32, 32, dtype=torch.float64)
     mask[..., :16] = 1
     image = torch.linspace(0, 1, 3 * 32 * 32, dtype=torch.float64).view(1, 3, 32, 32)
-    return pipe, {"prompt": TWO, "image": image, "mask_image": mask, "strength": 0.7, "output_type": "latent"} | call
+    call = {"prompt": TWO, "image": image, "mask_image": mask, "strength": 0.7, "output_type": "latent"}
+    return pipe, call | SIZE
 
 
-def unet_inpaint() -> Made:
-    pipe = tiny.stable_diffusion(StableDiffusionInpaintPipeline)
-    pipe.scheduler = EulerDiscreteScheduler(beta_end=0.004)
-    return painted(pipe, **SIZE)
-
-
-def flux_inpaint() -> Made:
-    pipe = FluxInpaintPipeline(**tiny.flux().components)
-    return painted(pipe, max_sequence_length=12, **SIZE)
-
-
-def sd3_inpaint() -> Made:
-    parts = tiny.sd3().components
-    config = {k: v for k, v in parts["transformer"].config.items() if not k.startswith("_")}
-    parts["transformer"] = tiny.randomise(SD3Transformer2DModel(**config | {"in_channels": 16, "out_channels": 16}))
-    pipe = StableDiffusion3InpaintPipeline(**parts | {"vae": tiny.vae(16)})
-    return painted(pipe, max_sequence_length=12, guidance_scale=3.0, **SIZE)
-
-
-class Counted(DiTPipeline):
-    """Its bar is given an iterator, whose length nobody knows."""
-
-    def __call__(self, **call: Any) -> Any:
-        stock = self.progress_bar
-        with mock.patch.object(self, "progress_bar", lambda iterable: stock(t for t in iterable)):
-            return super().__call__(**call)
-
-
-def bar_that_is_iterated(kind: type[DiTPipeline] = DiTPipeline) -> Made:
+def bar_that_is_iterated() -> Made:
     torch.manual_seed(0)
     transformer = DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=8,
         patch_size=2, num_embeds_ada_norm=1000,
     )  # fmt: skip
-    pipe = kind(tiny.randomise(transformer, gain=1.0), tiny.vae(), DDIMScheduler(beta_end=0.004))
+    pipe = DiTPipeline(tiny.randomise(transformer, gain=1.0), tiny.vae(), DDIMScheduler(beta_end=0.004))
     return pipe, {"class_labels": [1, 2], "guidance_scale": 1.0, "output_type": "np"}
-
-
-def bar_of_unknown_length() -> Made:
-    return bar_that_is_iterated(Counted)
 
 
 def latents_for_each_branch() -> Made:
     pipe, call = bar_that_is_iterated()
     return pipe, call | {"class_labels": [1, 2, 3], "guidance_scale": 3.0}
-
-
-def batch_size() -> Made:
-    torch.manual_seed(0)
-    unet = UNet2DModel(
-        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
-    return DDIMPipeline(tiny.randomise(unet, gain=1.0), DDIMScheduler()), {"batch_size": 3, "output_type": "np"}
 
 
 def results_unpacked() -> Made:
@@ -121,18 +75,6 @@ def results_unpacked() -> Made:
     pipe.unet = tiny.randomise(UNet2DConditionModel(**config | {"time_cond_proj_dim": 8}), gain=1.0)
     pipe.scheduler = LCMScheduler(beta_end=0.004)
     return pipe, {"prompt": TWO, "output_type": "latent", **SIZE}
-
-
-def arguments_between() -> Made:
-    pipe = CogVideoXPipeline(
-        tokenizer=None, text_encoder=None, vae=None, scheduler=CogVideoXDPMScheduler(),
-        transformer=FAMILIES["CogVideoXTransformer3DModel"].make(),
-    )  # fmt: skip
-    text = {
-        "prompt_embeds": noise(2, 5, 16, seed=1).double(),
-        "negative_prompt_embeds": noise(2, 5, 16, seed=2).double(),
-    }
-    return pipe, text | {"height": 64, "width": 64, "num_frames": 5, "output_type": "latent"}
 
 
 def left_early() -> Made:
@@ -153,14 +95,9 @@ def left_early() -> Made:
 
 LOOPS: dict[Callable[[], Made], list[dict[str, Any]]] = {
     unet_inpaint: [{}, {"data": 2}, {"cfg": 2}],
-    flux_inpaint: [{}, {"data": 2}],
-    sd3_inpaint: [{}, {"data": 2}, {"cfg": 2}],
     bar_that_is_iterated: [{}, {"data": 2}],
-    bar_of_unknown_length: [{}, {"data": 2}],
     latents_for_each_branch: [{}, {"data": 2}, {"cfg": 2}],
-    batch_size: [{}, {"data": 2}],
     results_unpacked: [{}, {"data": 2}],
-    arguments_between: [{}, {"data": 2}, {"cfg": 2}],
     left_early: [{}, {"data": 2}, {"cfg": 2}],
 }
 

@@ -5,24 +5,17 @@ Bitwise throughout: at the limit where nothing is stale against the plain pipeli
 
 from __future__ import annotations
 
-import copy
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from diffusers import (
     FluxImg2ImgPipeline,
-    FluxTransformer2DModel,
-    PixArtTransformer2DModel,
-    SD3Transformer2DModel,
     StableDiffusion3Img2ImgPipeline,
 )
 from PIL import Image
-from torch import nn
 
-from ditile.model.registry import FLUX, PIXART
 from ditile.plan.errors import StateError
 from tests import tiny
 from tests.pool import Pool, share
@@ -72,70 +65,6 @@ def test_image_to_image(pool: Pool, name: str) -> None:
 
 
 # Models of users
-
-
-class OwnFlux(FluxTransformer2DModel):  # type: ignore[misc]
-    """Adds a layer of its own around the stock forward."""
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(hidden_states, *args, **kwargs)
-        return (out[0] * 0.9, *out[1:])
-
-
-class OwnPixArt(PixArtTransformer2DModel):  # type: ignore[misc]
-    """Has one block more than its config says, and a forward of another signature."""
-
-    def __init__(self, **config: Any) -> None:
-        super().__init__(**config)
-        self.transformer_blocks.append(copy.deepcopy(self.transformer_blocks[0]))
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        return super().forward(hidden_states=hidden_states, **kwargs)
-
-
-class OwnSD3(SD3Transformer2DModel):  # type: ignore[misc]
-    """Inherits its table: it is registered nowhere."""
-
-
-OWN: dict[str, tuple[type[nn.Module], Any]] = {
-    "flux": (OwnFlux, FLUX),
-    "pixart sigma": (OwnPixArt, PIXART),
-    "sd3.5 medium": (OwnSD3, None),
-}
-
-
-def backends() -> None:
-    from diffusers.models import attention_dispatch as stock
-
-    name, asked = "flux", []
-    registry = stock._AttentionBackendRegistry
-    active = registry.get_active_backend()[0]
-    for backend, of_others in (("native", "_native_math"), ("_native_math", "native")):
-        pipe = MAKE[name]()
-        member = stock.AttentionBackendName(backend)
-        attend = registry._backends[member]
-
-        def noted(*args: Any, attend: Any = attend, member: Any = member, **kwargs: Any) -> Any:
-            asked.append(member)
-            return attend(*args, **kwargs)
-
-        registry._backends[member] = noted
-        try:
-            asked.clear()
-            pipe.transformer.set_attention_backend(backend)
-            registry.set_active_backend(stock.AttentionBackendName(of_others))  # as another pipeline would
-            wanted, calls = run(pipe, name), len(asked)
-            asked.clear()
-            with divided(pipe, pipefusion=2, **EXACT) as runner:
-                same(run(runner, name), wanted, backend)
-            assert 0 < len(asked) < calls and set(asked) == {member}, f"{backend}: {set(asked)}"
-            asked.clear()
-            run(pipe, name)
-            assert len(asked) == calls, f"{backend} is not set any more"
-            assert registry.get_active_backend()[0].value == of_others
-        finally:
-            registry._backends[member] = attend
-            registry.set_active_backend(active)
 
 
 # Several users

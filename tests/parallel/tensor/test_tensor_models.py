@@ -6,23 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2Transformer2DModel, Lumina2Transformer2DModel, WanTransformer3DModel
-from torch import Tensor, nn
+from diffusers import WanTransformer3DModel
+from torch import nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.model.anatomies import find_derived_cuts
 from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.tensor.tensors import axis, error, forward, inputs, with_heads
+from tests.parallel.tensor.tensors import forward, inputs, with_heads
 from tests.pool import Pool
 from tests.zoo import ZOO
-
-TOLERANCE = 1e-5
 
 _WAN = {
     "to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise", "norm_q": "rms_norm",
@@ -39,51 +36,6 @@ def wan() -> tuple[nn.Module, dict[str, Any]]:
     )  # fmt: skip
     call = {"hidden_states": torch.randn(2, 4, 2, 6, 8), "encoder_hidden_states": torch.randn(2, 7, 16)}
     return tiny.randomise(model), call | {"timestep": torch.tensor([500, 500])}
-
-
-def flux2() -> tuple[nn.Module, dict[str, Any]]:
-    model = Flux2Transformer2DModel(
-        in_channels=8, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=4,
-        joint_attention_dim=16, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
-    )  # fmt: skip
-    tokens, text = torch.cartesian_prod(*(torch.arange(n) for n in (1, 3, 4, 1))), torch.zeros(5, 4)
-    call = {"hidden_states": torch.randn(2, 12, 8), "encoder_hidden_states": torch.randn(2, 5, 16)}
-    return tiny.randomise(model), call | {
-        "timestep": torch.tensor([0.5, 0.5]), "guidance": torch.tensor([3.0, 3.0]), "img_ids": tokens, "txt_ids": text,
-    }  # fmt: skip
-
-
-def lumina2() -> tuple[nn.Module, dict[str, Any]]:
-    """Eight heads of queries, of which two share a key each."""
-    model = Lumina2Transformer2DModel(
-        sample_size=8, hidden_size=96, num_layers=2, num_refiner_layers=1, num_attention_heads=8, num_kv_heads=4,
-        multiple_of=16, axes_dim_rope=(4, 4, 4), axes_lens=(32, 16, 16), cap_feat_dim=16, in_channels=4,
-    )  # fmt: skip
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    call = {"hidden_states": torch.randn(2, 4, 6, 8), "encoder_hidden_states": torch.randn(2, 5, 16)}
-    return tiny.randomise(model), call | {"timestep": torch.tensor([0.5, 0.5]), "encoder_attention_mask": mask}
-
-
-MODELS = {
-    "wan, norms across heads": (wan, WAN),
-    "flux.2, diffusers' own plan": (flux2, None),
-    "lumina 2, grouped heads": (lumina2, None),
-}
-
-
-def divided(name: str, weights: tuple[float, ...]) -> tuple[float, Tensor]:
-    make, table = MODELS[name]
-    model, call = make()
-    plain = forward(model, call | {"return_dict": False})
-    table = table or find_tensor_table(model, None, find_derived_cuts(model))
-    sizes = {path: module.out_features for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    cuts = shard_weights(model, table, axis(), Traffic(), weights=weights).cuts
-    share = weights[axis().index] / sum(weights)
-    for path, style in cuts.styles.items():
-        if style.kind == "colwise":
-            assert model.get_submodule(path).out_features == share * sizes[path], path
-    out = forward(model, call | {"return_dict": False})
-    return error(out, plain), out
 
 
 def test_one_rank_is_the_plain_model() -> None:
