@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditile.cache.cached import IdleCacheWarning, find_model_cache
+from ditile.cache.cached import find_model_cache
 from ditile.cache.config import (
     Calibration,
     DBCacheConfig,
     DBPruneConfig,
     DMDCalibratorConfig,
     FoCaCalibratorConfig,
-    ParamsModifier,
     TaylorSeerCalibratorConfig,
 )
 from ditile.cache.forecast import DMD, FoCa, Reuse, TaylorSeer
@@ -84,21 +83,6 @@ def test_calibrators_continue_what_was_computed(flow: str, kind: str) -> None:
         caching.disable_cache(model)
 
 
-def test_one_stream_may_be_forecast_alone() -> None:
-    name = FLOWS["image, text"]
-    model = EVERY[name].make()
-    image, text = (
-        TaylorSeerCalibratorConfig(enable_encoder_calibrator=False), TaylorSeerCalibratorConfig(enable_calibrator=False)
-    )  # fmt: skip
-    found = []
-    for calibrator in (None, image, text, TaylorSeerCalibratorConfig()):
-        found.append(with_cache(name, model, EARLY.reset(Bn_compute_blocks=1), calibrator)[-1][0])
-        caching.disable_cache(model)
-    for one in range(4):
-        for other in range(one):
-            different(found[one], found[other], f"{one} and {other}")
-
-
 @pytest.mark.parametrize("kind", ["DBCache", "DBPrune"])
 def test_what_is_kept_may_be_smaller(kind: str) -> None:
     """A failure means that probes and residuals are kept in full, or that tokens lose their type."""
@@ -154,54 +138,6 @@ def test_what_is_measured(flow: str, how: str) -> None:
     assert skipped(model) == [hand.skipped]
     found = [difference for _, difference in report.decisions[0].differences]
     assert found == pytest.approx(hand.differences, rel=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::ditile.cache.cached.IdleCacheWarning")
-def test_nothing_is_left_between_probe_and_tail() -> None:
-    """More blocks in front and behind than there are: all run, and nothing is kept."""
-    name = FLOWS["image"]
-    model = EVERY[name].make()
-    wanted = outputs(name, model)
-    for config in (ROUND, DBPruneConfig(max_warmup_steps=0, residual_diff_threshold=ALWAYS)):
-        for first, last in ((4, 0), (1, 3), (3, 3), (8, 0), (2, 9)):
-            idle = config.reset(Fn_compute_blocks=first, Bn_compute_blocks=last)
-            with pytest.warns(IdleCacheWarning, match="nothing can be left out"):
-                got = with_cache(name, model, idle, moves=MOVES)
-            same(got, wanted, f"F{first} B{last}")
-            assert not any(skipped(model))
-    with pytest.warns(IdleCacheWarning):
-        enable(model, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0, non_prune_block_ids=[1, 2, 3]))
-    same(outputs(name, model), wanted, "no block may be pruned")
-
-
-def test_blocks_that_are_not_pruned() -> None:
-    name = FLOWS["text, image"]
-    model = EVERY[name].make()
-    hand = HandPrune(model, find_block_lists(model), 1, 1, threshold=9e9, never=(2,))
-    wanted = outputs(name, hand)
-    config = DBPruneConfig(
-        Fn_compute_blocks=1, Bn_compute_blocks=1, max_warmup_steps=0, residual_diff_threshold=ALWAYS,
-        non_prune_block_ids=[2],
-    )  # fmt: skip
-    same(with_cache(name, model, config, moves=MOVES), wanted)
-    assert skipped(model) == [[1, 2, 3, 4]] * 2
-
-
-def test_lists_may_have_settings_of_their_own() -> None:
-    """Two contexts: the second list decides by itself, with a probe of its own."""
-    name = FLOWS["text, image; then both as one"]
-    model = EVERY[name].make()
-    double, single = find_block_lists(model)
-    hand = Hand(model, [single], threshold=9e9)
-    wanted = outputs(name, hand)
-    modifiers = [
-        ParamsModifier(cache_config=DBCacheConfig(residual_diff_threshold=0.0)),
-        ParamsModifier(cache_config=DBCacheConfig(residual_diff_threshold=ALWAYS)),
-    ]
-    caching.enable_cache(model, ROUND.reset(num_inference_steps=STEPS), params_modifiers=modifiers)
-    same(outputs(name, model), wanted)
-    reports = {report.name: report for report in caching.summary(model, logging=False)}
-    assert reports[single.name].cached_steps == [1, 2, 3, 4] and double.name not in reports
 
 
 # Blocks of every pattern

@@ -76,16 +76,6 @@ def test_warmup() -> None:
     assert left_out({"max_warmup_steps": STEPS}) == []
 
 
-def test_a_mask_may_or_must() -> None:
-    """Where it is 0, a dynamic mask lets the difference and the limits decide, and a static one nothing."""
-    mask, rough = [1] + [0] * (STEPS - 2) + [1], [0.9] * STEPS
-    assert left_out({}, mask=mask) == list(range(1, STEPS - 1))
-    assert left_out({}, rough, mask) == []
-    strict = {"max_cached_steps": 0, "max_continuous_cached_steps": 1, "threshold": 0.0, "budget": 0.01}
-    assert left_out(strict | {"static": True}, rough, mask) == list(range(1, STEPS - 1))
-    assert drive(limits(static=True), rough, mask).record.differences == {}, "nothing need be measured"
-
-
 def test_the_threshold() -> None:
     """A difference that equals it is computed; 0 leaves nothing out, 1 everything, and neither measures."""
     assert left_out({"threshold": 0.1}) == []
@@ -104,14 +94,6 @@ def test_numbers_that_are_none() -> None:
     """Regression: nothing that overflowed may pass for something that did not change."""
     assert left_out({}, [math.nan] * 5) == left_out({}, [math.inf] * 5) == []
     assert left_out({"budget": 3.0, "threshold": 1.0}, [math.nan] * 5) == []
-
-
-def test_a_budget_is_spent_once() -> None:
-    """Twice 0.1 fits into 0.25; and the rest of it goes to steps that are small enough, not to computed ones."""
-    assert left_out({"budget": 0.25}) == [1, 2]
-    assert left_out({"budget": 0.25}, [0.1, 0.1, 0.9, 0.1, 0.04, 0.02, 0.005]) == [1, 3, 4, 6]
-    assert left_out({"budget": 0.25, "threshold": 1.0}, [0.1] * 3 + [2.0, 0.04]) == [1, 2, 4], "measured all the same"
-    assert left_out({"budget": 0.0}) == list(range(1, STEPS)), "none"
 
 
 @st.composite
@@ -336,11 +318,3 @@ def test_patches_at_hand_are_decided_on_together() -> None:
     assert decide(one, probe[:, :3], 2, patches=(0,)) == [True]
     assert decide(one, probe[:, 3:], 2, patches=(1,)) == [False], "8 / 9"
     assert decide(one, probe, 3, must_compute=True, **both) == [False], "what follows needs it"
-
-
-def test_what_is_kept() -> None:
-    """Bytes are those of the probes, in the type that was asked for."""
-    whole, half, probe = decider(), decider(dtype=torch.bfloat16), noise(4, 3, 2)
-    for one in (whole, half):
-        decide(one, probe, 0), decide(one, probe, 1, images=2)
-    assert whole.memory_bytes == 4 * probe.numel() and half.memory_bytes == 2 * probe.numel()

@@ -305,14 +305,6 @@ def stopped(name: str, how: str) -> list[Any]:
     return [picture, seen]
 
 
-@pytest.mark.parametrize("how", ["interrupts", "raises"])
-def test_a_picture_that_ends_early_under_a_plan(pool: Pool, how: str) -> None:
-    """A failure means that ranks go on differently, keep memory, or wait for decisions that nobody takes."""
-    one, other = pool.run(stopped, 2, "flux", how)
-    same(one[0], other[0])
-    assert one[-1] == other[-1]
-
-
 UNLIKE: list[DBCacheConfig | None] = [
     None,
     CACHE.reset(residual_diff_threshold=0.5),

@@ -168,21 +168,6 @@ def test_other_weights_are_refused_whenever_they_come() -> None:
         caching.enable_cache(pipe, config)
 
 
-def test_a_report_says_whose_schedule_was_used(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure means that steps that are spread are believed to be fitted ones."""
-    pipe = tiny.flux()
-    caching.enable_cache(pipe, FittedScheduleConfig(steps=4))
-    draw(pipe)
-    [report] = caching.summary(pipe, logging=False)
-    assert report.settings == "FittedSchedule_4_spread"
-    lines = [record.getMessage() for record in caplog.records if "spread evenly" in record.getMessage()]
-    assert len(lines) == 1 and "ditile fit" in lines[0] and "--steps" in lines[0]
-    caching.enable_cache(pipe, FittedScheduleConfig(steps=4, schedule=make_schedule(pipe)))
-    draw(pipe)
-    [report] = caching.summary(pipe, logging=False)
-    assert report.settings == "FittedSchedule_4_schedule_of_tiny-flux"
-
-
 def test_a_stage_compares_the_blocks_that_it_has() -> None:
     """A failure means that a rank refuses a model whose other blocks are on other ranks, or accepts a shorter one."""
     pipe = tiny.flux()

@@ -113,34 +113,6 @@ def test_random_numbers_are_those_of_each_step(pool: Pool) -> None:
         different(ahead, alone)
 
 
-class DecidedSteps(ScheduledSteps):
-    """The same steps, which nobody knows before their first call."""
-
-    def list_computed_steps(self) -> None:  # type: ignore[override]
-        return None
-
-
-def draw_decided(plan: Plan, decided: bool) -> Tensor:
-    pipe = tiny.pixart()
-    caching.enable_cache(pipe, FittedScheduleConfig(steps=len(COMPUTED)))
-    cache = find_model_cache(pipe.transformer)
-    assert isinstance(cache, CallCache)
-    policy = DecidedSteps if decided else ScheduledSteps
-    cache._make_policy = lambda config, steps: policy(COMPUTED, weigh_by_reach(COMPUTED, STEPS))
-    runner = ditile.parallelize(pipe, plan)
-    image: Tensor = runner(**tiny.arguments("pixart", num_inference_steps=STEPS)).images
-    return image
-
-
-@pytest.mark.parametrize("axis", ["ulysses=2", "cfg=2", "patches=1"])
-def test_steps_may_be_decided_in_their_first_call(pool: Pool, axis: str) -> None:
-    """A method that looks at the latents leaves out the same steps where it decides the same."""
-    plan = Plan.parse(axis)
-    planned = pool.run(draw_decided, plan.world, plan, False)
-    for image, wanted in zip(pool.run(draw_decided, plan.world, plan, True), planned, strict=True):
-        same(image, wanted, axis)
-
-
 def test_outputs_die_with_the_generation_and_with_errors() -> None:
     pipe = tiny.flux()
     caching.enable_cache(pipe, FittedScheduleConfig(steps=6))

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from PIL import Image
 
 from ditile import plan_for
 from ditile.cli.main import main
 from ditile.planner.hardware import add_interlink, load_profile
 from ditile.planner.profile import Curve, Profile
 from ditile.planner.question import PlanQuestion
-from tests.planner.test_planner import EVEN
-from tests.planner.test_unlike_devices import rate_ranks
 from tests.pool import Pool
 
 PROMPT = ("generate", "a red circle", "--dry-run")
@@ -100,43 +97,6 @@ def test_on_several_hosts_all_take_the_plan_of_the_first(pool: Pool, measured: P
         assert said.startswith("planned: ") and "planned: " not in second and report == second
         plans[rate] = float(said.partition("predicted ")[2].split()[0])
     assert plans["1Mbit"] > plans["400Gbit"]
-
-
-def draw_on_a_rank(profile: str, out: str, plan: str) -> str:
-    """What one of two ranks says that torchrun started on a machine with this profile."""
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
-        patch.setenv("DITILE_PROFILE", profile)
-        patch.setattr("ditile.distributed.torchrun.leave_process_group", lambda: None)
-        words = [
-            "--model",
-            "shapes-flux-turbo",
-            "--height",
-            "128",
-            "--width",
-            "128",
-            "--seed",
-            "1",
-            "--out",
-            out,
-            "--plan",
-            plan,
-        ]
-        assert main(["generate", "a red circle", *words]) == 0
-    return said.getvalue()
-
-
-def test_unlike_ranks_draw_with_unlike_shares(pool: Pool, tmp_path: Path) -> None:
-    """From a calibration to the image, which is that of the same plan by hand. A failure means shares that are equal
-    although one rank has half the speed of the other, or an image that depends on who chose them."""
-    path = tmp_path / "machine.json"
-    path.write_text(rate_ranks(EVEN, 1.0, 0.5).to_json())
-    said, _ = pool.run(draw_on_a_rank, 2, str(path), str(tmp_path / "auto.png"), "auto")
-    plan = said.partition("planned: ")[2].partition(" (predicted")[0]
-    assert "_weights=" in plan or "stage_blocks=" in plan
-    pool.run(draw_on_a_rank, 2, str(path), str(tmp_path / "hand.png"), plan)
-    images = [Image.open(tmp_path / name).convert("RGB") for name in ("auto.png", "hand.png")]
-    assert images[0].tobytes() == images[1].tobytes()
 
 
 @pytest.mark.parametrize(

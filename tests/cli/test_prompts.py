@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import pytest
 from PIL import Image
 
 from ditile.cli import main
-from ditile.runner.requests import arguments, pictures
-from tests import tiny
+from ditile.runner.requests import pictures
 from tests.cli.test_cli import opened
 
 FILE = """# shapes
@@ -129,26 +127,3 @@ def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.Captu
     assert made(capsys, *words, "--dtype", "float32")["skipped"] == 1
     assert made(capsys, *words, "--dtype", "bfloat16")["skipped"] == 0
     assert [path.name for path in Path("pictures").iterdir()] == ["0000.png"]
-
-
-@pytest.mark.parametrize("family", ["flux", "sd3"])
-def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
-    """A failure would mean that image k of several is not the image of its seed."""
-    from ditile.runner.requests.options import GenerateOptions
-    from ditile.runner.requests.prepare import switch_to_conditions
-
-    Image.new("RGB", (32, 32), "red").save("in.png")
-    pipe = switch_to_conditions(getattr(tiny, family)(), ["image"])
-    wanted = GenerateOptions(prompt="a red circle", image=("in.png",), num_images=2)
-    call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
-
-    def draw(wanted: GenerateOptions, seeds: list[int]) -> Any:
-        start = {"image": [pictures.read_picture("in.png", "image")]}
-        objects = arguments.build_object_arguments(pipe, wanted, seeds, conditions=start)
-        return pipe(**call, **objects, output_type="np").images
-
-    both = draw(wanted, [5, 6])
-    for image, seed in zip(both, (5, 6), strict=True):
-        alone = draw(replace(wanted, num_images=1), [seed])[0]
-        assert np.abs(image - alone).max() < 1e-4, seed
-    assert np.abs(both[0] - both[1]).max() > 1e-2

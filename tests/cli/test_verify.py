@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 from logging import NOTSET
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers import Flux2Transformer2DModel
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ditile.cli import main, verify
 from ditile.cli.verdict import Check, PlanVerdict, build_verdict_table
 from ditile.cli.verify import run_plan_checks
-from ditile.distributed.backend import PEER_TIMEOUT
 from ditile.plan import cost
 from ditile.plan.errors import JoinError, StateError
 from ditile.plan.plan import Plan
@@ -133,13 +129,6 @@ def test_branches_of_true_guidance_are_proven(capfd: pytest.CaptureFixture[str],
     assert "failed to connect" not in err
 
 
-def test_guidance_is_passed_on() -> None:
-    proof = VerifyOptions(guidance=3.0, true_cfg=2.0)
-    wanted = proof.to_generate_options()
-    assert (wanted.guidance, wanted.true_cfg) == (3.0, 2.0)
-    assert (VerifyOptions().guidance, VerifyOptions().true_cfg) == (None, None)
-
-
 def test_ranks_of_torchrun_meet_before_the_first_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means that the others give up on it while it fetches, and blame the network."""
 
@@ -153,37 +142,6 @@ def test_ranks_of_torchrun_meet_before_the_first_runs_the_model(monkeypatch: pyt
     with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
         verify.verify_plan(VerifyOptions(threads=1), Plan(pipefusion=2))
     assert LOG.level == NOTSET, "a check ends with the log as it was"
-
-
-def awaited(fails: bool) -> float:
-    """How long ranks wait for the first; it runs the model meanwhile, or does not come so far."""
-    limits: list[float] = []
-    barrier = dist.barrier
-
-    def noted(group: Any) -> None:
-        limits.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-        barrier(group)
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ZeroDivisionError), verify._wait_for_slowest_rank():
-        patch.setattr(dist, "barrier", noted)
-        if fails and dist.get_rank() == 0:
-            raise ZeroDivisionError
-    return limits[0]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_others_wait_for_the_first_as_long_as_it_takes(pool: Pool, fails: bool) -> None:
-    assert pool.run(awaited, 2, fails) == [PEER_TIMEOUT.total_seconds()] * 2
-
-
-def test_what_a_compiler_traced_is_no_memory() -> None:
-    """Stand-ins of tensors, whose sizes may be symbols, stay where torch.compile keeps its guards."""
-    here: Any = SimpleNamespace(devices=["cpu"], mesh=SimpleNamespace(rank=0))
-    before, example = verify._measure_tensor_bytes(here), torch.zeros(5, 7)
-    torch._dynamo.mark_dynamic(example, 0)
-    traced = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(example)
-    assert isinstance(traced.untyped_storage().nbytes(), torch.SymInt)
-    assert verify._measure_tensor_bytes(here) == before + example.nbytes
 
 
 def broken(what: str) -> list[Check]:

@@ -6,9 +6,7 @@ A failure would mean a video of other frames, size or rate than asked for, or mi
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,10 @@ from PIL import Image
 import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
-from ditile.model.known import ASSETS
 from ditile.runner.model_files import read_generation_defaults
 from ditile.runner.requests import arguments, videos
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate
+from ditile.runner.requests.pipelines import check_num_frames, find_frame_rate
 from tests import tiny
 from tests.cli.test_cli import opened, refused
 from tests.zoo import ZOO
@@ -118,14 +115,6 @@ def test_what_is_refused_before_a_model_is_loaded(
     assert says in refused(capsys, "generate", PROMPT, *words)
 
 
-def test_a_cleaner_of_prompts_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure would mean a NameError within the call of the classes of diffusers that do without a check."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
-    check_prompt_cleaner(diffusers.WanPipeline)
-    with pytest.raises(ModelError, match=r"WanImageToVideoPipeline cleans prompts, and needs ftfy.*ditile\[video\]"):
-        check_prompt_cleaner(diffusers.WanImageToVideoPipeline)
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -202,13 +191,6 @@ def test_sizes_beyond_the_rotary_table_are_refused(capsys: pytest.CaptureFixture
         assert "is more than the rotary table of WanTransformer3DModel has rows for" in error and said in error
 
 
-def test_the_size_of_the_class_is_checked_where_no_file_says_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a folder as diffusers writes it. A failure: a traceback from within the model."""
-    shutil.copytree(ASSETS / "shapes-wan", "model", ignore=shutil.ignore_patterns("generation.json"))
-    for words in (("generate", PROMPT), ("generate", PROMPT, "--dry-run"), ("plan", "--hardware", "rtx-5090")):
-        assert "width=832 is more than the rotary table" in refused(capsys, *words, "--model", "model")
-
-
 def test_frames_that_a_vae_makes() -> None:
     """Causal ones the first and groups; a class's own number, Allegro's VAE and no VAE at all are not judged."""
 
@@ -229,18 +211,6 @@ def test_frames_that_a_vae_makes() -> None:
         check_num_frames(Causal(), {"num_frames": 16})
 
 
-def test_frames_in_every_form_of_diffusers() -> None:
-    """Arrays, tensors and Pillow's pictures, in batches or not."""
-    array = np.random.default_rng(0).random((2, 3, 8, 6, 3), dtype=np.float32)
-    expected = np.rint(array * 255).astype(np.uint8)
-    pictures = [[Image.fromarray(frame) for frame in video] for video in expected]
-    for frames in (array, torch.from_numpy(array).permute(0, 1, 4, 2, 3), pictures):
-        assert np.array_equal(np.stack(videos.convert_to_videos(frames)), expected)
-    for one in (pictures[0], array[0], torch.from_numpy(array[0]).permute(0, 3, 1, 2)):
-        (alone,) = videos.convert_to_videos(one)
-        assert np.array_equal(alone, expected[0])
-
-
 def test_decoded_frames_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the steps: a failure would mean a bar that never moves, or that goes beyond its end."""
     counts: list[int] = []
@@ -257,12 +227,3 @@ def test_decoded_frames_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):  # as tiles that overlap
             pipe.vae.decode(latents)
     assert counts == [1, 4, 4, 0, 0, 0] and not pipe.vae.decoder._forward_hooks
-
-
-def test_tensors_of_types_that_numpy_lacks_are_written() -> None:
-    """Some pipelines return tensors, `[B, F, C, H, W]`."""
-    frames = torch.rand(1, 3, 3, 8, 12, dtype=torch.bfloat16, requires_grad=True)
-    (video,) = videos.convert_to_videos(frames)
-    assert video.shape == (3, 8, 12, 3) and video.dtype == np.uint8
-    want = frames[0].detach().float().movedim(1, -1).numpy() * 255
-    assert np.abs(video - want).max() <= 0.5

@@ -248,12 +248,6 @@ def _script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, script, *words], env=environ, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_a_function_of_a_script(tmp_path: Path) -> None:
-    with _script(tmp_path, "double") as script:
-        out, err = script.communicate(timeout=60)
-    assert (out.strip(), err) == ("[42, 42]", "Failed to load kernels\n"), "once, and not in every rank again"
-
-
 NOTEBOOK = """
 import os
 import ditile

@@ -67,27 +67,6 @@ def test_groups(pool: Pool, plan: Plan) -> None:
             assert ranks[index] == rank
 
 
-def of_the_only_axis(gpus: bool, nccl: bool) -> tuple[bool, list[str]]:
-    """Whether it is the group of all ranks, and the backends of all groups."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: gpus)
-        if nccl:
-            patch.setattr(backend, "has_nccl", lambda _: True)
-        mesh = build_mesh(Plan(ulysses=2))
-        backends = [dist.get_backend(group) for group in (mesh["ulysses"].group, mesh.control, mesh.everyone)]
-        mesh.close_groups()
-    return mesh["ulysses"].group is dist.group.WORLD, backends
-
-
-@pytest.mark.parametrize(("gpus", "nccl"), [(False, False), (True, False), (True, True)])
-def test_the_only_axis_is_the_group_of_all_ranks_that_nccl_has(pool: Pool, gpus: bool, nccl: bool) -> None:
-    """Where two ranks share a GPU the group is gloo's. A failure means a communicator more on each GPU; one that asks
-    NCCL for two ranks on one GPU; or a group of gloo that no runner can give up after an error."""
-    first = "gloo" if nccl else backend.BACKEND_NAME
-    for is_world, backends in pool.run(of_the_only_axis, 2, gpus, nccl):
-        assert is_world == nccl and backends == [first, backend.BACKEND_NAME, backend.BACKEND_NAME]
-
-
 def made(plan: Plan) -> list[tuple[int, ...]]:
     """The groups that a mesh has made here, for all its ranks."""
     groups, asked = Communicators(), []

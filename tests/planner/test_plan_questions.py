@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
 
 from ditile.cli.main import main
 from ditile.model.known import ASSETS, CONFIGS, list_known_models
-from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.planner import choose, hardware
+from ditile.planner import hardware
 from ditile.planner.choose import answer_question
 from ditile.planner.footprint import count_decoder_numbers
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import PlanSearch, SearchRequest, make_pricer
 from ditile.planner.subject import PlanSubject
-from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.outputs import RunOptions
 
 FLUX = "--model flux.1-dev --hardware l40-pcie"
 
@@ -172,21 +168,6 @@ def test_a_hub_id_has_its_text_encoders_and_vae(cached: Path) -> None:
     own = PlanSubject.from_configs("shapes-flux", ASSETS / "shapes-flux")
     hub = PlanSubject.from_configs(HUB, HUB)
     assert (hub.text, hub.vae, hub.uncounted) == (own.text, own.vae, ()) and own.text > 0 < own.vae
-
-
-@pytest.mark.parametrize("setting", [True, False])
-def test_a_plan_is_searched_with_steps_as_they_will_run(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that a plan is chosen which is the fastest with recorded steps alone, and they are off."""
-    asked = []
-
-    def note_question(question: PlanQuestion, **_: Any) -> Any:
-        asked.append(question.cuda_graphs)
-        raise PlanError("noted")
-
-    monkeypatch.setattr(choose, "answer_question", note_question)
-    with pytest.raises(PlanError, match="noted"):
-        choose.resolve_plan_option("auto", GenerateOptions(), RunOptions(cuda_graphs=setting), Plan())
-    assert asked == [setting]
 
 
 def test_text_encoders_are_split_where_their_parts_are_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,29 +155,6 @@ def test_blocks_go_where_there_is_memory() -> None:
         answer_with_plan("pipefusion=2 patches=2", hardware.join_devices((whole, small)))
 
 
-def test_only_the_rank_that_lacks_memory_offloads() -> None:
-    """A failure means that both cards read weights from the host, or that a plan is left out which would be faster."""
-    profile = hardware.load_profile("rtx-5090,rtx-4090")
-    one = subject("flux.1-dev")
-    call = {"height": 1024, "width": 1024, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
-    request = SearchRequest(devices=2, all_devices=True, exact=True)
-    found = {str(price.plan): price for price in PlanSearch(one, call, profile, request).find_fastest_plans().prices}
-    plan = "ring=2 token_weights=1.35,1.0 text=split offload=blocks offload_ranks=1"
-    assert "tensor=2 rank_weights=1.35,1.0 text=split" in found and plan in found
-    # The host's memory is that of one rank, and counts.
-    tight = dataclasses.replace(request, host_memory_bytes=40 * 10**9)
-    assert not any(
-        "offload" in str(price.plan) for price in PlanSearch(one, call, profile, tight).find_fastest_plans().prices
-    )
-    with pytest.raises(PlanError, match=r"keeps 40\.80 GB of weights in the host's memory, and there are 40\.00 GB"):
-        PlanSearch(one, call, profile, tight).price_plan(Plan.parse(plan))
-    answer = answer_with_plan(plan, profile)
-    shares = answer.to_json_dict()["plans"][0]["share_by_rank"]
-    assert [share["host_bytes"] for share in shares] == [0, answer.hosts[0].kept]
-    words = "".join(part for part in answer.render_tables() if isinstance(part, str))
-    assert "weights of blocks of rank 1 come from the host's memory" in words
-
-
 def answer_with_plan(plan: str, profile: Profile) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "load_machine_profile", lambda question: profile)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sweep_figures import name_plan_methods
-from ditile.plan.errors import DitileError, LoadError, PlanError
+from ditile.plan.errors import DitileError, PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question
@@ -41,14 +40,6 @@ def test_a_sweep_uses_the_ranks_and_names_no_cell_twice(sweep: str, ranks: int) 
     assert all(cell == BenchCell(str(cell.plan_object), *cell[1:]) for cell in made), (
         "plans are as str(Plan) writes them"
     )
-
-
-def test_every_method_of_the_paper_is_in_the_sweep_of_methods() -> None:
-    of_2 = {name_plan_methods(str(plan)) for plan in sweeps.list_method_plans(2, all_fit)}
-    assert of_2 == {"PipeFusion", "DistriFusion", "Ulysses", "ring", "tensor", "data", "cfg"}
-    of_8 = {name_plan_methods(str(plan)) for plan in sweeps.list_method_plans(8, all_fit)}
-    hybrids = {"cfg x Ulysses", "ring x Ulysses", "PipeFusion x Ulysses", "cfg x PipeFusion"}
-    assert of_8 == (of_2 - {"cfg"}) | hybrids
 
 
 def test_what_does_not_fit_is_left_out() -> None:
@@ -126,18 +117,6 @@ def test_a_job_that_differs_is_kept_apart(other: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        BenchCell("ring=2", "F=1"),
-        BenchCell("ring=2", height=64),
-        BenchCell("ulysses=2"),
-    ],
-)
-def test_a_cell_that_differs_is_kept_apart(other: BenchCell) -> None:
-    assert runs.make_run_key(JOB, other) != runs.make_run_key(JOB, BenchCell("ring=2"))
-
-
 def test_runs_are_read_again_and_a_line_that_was_cut_short_goes(tmp_path: Path) -> None:
     """A failure means that what was measured before an interrupt is lost, or that nothing can be added behind it."""
     folder = tmp_path / "out"
@@ -151,14 +130,6 @@ def test_runs_are_read_again_and_a_line_that_was_cut_short_goes(tmp_path: Path) 
     assert runs.count_runs_by_key(runs.read_runs(str(folder))) == {key: 2}
     runs.append_run(str(folder), key, {"seconds": 3.0})
     assert [line.get("seconds") for line in runs.read_runs(str(folder))] == [1.0, 2.0, None, 3.0]
-
-
-@pytest.mark.parametrize("text", ["no json\n", "[1]\n", '{"a": 1}\n', "no line", '{"a": 1'])
-def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
-    (tmp_path / runs.RUNS).write_text(text)
-    with pytest.raises(LoadError, match="--out"):
-        runs.read_runs(str(tmp_path))
-    assert (tmp_path / runs.RUNS).read_text() == text
 
 
 def test_exposed_by_hand() -> None:

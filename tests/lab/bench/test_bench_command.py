@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
-import ditile
 from ditile.cli import main
 from ditile_lab.bench import command
 from ditile_lab.machine import comparison
-from tests import tiny
-from tests.pool import Pool
 
 
 @pytest.fixture(autouse=True)
@@ -103,21 +99,3 @@ def test_two_ranks_measured_with_figures_and_again(
     monkeypatch.setattr(command, "launch", lambda fn, world, args, **_: missing.extend(args[0].missing.items()))
     assert main.main(["bench", "--plans", f"{plans}; ring=2", *words, "--no-figures"]) == 0
     assert [(cell.plan, left) for cell, left in missing] == [("ring=2", 1)]
-
-
-def drawn_by_turns() -> None:
-    """Three runners and the plain pipeline on one pipeline, in turn, against each on a pipeline of its own."""
-    plans = [ditile.Plan(ulysses=2), ditile.Plan(distrifusion=2), ditile.Plan(cfg=2)]
-    shared = tiny.pixart()
-    runners = [ditile.parallelize(shared, plan) for plan in plans]
-    plain = shared(**tiny.arguments("pixart")).images
-    for _ in range(2):
-        for plan, runner in zip(plans, runners, strict=True):
-            alone = ditile.parallelize(tiny.pixart(), plan)(**tiny.arguments("pixart")).images
-            assert torch.equal(torch.as_tensor(runner(**tiny.arguments("pixart")).images), torch.as_tensor(alone)), plan
-        assert torch.equal(torch.as_tensor(shared(**tiny.arguments("pixart")).images), torch.as_tensor(plain))
-
-
-def test_plans_that_divide_no_weights_may_share_a_pipeline(pool: Pool) -> None:
-    """Bit for bit. A failure means that a session measures plans which disturb each other."""
-    pool.run(drawn_by_turns, 2)

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ditile.cli import main
-from ditile.parallel.tensor import collectives
 from ditile.plan import cost
-from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.profile import Link
@@ -27,7 +24,6 @@ from ditile_lab.bench.random_models import RandomModel
 from ditile_lab.bench.random_weights import make_random_arguments
 from ditile_lab.bench.subjects import create_bench_subject
 from ditile_lab.machine import comparison, rank_steps
-from ditile_lab.machine.messages import LoneMessages, replace_torch_distributed
 from ditile_lab.machine.rank_steps import MeasuredCalls, measure_rank, measure_step
 from ditile_lab.machine.step_parts import compute_step_parts
 from tests.recorded_calls import record_on_cpu
@@ -105,24 +101,6 @@ def test_a_rank_alone_sends_what_its_plan_says(text: str, recorded: bool) -> Non
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_torch_is_as_before_even_after_an_error() -> None:
-    names = [*LoneMessages(0, 2, CPU).list_replacements()]
-    before = {name: getattr(dist, name) for name in names}
-    gather, scatter = collectives._all_gather, collectives._reduce_scatter
-    assert {"group", "P2POp", "isend", "irecv", "all_reduce", "all_to_all_single", "broadcast"} <= set(names)
-    with pytest.raises(ZeroDivisionError), replace_torch_distributed(LoneMessages(1, 2, CPU)):
-        assert (dist.get_rank(), dist.get_world_size()) == (1, 2)
-        with (
-            pytest.raises(StateError, match="has a process group of its own"),
-            replace_torch_distributed(LoneMessages(0, 2, CPU)),
-        ):
-            pass
-        assert dist.get_rank() == 1
-        raise ZeroDivisionError
-    assert all(getattr(dist, name) is before[name] for name in names)
-    assert (collectives._all_gather, collectives._reduce_scatter) == (gather, scatter)
-
-
 def make_parts(text: str, loads: list[float], link: Link) -> Any:
     subject = create_bench_subject(Workload(model=MODEL, height=SIDE, width=SIDE, steps=STEPS[1]))
     cell = BenchCell(text, "", SIDE, SIDE)
@@ -193,29 +171,3 @@ def test_a_published_model_runs_with_random_weights() -> None:
     assert {"prompt_embeds", "negative_prompt_embeds", "guidance_scale"} <= arguments.keys()
     frames = pipe(**arguments).frames
     assert frames.shape == (1, 16, 2, 4, 4) and frames.isfinite().all()
-
-
-@pytest.mark.usefixtures("in_this_process", "no_clock")
-def test_every_rank_is_measured_both_ways(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The plain pipeline too, which is one rank of ditile then. What stands for graphs runs on a CPU here."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparison, "choose_recording", lambda *_: True)
-    plans = ["", "ulysses=2", "pipefusion=2 patches=2"]
-    code_alone = "patches=2 offload=blocks"
-    words = ["--plans", "; ".join([*plans[1:], code_alone]), "--model", MODEL, "--height", str(SIDE)]
-    words += ["--width", str(SIDE), "--rounds", "1", "--alone", "--out", "a"]
-    with record_on_cpu() as recorders:
-        assert main.main(["bench", *words]) == 0
-    rows = [json.loads(line) for line in Path("a/alone.jsonl").read_text().splitlines()]
-    ways = [(row["plan"], row["rank"], row["recorded"]) for row in rows]
-    assert (code_alone, 0, False) in ways and (code_alone, 0, True) not in ways
-    for plan in plans:
-        ranks = {rank for own, rank, _ in ways if own == plan}
-        assert all((plan, rank, recorded) in ways for rank in ranks for recorded in (False, True))
-    assert len(recorders) == sum(recorded for *_, recorded in ways)
-    assert all(recorder.num_played for recorder in recorders)
-    out = capsys.readouterr().out
-    for label in ("one rank of ditile, recorded steps", "ulysses=2, recorded steps"):
-        assert label in out

@@ -11,14 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from ditile.cache.build import explain_idle_steps
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile_lab.quality import scores
 from ditile_lab.quality.captions import Caption, load_captions
 from ditile_lab.quality.metrics import resize_image
 from ditile_lab.quality.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
-from ditile_lab.quality.scores import MetricPanel, find_reference_images
+from ditile_lab.quality.scores import MetricPanel
 from ditile_lab.quality.store import (
     EvaluationFolder,
     ImageKey,
@@ -58,31 +57,7 @@ def test_coco_gives_the_first_caption_of_each_image_in_the_order_of_ids(tmp_path
     assert load_captions(f"coco:{path}", 2, 10) == found[:2]
 
 
-def test_references_are_those_of_the_captions_if_all_are_there(tmp_path: Path) -> None:
-    for name in ("a.png", "b.jpg", "c.txt"):
-        (tmp_path / name).touch()
-    assert find_reference_images(str(tmp_path), [Caption("x", "b.jpg")]) == (
-        [tmp_path / "b.jpg"],
-        "the captions' own images",
-    )
-    both = [tmp_path / "a.png", tmp_path / "b.jpg"]
-    for image in ("z.jpg", None):
-        assert find_reference_images(str(tmp_path), [Caption("x", image)]) == (both, "all of the folder")
-    with pytest.raises(ModelError, match="no folder with images"):
-        JudgeOptions(references=str(tmp_path / "none"))
-
-
 # Settings
-
-
-@pytest.mark.parametrize(("steps", "warmup"), [(None, 1), (2, 1), (3, 1), (8, 2), (28, 4)])
-def test_the_cache_that_is_compared_fits_the_steps(steps: int | None, warmup: int) -> None:
-    """A warmup of 4 would be all steps of a model of 4, and refused."""
-    options = EvaluateOptions(model="shapes-flux-turbo", plans="pipefusion=2", steps=steps)
-    line = f"F=1 W={warmup} R=0.12 taylor=1"
-    assert [setting.cache for setting in options.candidate_settings] == ["none", line]
-    arguments = options.candidate_settings[1].cache_arguments
-    assert explain_idle_steps(arguments["cache_config"], steps or 4) is None
 
 
 def test_settings_are_plans_times_caches_without_the_original() -> None:

@@ -16,8 +16,6 @@ from PIL import Image
 from ditile.cli import main
 from ditile_lab.quality import command, scores
 from ditile_lab.quality.options import ORIGINAL, EvaluationSetting
-from ditile_lab.quality.scores import MetricPanel
-from ditile_lab.quality.store import EvaluationFolder
 from tests.cli.test_cli import refused
 from tests.lab.quality.test_evaluate import mean_colors
 from tests.pool import fork_ranks
@@ -99,27 +97,6 @@ def test_it_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     again = json.loads((folder / "out" / "evaluation.json").read_text())
     assert [row["psnr"] for row in again["settings"]] == [row["psnr"] for row in found["settings"]]
     assert again["measured"]["original_again_psnr"] == 100.0, "the original was drawn beside it, as it was before"
-
-
-def test_what_others_add_while_it_judges_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that the pictures of another evaluation in the folder are drawn again, and their times lost."""
-    monkeypatch.chdir(folder)
-    judge, other = MetricPanel.judge_settings, EvaluationSetting("ulysses=2", "none")
-    store = EvaluationFolder(folder / "out")
-    [first, *_] = map(json.loads, (folder / "out" / "pictures.jsonl").read_text().splitlines())
-
-    def meanwhile(*words: Any) -> Any:
-        store.image_path(other, first["caption"]).parent.mkdir()
-        store.image_path(other, first["caption"]).touch()
-        store.rows.append([first | {"plan": other.plan, "cache": other.cache}])
-        return judge(*words)
-
-    monkeypatch.setattr(MetricPanel, "judge_settings", meanwhile)
-    assert main.main([*WORDS, "--num", "2"]) == 0
-    rows = [json.loads(line) for line in (folder / "out" / "pictures.jsonl").read_text().splitlines()]
-    shutil.rmtree(store.image_path(other, 0).parent)
-    assert len(rows) == 9 and (rows[-1]["plan"], rows[-1]["cache"]) == other
-    assert all(row["resize"] is None for row in rows[:-1])
 
 
 @pytest.mark.parametrize(

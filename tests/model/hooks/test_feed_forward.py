@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,11 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditile.model.hooks.fused import fuse_linear_gelu
 from ditile.model.hooks.generation import Generation
 from ditile.plan.plan import Plan
-from ditile.planner.profile import FUSED, Curve
-from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
-from tests.planner.test_planner import EVEN, SMALL, call, subject
-from tests.pool import Pool
 from tests.runner.cases import MAKE, run
 
 CPU, WIDTH = torch.device("cpu"), 32
@@ -141,12 +136,6 @@ def test_a_layer_that_is_wrapped_in_mid_run_stays_two(stack: ExitStack) -> None:
     assert torch.equal(block(x), wanted)
 
 
-def test_other_devices_keep_both(stack: ExitStack) -> None:
-    block = Single()
-    fuse_linear_gelu(stack, block, torch.device("meta"), ALWAYS)
-    assert "forward" not in vars(block.proj_mlp)
-
-
 def not_built(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
 
@@ -179,39 +168,3 @@ def test_a_runner_fuses_what_attends_to_stale_keys(name: str, plan: Plan, fused:
         run(runner, name)
     assert bool(actual.fused) == fused
     assert actual.apart, "the first step"
-
-
-def _kernels(plans: list[str]) -> list[tuple[int, int]]:
-    """Of each plan: fused products on this rank, and GELUs of their own."""
-    counts = []
-    for text in plans:
-        runner = parallelize(MAKE["pixart sigma"](), Plan.parse(text))
-        with Fused() as actual:
-            run(runner, "pixart sigma")
-        counts.append((actual.fused, actual.apart))
-    return counts
-
-
-def test_ranks_that_share_out_tokens_fuse_in_every_step(pool: Pool) -> None:
-    """Their products have other shapes and round otherwise anyway; whole images of data and cfg are the plain ones."""
-    for ulysses, ring, guided in pool.run(_kernels, 2, ["ulysses=2", "ring=2", "cfg=2"]):
-        blocks = ulysses[0]
-        assert blocks > 0 and ring == ulysses and guided[0] == 0
-        assert ulysses[1] < guided[1], "what is left is not in a block"
-
-
-def test_a_price_has_it_fused_where_it_runs() -> None:
-    """Where all that takes time is GELU, which is 4 times as fast in the product's kernel."""
-    one, still, gelu = subject("shapes-pixart"), Curve((1.0,), (1e18,)), Curve((1.0,), (1e9,))
-    curves = {"pointwise": still, "norm": still, "gelu": gelu, FUSED: Curve((1.0,), (4e9,))}
-    profile = dataclasses.replace(EVEN, matmul=still, attention=still, pointwise=curves)
-    shape, pricer = one.make_call_shape(call("shapes-pixart", **SMALL)), make_pricer(one, SMALL, profile)
-    alone = pricer.predict_latency(one.make_plan_job(Plan(), shape))
-    for text, share in (("patches=1 warmup=0", 1), ("patches=4 warmup=8", 1), ("patches=4 warmup=2", (2 + 6 / 4) / 8)):
-        assert pricer.predict_latency(one.make_plan_job(Plan.parse(text), shape)) / alone == pytest.approx(
-            share, rel=0.02
-        ), text
-    apart = make_pricer(one, SMALL, dataclasses.replace(profile, pointwise={**curves, FUSED: Curve((1.0,), (1e9,))}))
-    for text in ("ulysses=2", "ring=2"):
-        job = one.make_plan_job(Plan.parse(text), shape)
-        assert pricer.predict_latency(job) < apart.predict_latency(job) / 2, text

@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -182,35 +181,6 @@ def test_a_later_stage_whose_blocks_are_given_what_is_made_of_the_latents(fed: b
             now.enter_micro_step(MicroStep(1, patch))
             model(torch.randn(1, 2), torch.ones(1, 2), torch.ones(1, 2))
     assert calls["image"] == (2 if fed else 1)
-
-
-@dataclass
-class Ended:
-    """What blocks would be given, and that the last one has returned."""
-
-    has_begun: bool = True
-    has_ended: bool = True
-
-    def is_fed(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_what_follows_the_blocks_is_computed_once_where_nobody_reads_it(last: bool) -> None:
-    """A failure means that each stage computes the head of all tokens for each patch, or the last one no new one."""
-    model, calls, now = Front(), Counter[str](), Generation(PatchSchedule(stages=2, patches=2, steps=4, warmup=1))
-    count_calls(calls, model.image, "image")
-    memo = OutputMemoizer(model, ModelSpec(name="head"), now, last=last)
-    with torch.no_grad(), ExitStack() as stack:
-        memo.install_hooks(stack)
-        now.is_surveyed = True
-        memo.survey_call(functools.partial(model, *[torch.ones(1, 2)] * 3), (), Ended())
-        now.is_surveyed = False
-        calls.clear()
-        for patch in range(2):
-            now.enter_micro_step(MicroStep(1, patch))
-            model(torch.randn(1, 2), torch.ones(1, 2), torch.ones(1, 2))
-    assert calls["image"] == (2 if last else 1)
 
 
 @pytest.fixture
