@@ -11,10 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from diffusers import (
-    FluxControlNetModel,
-    FluxControlNetPipeline,
-)
+from diffusers import FluxControlNetModel, FluxControlNetPipeline
 from torch import nn
 
 import ditile

@@ -16,15 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ditile.cache.config import DMDCalibratorConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
-from ditile.cache.forecast import (
-    DMD,
-    FoCa,
-    Forecaster,
-    Reuse,
-    TaylorSeer,
-    build_forecaster,
-    compute_gram_matrix,
-)
+from ditile.cache.forecast import DMD, FoCa, Forecaster, Reuse, TaylorSeer, build_forecaster, compute_gram_matrix
 from ditile.plan.errors import StateError
 
 SHAPE = (2, 3, 5)

@@ -13,13 +13,7 @@ import ditile
 from ditile import FittedScheduleConfig, Schedule
 from ditile.cache.cached import find_model_cache
 from ditile.cache.config_text import load_cache_config, parse_cache_line
-from ditile.cache.fitted.identity import (
-    Identity,
-    describe_call,
-    describe_models,
-    describe_scheduler,
-    find_difference,
-)
+from ditile.cache.fitted.identity import Identity, describe_call, describe_models, describe_scheduler, find_difference
 from ditile.cache.fitted.schedule import StepBudget
 from ditile.model.hooks.placeholders import restore_contents, turn_into_placeholder
 from ditile.plan.errors import ModelError

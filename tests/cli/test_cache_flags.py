@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from ditile import Plan
-from ditile.cache.config import (
-    DBCacheConfig,
-    DBPruneConfig,
-    FoCaCalibratorConfig,
-    TaylorSeerCalibratorConfig,
-)
+from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
 from ditile.cache.config_text import parse_cache_line
 from ditile.cli import main
 from ditile.cli.flag_aliases import merge_alias_values
@@ -47,13 +42,7 @@ SHORT = """--cache --prune --Fn=1 --Bn=2 --rdt=0.12 --w 4 --wi 2 --mc 8 --mcc 3 
 --steps_policy=static -q --parallel ulysses --dcco --track_memory --lora=a.safetensors --perf"""
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        LONG,
-        SHORT,
-    ],
-)
+@pytest.mark.parametrize("words", [LONG, SHORT])
 def test_known_flags(words: str) -> None:
     assert read(*words.split()) == CacheOptions(
         cache=True, prune=True, Fn=1, Bn=2, rdt=0.12, max_warmup_steps=4, warmup_interval=2, max_cached_steps=8,
@@ -88,9 +77,7 @@ def test_flags_of_other_methods() -> None:
 
 @pytest.mark.parametrize(
     ("package", "words", "says"),
-    [
-        ("torchao", "-q", r"quant_type=float8_weight_only needs torchao.*'ditile\[quantize\]'"),
-    ],
+    [("torchao", "-q", r"quant_type=float8_weight_only needs torchao.*'ditile\[quantize\]'")],
 )
 def test_a_package_that_is_absent(monkeypatch: pytest.MonkeyPatch, package: str, words: str, says: str) -> None:
     """Is named before ranks are started. A failure means that each of them fails, after it has loaded the model."""
@@ -116,11 +103,7 @@ def test_flags_that_are_other_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (GenerateOptions, ("a", "--prompt", "b")),
-        (Plan, ("a", "--ulysses-anything", "--no-uaa")),
-    ],
+    ("kind", "words"), [(GenerateOptions, ("a", "--prompt", "b")), (Plan, ("a", "--ulysses-anything", "--no-uaa"))]
 )
 def test_a_flag_and_its_alias_may_not_disagree(kind: type, words: tuple[str, ...]) -> None:
     with pytest.raises(DitileError, match="give one of them"):
@@ -180,12 +163,7 @@ def test_what_is_refused(words: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "style.safetensors:0.1234567",
-        r"C:\loras\style.safetensors",
-        "transformer_2=a.safetensors:2.5",
-    ],
+    "text", ["style.safetensors:0.1234567", r"C:\loras\style.safetensors", "transformer_2=a.safetensors:2.5"]
 )
 def test_a_lora_is_described_as_it_was_named(text: str) -> None:
     """A failure: another scale, where an option is written and read again."""

@@ -92,10 +92,7 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--model", "./nosuchfolder"), "model './nosuchfolder': there is no such folder"),
         (("generate", "a", "--lora", "./nosuchfolder"), "lora='./nosuchfolder' is not a file"),
         (("plan", "--hardware", "l40-pcie", "--json", "a\0b"), "json='a\\x00b' is not a file name"),
-        (
-            ("generate", "a", "--height", "100"),
-            "not a multiple of 8, a token of this model; try height=96",
-        ),
+        (("generate", "a", "--height", "100"), "not a multiple of 8, a token of this model; try height=96"),
         (("generate", "a", "--pipefusion", "20"), "pipefusion=20 exceeds the 12 blocks of PixArtTransformer2DModel"),
         (
             ("generate", "a", "--model", "flux.1-dev", "--tensor", "5", "--dry-run"),
@@ -165,12 +162,7 @@ def test_a_file_of_prompts_that_will_not_do(
     assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
 
 
-@pytest.mark.parametrize(
-    "strength",
-    [
-        "1.5",
-    ],
-)
+@pytest.mark.parametrize("strength", ["1.5"])
 def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: str) -> None:
     Image.new("RGB", (8, 8)).save("a.png")
     assert "--strength" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
@@ -300,14 +292,7 @@ def test_a_scale_that_the_model_does_not_embed(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"],
-        ["models"],
-        ["generate", "a", "--pipefusion", "20"],
-    ],
-)
+@pytest.mark.parametrize("words", [["--help"], ["models"], ["generate", "a", "--pipefusion", "20"]])
 def test_help_version_models_and_refusals_do_not_import_torch(words: list[str]) -> None:
     code = f"""
 import sys
@@ -406,13 +391,7 @@ def test_the_page_of_the_matrix_is_up_to_date(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == (ROOT / "docs" / "matrix.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "shapes-flux",
-        "flux.1-dev",
-    ],
-)
+@pytest.mark.parametrize("model", ["shapes-flux", "flux.1-dev"])
 def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str], model: str) -> None:
     """It needs no prompt, and of a published model no file: its configs are here."""
     assert main.main(["generate", "--model", model, "--pipefusion", "2", "--dry-run"]) == 0

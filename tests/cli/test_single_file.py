@@ -76,12 +76,7 @@ def test_what_is_said_of_a_file(flux: str, capsys: pytest.CaptureFixture[str]) -
     assert f"transformer: {flux}" in shown and "57 blocks" in shown
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("generate", "a"),
-    ],
-)
+@pytest.mark.parametrize("words", [("generate", "a")])
 def test_what_a_file_lacks_is_said(flux: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """A failure means a traceback, or a reader who does not know what to give."""
     assert main.main([*words, "--model", flux]) == 2

@@ -152,8 +152,7 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
 
 
 @pytest.mark.parametrize(
-    ("given", "local_rank"),
-    [({}, 3), ({"LOCAL_RANK": "1"}, 1), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1)],
+    ("given", "local_rank"), [({}, 3), ({"LOCAL_RANK": "1"}, 1), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1)]
 )
 def test_a_script_may_leave_out_the_local_variables(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], local_rank: int

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from ditile.model.adapter import (
-    BlockAdapter,
-    ForwardPattern,
-    PatchFunctor,
-    find_flow_pattern,
-    resolve_adapter,
-)
+from ditile.model.adapter import BlockAdapter, ForwardPattern, PatchFunctor, find_flow_pattern, resolve_adapter
 from ditile.model.block_lists import find_block_lists
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import Flow

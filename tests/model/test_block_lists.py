@@ -38,9 +38,7 @@ UNTOLD = {
 }
 """Where the source does not say what the table says."""
 
-NOT_FOUND = UNTOLD | {
-    "MotifVideoTransformer3DModel": "its last blocks are called in a loop of their own",
-}
+NOT_FOUND = UNTOLD | {"MotifVideoTransformer3DModel": "its last blocks are called in a loop of their own"}
 """Where what is discovered is not what the table says."""
 
 CHANGED = {

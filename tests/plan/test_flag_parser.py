@@ -8,13 +8,7 @@ from typing import Literal
 import pytest
 
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.flag_parser import (
-    FlagParser,
-    add_arguments,
-    collect_arguments,
-    format_flag,
-    normalize_flags,
-)
+from ditile.plan.flag_parser import FlagParser, add_arguments, collect_arguments, format_flag, normalize_flags
 from ditile.plan.option_classes import Counts, define_option, options
 
 

@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 
 from ditile import Plan, PlanError
 from ditile.plan.layout import Grid, Layout, Split
-from ditile.plan.plan import (
-    AXES,
-    SEQUENCE,
-    Facts,
-)
+from ditile.plan.plan import AXES, SEQUENCE, Facts
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 
@@ -85,10 +81,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"vae_block_size": 64}, "vae_block_size=64 belongs to vae=rows; add it"),
     ({"uaa": "yes"}, "uaa='yes' should be a valid boolean"),
     ({"pipefusion": 2, "stage_blocks": (3,)}, "give 2 numbers"),
-    (
-        {"pipefusion": 2, "stage_blocks": (3, 0)},
-        "should be greater than or equal to 1; try stage_blocks=7,7,8",
-    ),
+    ({"pipefusion": 2, "stage_blocks": (3, 0)}, "should be greater than or equal to 1; try stage_blocks=7,7,8"),
     ({"pipefusion": 2, "stage_weights": (1, 0)}, "greater than or equal to 0.000000001"),
     ({"pipefusion": 2, "stage_weights": (1, NAN)}, "finite number"),
     ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "and rank_weights for decode and text"),

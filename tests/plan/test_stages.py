@@ -112,14 +112,7 @@ def test_a_slow_device_gets_fewer_blocks() -> None:
     assert cut_stages([1.0] * 7, 3, None, None, (0.0, 2.0)) == [range(3), range(3, 6), range(6, 7)]
 
 
-@pytest.mark.parametrize(
-    "stages",
-    [
-        2,
-        6,
-        8,
-    ],
-)
+@pytest.mark.parametrize("stages", [2, 6, 8])
 def test_flux(stages: int) -> None:
     """19 double blocks at 1.2 and 38 single ones at 1: no cut into as many stages has a cheaper costliest stage."""
     costs = [1.2] * 19 + [1.0] * 38

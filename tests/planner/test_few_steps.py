@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
 from ditile.plan.plan import Plan
-from ditile.planner.choose import answer_question
 from ditile.planner.footprint import DecodeWork
 from ditile.planner.profile import Link, Profile
-from ditile.planner.question import PlanQuestion
-from ditile.planner.search import (
-    PlanSearch,
-    SearchRequest,
-    SearchResult,
-    make_pricer,
-)
+from ditile.planner.search import PlanSearch, SearchRequest, SearchResult, make_pricer
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from tests.planner.test_planner import EVEN, call, subject
 
@@ -44,16 +36,6 @@ def test_how_stages_share_synchronous_steps(profile: Profile, warmup: int | None
     search = PlanSearch(one, arguments, profile, SearchRequest(devices=4, warmup=warmup))
     others = list(search.iterate_other_warmups(one.make_plan_job(plan, shape)))
     assert others == [dataclasses.replace(plan, warmup_mode=mode)]
-
-
-def test_every_plan_of_a_short_call_is_tried_with_shared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With free messages PipeFusion reaches the bound of `sequence`. A failure means that plans that are slow in
-    `serial` are sifted out before they are tried."""
-    monkeypatch.setattr("ditile.planner.search.SHOWN", 60)
-    prices = search(EVEN).prices
-    alone = next(price for price in prices if price.plan.world == 1)
-    shared = [each for each in prices if each.plan.warmup_mode == "auto" and each.plan.pipefusion == 4]
-    assert alone.latency_s / min(price.latency_s for price in shared) > 3.2
 
 
 def test_the_price_of_auto_is_that_of_what_it_takes() -> None:
@@ -84,17 +66,3 @@ def test_text_and_decode_are_in_the_call() -> None:
     assert priced.plan == Plan(pipefusion=4) and priced.decode_s > 0
     late = dataclasses.replace(EVEN, link=Link(latency_s=10.0, bandwidth=1e18))
     assert {price.plan.vae for price in search(late).prices} == {"whole"}
-
-
-@pytest.mark.parametrize(("hosts", "interlink", "is_slow"), [(1, None, False), (2, "1Gbit", True)])
-def test_weights_are_not_sent_over_slow_links(hosts: int, interlink: str | None, is_slow: bool) -> None:
-    """A search does not choose it there, and of a plan that is given it says so."""
-    asked: dict[str, Any] = {"model": "flux.1-schnell", "hosts": hosts, "interlink": interlink, "steps": 4}
-    asked |= {"hardware": "a100-nvlink", "devices": 4}
-    given = answer_question(PlanQuestion(**asked, price="pipefusion=4 warmup_mode=auto")).to_json_dict()["serial"]
-    assert (given is not None) == is_slow
-    if given is not None:
-        assert given["plan"] == "pipefusion=4 warmup=2" and "auto knows no speed of links" in given["why"]
-    ranked = [price.plan for price in answer_question(PlanQuestion(**asked)).result.prices]
-    shared = [plan for plan in ranked if plan.pipefusion == 4 and plan.warmup_mode in ("auto", "sequence")]
-    assert not (shared and is_slow)

@@ -140,34 +140,6 @@ def test_pictures_of_published_models_have_their_tokens(
     assert (shape.grid, shape.references, shape.text) == (grid, references, 512)
 
 
-def test_left_out_references_save_time(subject_of: Any) -> None:
-    """On one rank no more than the schedule's bound, and most of it; memory of keys is that of all tokens."""
-    answers = {
-        text: answer_question(
-            PlanQuestion(model="flux.1-kontext-dev", hardware="h100-nvlink", image=("1024x1024",), price=text)
-        ).result.prices[0]
-        for text in ("pipefusion=1", "patches=2 references=0", "patches=2 references=4", "pipefusion=4 references=0")
-    }
-    plain, frozen, fourth, staged = answers.values()
-    share, steps = 4096 / (2 * 4096 + 512), 28
-    bound = steps / (1 + (steps - 1) * (1 - share))
-    assert 0.8 * bound < plain.latency_s / frozen.latency_s < 1.25 * bound  # attention is more than its tokens
-    assert frozen.latency_s < fourth.latency_s < plain.latency_s and staged.latency_s < 0.65 * frozen.latency_s
-    assert frozen.memory_bytes > plain.memory_bytes
-
-
-def test_a_search_proposes_to_leave_references_out() -> None:
-    """It is an approximation, and none of the plans that are ranked. Without a picture there is nothing to propose."""
-    asked = {"model": "flux.1-kontext-dev", "hardware": "h100-nvlink", "devices": 2}
-    answer = answer_question(PlanQuestion(**asked, image=("1024x1024",)))  # type: ignore[arg-type]
-    proposed = answer.to_json_dict()["references"]
-    assert "references=0" in proposed["plan"] and proposed["latency_s"] < 0.9 * answer.result.prices[0].latency_s
-    assert all(price.plan.references is None for price in answer.result.prices)
-    shown = "\n".join(part for part in answer.render_tables() if isinstance(part, str))
-    assert " ".join(proposed["why"].split()) in " ".join(shown.split())
-    assert answer_question(PlanQuestion(**asked)).to_json_dict()["references"] is None  # type: ignore[arg-type]
-
-
 def test_memory_has_the_tokens_of_references(subject_of: Any) -> None:
     subject = subject_of("flux-kontext")
     shape = make_shape(subject, "flux-kontext")
@@ -184,10 +156,7 @@ def test_what_is_not_known_is_refused(subject_of: Any, tmp_path: Path) -> None:
     shape = replace(make_shape(subject, "flux-kontext"), references=0)
     with pytest.raises(PlanError, match="references=0: no tokens of reference images are known"):
         subject.make_plan_job(Plan(references=0, patches=2), shape)
-    for image, said in (
-        (("0x5",), "should be greater than or equal to 1"),
-        (("no.png",), "no.png"),
-    ):
+    for image, said in ((("0x5",), "should be greater than or equal to 1"), (("no.png",), "no.png")):
         with pytest.raises(ModelError, match=said):
             PlanQuestion(model="flux.2-dev", image=image).read_pictures()
     many = PlanQuestion(model="flux.1-kontext-dev", hardware="h200-nvlink", image=("64x64",) * 3)

@@ -32,11 +32,7 @@ from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.profile import Curve, Link, Profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import PlanSearch, SearchRequest, iterate_plans, make_pricer, predict_skipped_steps
-from ditile.planner.seconds import (
-    RankTokens,
-    RooflineDevice,
-    merge_work,
-)
+from ditile.planner.seconds import RankTokens, RooflineDevice, merge_work
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
 
@@ -229,13 +225,7 @@ def test_a_cache_leaves_out_steps_and_exchanges(name: str, plan: Plan, bandwidth
     assert half == pytest.approx((whole + gathered) / 2, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "pipefusion=2 warmup_mode=sequence",
-        "pipefusion=2 warmup_mode=separate",
-    ],
-)
+@pytest.mark.parametrize("text", ["pipefusion=2 warmup_mode=sequence", "pipefusion=2 warmup_mode=separate"])
 def test_the_messages_of_a_warmup_group_are_priced(text: str) -> None:
     """Weights of blocks and keys of all layers, in bytes by the formulas and in seconds: on a link with nothing under
     it at least those of what the ranks send, each over its own."""
@@ -258,11 +248,7 @@ def test_the_messages_of_a_warmup_group_are_priced(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("line", "hit_rate", "skipped"),
-    [
-        ("F=1 W=4 R=1", None, 16),
-        ("F=1 W=2 R=1 MC=1", None, 9),
-        ("F=1 W=4 R=0.12", 0.5, 8),
-    ],
+    [("F=1 W=4 R=1", None, 16), ("F=1 W=2 R=1 MC=1", None, 9), ("F=1 W=4 R=0.12", 0.5, 8)],
 )
 def test_a_cache_is_played_before_it_runs(line: str, hit_rate: float | None, skipped: int) -> None:
     """Its own rules decide; a failure would mean a latency for another cache than the one that runs."""

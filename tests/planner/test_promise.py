@@ -86,11 +86,7 @@ def test_the_steps_that_keep_the_bounds(bounds: dict[str, float], num_computed: 
     [
         ({"seconds": 1.0}, SCHEDULE, "seconds=1 cannot be kept: the fastest that could be is 'ulysses=2' computes 3"),
         ({"seconds": 1.6, "min_psnr": 45.0}, SCHEDULE, "seconds=1.6 and min_psnr=45 cannot be kept"),
-        (
-            {"min_psnr": 45.0},
-            None,
-            "there is none of a-model for 10 steps; run `ditile fit --model a-model",
-        ),
+        ({"min_psnr": 45.0}, None, "there is none of a-model for 10 steps; run `ditile fit --model a-model"),
         ({"seconds": 1.0}, None, "as long as about 30 images, and add --schedule FILE"),
     ],
 )

@@ -139,10 +139,7 @@ def drawn(kind: str, plan: dict[str, Any]) -> tuple[float, float]:
     return near, far
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan"),
-    [("pab", FRESH[0]), ("taylor", FRESH[1]), ("first", WHOLE[2])],
-)
+@pytest.mark.parametrize(("kind", "plan"), [("pab", FRESH[0]), ("taylor", FRESH[1]), ("first", WHOLE[2])])
 def test_caches_that_stay_are_right(pool: Pool, kind: str, plan: dict[str, Any]) -> None:
     """1e-4 relative: rounding, of sums in another order. A failure means that a cache is let through and is wrong."""
     for distance, effect in pool.run(drawn, 2, kind, plan):

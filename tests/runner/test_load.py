@@ -149,13 +149,7 @@ def test_a_plan_that_is_none_is_no_fault_of_the_model(plan: Any, says: str) -> N
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "call",
-    [
-        ditile.parallelize,
-        ditile.enable_cache,
-    ],
-)
+@pytest.mark.parametrize("call", [ditile.parallelize, ditile.enable_cache])
 @pytest.mark.parametrize("pipe", [None, "shapes-flux"])
 def test_what_is_no_pipeline(call: Any, pipe: Any) -> None:
     with pytest.raises(ModelError, match=f"^{type(pipe).__name__} (has no|is not) .* give a pipeline"):

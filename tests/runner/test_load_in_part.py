@@ -248,10 +248,7 @@ def divided(model: Path, name: str, text: str, lora: Path | None) -> tuple[Tenso
     return run(runner, name), said
 
 
-@pytest.mark.parametrize(
-    ("family", "text"),
-    list(itertools.product(["sd3", "pixart"], ["each", "first", "split"])),
-)
+@pytest.mark.parametrize(("family", "text"), list(itertools.product(["sd3", "pixart"], ["each", "first", "split"])))
 def test_a_pipeline_loaded_in_part_draws_the_same(
     pool: Pool, models: dict[str, Path], tmp_path: Path, family: str, text: str
 ) -> None:

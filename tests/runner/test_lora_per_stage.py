@@ -122,11 +122,7 @@ def with_text(name: str, folder: Path, text: str, file: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "file", "text"),
-    [
-        ("flux", "with-text", "each"),
-        ("flux", "hub-text", "split"),
-        ("sd3.5 medium", "with-text", "split"),
-    ],
+    [("flux", "with-text", "each"), ("flux", "hub-text", "split"), ("sd3.5 medium", "with-text", "split")],
 )
 def test_a_lora_of_a_text_encoder(pool: Pool, folders: dict[str, Path], name: str, file: str, text: str) -> None:
     """A failure means that the text encoder's part of a LoRA is lost, or refused where the encoder is not."""

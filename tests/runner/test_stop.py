@@ -138,9 +138,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "perturbed": ("perturbed", {"data": 2}),
     "cache": ("flux with a cache", {"pipefusion": 2, "warmup": 1}),
 }
-ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
-    "pipefusion, pixart": ("pixart sigma", {"pipefusion": 2, "warmup": 1}),
-}
+ALIKE: dict[str, tuple[str, dict[str, Any]]] = {"pipefusion, pixart": ("pixart sigma", {"pipefusion": 2, "warmup": 1})}
 """Of another model."""
 
 

@@ -55,12 +55,7 @@ def test_keys(tmp_path: Path) -> None:
         assert ask.get("/v1/models", headers=ann | {"host": "draw.example.org"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("ann:short", "line 1 has no key of 8 letters"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [("ann:short", "line 1 has no key of 8 letters")])
 def test_files_that_hold_no_keys(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "keys"
     if text is not None:
@@ -170,12 +165,7 @@ def test_a_bug_is_one_line(tmp_path: Path) -> None:
         assert answer.status_code == 500 and read_error(answer)["message"] == "the server failed; its log says why"
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "accept_job",
-    ],
-)
+@pytest.mark.parametrize("method", ["accept_job"])
 def test_what_a_disk_says_is_in_the_log_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:

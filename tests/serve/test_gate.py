@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import logging
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from ditile.serve import server
 from ditile.serve.api import gate
 from ditile.serve.app import create_app
 from ditile.serve.options import ServeOptions
-from ditile.serve.server import RepeatFilter, configure_http, open_listener
+from ditile.serve.server import configure_http, open_listener
 from ditile.serve.service import Service
 from tests.serve.servers import read_error
 
@@ -175,21 +174,3 @@ def test_an_upgrade_is_an_ordinary_request(tmp_path: Path, caplog: pytest.LogCap
     with listen(tmp_path) as (url, _):
         assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code == 200
     assert [record.name for record in caplog.records] == ["ditile.serve.access"]
-
-
-def test_an_exception_that_repeats_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure would mean a log that clients can fill with tracebacks."""
-    logger = logging.getLogger("uvicorn.error")
-    repeat_filter = RepeatFilter()
-    logger.addFilter(repeat_filter)
-    try:
-        for value in ("", "a", "b", None):
-            try:
-                int(value)  # type: ignore[arg-type]
-            except (ValueError, TypeError):
-                logger.exception("failed")
-            logger.error("a line")
-    finally:
-        logger.removeFilter(repeat_filter)
-    assert caplog.messages.count("failed") == 2
-    assert caplog.messages.count("a line") == 4

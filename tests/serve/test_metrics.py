@@ -23,10 +23,7 @@ def test_a_job_that_is_done() -> None:
         num_steps=4,
         facts={
             "left_out": [{"cached_steps": [[3, 5, 7]]}, {"cached_steps": [[3]]}],
-            "reports": [
-                {"peak_memory_bytes": 7},
-                {"peak_memory_bytes": 9},
-            ],
+            "reports": [{"peak_memory_bytes": 7}, {"peak_memory_bytes": 9}],
         },
     )
     job = build_job(state="done", started=11.0, ended=15.0, result=result)

@@ -195,12 +195,7 @@ def test_a_rank_that_dies_is_noticed_and_started_again() -> None:
     drive("shapes-pixart", "pipefusion=2", script)
 
 
-@pytest.mark.parametrize(
-    "model, plan",
-    [
-        ("shapes-flux", "pipefusion=2 patches=2"),
-    ],
-)
+@pytest.mark.parametrize("model, plan", [("shapes-flux", "pipefusion=2 patches=2")])
 def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it(model: str, plan: str) -> None:
     """A failure would mean a client that waits without a picture, or another picture for one who looks."""
 

@@ -475,12 +475,7 @@ asyncio.run(play())
 """
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "running",
-    ],
-)
+@pytest.mark.parametrize("word", ["running"])
 def test_nothing_is_lost_or_done_twice_after_kill(tmp_path: Path, word: str) -> None:
     seen: list[list[str]] = []
     with subprocess.Popen([sys.executable, "-c", DYING, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:

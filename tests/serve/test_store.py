@@ -93,14 +93,7 @@ def test_a_removed_job_leaves_nothing(open_store: Callable[[], JobStore], tmp_pa
     assert [path.name for path in (tmp_path / "state" / "jobs").iterdir()] == [make_job(1).id]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../lock",
-        "/etc/passwd",
-        "image/../../lock",
-    ],
-)
+@pytest.mark.parametrize("name", ["../lock", "/etc/passwd", "image/../../lock"])
 def test_only_names_of_the_code_are_files(open_store: Callable[[], JobStore], name: str) -> None:
     store, job = open_store(), make_job(0)
     store.accept_job(job, {"image": b"pixels"})

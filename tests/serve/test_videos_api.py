@@ -1,26 +1,14 @@
 """Videos over HTTP: jobs by OpenAI's client, their progress, files, list, remix and end."""
 
 import base64
-import dataclasses
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-from ditile.serve.options import ServeOptions
-from tests.serve.servers import (
-    PROMPT,
-    PaintedReplica,
-    Served,
-    collect_known_facts,
-    paint_picture,
-    read_error,
-    serve_groups,
-    serve_painted,
-)
+from tests.serve.servers import PROMPT, Served, paint_picture, read_error, serve_painted
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +76,6 @@ def test_list_remix_and_delete(served: Served, client: openai.OpenAI) -> None:
         client.videos.retrieve(second.id)
 
 
-def test_a_running_video_is_deleted(served: Served, client: openai.OpenAI) -> None:
-    served.group.pace = 0.05
-    video = client.videos.create(prompt=PROMPT, extra_body={"num_inference_steps": 200})
-    while client.videos.retrieve(video.id).status == "queued":
-        pass
-    began = time.monotonic()
-    client.videos.delete(video.id)
-    assert time.monotonic() - began < 5
-    served.group.pace = 0.0
-    assert client.videos.create_and_poll(prompt=PROMPT).status == "completed"
-
-
 def test_refusals(served: Served) -> None:
     def ask(**values: object) -> str:
         answer = served.post("/v1/videos", {"prompt": PROMPT, **values})
@@ -125,19 +101,3 @@ def test_refusals(served: Served) -> None:
         assert served.client.get(path).status_code == 404
     assert served.client.get("/v1/videos?limit=0").status_code == 400
     assert served.client.get("/v1/videos?order=up").status_code == 400
-
-
-def test_a_remix_of_another_models_video_is_refused(tmp_path: Path) -> None:
-    """Jobs outlive a server. A failure means a job that fails, or another video than the same with other words."""
-    with serve_painted(tmp_path, "shapes-wan") as served:
-        job_id = served.post("/v1/videos", {"prompt": PROMPT}).json()["id"]
-        while served.client.get(f"/v1/videos/{job_id}").json()["status"] != "completed":
-            time.sleep(0.01)
-    for model, code, name in (
-        ("shapes-flux", "wrong_kind_of_model", "shapes-flux"), ("shapes-wan", "other_model", "another"),
-    ):  # fmt: skip
-        facts = dataclasses.replace(collect_known_facts(model), name=name)
-        options = ServeOptions(model=model, port=0, state=str(tmp_path))
-        with serve_groups(options, lambda _, tell, facts=facts: PaintedReplica(tell, facts)) as served:
-            answer = served.post(f"/v1/videos/{job_id}/remix", {"prompt": "a ring"})
-            assert (answer.status_code, read_error(answer)["code"]) == (422, code)

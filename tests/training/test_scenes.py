@@ -62,11 +62,7 @@ def test_captions_are_parsed_back() -> None:
         again = parse_caption(describe_scene(scene))
         assert describe_scene(again) == describe_scene(scene)
         assert [name_thing(t) for t in again.things] == [name_thing(t) for t in scene.things]
-        assert (again.where, again.background, again.texture) == (
-            scene.where,
-            scene.background,
-            scene.texture,
-        )
+        assert (again.where, again.background, again.texture) == (scene.where, scene.background, scene.texture)
         for a, b in zip(again.things, scene.things, strict=True):
             assert max(abs(a.x - b.x), abs(a.y - b.y)) <= 0.02
 

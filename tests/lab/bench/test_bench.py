@@ -105,8 +105,7 @@ def test_undisturbed_is_the_least_of_each_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"steps": 5}, {"threads": 2}, {"model": "shapes-flux"}, {"machine": MACHINE | {"processor": "another"}}],
+    "other", [{"steps": 5}, {"threads": 2}, {"model": "shapes-flux"}, {"machine": MACHINE | {"processor": "another"}}]
 )
 def test_a_job_that_differs_is_kept_apart(other: dict[str, Any]) -> None:
     cell = BenchCell("ring=2")

@@ -101,10 +101,7 @@ def test_it_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        (("--steps", "4"), "has images of call="),
-        (("--captions", "other.txt"), "images of other captions: number 0"),
-    ],
+    [(("--steps", "4"), "has images of call="), (("--captions", "other.txt"), "images of other captions: number 0")],
 )
 def test_another_job_in_the_same_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str

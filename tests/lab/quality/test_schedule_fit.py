@@ -42,12 +42,7 @@ def test_a_fitted_file_serves_the_call_it_was_fitted_to(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--num-captions", "9999"],
-        ["--model", "no-such-model"],
-    ],
-    ids=lambda words: words[0],
+    "words", [["--num-captions", "9999"], ["--model", "no-such-model"]], ids=lambda words: words[0]
 )
 def test_bad_input_writes_nothing(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "schedule.json"

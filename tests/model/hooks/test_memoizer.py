@@ -48,10 +48,7 @@ def calls_of(name: str, plan: dict[str, Any], steps: int) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("name", "branches", "once"),
-    [
-        ("z-image", 1, ["t_embedder", "cap_embedder", "context_refiner.0"]),
-        ("lumina-2", 2, ["context_refiner.0"]),
-    ],
+    [("z-image", 1, ["t_embedder", "cap_embedder", "context_refiner.0"]), ("lumina-2", 2, ["context_refiner.0"])],
 )
 def test_refiners_of_the_text_are_computed_once_in_a_step(
     pool: Pool, name: str, branches: int, once: list[str]

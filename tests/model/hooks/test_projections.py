@@ -133,14 +133,7 @@ def elsewhere(attention: Any) -> None:
     attention.to_v.to("meta")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        other_class,
-        hooked,
-        elsewhere,
-    ],
-)
+@pytest.mark.parametrize("change", [other_class, hooked, elsewhere])
 def test_layers_that_are_not_plain_are_left_alone(
     attention: Any, stack: ExitStack, change: Callable[[Any], None]
 ) -> None:

@@ -167,11 +167,7 @@ def test_a_kernel_without_log_sum_exp_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nativ", ("'nativ'", "native", "sage")),
-        ("flash", ("flash", "cpu", "native")),
-    ],
+    ("name", "words"), [("nativ", ("'nativ'", "native", "sage")), ("flash", ("flash", "cpu", "native"))]
 )
 def test_names_are_checked_early(name: str, words: tuple[str, ...]) -> None:
     """A failure means a traceback out of the first step, on every rank."""

@@ -187,22 +187,6 @@ def test_pictures_come_in_order(pool: Pool, images: int) -> None:
     pool.run(decoded, 2, ["np", "pt", "latent"], images)
 
 
-def rows_too(output: str) -> None:
-    pipe = made("sd3")
-    wanted = run(pipe, "sd3", **FOUR, output_type="pt")
-    with divided(pipe, data=2, cfg=2, vae="rows", text="first") as runner:
-        got = runner(**call_of("sd3", **FOUR, output_type="pt"), output=output)
-    assert (got is None) == (output == "first" and dist.get_rank() > 0)
-    if got is not None:
-        close(got.images, wanted, f"rank {dist.get_rank()}, output={output}")
-
-
-def test_rows_of_pictures_and_text_are_shared_out_within_a_replica(pool: Pool) -> None:
-    """A failure means that a decoder or text encoder is divided over ranks that make other images."""
-    pool.run(rows_too, 4, "all")
-    pool.run(rows_too, 4, "first")
-
-
 # Callbacks and interrupts
 
 

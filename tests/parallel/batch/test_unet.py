@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import (
-    DDIMScheduler,
-    DiffusionPipeline,
-    StableDiffusionPAGPipeline,
-)
+from diffusers import DDIMScheduler, DiffusionPipeline, StableDiffusionPAGPipeline
 from torch import Tensor
 
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError

@@ -150,22 +150,6 @@ def test_a_guider_keeps_nothing_of_a_rehearsal() -> None:
             assert pipe.guider.finite == [True] * (1 + PATCHES * (STEPS - 1))
 
 
-def test_a_callback_sees_steps_alone() -> None:
-    """Rehearsed or not. A failure means that it is called with the latents of no step, or with NaN."""
-    pipe, seen = tiny.quiet(ZOO["qwen-image-inpaint"].make()), list[tuple[int, bool]]()
-
-    def note(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        seen.append((step, bool(torch.isfinite(tensors["latents"]).all())))
-        return {}
-
-    call = {"num_inference_steps": STEPS, "strength": 1.0, "callback_on_step_end": note}
-    with divided(pipe, patches=PATCHES, warmup=1) as runner:
-        for _ in range(2):
-            seen.clear()
-            runner(**ZOO["qwen-image-inpaint"].call() | call)
-            assert seen == [(step, True) for step in range(STEPS)]
-
-
 def test_perturbed_attention_and_skipped_layers_are_refused() -> None:
     """Their attention sees this rank's tokens alone, and their layers are named by iterations."""
     parts = {name: part for name, part in tiny.sd3().components.items() if "image_encoder" not in name}

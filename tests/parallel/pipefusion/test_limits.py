@@ -173,19 +173,3 @@ def test_without_guidance(pool: Pool, name: str) -> None:
     calls = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}, {"guidance_scale": 3.0}]
     pool.run(like_plain, 2, name, [{"pipefusion": 2, "patches": 3, "warmup": STEPS}], calls)
     equal_over_ranks(pool, (2,), name, [{"patches": 3}], calls)
-
-
-def test_resolution_binning(pool: Pool) -> None:
-    """PixArt's own rounding of sizes. A failure means that the size was taken from the call, not the latents."""
-    pool.run(like_plain, 2, "pixart sigma", [{"pipefusion": 2, "patches": 3, "warmup": 2}], BINNED)
-
-
-BINNED = [
-    {
-        "height": 500,
-        "width": 300,
-        "use_resolution_binning": True,
-        "num_inference_steps": 2,
-        "output_type": "np",
-    }
-]

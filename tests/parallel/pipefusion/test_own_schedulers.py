@@ -118,28 +118,6 @@ def test_a_step_may_take_its_arguments_in_any_way(name: str) -> None:
     assert is_custom_scheduler(scheduler) and not is_custom_scheduler(plain)
 
 
-class Around:
-    """A user's object around a scheduler, which is none itself."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-def around() -> None:
-    pipe = with_scheduler("sd3", Around(Euler()))
-    plain = {steps: run(pipe, "sd3", num_inference_steps=steps) for steps in (3, 5)}
-    for plan in ({"ulysses": 2}, PATCHES):
-        with divided(pipe, **plan) as runner:
-            for steps, wanted in plain.items():
-                close(run(runner, "sd3", num_inference_steps=steps), wanted, (plan, steps), ROUNDING)
-    assert set(vars(pipe.scheduler)) == {"inner"}
-
-
 def grows_in_patches() -> str:
     with divided(with_scheduler("sd3", Growing()), **PATCHES) as runner, pytest.raises(StateError) as caught:
         run(runner, "sd3")

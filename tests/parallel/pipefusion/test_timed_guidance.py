@@ -11,7 +11,7 @@ from diffusers.callbacks import SD3CFGCutoffCallback
 
 from ditile.model import pipeline_calls
 from ditile.model.pipeline_calls import explain_callback_refusal, explain_latent_cut, is_guidance_timed
-from ditile.plan.errors import DitileError, ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from tests.model.loop_source import find_latent_cuts, find_timed_guidance
 from tests.parallel.batch.test_batch import close, made
 from tests.pool import Pool
@@ -147,20 +147,3 @@ def test_callbacks_that_end_guidance_are_told_from_others(callback: Any, scale: 
     """A failure means that a callback is refused which changes no calls, or that one that does is met in mid-run."""
     call = {"callback_on_step_end": callback, "guidance_scale": scale}
     assert (explain_callback_refusal(MAKE["sd3"](), call, STEPS) is not None) == is_refused
-
-
-NOTHING: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"num_inference_steps": 0}, "num_inference_steps=0 leaves nothing to generate"),
-    ({"num_images_per_prompt": -1}, "num_images_per_prompt=-1 leaves nothing"),
-    ({"height": 0}, "height=0 leaves nothing"),
-    ({"prompt": []}, "prompt is empty"),
-    ({"sigmas": []}, "sigmas is empty"),
-)
-
-
-def nothing() -> None:
-    for plan in ({"data": 2}, {"cfg": 2}, {"ulysses": 2}, {"pipefusion": 2}):
-        with divided(MAKE["sd3"](), **plan) as runner:
-            for changes, says in NOTHING:
-                with pytest.raises(DitileError, match=says):
-                    runner(**{"prompt": "a", "guidance_scale": 3.0} | changes)

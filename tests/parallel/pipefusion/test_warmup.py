@@ -209,24 +209,6 @@ def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path, mode: d
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("sd3.5 medium", PIPELINED),
-        ("sd3.5 medium", PAIR),
-        ("flux true cfg", SEQUENCE),
-    ],
-)
-def test_with_shared_batches(pool: Pool, name: str, mode: dict[str, Any]) -> None:
-    """Halves of the guidance, then replicas of which one has no image. A failure means that they mix up their rows."""
-    plans = [{"pipefusion": 2, "patches": 3, "warmup": 99, also: 2} | mode for also in ("cfg", "data")]
-    plans.append({"pipefusion": 2, "patches": 3, "warmup": 2, "cfg": 2} | mode)
-    for rank, (plain, *results) in enumerate(pool.run(pictures, 4, name, plans, ODD)):
-        for plan, got in zip(plans[:2], results, strict=False):
-            close(got, plain, f"{name} {plan} rank {rank}")
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("also", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}])
 @pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
 def test_a_crew_with_shared_tokens_is_refused(mode: dict[str, Any], also: dict[str, int]) -> None:

@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diffusers import (
-    FluxImg2ImgPipeline,
-    StableDiffusion3Img2ImgPipeline,
-)
+from diffusers import FluxImg2ImgPipeline, StableDiffusion3Img2ImgPipeline
 from PIL import Image
 
 from ditile.plan.errors import StateError

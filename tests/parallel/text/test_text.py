@@ -19,7 +19,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import Pool, share
-from tests.runner.cases import MAKE, call_of, different, draw_plain, run, same
+from tests.runner.cases import MAKE, call_of, different, run, same
 
 NAMES = ("flux true cfg", "pixart sigma", "sd3.5 medium")
 CALLS: dict[str, list[dict[str, Any]]] = {
@@ -96,17 +96,6 @@ def test_runs_are_by_weight(layers: int, weights: tuple[float, ...], wanted: lis
     assert assign_layer_ranks(layers, weights) == wanted
 
 
-def more_ranks_than_layers(name: str) -> None:
-    runner = parallelize(MAKE[name](), Plan(pipefusion=4, text="split", warmup=99))
-    same(run(runner, name), draw_plain(name), name)
-
-
-@pytest.mark.parametrize("name", ["flux", "sd3"])
-def test_more_ranks_than_layers(pool: Pool, name: str) -> None:
-    """A failure means that ranks without a layer lose the text."""
-    pool.run(more_ranks_than_layers, 4, name)
-
-
 def parallelize_error(pipe: Any, plan: Plan, **options: Any) -> str:
     with pytest.raises((StateError, ModelError)) as caught:
         parallelize(pipe, plan, **options)
@@ -153,12 +142,6 @@ def test_encoders_leave_before_denoising(pool: Pool, name: str, after: str) -> N
     pool.run(left, 2, name, after)
 
 
-def encoded(pipe: Any) -> Any:
-    """What the pipeline makes of a prompt outside of a call."""
-    with torch.no_grad():
-        return pipe.encode_prompt("a red circle", None)[0]
-
-
 def test_encoders_wait_on_the_cpu() -> None:
     """A failure means that the encoders are on the device while denoising or between calls, or not for the next call.
 
@@ -182,29 +165,6 @@ def test_encoders_wait_on_the_cpu() -> None:
         assert moves == ["meta", "meta", "cpu", "cpu"]
         assert [list(part.state_dict()) for part in find_text_encoders(pipe).values()] == before
         moves.clear()
-
-
-def outside_of_calls(mode: str, after: str) -> None:
-    pipe = MAKE["flux"]()
-    wanted, picture = encoded(pipe), run(pipe, "flux")
-    plan = Plan(pipefusion=2, text=mode, warmup=99)  # type: ignore[arg-type]
-    runner = parallelize(pipe, plan, keep_weights=True, text_after=after)  # type: ignore[arg-type]
-    for _ in range(2):
-        if mode == "each" or (mode == "first" and runner.mesh.rank == 0):
-            same(encoded(pipe), wanted)
-        else:
-            with pytest.raises(StateError, match=f"of text_encoder_?2? there is only what text={mode} on rank"):
-                encoded(pipe)
-        same(run(runner, "flux"), picture)
-    runner.restore()
-    same(encoded(pipe), wanted)
-
-
-@pytest.mark.parametrize("after", ["keep", "offload"])
-@pytest.mark.parametrize("mode", ["each", "first", "split"])
-def test_encoders_outside_of_calls(pool: Pool, mode: str, after: str) -> None:
-    """A failure means that a prompt that is encoded between calls ends in a part of an encoder."""
-    pool.run(outside_of_calls, 2, mode, after)
 
 
 def refusals() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -199,27 +198,6 @@ def test_statistics_are_of_the_whole_picture(pool: Pool, ranks: int) -> None:
     """xDiT's decoder averaged the variances of the strips; a failure means that ours leaves out their means, too."""
     for distances in pool.run(normed, ranks, 11):
         assert max(distances) < BOUND
-
-
-@torch.no_grad()
-def halved() -> list[float]:
-    """How far bf16 is from fp32: undivided and divided, decoding and encoding."""
-    vae, case, results = autoencoder("pixart"), Case("pixart"), []
-    latents, picture = inputs(vae, case)
-    wanted = [vae.decode(latents).sample, vae.encode(picture).latent_dist.mean]
-    vae.bfloat16()
-    for parallel in (nullcontext(), ParallelVAE(vae, axis(), Traffic(), block_size=9).install_forwards()):
-        with parallel:
-            mine = [vae.decode(latents.bfloat16()).sample, vae.encode(picture.bfloat16()).latent_dist.mean]
-        assert {tensor.dtype for tensor in mine} == {torch.bfloat16}
-        results += [distance(a.float(), b) for a, b in zip(mine, wanted, strict=True)]
-    return results
-
-
-def test_half_precision_is_no_worse(pool: Pool) -> None:
-    """A failure means that the statistics are taken or combined in bf16."""
-    for whole_decoded, whole_encoded, decoded, encoded in pool.run(halved, 3):
-        assert decoded < 1.5 * whole_decoded and encoded < 1.5 * whole_encoded
 
 
 def untouched() -> None:
