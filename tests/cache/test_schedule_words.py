@@ -81,7 +81,7 @@ def test_a_schedule_computes_its_steps_and_is_refused_elsewhere(tmp_path: Path) 
     with pytest.raises(ModelError, match="height=32, and the call has 64"):
         draw(pipe, height=64)
     caching.enable_cache(pipe, FittedScheduleConfig(steps=4, schedule=change_identity(schedule, latents=(64, 16))))
-    with pytest.raises(ModelError, match="latents of shape"):
+    with pytest.raises(ModelError, match="latents="):
         draw(pipe)
     caching.enable_cache(pipe, FittedScheduleConfig(steps=4, schedule=schedule))
     # After a refusal the pipeline and its cache are as before.

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ditile.cache.step_mask import build_preset_mask, parse_step_mask, resolve_step_mask, steps_mask
+from ditile.cache.step_mask import build_preset_mask, check_step_mask, resolve_step_mask, steps_mask
 from ditile.plan.errors import ModelError
 
 PUBLISHED = {
@@ -77,16 +77,13 @@ def test_the_mask_of_a_generation() -> None:
     assert resolve_step_mask(None, 28) is None
     assert resolve_step_mask("slow", 28) == build_preset_mask("slow", 28)
     assert resolve_step_mask((1, 1, 0, 1), 3) == (1, 1, 0)
-    assert resolve_step_mask([1, 0], None) == (1, 0)
-    with pytest.raises(ModelError, match="set num_inference_steps"):
-        resolve_step_mask("slow", None)
     with pytest.raises(ModelError, match="has 2 steps and the generation 5"):
         resolve_step_mask((1, 0), 5)
 
 
 def test_masks_on_a_command_line() -> None:
-    assert parse_step_mask("ultra") == "ultra"
-    assert parse_step_mask("6,1,1,1,1/1,2,5,5,5") == tuple(steps_mask([6, 1, 1, 1, 1], [1, 2, 5, 5, 5]))
+    assert check_step_mask("ultra") == "ultra"
+    assert check_step_mask("6,1,1,1,1/1,2,5,5,5") == tuple(steps_mask([6, 1, 1, 1, 1], [1, 2, 5, 5, 5]))
     for wrong in ("ultr", "1,2", "1,x/2", "1/", "1/2,3"):
         with pytest.raises(ModelError):
-            parse_step_mask(wrong)
+            check_step_mask(wrong)

@@ -94,7 +94,7 @@ def divide_and_save(values: dict[str, Any], folder: Path) -> None:
     refuse_all(pipe, models, own / "divided")
     if plan.text != "first":  # of which one rank has nothing
         pipe.to(torch.float64)
-        with pytest.raises(StateError, match=r"was converted from torch.float32 to torch.float64 since parallelize"):
+        with pytest.raises(StateError, match=r"changed from torch.float32 to torch.float64 since parallelize"):
             runner.restore()
         pipe.to(torch.float32)
     runner.restore()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ditile.cache.cached import ModelCache
 from ditile.cache.calls.policy import CallAgreement
 from ditile.distributed.mesh import Mesh, make_subgroup
 from ditile.distributed.transport import PeerChannel, connect_group, gather_numbers
@@ -33,26 +34,25 @@ class LoopClock:
 
     Args:
         now: the generation under way.
+        count_steps: returns the number of its steps.
         plan: its patches.
+        cache: of the model; it begins with the first call of a generation, and ends after the last step, before the
+            decoder needs the memory.
         images: how many the model is called on, once that is known; None where stale keys belong to the whole batch.
-        begin: called at the first call of a generation, with the number of steps.
-        end: called after its last step, before the decoder needs the memory.
     """
 
     def __init__(
         self,
         now: Generation,
-        steps: Callable[[], int],
+        count_steps: Callable[[], int],
         plan: Plan,
+        cache: ModelCache,
         images: Callable[[], int | None],
-        begin: Callable[[int], None],
-        end: Callable[[], None],
     ) -> None:
         self._now = now
-        self._steps = steps
+        self._count_steps = count_steps
+        self._cache = cache
         self._images = images
-        self._begin = begin
-        self._end = end
         # DistriFusion's patches are computed at the same time, each by a rank.
         self._patches = plan.num_patches if plan.distrifusion == 1 else 1
         self._shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
@@ -68,23 +68,38 @@ class LoopClock:
         if now.memory is not self._seen:
             # Each generation has a memory of its own.
             self._seen = now.memory
-            self._begin(self._steps())
+            self._cache.begin_generation(self._count_steps())
         step, patch = now.micro_step
         whole = now.token_patch is None
         interleaved = (self._shares_streams and self._patches > 1) or now.num_references > 0
         if now.batch_range is not None or (whole and (now.shares.warmup_split is not None or interleaved)):
             return None
         patches = range(self._patches) if patch is None else (patch,)
+
+        def has_real_text() -> bool:
+            # There is a layout only where ranks split the tokens.
+            tokens = now.layouts.get((now.branch, now.is_whole))
+            return tokens is None or bool(tokens.get_own_part(now.token_patch).text)
+
+        def locate_rows(patch: int) -> tuple[int, int, int]:
+            """Return the first row of a patch, the row after its last one, and the number of rows of the image."""
+            layout = now.tokens.layout
+            # A single patch is the whole image. Patches of reference images are not in the latents: each patch then
+            # goes by all of them.
+            if self._patches == 1 or layout.owners:
+                return 0, 1, 1
+            return layout.cuts[patch], layout.cuts[patch + 1], layout.grid.rows
+
         return CallPosition(
             step=step,
             branch=now.branch,
             patches=patches,
             sizes=lambda: [now.tokens.get_own_part(patch).image_tokens for patch in patches],
-            has_text=lambda: _has_real_text(now),
+            has_text=has_real_text,
             images=self._images(),
             # The next step reads all keys of a synchronous step.
             must_compute=whole and now.keeps_keys and not now.is_stale,
-            row_spans=lambda: [_locate_patch_rows(now, patch, self._patches) for patch in patches],
+            row_spans=lambda: list(map(locate_rows, patches)),
         )
 
     def end_model_call(self, model: object) -> None:
@@ -93,23 +108,7 @@ class LoopClock:
     def end_generation(self) -> None:
         """End the generation."""
         self._seen = None
-        self._end()
-
-
-def _locate_patch_rows(now: Generation, patch: int, patches: int) -> tuple[int, int, int]:
-    """Return the first row of a patch, the row after its last one, and the number of rows of the image. A single patch
-    is the whole image."""
-    layout = now.tokens.layout
-    # Patches of reference images are not in the latents: each patch then goes by all of them.
-    if patches == 1 or layout.owners:
-        return 0, 1, 1
-    return layout.cuts[patch], layout.cuts[patch + 1], layout.grid.rows
-
-
-def _has_real_text(now: Generation) -> bool:
-    """Return whether this rank has text tokens of its own. There is a layout only where ranks split the tokens."""
-    tokens = now.layouts.get((now.branch, now.is_whole))
-    return tokens is None or bool(tokens.get_own_part(now.token_patch).text)
+        self._cache.end_generation()
 
 
 @dataclass(frozen=True, slots=True)

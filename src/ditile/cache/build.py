@@ -6,12 +6,11 @@ A config with which no block or no step can ever be left out is explained, with 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from ditile.cache.config import (
     BlockCacheConfig,
@@ -67,7 +66,22 @@ class CacheContext:
     def idle(self) -> str | None:
         """Return the reason why no block can ever be left out, and a setting that would work. None if a block can
         be."""
-        return _explain_idle_blocks(self.name, len(self.hooks), self.config)
+        config = self.config
+        # Other methods leave out all blocks of a step, so none of them is idle.
+        if not isinstance(config, DBCacheConfig):
+            return None
+        blocks = len(self.hooks)
+        never: Sequence[int] = ()
+        if isinstance(config, DBPruneConfig):
+            never = config.non_prune_block_ids
+        middle = range(config.Fn_compute_blocks, blocks - config.Bn_compute_blocks)
+        if any(place not in never for place in middle):
+            return None
+        return (
+            f"Fn_compute_blocks={config.Fn_compute_blocks}, Bn_compute_blocks={config.Bn_compute_blocks} and "
+            f"non_prune_block_ids={list(never)}: all {blocks} blocks of {self.name} always compute then, so nothing "
+            f"can be left out; leave the other two out, and try Fn_compute_blocks={max(1, round(blocks / 8))}"
+        )
 
     def build_chain(self, steps: int, agreement: SkipAgreement, keep: KeepMemory | None) -> Chain | None:
         """Build the chain of a generation. None if no block is ever left out. Raises `ModelError` if a mask is too
@@ -95,7 +109,9 @@ class CacheContext:
         stored = choose_stored_value(config, calibrator)
 
         def make_residuals(place: int) -> Residuals:
-            own_memory = None if keep is None else partial(_keep_at, keep, (self.name, place))
+            own_memory = None
+            if keep is not None:
+                own_memory = partial(keep, self.name, place)
             return Residuals(forecaster, hidden=stored == "hidden", keep=own_memory)
 
         first = config.Fn_compute_blocks
@@ -116,10 +132,6 @@ class CacheContext:
         return chain
 
 
-def _keep_at(keep: KeepMemory, place: tuple[str, int], what: Hashable, like: Tensor) -> Tensor:
-    return keep((*place, what), like)
-
-
 def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
     """Explain why settings for skipping steps cannot skip any of `steps` steps. None if they can.
 
@@ -138,32 +150,6 @@ def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
     if isinstance(config, DBCacheConfig) and config.max_warmup_steps >= steps:
         hint = f"try max_warmup_steps={max(1, steps // 4)}"
     return f"{format_cache_config(config)}: all {steps} steps compute then, so nothing can be left out; {hint}"
-
-
-def _explain_idle_blocks(name: str, blocks: int, config: BlockCacheConfig) -> str | None:
-    """Explain why these settings always compute all blocks, and what would work. None if some may be skipped."""
-    # Other methods leave out all blocks of a step, so none of them is idle.
-    if not isinstance(config, DBCacheConfig):
-        return None
-    first = config.Fn_compute_blocks
-    last = config.Bn_compute_blocks
-    never: Sequence[int] = ()
-    if isinstance(config, DBPruneConfig):
-        never = config.non_prune_block_ids
-    if any(place not in never for place in range(first, blocks - last)):
-        return None
-    settings = f"Fn_compute_blocks={first}"
-    hint = f"try Fn_compute_blocks={max(1, round(blocks / 8))}"
-    if last:
-        settings += f" and Bn_compute_blocks={last}"
-        hint += " and Bn_compute_blocks=0"
-    if first + last < blocks:
-        settings += f" and non_prune_block_ids={list(never)}"
-        hint = "name fewer of them"
-    # With fewer than two blocks no setting would help, so this hint replaces the others.
-    if blocks < 2:
-        hint = "there is nothing that a cache could do here"
-    return f"{settings}: all {blocks} blocks of {name} always compute then, so nothing can be left out; {hint}"
 
 
 def build_skip_rules(config: BlockCacheConfig, steps: int) -> SkipRules:

@@ -8,32 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ditile.cache.config import Fields, check_known
+from pydantic import BeforeValidator
+
+from ditile.cache.config import Fields
 from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError, quote_value
-from ditile.plan.option_classes import CallArguments, Count, check_value, checked
+from ditile.plan.option_classes import Count, check_value, define_option, options
 from ditile.plan.plan import Plan
-
-AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
-"""The arguments of `ParallelismConfig` that are degrees of a plan."""
 
 ParallelismBackend = Enum(
     "ParallelismBackend", ["AUTO", "CACHE_DIT", "NATIVE_DIFFUSER", "NATIVE_PYTORCH", "NATIVE_HYBRID"]
 )
 """The allowed values of the backend of `ParallelismConfig`; ditile has one backend."""
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "backend": tuple(backend.name.lower() for backend in ParallelismBackend),
-    "ulysses_anything": (None, True, False),
-    "ulysses_async": (False, True),
-    "ulysses_float8": (False,),
-    "ring_rotate_method": ("p2p",),
-    "ring_convert_to_fp32": (True, False),
-    "use_ray": (False,),
-}
-"""The values of the arguments of `ParallelismConfig` that are choices, the default first."""
+AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
+"""The arguments of `ParallelismConfig` that are degrees of a plan."""
 _OLDER_NAMES = {
     "experimental_ulysses_anything": "ulysses_anything",
     "experimental_async_qkv_proj": "ulysses_async",
@@ -41,11 +32,6 @@ _OLDER_NAMES = {
     "experimental_ulysses_float8": "ulysses_float8",
 }
 """Entries of parallel_kwargs that have another name than the argument."""
-_IN_PARALLEL_KWARGS = (
-    *("attention_backend", "cp_plan", "extra_parallel_modules", "ring_rotate_method", "ring_convert_to_fp32"),
-    *_OLDER_NAMES,
-)
-_ARGUMENTS = (*AXES, *_CHOICES, "attention_backend", "cp_plan", "extra_parallel_modules", "parallel_kwargs")
 _PLAN_CHANGES_BY_MODULE: dict[str, dict[str, Any]] = {"text_encoder": {"text": "split"}, "vae": {"vae": "rows"}}
 
 _OFFLOAD = "pipe.transformer.enable_group_offload(..) of diffusers"
@@ -78,34 +64,71 @@ INSTEAD = {
 """Public name of cache-dit that ditile does not have -> what to use."""
 
 
-@dataclass(frozen=True, slots=True)
+def _read_backend(value: Any) -> str:
+    """Return the name of a backend, which may be a member of the enum, or its name in either case."""
+    return str(value).rpartition(".")[2].lower()
+
+
+Size = Count | Literal["auto"] | None
+Backend = Annotated[
+    Literal["auto", "cache_dit", "native_diffuser", "native_pytorch", "native_hybrid"], BeforeValidator(_read_backend)
+]
+
+
+@options()
 class RankDivision:
-    """The result of `ParallelismConfig`; `to_plan` makes a `Plan` of it once the number of ranks is known.
+    """A division over ranks in the words of cache-dit; `to_plan` makes a `Plan` once the number of ranks is known."""
 
-    Attributes:
-        degrees: of the plan; one may be "auto".
-        options: other fields of the plan.
-        modules: "text_encoder" splits the layers of the text encoders over the ranks, "vae" the rows of the decode.
-        attention_backend: the attention kernel, as diffusers names it; None leaves it to the pipeline.
-        cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; None leaves it to the model.
-    """
+    ulysses_size: Size = define_option(
+        None,
+        "ranks that split the tokens, and the heads in attention; one size may be auto: as many as are running, "
+        "divided by the other sizes",
+        example="2 or 'auto'",
+    )
+    ring_size: Size = define_option(
+        None, "ranks that split the tokens, and pass keys and values round a ring", example="2 or 'auto'"
+    )
+    tp_size: Size = define_option(None, "ranks that split the weights of every block", example="2 or 'auto'")
+    backend: Backend = define_option("auto", "one of `ParallelismBackend`: ditile has one backend for all of them")
+    attention_backend: str | None = define_option(
+        None, "the attention kernel, as diffusers names it; None leaves it to the pipeline", example="'native'"
+    )
+    cp_plan: Mapping[str, Any] | None = define_option(
+        None, "what is split over tokens, in the format of diffusers' `_cp_plan`; None leaves it to the model"
+    )
+    ulysses_anything: bool | None = define_option(
+        None,
+        "True allows lengths and heads that ulysses does not divide, False refuses them, None allows them where they "
+        "are needed",
+    )
+    ulysses_async: bool = define_option(False, "exchange each projection while the next one is computed")
+    ulysses_float8: Literal[False] = define_option(False, "exchanged tensors keep their type")
+    ring_rotate_method: Literal["p2p"] = define_option("p2p", "how keys go round the ring")
+    ring_convert_to_fp32: bool = define_option(True, "partial results are always merged in float32")
+    extra_parallel_modules: Sequence[Literal["text_encoder", "vae"]] = define_option(
+        (),
+        "text_encoder splits the layers of the text encoders over the ranks, vae the rows of the decode",
+        example="['text_encoder', 'vae']",
+    )
+    use_ray: Literal[False] = define_option(False, "ranks are started by torchrun or ditile.launch")
 
-    degrees: Mapping[str, Any] = field(hash=False)
-    options: Mapping[str, Any] = field(hash=False)
-    modules: tuple[str, ...] = ()
-    attention_backend: str | None = None
-    cp_plan: Mapping[str, Any] | None = field(default=None, hash=False)
+    def __post_init__(self) -> None:
+        automatic = [name for name in AXES if getattr(self, name) == "auto"]
+        if len(automatic) > 1:
+            raise ModelError(f"{' and '.join(automatic)} are auto; say one of them as a number")
 
     def to_plan(self, world: int | None = None) -> Plan:
         """Build the plan.
 
         Args:
-            world: ranks that are running, for a degree that is auto; by default those that torchrun started, or one.
+            world: ranks that are running, for a size that is auto; by default those that torchrun started, or one.
 
         Raises:
-            PlanError: if the other degrees do not divide them, or values contradict each other.
+            PlanError: if the other sizes do not divide them, or values contradict each other.
         """
-        degrees = dict(self.degrees)
+        degrees: dict[str, Any] = {}
+        for name, degree in AXES.items():
+            degrees[degree] = getattr(self, name) or 1
         for name in [name for name, degree in degrees.items() if degree == "auto"]:
             degrees[name] = 1
             fixed = Plan(**degrees).world
@@ -118,98 +141,32 @@ class RankDivision:
                     f"{name}=auto with {shown}: {world} rank(s) cannot be divided so; start a multiple of {fixed}"
                 )
             degrees[name] = world // fixed
-        plan = Plan(**degrees, **self.options)
+        plan = Plan(**degrees, uaa=self.ulysses_anything, async_ulysses=self.ulysses_async)
         if plan.world == 1:
             # A single rank has no other rank to split a module with.
             return plan
-        for module in self.modules:
+        for module in self.extra_parallel_modules:
             plan = replace(plan, **_PLAN_CHANGES_BY_MODULE[module])
         return plan
 
 
-@checked()
 def plan_division(**arguments: Any) -> RankDivision:
-    """Build a division over ranks from the spelling of cache-dit, whose name for this is `ParallelismConfig`.
-
-    Args:
-        ulysses_size: ranks that split the tokens, and the heads in attention. None is 1. One size may be "auto": as
-            many ranks as are running, divided by the other sizes.
-        ring_size: ranks that split the tokens, and pass keys and values round a ring.
-        tp_size: ranks that split the weights of every block.
-        backend: one of `ParallelismBackend`; ditile has one backend for all of them.
-        attention_backend, cp_plan: as in `RankDivision`.
-        ulysses_anything: True allows lengths and heads that ulysses does not divide, False refuses them; None allows
-            them where they are needed.
-        ulysses_async: exchange each projection while the next one is computed.
-        ulysses_float8: False: exchanged tensors keep their type.
-        ring_rotate_method: p2p.
-        ring_convert_to_fp32: partial results are always merged in float32.
-        extra_parallel_modules: the `modules` of `RankDivision`.
-        parallel_kwargs: the last seven arguments, attention_backend and cp_plan in the older form, in which three are
-            called experimental_ulysses_anything, experimental_ulysses_async (or experimental_async_qkv_proj) and
-            experimental_ulysses_float8.
-        use_ray: False.
+    """Build a division over ranks from cache-dit's `ParallelismConfig`: the fields of `RankDivision`, also in
+    parallel_kwargs, where some have older names.
 
     Raises:
-        ModelError: if an argument or an entry of parallel_kwargs is not known, or a value is out of its range.
+        ModelError: if a name is not known, or a value is out of its range.
     """
-    for name, value in arguments.items():
-        if name.startswith("ray_") or (name == "use_ray" and value is not False):
-            raise ModelError(
-                f"{name}={quote_value(value)}: ranks are started by torchrun or ditile.launch; leave it out"
-            )
-        check_known(f"ParallelismConfig({name}=..)", name, _ARGUMENTS)
-    values = arguments | _read_parallel_kwargs(arguments)
-    for name, choices in _CHOICES.items():
-        value = values.get(name, choices[0])
-        if name == "backend" and isinstance(value, str | ParallelismBackend):
-            # It may be a member of the enum, or its name in either case.
-            value = str(value).rpartition(".")[2].lower()
-        # 1 is not True.
-        if type(value) not in map(type, choices) or value not in choices:
-            known = ", ".join(map(repr, choices))
-            raise ModelError(f"{name}={quote_value(value)} is not offered; try {known}, or leave it out")
-    degrees = {}
-    automatic = []
-    for name, degree in AXES.items():
-        size = values.get(name)
-        if size is None:
-            size = 1
-        degrees[degree] = size
-        if size == "auto":
-            automatic.append(name)
-        else:
-            check_value(Count, size, name, example=f"2 or {name}='auto'")
-    if len(automatic) > 1:
-        raise ModelError(f"{' and '.join(automatic)} are auto; say one of them as a number")
-    kernel = values.get("attention_backend")
-    check_value(str | None, kernel, "attention_backend", example="'native'")
-    modules = values.get("extra_parallel_modules", ())
-    known_modules = list(_PLAN_CHANGES_BY_MODULE)
-    check_value(Sequence[str], modules, "extra_parallel_modules", example=known_modules)
-    for name in modules:
-        if name not in known_modules:
-            raise ModelError(
-                f"extra_parallel_modules: {quote_value(name)} is not offered; give some of {known_modules}"
-            )
-    options = {"uaa": values.get("ulysses_anything"), "async_ulysses": values.get("ulysses_async", False)}
-    return RankDivision(degrees, options, tuple(modules), kernel, values.get("cp_plan"))
+    older = arguments.pop("parallel_kwargs", {})
+    check_value(Mapping[str, Any], older, "parallel_kwargs")
+    for entry, value in older.items():
+        name = _OLDER_NAMES.get(entry, entry)
+        # An entry that is off leaves its argument as it is.
+        arguments[name] = value or arguments.get(name) or value
+    return RankDivision(**arguments)
 
 
 ParallelismConfig = plan_division
-
-
-def _read_parallel_kwargs(arguments: CallArguments) -> dict[str, Any]:
-    """Return the arguments that parallel_kwargs stands for. An entry that is off leaves its argument as it is."""
-    older = arguments.get("parallel_kwargs", {})
-    check_value(Mapping[str, Any], older, "parallel_kwargs")
-    values = {}
-    entry: str
-    for entry, value in older.items():
-        check_known(f"parallel_kwargs[{entry!r}]", entry, _IN_PARALLEL_KWARGS)
-        name = _OLDER_NAMES.get(entry, entry)
-        values[name] = value or arguments.get(name) or value
-    return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

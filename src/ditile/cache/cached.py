@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ditile.cache.build import CacheContext, Chain, explain_idle_steps
 from ditile.cache.config import (
@@ -25,12 +26,12 @@ from ditile.cache.config import (
     ParamsModifier,
     check_one_forecast,
     merge_configs,
-    replace_config,
 )
 from ditile.cache.hooks import CacheHook
 from ditile.cache.report import ContextReport, build_context_report
 from ditile.cache.segment import KeepMemory, Residuals
 from ditile.cache.skip_decision import CacheCall, split_into_units
+from ditile.model.fingerprint import fingerprint
 from ditile.model.hooks.compile import CompileFunction, exclude_from_compile
 from ditile.model.hooks.kv_store import KeptBuffers
 from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
@@ -93,14 +94,16 @@ class ModelCache(abc.ABC):
         label: what the pipeline calls its call of the transformer, if it names it.
     """
 
-    def __init__(self, transformer: nn.Module, hooks: Sequence[CacheHook] = ()) -> None:
+    def __init__(self, transformer: nn.Module, config: CacheConfig, hooks: Sequence[CacheHook] = ()) -> None:
         self.transformer = transformer
+        self._config = config
         self._hooks = hooks
         self.reports: list[ContextReport] = []
         self.kept_bytes = 0
         self.label: str | None = None
         self._clock: PipelineClock | None = None
         self._labels = ExitStack()
+        self._is_prepared = False
 
     @property
     @abc.abstractmethod
@@ -124,7 +127,6 @@ class ModelCache(abc.ABC):
     def update_reports(self) -> None:
         """Report the generation under way, if there is one."""
 
-    @abc.abstractmethod
     def refresh_settings(
         self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
     ) -> None:
@@ -137,13 +139,20 @@ class ModelCache(abc.ABC):
         Raises:
             ModelError: if a field is not known, or a value is out of its range.
         """
+        if config is not None and type(config) is type(self._config):
+            config = merge_configs(self._config, config)
+        changed = (config or self._config).reset(**changes)
+        self._change_settings(changed, calibrator)
+        self._config = changed
+        self._own_clock.restart_clock(steps, separate_cfg=changed.enable_separate_cfg)
+
+    @abc.abstractmethod
+    def _change_settings(self, config: CacheConfig, calibrator: Calibration | None) -> None:
+        """Take other settings. Raises `ModelError` if they are of another kind of cache."""
 
     @abc.abstractmethod
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of the model. `moment` is None if all of it must be computed, and nothing remembered."""
-
-    def _begin_call(self, clock: PipelineClock) -> CallPosition | None:
-        return clock.begin_model_call(self)
 
     def install_hooks(
         self,
@@ -273,7 +282,10 @@ class ModelCache(abc.ABC):
         clock = self._clock
         if clock is None:
             return forward(*args, **kwargs)
-        moment = self._begin_call(clock)
+        moment = None
+        # A call that was prepared has begun already.
+        if not self._is_prepared:
+            moment = clock.begin_model_call(self)
         try:
             result = self._run_call(moment, forward, args, kwargs)
         except BaseException:
@@ -300,9 +312,8 @@ class TransformerCache(ModelCache):
         config: BlockCacheConfig,
         calibrator: Calibration | None,
     ) -> None:
-        super().__init__(transformer, hooks)
+        super().__init__(transformer, config, hooks)
         self._make_contexts = contexts
-        self._config = config
         self._calibrator = calibrator
         self._contexts = contexts(config, calibrator)
         self._agreement: SkipAgreement = SkipAgreement()
@@ -310,7 +321,6 @@ class TransformerCache(ModelCache):
         self._loop_step = -1
         self._step = -1  # counted from the first step in which the transformer was called
         self._keep: KeepMemory | None = None
-        self._is_prepared = False
         # What the blocks of the prepared call may read and store; nothing where all of them run.
         self._described: list[Residuals] = []
 
@@ -319,18 +329,12 @@ class TransformerCache(ModelCache):
         """Return the contexts: the blocks that are decided on together."""
         return self._contexts
 
-    def refresh_settings(
-        self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
-    ) -> None:
-        """Prepare for a new image, see `ModelCache`."""
-        config = replace_config(self._config, config, changes)
+    def _change_settings(self, config: CacheConfig, calibrator: Calibration | None) -> None:
         if not isinstance(config, BlockCacheConfig):
             raise ModelError(f"a {type(config).__name__} leaves out no blocks; call enable_cache with it")
         calibrator = merge_configs(self._calibrator, calibrator)
         self._contexts = self._make_contexts(config, calibrator)
-        self._config = config
         self._calibrator = calibrator
-        self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
 
     @contextmanager
     def use_clock_and_agreement(
@@ -340,7 +344,12 @@ class TransformerCache(ModelCache):
         own_agreement = self._agreement
         self._agreement = agreement
         if kept_buffers is not None:
-            self._keep = partial(_keep_in_buffers, kept_buffers, id(self.transformer))
+
+            def keep_in_buffers(*purpose_and_like: Any) -> Tensor:
+                *purpose, like = purpose_and_like
+                return kept_buffers.get_memory(("cache", id(self.transformer), *purpose), like.shape, like)
+
+            self._keep = keep_in_buffers
         try:
             with self.use_clock(clock):
                 yield
@@ -391,10 +400,6 @@ class TransformerCache(ModelCache):
         """Return the number of remembered bytes."""
         return sum(chain.memory_bytes for _, chain in self._chains)
 
-    def _begin_call(self, clock: PipelineClock) -> CallPosition | None:
-        # A prepared call has begun already.
-        return None if self._is_prepared else clock.begin_model_call(self)
-
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._is_prepared:
             self._decide_before(moment, args, kwargs)
@@ -428,10 +433,6 @@ class TransformerCache(ModelCache):
         self._described = []
         if not may_skip:
             return ()
-        return self._describe_chains()
-
-    def _describe_chains(self) -> Hashable | None:
-        self._described = []
         decision: list[Hashable] = []
         for context, chain in self._chains:
             description = chain.describe_call()
@@ -476,7 +477,7 @@ class TransformerCache(ModelCache):
         if not args:
             sample = kwargs.get("hidden_states", sample)
         batch_size = len(sample)
-        kind = _describe_input((*args, *kwargs.values()))
+        kind = fingerprint((*args, *kwargs.values()), "shape")
         control = None
         # Control is measured only on demand, because that reads all arguments.
         if any(chain.needs_control for _, chain in self._chains):
@@ -492,11 +493,6 @@ class TransformerCache(ModelCache):
     def _bypass_chains(self) -> None:
         for _, chain in self._chains:
             chain.bypass_cache()
-
-
-def _keep_in_buffers(kept_buffers: KeptBuffers, owner: int, what: Hashable, like: Tensor) -> Tensor:
-    """Return a recorder's memory for a tensor that a cache remembers."""
-    return kept_buffers.get_memory(("cache", owner, what), like.shape, like)
 
 
 def build_transformer_cache(
@@ -536,24 +532,22 @@ def build_transformer_cache(
         hooks_by_list[block_list.name] = hooks_by_list.get(block_list.name, []) + new_hooks
         hooks += new_hooks
 
-    def build_context(
-        name: str, context_hooks: Sequence[CacheHook], config: BlockCacheConfig, calibrator: Calibration | None
-    ) -> CacheContext:
-        check_one_forecast(config, calibrator)
-        if not has_rows:
-            # This holds also where a modifier says otherwise.
-            config = config.reset(couple="batch")
-        return CacheContext(name, context_hooks, config, calibrator)
-
     def build_contexts(changed: BlockCacheConfig, calibrator: Calibration | None) -> list[CacheContext]:
+        hooks_by_context = hooks_by_list
         if len(modifiers) < 2:
             # With at most one modifier all lists decide together, in one context.
-            for modifier in modifiers:
-                changed, calibrator = modifier.over(changed, calibrator)
-            return [build_context("+".join(hooks_by_list), hooks, changed, calibrator)]
+            hooks_by_context = {"+".join(hooks_by_list): hooks}
         contexts: list[CacheContext] = []
-        for (name, context_hooks), modifier in zip(hooks_by_list.items(), modifiers, strict=True):
-            contexts.append(build_context(name, context_hooks, *modifier.over(changed, calibrator)))
+        for (name, context_hooks), modifier in itertools.zip_longest(hooks_by_context.items(), modifiers):
+            settings = changed, calibrator
+            if modifier is not None:
+                settings = modifier.over(changed, calibrator)
+            check_one_forecast(*settings)
+            own_config, own_calibrator = settings
+            if not has_rows:
+                # This holds also where a modifier says otherwise.
+                own_config = own_config.reset(couple="batch")
+            contexts.append(CacheContext(name, context_hooks, own_config, own_calibrator))
         return contexts
 
     return TransformerCache(transformer, hooks, build_contexts, config, calibrator)
@@ -562,20 +556,6 @@ def build_transformer_cache(
 def find_model_cache(transformer: nn.Module) -> ModelCache | None:
     """Return the cache that `enable_cache` installed on a transformer. None if there is none."""
     return vars(transformer).get(_CACHE_ATTRIBUTE)
-
-
-def _describe_input(value: Any) -> Any:
-    """Return the shapes of all tensors in an argument, its strings, which name modes, and the types of the rest. Calls
-    that differ in these share no memory."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, list | tuple):
-        return tuple(map(_describe_input, value))
-    if isinstance(value, Tensor):
-        return value.shape
-    if isinstance(value, str):
-        return value
-    return type(value)
 
 
 def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample: Any) -> Tensor | None:
@@ -589,7 +569,7 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
         if value is sample or (isinstance(value, Tensor) and "control" not in str(name)):
             continue
         tensors = []
-        for leaf in _iterate_leaves(value):
+        for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 tensors.append(leaf)
         if not tensors:
@@ -609,14 +589,3 @@ def _measure_rows(tensor: Tensor, rows: int) -> Tensor:
     dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
     norms: Tensor = torch.linalg.vector_norm(flat, ord=1, dim=1, dtype=dtype)
     return norms.expand(rows)
-
-
-def _iterate_leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in an argument, which may be nested."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if not isinstance(value, list | tuple):
-        yield value
-        return
-    for part in value:
-        yield from _iterate_leaves(part)

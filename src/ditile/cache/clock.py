@@ -370,7 +370,10 @@ class CallClock:
                 "steps is not known; call ditile.refresh_context(transformer, num_inference_steps=N) before each "
                 "image, or set num_inference_steps in the cache_config"
             )
-        if self._live and self._has_step_ended(model.label):
+        has_ended = model.label in self._labels
+        if model.label is None:
+            has_ended = self._branch >= self._of_step
+        if self._live and has_ended:
             self._most = max(self._most, self._branch)
             self._step = self._step + 1
             self._branch = 0
@@ -394,11 +397,6 @@ class CallClock:
         calls = self._most if self._labels else self._of_step
         if self._steps is not None and self._step + 1 >= self._steps and self._branch >= calls:
             self.end_generation()
-
-    def _has_step_ended(self, label: str | None) -> bool:
-        if label is None:
-            return self._branch >= self._of_step
-        return label in self._labels
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:

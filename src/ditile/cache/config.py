@@ -533,13 +533,6 @@ def merge_configs(base: C | None, modifier: C | None) -> C | None:
     return _rebuild_config(narrow, base.values() | changes, base.given | modifier.given)
 
 
-def replace_config(current: CacheConfig, config: CacheConfig | None, changes: dict[str, Any]) -> CacheConfig:
-    """Return the new settings of a cache. A config of the same class changes its fields, another replaces the whole."""
-    if config is not None and type(config) is type(current):
-        config = merge_configs(current, config)
-    return (config or current).reset(**changes)
-
-
 def check_known(what: str, name: Any, known: Iterable[str]) -> None:
     """Raise `ModelError` about `what` unless `name` is one of `known`. The message names the nearest one."""
     if not isinstance(name, str) or name not in known:

@@ -61,7 +61,6 @@ from ditile.cache.methods.gating import GuidanceGateConfig
 from ditile.cache.methods.magcache import MagCacheConfig
 from ditile.cache.methods.seacache import SeaCacheConfig
 from ditile.cache.methods.spectrum import SpectrumConfig
-from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import files
 from ditile.plan.errors import LoadError, ModelError, join_error_lines, quote_value
 from ditile.plan.option_classes import CallArguments, JsonObject, check_value, checked, drop_missing
@@ -132,10 +131,11 @@ CACHE_METHODS = (
     ),
 )
 """All methods; a new one is a row here."""
-METHOD_CONFIGS: dict[str, type[CacheConfig]] = {}
+METHODS_BY_NAME = {method.name: method for method in CACHE_METHODS}
+METHODS_BY_WORD = {"prune": METHODS_BY_NAME["dbprune"]}
 for _method in CACHE_METHODS:
-    METHOD_CONFIGS |= dict.fromkeys(_method.words, _method.config)
-"""A word by which a line names a method -> its config."""
+    METHODS_BY_WORD |= dict.fromkeys(_method.words, _method)
+"""A word by which a line names a method -> the method."""
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 MAX_BITS = 1024
@@ -144,11 +144,11 @@ NO_CACHE = "none"
 """The line that stands for no cache."""
 
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-_CACHE_CONFIGS = {method.name: method.config for method in CACHE_METHODS}
 _UNUSED = ("force_reduce_calibrator_vram",)
 """Entries of cache_config that cache-dit has, and that change nothing here."""
 _PRUNE_FIELDS = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)
-_FORECASTS = ("taylor", "dmd", "foca")
+_FORECASTS = {"taylor": "taylorseer", "dmd": "dmd", "foca": "foca"}
+"""Word of a line -> the calibrator that it names."""
 _WITHOUT_VALUE = ("resets", "prune", *_FORECASTS)
 """The words that need no value."""
 
@@ -185,13 +185,19 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
     content = drop_missing(content)
     configs: CallArguments = dict.fromkeys(_SECTIONS)
     if "cache_config" in content:
-        configs |= _parse_cache_section(_read_section(content, "cache_config"))
+        configs |= parse_cache_section(_read_section(content, "cache_config"))
         if configs["calibrator_config"] is not None and "calibrator_config" in content:
             raise ModelError("cache_config and calibrator_config name a calibrator each; leave one of them out")
     if "calibrator_config" in content:
         configs["calibrator_config"] = _parse_calibrator_section(_read_section(content, "calibrator_config"))
     if "parallelism_config" in content:
-        configs["parallelism_config"] = _parse_parallelism_section(_read_section(content, "parallelism_config"))
+        division = _read_section(content, "parallelism_config")
+        # A file may say ulysses for ulysses_size.
+        for name in AXES:
+            short_name = name.removesuffix("_size")
+            if short_name in division:
+                division[name] = division.pop(short_name)
+        configs["parallelism_config"] = plan_division(**division)
     if "quantize_config" in content:
         configs["quantize_config"] = _read_section(content, "quantize_config")
         # The section is only checked here: it is merged with flags later.
@@ -290,7 +296,7 @@ def _read_section(content: JsonObject, name: str) -> JsonObject:
     return section
 
 
-def _parse_cache_section(values: JsonObject) -> CallArguments:
+def parse_cache_section(values: JsonObject) -> CallArguments:
     """Parse the cache_config. Returns the calibrator_config too, where the section names a calibrator."""
     enabled = [name for name in CALIBRATOR_CONFIGS if values.get(f"enable_{name}")]
     if len(enabled) > 1:
@@ -308,14 +314,15 @@ def _parse_cache_section(values: JsonObject) -> CallArguments:
     # It may be a member of cache-dit's enum, as CacheType.DBCache.
     cache_type = str(fields.pop("cache_type", "")).rpartition(".")[2].lower()
     if cache_type:
-        check_known(f"cache_type={cache_type!r}", cache_type, _CACHE_CONFIGS)
+        check_known(f"cache_type={cache_type!r}", cache_type, METHODS_BY_NAME)
     elif _PRUNE_FIELDS.isdisjoint(fields):
         cache_type = "dbcache"
     else:
         cache_type = "dbprune"
-    configs: CallArguments = {"cache_config": _make_cache_config(fields, _CACHE_CONFIGS[cache_type])}
+    configs: CallArguments = {"cache_config": METHODS_BY_NAME[cache_type].config(**fields)}
     for name in enabled:
         configs["calibrator_config"] = CALIBRATOR_CONFIGS[name](**calibrator_fields)
+        check_one_forecast(configs["cache_config"], configs["calibrator_config"])
     return configs
 
 
@@ -337,15 +344,6 @@ def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
 _CALIBRATOR_ENTRIES = _list_calibrator_entries()
 
 
-def _make_cache_config(fields: JsonObject, config: type[CacheConfig]) -> CacheConfig:
-    """Make the config. Its mask may be text, such as `6,1,1/1,2`."""
-    mask = fields.get("steps_computation_mask")
-    if isinstance(mask, str):
-        fields = fields | {"steps_computation_mask": parse_step_mask(mask)}
-    made: CacheConfig = config(**fields)
-    return made
-
-
 def _parse_calibrator_section(values: JsonObject) -> Calibration:
     """Return the config of the named type, or of the type with these fields."""
     calibrator = values.get("calibrator_type")
@@ -360,19 +358,10 @@ def _parse_calibrator_section(values: JsonObject) -> Calibration:
     return CALIBRATOR_CONFIGS[calibrator](**values)
 
 
-def _parse_parallelism_section(values: JsonObject) -> RankDivision:
-    for name in AXES:
-        # A file may say ulysses for ulysses_size.
-        short_name = name.removesuffix("_size")
-        if short_name in values:
-            values[name] = values.pop(short_name)
-    return plan_division(**values)
-
-
 _SECTIONS = ("cache_config", "calibrator_config", "parallelism_config", "attention_backend", "quantize_config")
 _FLAT_ENTRIES = {"cache_type", *_UNUSED, *_CALIBRATOR_ENTRIES}
-for _config in _CACHE_CONFIGS.values():
-    _FLAT_ENTRIES |= set(_config.__dataclass_fields__)
+for _method in CACHE_METHODS:
+    _FLAT_ENTRIES |= set(_method.config.__dataclass_fields__)
 """The entries of a config file without sections, which is one cache_config."""
 
 
@@ -380,92 +369,60 @@ def parse_cache_line(line: str) -> CallArguments:
     """Parse a line into keyword arguments of `enable_cache`. For `none` the cache_config is None.
 
     Raises:
-        ModelError: if the line is empty, a word or value is not known, a word is there twice, there are two
+        ModelError: if the line is empty, a word or value is not known, a field is there twice, there are two
             methods or calibrators, or `reach` is there without `taylor`.
     """
     if line.strip() == NO_CACHE:
         return {"cache_config": None}
-    if not line.strip():
+    words = [word.partition("=") for word in line.split()]
+    if not words:
         raise ModelError(
             f"a cache in one line is such as 'F=1 W=4 R=0.12 taylor=1', or {NO_CACHE!r}; this line is empty"
         )
-    method = _find_method(line)
-    words = _split_cache_line(line, method)
-    names = [name for name in _FORECASTS if name in words]
-    if len(names) > 1:
-        raise ModelError(f"{line!r} has {len(names)} calibrators; name one")
-    if "reach" in words and names != ["taylor"]:
-        raise ModelError(
-            f"reach={words['reach']} is how far the forecast of taylor goes; add taylor=1, or leave it out"
-        )
-    if words.pop("prune", False):
-        method = DBPruneConfig
-    fields = {}
-    for word, value in words.items():
-        # The word that names a method may stand without its value.
-        if word not in (*_FORECASTS, "reach") and not (word in METHOD_CONFIGS and value is True):
-            fields[_get_field(word, method)] = value
-    configs: CallArguments = {"cache_config": _make_cache_config(fields, method)}
-    for name in names:
-        row = CACHE_WORDS[name]
-        value = words[name]
-        if row.field is None and value is not True:
-            raise ModelError(f"'{name}={value}': {name} takes no value; write {name}")
-        calibrator_fields = {}
-        # A calibrator without a value has its defaults.
-        if value is not True:
-            calibrator_fields[str(row.field)] = value
-        if "reach" in words:
-            calibrator_fields["taylorseer_reach"] = words["reach"]
-        configs["calibrator_config"] = row.config(**calibrator_fields)
-        check_one_forecast(configs["cache_config"], configs["calibrator_config"])
-    return configs
-
-
-def _find_method(line: str) -> type[CacheConfig]:
-    """Return the config class for the method in a line. Without a method's word it is DBCache."""
-    for word in line.split():
-        name, _, _ = word.partition("=")
-        if name in METHOD_CONFIGS:
-            return METHOD_CONFIGS[name]
-    return DBCacheConfig
-
-
-def _get_field(word: str, method: type[CacheConfig]) -> str:
-    """Return the field for a word of a line. Fields work by their own names too."""
-    if word in method.WORDS:
-        return method.WORDS[word]
-    if word not in CACHE_WORDS:
-        return word
-    return CACHE_WORDS[word].field or word
-
-
-def _split_cache_line(line: str, method: type[CacheConfig]) -> JsonObject:
-    """Split `F=1 foca` into `{"F": 1, "foca": True}`.
-
-    Raises:
-        ModelError: if a word is not known, lacks its value, or is there twice, by whichever name.
-    """
-    # A word of one method is unknown to the others.
-    known = list(CACHE_WORDS)
-    fields = DBPruneConfig.__dataclass_fields__
-    if method is not DBCacheConfig:
-        known = [*method.WORDS, *_FORECASTS, "reach"]
-        fields = method.__dataclass_fields__
-    values: JsonObject = {}
-    for word in line.split():
-        name, _, value = word.partition("=")
-        if name not in known and name not in fields:
+    method = METHODS_BY_NAME["dbcache"]
+    for word, _, _ in words:
+        method = METHODS_BY_WORD.get(word, method)
+    entries = _list_line_entries(method.config)
+    # A line stands for a cache_config of a file.
+    section: JsonObject = {"cache_type": method.name}
+    for word, sign, text in words:
+        if word not in entries:
+            known = [name for name in dict.fromkeys((*method.config.WORDS, *CACHE_WORDS)) if name in entries]
             raise ModelError(
-                f"{word!r} is not a word of a cache in one line; known are {', '.join(known)}, and the fields of "
-                f"{method.__name__} by their names"
+                f"'{word}{sign}{text}' is not a word of a cache in one line; known are {', '.join(known)}, and the "
+                f"fields of {method.config.__name__} by their names"
             )
-        if not value and name in CACHE_WORDS and name not in _WITHOUT_VALUE:
-            raise ModelError(f"{word!r} has no value; write it without blanks, as in F=1 W=4 R=0.12")
-        if _get_field(name, method) in [_get_field(earlier, method) for earlier in values]:
-            raise ModelError(f"{word!r} says {name} a second time in {line!r}; say it once")
-        values[name] = _parse_word_value(value)
-    return values
+        if word in _FORECASTS:
+            section[f"enable_{_FORECASTS[word]}"] = True
+        entry = entries[word]
+        # A word that names something may stand without a value.
+        if not text and (word in METHODS_BY_WORD or word in _FORECASTS):
+            continue
+        if not text and word in CACHE_WORDS and word not in _WITHOUT_VALUE:
+            raise ModelError(f"'{word}=' has no value; write it without blanks, as in F=1 W=4 R=0.12")
+        if entry is None:
+            raise ModelError(f"'{word}={text}': {word} takes no value; write {word}")
+        if entry in section:
+            raise ModelError(f"'{word}={text}' says {entry} a second time in {line!r}; say it once")
+        section[entry] = _parse_word_value(text)
+    if "taylorseer_reach" in section and "enable_taylorseer" not in section:
+        raise ModelError(
+            f"reach={section['taylorseer_reach']} is how far the forecast of taylor goes; add taylor=1, or leave it out"
+        )
+    return parse_cache_section(section)
+
+
+def _list_line_entries(config: type[CacheConfig]) -> dict[str, str | None]:
+    """Map each word of a line to an entry of a cache_config. Fields work by their own names too."""
+    entries: dict[str, str | None] = {word: row.field for word, row in CACHE_WORDS.items()}
+    if not issubclass(config, DBCacheConfig):
+        # A word of one method is unknown to the others.
+        own: dict[str, str | None] = {**config.WORDS}
+        for word in (*_FORECASTS, "reach"):
+            own[word] = entries[word]
+        entries = own
+    fields = list(config.__dataclass_fields__)
+    return {**entries, **dict(zip(fields, fields, strict=True))}
 
 
 def _parse_word_value(text: str) -> Any:

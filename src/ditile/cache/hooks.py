@@ -166,20 +166,6 @@ class CacheHook:
             text = text.clone()
         return TokenState(image.clone(), text)
 
-    def pass_tokens_through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a block's result if it did nothing. This is `pack_tokens(read_tokens(..))`, in less time."""
-        image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
-        if not self._is_tuple:
-            return image
-        if not self.has_text:
-            return (image,)
-        text = None
-        if self._text is not None:
-            text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
-        if self._text_first:
-            return (text, image)
-        return (image, text)
-
     def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments by name."""
         return dict(zip(self._parameters, args, strict=False)) | kwargs

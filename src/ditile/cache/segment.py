@@ -62,7 +62,7 @@ class Segment:
                 inside = self._run_whole_batch
         elif all(skips):
             ends = self._skip_whole_batch
-            inside = CacheHook.pass_tokens_through
+            inside = _pass_tokens_on
             agreement.mark_blocks_skipped(self._blocks, call.moment)
         else:
             ends = inside = self._run_part_of_batch
@@ -164,10 +164,16 @@ class Segment:
         # A dummy text is never computed, so it has no forecast.
         if not hook.has_text or not self._call.moment.has_text():
             return TokenState(image, start.text)
-        if not self.residuals.has_stream("text", self._call):
-            # The last block of some families returns no text.
-            return TokenState(image, None)
-        return TokenState(image, self.residuals.forecast_tokens("text", self._call, start.text))
+        text = None
+        # The last block of some families returns no text.
+        if self.residuals.has_text(self._call):
+            text = self.residuals.forecast_tokens("text", self._call, start.text)
+        return TokenState(image, text)
+
+
+def _pass_tokens_on(hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a block's result if it did nothing."""
+    return hook.pack_tokens(hook.read_tokens(args, kwargs))
 
 
 def _is_flat_table(table: Any) -> bool:
@@ -190,12 +196,8 @@ def _scatter_batch(whole: Tensor | None, new_entries: Tensor, index: Tensor) -> 
     return output
 
 
-KeepMemory = Callable[[Hashable, Tensor], Tensor]
-"""(its purpose, like) -> memory of a tensor's shape and type."""
-
-
-def _make_slot(keep: KeepMemory, place: tuple[object, ...], number: int, like: Tensor) -> Tensor:
-    return keep((*place, number), like)
+KeepMemory = Callable[..., Tensor]
+"""(*its purpose, like) -> memory of a tensor's shape and type."""
 
 
 class Residuals:
@@ -231,7 +233,11 @@ class Residuals:
             out: the tokens after them.
         """
         added = out.clone() if self._hidden or start is None else out - start
-        for patch, tokens in self._split_by_patch(stream, call, added):
+        # Text belongs to the first patch.
+        parts = [(call.moment.patches[0], added)]
+        if stream == "image":
+            parts = call.split_by_patch(added)
+        for patch, tokens in parts:
             for unit, skipped in zip(call.units, skips, strict=True):
                 if skipped:
                     continue
@@ -271,10 +277,9 @@ class Residuals:
             return forecast.to(start.dtype, copy=True)
         return unit.slice_batch(start) + forecast
 
-    def has_stream(self, stream: str, call: CacheCall) -> bool:
-        """Return whether the blocks return a stream."""
-        key = self._make_forecaster_key(stream, call, call.moment.patches[0], call.units[0])
-        return key in self._forecasters
+    def has_text(self, call: CacheCall) -> bool:
+        """Return whether the blocks return text."""
+        return self._make_forecaster_key("text", call, call.moment.patches[0], call.units[0]) in self._forecasters
 
     def describe_state(self, call: CacheCall) -> Hashable | None:
         """Describe everything that blocks depend on in a call, except the numbers in tensors. None where it depends on
@@ -336,12 +341,6 @@ class Residuals:
         """Return the number of kept bytes."""
         return sum(forecaster.memory_bytes for forecaster in self._forecasters.values())
 
-    def _split_by_patch(self, stream: str, call: CacheCall, tokens: Tensor) -> list[tuple[int, Tensor]]:
-        """Split tokens by patch; text belongs to the first one."""
-        if stream == "image":
-            return call.split_by_patch(tokens)
-        return [(call.moment.patches[0], tokens)]
-
     def _get_forecaster(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> Forecaster:
         key = self._make_forecaster_key(stream, call, patch, unit)
         if key in self._forecasters:
@@ -356,7 +355,7 @@ class Residuals:
             if self._keep is not None:
                 # Calls of other kinds may remember tensors of the same shape, so they are counted too.
                 place = (stream, call.moment.branch, patch, new_unit.place, new_unit.among, len(self._forecasters))
-                forecaster.make_slot = partial(_make_slot, self._keep, place)
+                forecaster.make_slot = partial(self._keep, *place)
             if whole is not None:
                 forecaster.add_computed_step(0, whole.forecast_value(0)[new_unit.batch_slice].clone())
         return self._forecasters[key]

@@ -11,7 +11,7 @@ than the change of its values, counts as a difference too: where control begins 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -59,7 +59,7 @@ class UnitKey(NamedTuple):
     """The key of a memory: a patch of a unit, in one branch of guidance, in calls of one kind."""
 
     branch: int
-    kind: tuple[Any, ...]
+    kind: Hashable
     patch: int
     place: int
     among: int
@@ -83,7 +83,7 @@ class CacheCall(NamedTuple):
     step: int
     units: list[Unit]
     batch_size: int
-    kind: tuple[Any, ...] = ()
+    kind: Hashable = ()
     control: Tensor | None = None
     model: Any = None
     sample: Any = None
@@ -277,9 +277,6 @@ class SkipDecider:
             differences = first_branch
         else:
             sums = self._sum_changes(parts, call, states_by_unit, verdicts)
-            if call.control is not None:
-                control_sums = self._sum_control(call, call.control, states_by_unit)
-                sums = torch.cat([sums, control_sums.to(sums)], dim=1)
             # All ranks call this, also for units that need no difference: the sums of all units are one message.
             # Each rank has all of a feature, and a part of the tokens.
             if self._feature is None:
@@ -300,7 +297,10 @@ class SkipDecider:
         states_by_unit: list[list[UnitState]],
         verdicts: list[RuleVerdict],
     ) -> Tensor:
-        """Sum the change and the size of each unit's probe, `[units, 2]`. Units that are not measured have 0."""
+        """Sum the change and the size of each unit's probe, `[units, 2]`. Units that are not measured have 0.
+
+        With control there are two more columns for each of its sizes.
+        """
         _, first_part = parts[0]
         dtype = self._difference.choose_sum_dtype(first_part)
         measured: list[Tensor] = []
@@ -319,18 +319,16 @@ class SkipDecider:
         # The patches of a unit are decided on together.
         if sums.shape[1] > 2:
             sums = sums.double().view(len(verdicts), -1, 2).sum(dim=1)
-        return sums
-
-    @staticmethod
-    def _sum_control(call: CacheCall, control: Tensor, states_by_unit: list[list[UnitState]]) -> Tensor:
-        """Return, `[units, 2 * arguments]`, the change of each size since the last computed step, and its size then."""
-        sums = []
+        if call.control is None:
+            return sums
+        # The change of each size since the last computed step, and its size then.
+        control_sums = []
         for unit, states in zip(call.units, states_by_unit, strict=True):
-            now = control[unit.batch_slice].sum(dim=0)
+            now = call.control[unit.batch_slice].sum(dim=0)
             last_control = states[0].control
             before = now if last_control is None else last_control.sum(dim=0)
-            sums.append(torch.stack([(now - before).abs(), before], dim=1).flatten())
-        return torch.stack(sums)
+            control_sums.append(torch.stack([(now - before).abs(), before], dim=1).flatten())
+        return torch.cat([sums, torch.stack(control_sums).to(sums)], dim=1)
 
     def _collect_states(self, call: CacheCall) -> list[list[UnitState]]:
         states_by_unit = []

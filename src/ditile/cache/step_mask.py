@@ -82,8 +82,7 @@ def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
     Raises:
         ModelError: if the name is not known.
     """
-    check_preset_name(name)
-    bins = PRESET_BINS[name]
+    bins = PRESET_BINS[check_preset_name(name)]
     reference = _interleave_bins(*bins)
     times = [step for step, computes in enumerate(reference) if computes]
     # The first and the last step compute, if there are two.
@@ -101,12 +100,25 @@ def check_preset_name(name: str) -> str:
 
 
 def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
-    """Return a mask in the form of a config. Raises `ModelError` unless it is None, a preset, or has a 1 or 0 for each
-    step."""
+    """Return a mask in the form of a config: None, the name of a preset, or a 1 or 0 for each step.
+
+    Text may also be bins, as in `6,1,1,1,1/1,2,5,5,5`.
+
+    Raises:
+        ModelError: if it is none of these.
+    """
     if mask is None:
         return None
     if isinstance(mask, str):
-        return check_preset_name(mask)
+        compute, slash, cache = mask.partition("/")
+        if not slash:
+            return check_preset_name(mask)
+        try:
+            runs = list(map(int, compute.split(",")))
+            holes = list(map(int, cache.split(",")))
+        except ValueError:
+            raise ModelError(f"{mask!r} are not bins; write them as in 6,1,1,1,1/1,2,5,5,5, or name a preset") from None
+        return tuple(steps_mask(runs, holes))
     is_list = isinstance(mask, Sequence) and len(mask) > 0
     # 1.0 equals 1, but a mask has whole numbers only.
     if not is_list or not all(isinstance(step, int) for step in mask) or not {0, 1}.issuperset(mask):
@@ -117,45 +129,26 @@ def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
     return tuple(map(int, mask))
 
 
-def resolve_step_mask(mask: Sequence[int] | str | None, steps: int | None) -> tuple[int, ...] | None:
+def resolve_step_mask(mask: Sequence[int] | str | None, steps: int) -> tuple[int, ...] | None:
     """Return the mask of a generation: the preset for its number of steps, or the user's mask, cut to it.
 
     Args:
         mask: as `DBCacheConfig.steps_computation_mask`; None stands for no mask.
-        steps: transformer steps of the generation, None if they are not known before it ends.
+        steps: transformer steps of the generation.
 
     Raises:
-        ModelError: if a preset is wanted and the number of steps is not known, or the mask is shorter than it.
+        ModelError: if the mask is shorter than the generation.
     """
     if mask is None:
         return None
     if isinstance(mask, str):
-        if steps is None:
-            raise ModelError(f"steps_computation_mask={mask!r} needs a number of steps; set num_inference_steps")
         return build_preset_mask(mask, steps)
-    if steps is not None and len(mask) < steps:
+    if len(mask) < steps:
         raise ModelError(
             f"steps_computation_mask has {len(mask)} steps and the generation {steps}; make it with "
             f"steps_mask(total_steps={steps}, ..), or name a preset: {', '.join(PRESET_BINS)}"
         )
     return tuple(mask[:steps])
-
-
-def parse_step_mask(text: str) -> str | tuple[int, ...]:
-    """Parse a mask from a command line: a preset, or bins as in `6,1,1,1,1/1,2,5,5,5`.
-
-    Raises:
-        ModelError: if it is neither.
-    """
-    compute, slash, cache = text.partition("/")
-    if not slash:
-        return check_preset_name(text)
-    try:
-        runs = list(map(int, compute.split(",")))
-        holes = list(map(int, cache.split(",")))
-    except ValueError:
-        raise ModelError(f"{text!r} are not bins; write them as in 6,1,1,1,1/1,2,5,5,5, or name a preset") from None
-    return tuple(steps_mask(runs, holes))
 
 
 def _interleave_bins(compute: Sequence[int], cache: Sequence[int]) -> list[int]:

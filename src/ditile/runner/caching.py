@@ -28,7 +28,6 @@ from ditile.cache.cached import (
     CacheClock,
     IdleCacheWarning,
     ModelCache,
-    TransformerCache,
     build_transformer_cache,
     find_model_cache,
 )
@@ -58,7 +57,7 @@ from ditile.model.adapter import (
 from ditile.model.block_lists import find_model_entry
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.compile import find_compiler
-from ditile.model.hooks.overrides import give_own_class
+from ditile.model.hooks.overrides import give_own_class, override_attribute
 from ditile.model.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.parallel.tensor.sharding import find_share
@@ -118,29 +117,26 @@ def enable_cache(
     Warns:
         IdleCacheWarning: if the settings leave no block that could be left out.
     """
-    configs = _parse_mappings(
+    config, calibrator, division, quantization = _parse_mappings(
         cache_config=cache_config,
         calibrator_config=calibrator_config,
         parallelism_config=parallelism_config,
         quantize_config=quantize_config,
-    )
-    config, calibrator, division, quantization = configs.values()
+    ).values()
     pipe = _unwrap_pipeline(pipe_or_adapter)
     if isinstance(pipe_or_adapter, Runner) and division is not None:
         raise ModelError("a runner has its plan already; leave parallelism_config out")
     has_cache = config is not None or (division is None and attention_backend is None and quantization is None)
     adapted: list[TransformerBlockLists] = []
-    if not isinstance(config, CallCacheConfig):
-        adapted = _find_block_lists(pipe_or_adapter, pipe, has_cache=has_cache)
+    # Division and quantization need no list of blocks, and work on models without one.
+    if isinstance(pipe_or_adapter, BlockAdapter) and not isinstance(config, CallCacheConfig):
+        adapted = resolve_adapter(pipe_or_adapter)
+    elif has_cache and not isinstance(config, CallCacheConfig):
+        adapted = find_pipeline_block_lists(pipe)
     caches = _build_caches(pipe, adapted, config, calibrator, params_modifiers) if has_cache else []
-    kernel = attention_backend or None
-    if kernel is None and division is not None:
-        kernel = division.attention_backend
+    kernel = attention_backend or getattr(division, "attention_backend", None)
     transformers = _list_called_models(pipe, config)
-    if all(_is_on_cpu(transformer) for transformer in transformers):
-        cpus.warn_of_spinning_threads()
-    if kernel is not None:
-        _check_attention_kernel(kernel, transformers)
+    _check_devices(transformers, kernel)
     _warn_of_idle_caches(caches)
     # All checks are over: from here on the pipeline changes.
     earlier = _find_enabled(pipe)
@@ -152,24 +148,28 @@ def enable_cache(
             runner = _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
             _install_caches(stack, pipe, caches, adapted, config)
             arguments = (pipe_or_adapter, config, calibrator, params_modifiers, division, attention_backend)
-            _keep_enabled([pipe, *transformers], _Enabled(stack.pop_all(), arguments, runner, caches))
+            enabled = _Enabled(stack.pop_all(), arguments, runner, caches)
+            # On the pipeline it survives the replacement of a transformer.
+            for owner in (pipe, *transformers):
+                override_attribute(enabled.stack, owner, _ENABLED, enabled)
     except BaseException:
         # After a refusal the earlier cache is as it was.
-        for enabled in earlier:
-            enable_cache(*enabled.arguments)
+        for before in earlier:
+            enable_cache(*before.arguments)
         raise
     return pipe_or_adapter
 
 
-def _find_block_lists(pipe_or_adapter: Any, pipe: Any, *, has_cache: bool) -> list[TransformerBlockLists]:
-    if isinstance(pipe_or_adapter, BlockAdapter):
-        return resolve_adapter(pipe_or_adapter)
-    # Division and quantization need no list of blocks, and work on models without one.
-    return find_pipeline_block_lists(pipe) if has_cache else []
-
-
-def _is_on_cpu(model: nn.Module) -> bool:
-    return all(parameter.device.type == "cpu" for parameter in model.parameters())
+def _check_devices(transformers: Sequence[nn.Module], kernel: str | None) -> None:
+    """Warn of threads that spin on CPUs. Raises `ModelError` if an attention kernel is not available."""
+    devices: set[str] = set()
+    for transformer in transformers:
+        devices |= {parameter.device.type for parameter in transformer.parameters()}
+        if kernel is not None:
+            parameter = next(transformer.parameters())
+            choose_kernel(kernel, parameter.device, parameter.dtype, lse=False)
+    if devices <= {"cpu"}:
+        cpus.warn_of_spinning_threads()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,14 +196,6 @@ class _Enabled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Enabled:
         return self
-
-
-def _keep_enabled(owners: Sequence[Any], enabled: _Enabled) -> None:
-    """Keep the caches on the pipeline and on its transformers. On the pipeline they survive the replacement of a
-    transformer."""
-    for owner in owners:
-        vars(owner)[_ENABLED] = enabled
-        enabled.stack.callback(vars(owner).pop, _ENABLED, None)
 
 
 def _find_enabled(pipe: Any) -> list[_Enabled]:
@@ -393,28 +385,6 @@ def _require_caches(target: Any) -> list[ModelCache]:
     return caches
 
 
-def _build_model_cache(
-    adapted: TransformerBlockLists,
-    config: BlockCacheConfig | None,
-    calibrator: Calibration | None,
-    modifiers: Sequence[ParamsModifier] | ParamsModifier | None,
-) -> TransformerCache:
-    if isinstance(modifiers, ParamsModifier):
-        modifiers = [modifiers]
-    config = config or build_default_config(sum(len(block_list.blocks) for block_list in adapted.lists))
-    row = find_model_entry(adapted.transformer)
-    if row.mirrored and isinstance(config, DBCacheConfig) and config.Bn_compute_blocks > config.Fn_compute_blocks:
-        raise ModelError(
-            f"Bn_compute_blocks={config.Bn_compute_blocks}: the last blocks of {type(adapted.transformer).__name__} "
-            f"read what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
-            f"Bn_compute_blocks={config.Fn_compute_blocks} or less"
-        )
-    modifiers = list(modifiers or adapted.params_modifiers)
-    return build_transformer_cache(
-        adapted.transformer, adapted.lists, config, calibrator, modifiers, has_rows=row.has_rows
-    )
-
-
 def list_cached_models(pipe: Any) -> list[nn.Module]:
     """List the models of a pipeline on which a cache may be, or a model without a pipeline."""
     if isinstance(pipe, nn.Module):
@@ -450,15 +420,31 @@ def _build_caches(
         check_one_forecast(config, calibrator)
         if modifiers is not None:
             raise ModelError(
-                f"params_modifiers is for caches that leave out blocks, and {config} leaves out whole calls; leave it "
-                "out"
+                f"params_modifiers is for caches that leave out blocks, and {config} leaves out whole calls"
             )
         models = _list_called_models(pipe, config)
         prepare = functools.partial(prepare_policy, pipe, models, _list_later_shares)
         caches += [CallCache(model, config, prepare) for model in models]
         return caches
     assert config is None or isinstance(config, BlockCacheConfig)
-    caches += [_build_model_cache(model, config, calibrator, modifiers) for model in adapted]
+    if isinstance(modifiers, ParamsModifier):
+        modifiers = [modifiers]
+    for model in adapted:
+        transformer = model.transformer
+        own_config = config or build_default_config(sum(len(block_list.blocks) for block_list in model.lists))
+        row = find_model_entry(transformer)
+        if row.mirrored and isinstance(own_config, DBCacheConfig):
+            first = own_config.Fn_compute_blocks
+            if own_config.Bn_compute_blocks > first:
+                raise ModelError(
+                    f"Bn_compute_blocks={own_config.Bn_compute_blocks}: the last blocks of {type(transformer).__name__} "
+                    f"read what the first ones return, of which {first} are computed; try Bn_compute_blocks={first}"
+                )
+        own_modifiers = list(modifiers or model.params_modifiers)
+        cache = build_transformer_cache(
+            transformer, model.lists, own_config, calibrator, own_modifiers, has_rows=row.has_rows
+        )
+        caches.append(cache)
     return caches
 
 
@@ -545,46 +531,34 @@ def _divide_and_quantize(
     kernel: str | None,
     quantization: QuantizeConfig | None,
 ) -> Runner | None:
-    """Divide a pipeline over the ranks, set its kernel, and quantize its weights. Return the runner, if any."""
-    runner = None
-    if division is not None:
-        runner = _divide_pipeline(stack, pipe, division, kernel)
-    elif kernel is not None:
-        for transformer in transformers:
-            for _, _, processor in find_attention_processors(transformer):
-                if hasattr(processor, "_attention_backend"):
-                    stack.callback(setattr, processor, "_attention_backend", processor._attention_backend)
-                    processor._attention_backend = kernel
-    # After the division, which cannot split quantized weights.
-    if quantization is not None:
-        quantize(pipe, quantize_config=quantization)
-    return runner
+    """Divide a pipeline over the ranks, set its kernel, and quantize its weights.
 
-
-def _divide_pipeline(stack: ExitStack, pipe: Any, division: RankDivision, kernel: str | None) -> Runner | None:
-    """Turn calls of this pipeline into calls of a runner. The instance gets a subclass of its own.
+    Calls of a divided pipeline become calls of its runner, as the instance gets a subclass of its own.
 
     Returns:
         The runner; None if nothing is divided.
     """
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
-    plan = division.to_plan(world)
-    if plan == Plan() and kernel is None:
-        return None
-    # The weights are kept, because `disable_cache` gives the whole pipeline back.
-    runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=division.cp_plan)
+    runner = None
+    plan = Plan()
+    if division is not None:
+        plan = division.to_plan(torch.distributed.get_world_size() if torch.distributed.is_initialized() else None)
+    if division is not None and (plan != Plan() or kernel is not None):
+        # The weights are kept, because `disable_cache` gives the whole pipeline back.
+        divided = runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=division.cp_plan)
+        stack.callback(runner.restore)
 
-    @functools.wraps(type(pipe).__call__)
-    def call_runner(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return runner(*args, **kwargs)
+        @functools.wraps(type(pipe).__call__)
+        def call_runner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return divided(*args, **kwargs)
 
-    # Python looks `__call__` up on the class, so the instance needs a class of its own.
-    stack.callback(runner.restore)
-    give_own_class(stack, pipe, {"__call__": call_runner})
+        # Python looks `__call__` up on the class, so the instance needs a class of its own.
+        give_own_class(stack, pipe, {"__call__": call_runner})
+    elif division is None and kernel is not None:
+        for transformer in transformers:
+            for _, _, processor in find_attention_processors(transformer):
+                if hasattr(processor, "_attention_backend"):
+                    override_attribute(stack, processor, "_attention_backend", kernel)
+    # After the division, which cannot split quantized weights.
+    if quantization is not None:
+        quantize(pipe, quantize_config=quantization)
     return runner
-
-
-def _check_attention_kernel(kernel: str, transformers: Sequence[nn.Module]) -> None:
-    for transformer in transformers:
-        parameter = next(transformer.parameters())
-        choose_kernel(kernel, parameter.device, parameter.dtype, lse=False)

@@ -40,7 +40,7 @@ from ditile.model.pipeline_calls import (
     list_denoiser_names,
     read_call_values,
 )
-from ditile.model.recording.recorded_steps import BlockCache, RecordedSteps
+from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.model.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
@@ -169,7 +169,8 @@ class Composition:
         reason = self.block_hooks.explain_refusal(self.resident_blocks)
         if self.offload is not None:
             reason = reason or explain_offload_refusal(self.block_hooks.models)
-        reason = reason or explain_manager_refusal(self.pipe, self.device, _name_recorder(self.recorder))
+        reader = "" if self.recorder is None else "cuda_graphs=True"
+        reason = reason or explain_manager_refusal(self.pipe, self.device, reader)
         # With a serial plan the call runs without the weights of other stages.
         if self.serial_plan is None:
             reason = reason or self.explain_streaming_refusal()
@@ -285,20 +286,16 @@ class Composition:
         if self.recorder is None:
             return False
         self.recorder.caches = {cache.transformer: cache for cache in self.block_caches}
-        self.recorder.refusal = self._explain_unrecorded_calls(self.recorder.caches)
+        self.recorder.refusal = ""
+        if not self.recorder.caches.keys() <= set(self.models):
+            self.recorder.refusal = "a cache is on a model that is not divided"
+        # User code may keep state in Python, which a recording would not update. No hook of a call is on them yet.
+        if any(map(list_user_code, self.models)):
+            self.recorder.refusal = "code of the user is on the model"
+        # Its events would become part of the graphs.
         if traced:
-            # Its events would become part of the graphs.
             self.recorder.refusal = "runner.trace is on"
         return not self.recorder.refusal
-
-    def _explain_unrecorded_calls(self, caches: Mapping[nn.Module, BlockCache]) -> str:
-        """Return why calls of the models are not recorded. The hooks of a call must not be on them yet."""
-        if not caches.keys() <= set(self.models):
-            return "a cache is on a model that is not divided"
-        # User code may keep state in Python, which a recording would not update.
-        if any(map(list_user_code, self.models)):
-            return "code of the user is on the model"
-        return ""
 
     def release_recordings(self) -> None:
         """Forget all recordings, and free their memory."""
@@ -341,20 +338,17 @@ class Composition:
         if self.recorder is not None:
             kept_buffers = self.recorder.kept_buffers
 
-        def count_own_images() -> int | None:
+        def count_rows(model: nn.Module) -> int | None:
+            # A model that is not divided is called on all images in every replica.
+            if model not in self.models:
+                return None if loop.num_images is None else batch.num_images
             # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
             return None if self.plan.attends_to_stale_keys else loop.num_images
 
-        def count_all_images() -> int | None:
-            return None if loop.num_images is None else batch.num_images
-
         with ExitStack() as stack:
             for cache in self.block_caches:
-                # A model that is not divided is called on all images in every replica.
-                count = count_own_images if cache.transformer in self.models else count_all_images
-                begin = cache.begin_generation
-                end = cache.end_generation
-                clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, count, begin, end)
+                count = functools.partial(count_rows, cache.transformer)
+                clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, cache, count)
                 loop.when_over.append(clock.end_generation)
                 stack.enter_context(cache.use_clock_and_agreement(clock, agreement, kept_buffers))
             # After an error the loop is not over, and the next call adds its own.
@@ -404,7 +398,6 @@ class LayerAttentionBuilder:
         loop: knows the current generation.
         kernel: the attention kernel; None leaves it to each processor.
         warmup_group: the stages that compute the synchronous steps together, if they do.
-        checks: asserts the ages of keys, if given.
 
     Attributes:
         records: whether calls of the generation may be recorded on some rank.
@@ -421,7 +414,7 @@ class LayerAttentionBuilder:
         loop: Loop,
         kernel: DiffusersKernel | None,
         warmup_group: WarmupGroup | None,
-        checks: AgeChecks | None,
+        options: CompositionOptions,
     ) -> None:
         self.records = False
         self._plan = plan
@@ -429,7 +422,7 @@ class LayerAttentionBuilder:
         self._now = loop.generation
         self._kernel = kernel
         self._warmup_group = warmup_group
-        self._checks = checks
+        self._checks = options.checks
         self._exchange = self._build_exchange()
         self._masks: LocalKeyMaskSource | GatheredKeyMaskSource = LocalKeyMaskSource()
         if mesh.sequence.num_ranks > 1:
@@ -437,6 +430,8 @@ class LayerAttentionBuilder:
                 mesh.sequence, mesh["ulysses"], mesh.traffic, plan.head_weights, remembers=lambda: not self.records
             )
         self.rotary = RotaryEmbedding()
+        if options.recorder is not None:
+            options.recorder.scopes = (self.rotary.hide_tables,)
         # All layers write this one tensor, which keeps their messages in order where blocks are compiled.
         self._turn = torch.tensor(0)
 
@@ -517,28 +512,30 @@ def compose_strategies(
         PlanError: if the plan does not fit the model.
         StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.
     """
-    keep = options.keep_weights
     # Steps that may raise come first, so that an error leaves the pipeline unchanged.
     _check_weights_stay(pipe, plan, device, options)
     block_hooks = _build_block_hooks(pipe, plan, options)
     compiles = decide_compile(options.compile, block_hooks.transformer, block_hooks.chain, plan, device, mesh.rank)
     plan, serial_plan = _choose_warmup_mode(pipe, block_hooks, plan, mesh)
     stages = divide_into_stages(block_hooks, plan)
-    kernel = _choose_named_kernel(options.attention, block_hooks.transformer, device, plan)
-    encoders = TextEncoders(pipe, plan, mesh, device, keep=keep, after=options.text_after)
+    kernel = None
+    transformer: Any = block_hooks.transformer
+    if options.attention is not None:
+        kernel = choose_kernel(options.attention, device, transformer.dtype, lse=plan.ring > 1)
+    encoders = TextEncoders(pipe, plan, mesh, device, keep=options.keep_weights, after=options.text_after)
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
     warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh, may_rest=serial_plan is not None)
-    # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out.
-    shards = _list_shard_options(block_hooks, plan, mesh["tensor"], keep=keep)
-    own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
-    weights, sharded = _keep_own_weights(block_hooks, encoders, own, shards, plan, mesh, keep=keep)
-    # After all weights are taken out, so that the device never gets weights this rank does not keep.
-    offload = _move_own_weights(pipe, block_hooks, own, plan, device, mesh)
+    weights, sharded, offload = _take_own_weights(pipe, block_hooks, encoders, stages, plan, device, mesh, options)
+    joint = block_hooks.anatomy.joint
+    pipefusion = PipeFusion(mesh, stages[mesh.stage_index], plan, joint, sharded.streams, warmup_group)
     # The loop drives the stage, and attention asks the loop for the current generation.
-    pipefusion = _build_pipefusion(block_hooks, stages, plan, mesh, sharded, warmup_group)
-    loop = _build_loop(pipefusion, block_hooks, plan, serial_plan, mesh, options.recorder)
-    attention = _build_attention(plan, mesh, loop, kernel, warmup_group, options)
+    kept_buffers = None if options.recorder is None else options.recorder.kept_buffers
+    changes = _may_change(block_hooks)
+    loop = Loop(
+        pipefusion, mesh, plan, make_token_split(plan), kept_buffers, may_change=changes, serial_plan=serial_plan
+    )
+    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options)
     composition = Composition(
         pipe=pipe,
         plan=plan,
@@ -564,18 +561,28 @@ def compose_strategies(
     return composition
 
 
-def _keep_own_weights(
+def _take_own_weights(
+    pipe: Any,
     block_hooks: TransformerHooks,
     encoders: TextEncoders,
-    own: range,
-    shards: list[tuple[nn.Module, dict[str, Any]]],
+    stages: list[range],
     plan: Plan,
+    device: torch.device,
     mesh: Mesh,
-    *,
-    keep: bool,
-) -> tuple[Weights, ShardedTransformer]:
-    """Take the weights held by other ranks out of the models. Return the weights of the whole, and this rank's
-    share."""
+    options: CompositionOptions,
+) -> tuple[Weights, ShardedTransformer, BlockOffload | None]:
+    """Take the weights held by other ranks out of the models, and move the others to the device.
+
+    Returns:
+        The weights of the whole, this rank's share, and what streams blocks from the host's memory, if something does.
+    """
+    # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out: a model that cannot be cut is refused
+    # while every model is whole.
+    keep = options.keep_weights
+    shards: list[dict[str, Any]] = []
+    if plan.tensor > 1:
+        shards = [_match_shard(hooks, plan, mesh["tensor"], keep=keep) for hooks in block_hooks.models]
+    own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
     # Before the guards of tensor parallelism, because those surround these and go first.
     if plan.divides_blocks:
@@ -584,39 +591,16 @@ def _keep_own_weights(
     if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
         block_hooks.guard_calls()
     # After the stage split: tensor parallelism shards only the weights that this rank keeps.
-    sharded = _shard_transformers(shards, mesh)
+    sharded = ShardedTransformer(TensorCuts({}, 0, (1,)), keep=True)
+    for number, (hooks, cut) in enumerate(zip(block_hooks.models, shards, strict=False)):
+        share = shard_weights(hooks.transformer, axis=mesh["tensor"], traffic=mesh.traffic, **cut)
+        if number == 0:
+            sharded = share
+        else:
+            sharded.join_share(share)
     weights = replace(weights, tensor_units=sum(sharded.cuts.shares))
     encoders.empty_foreign_parts()
-    return weights, sharded
-
-
-def _choose_named_kernel(
-    name: str | None, transformer: Any, device: torch.device, plan: Plan
-) -> DiffusersKernel | None:
-    """Return the named kernel. None leaves the choice to each processor."""
-    if name is None:
-        return None
-    return choose_kernel(name, device, transformer.dtype, lse=plan.ring > 1)
-
-
-def _build_pipefusion(
-    block_hooks: TransformerHooks,
-    stages: list[range],
-    plan: Plan,
-    mesh: Mesh,
-    sharded: ShardedTransformer,
-    warmup_group: WarmupGroup | None,
-) -> PipeFusion:
-    """Build this rank's stage."""
-    joint = block_hooks.anatomy.joint
-    stage = stages[mesh.stage_index]
-    return PipeFusion(mesh, stage, plan, joint, sharded.streams, warmup_group)
-
-
-def _move_own_weights(
-    pipe: Any, block_hooks: TransformerHooks, own: range, plan: Plan, device: torch.device, mesh: Mesh
-) -> BlockOffload | None:
-    """Move the pipeline to the device, except for blocks streamed from the host's memory."""
+    # After all weights are taken out, so that the device never gets weights this rank does not keep.
     offload = None
     if plan.offloads_rank(mesh.rank):
         offload = BlockOffload(block_hooks.models, own, HostCopies(device))
@@ -625,12 +609,12 @@ def _move_own_weights(
         _check_host_memory(offload, mesh)
     if offload is None:
         move_pipeline(pipe, device)
-        return None
-    with offload.hold_blocks_back():
-        move_pipeline(pipe, device)
-    # Pinned memory is allocated now, because that may wait for the device.
-    offload.pack_weights()
-    return offload
+    else:
+        with offload.hold_blocks_back():
+            move_pipeline(pipe, device)
+        # Pinned memory is allocated now, because that may wait for the device.
+        offload.pack_weights()
+    return weights, sharded, offload
 
 
 def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
@@ -651,68 +635,20 @@ def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
             )
 
 
-def _build_loop(
-    pipefusion: PipeFusion,
-    block_hooks: TransformerHooks,
-    plan: Plan,
-    serial_plan: Plan | None,
-    mesh: Mesh,
-    recorder: RecordedSteps | None,
-) -> Loop:
-    """Build the driver of the pipeline's loop."""
-    kept_buffers = None
-    if recorder is not None:
-        kept_buffers = recorder.kept_buffers
-    token_split = make_token_split(plan)
-    return Loop(
-        pipefusion,
-        mesh,
-        plan,
-        token_split,
-        kept_buffers=kept_buffers,
-        may_change=_may_change(block_hooks),
-        serial_plan=serial_plan,
-    )
-
-
-def _build_attention(
-    plan: Plan,
-    mesh: Mesh,
-    loop: Loop,
-    kernel: DiffusersKernel | None,
-    warmup_group: WarmupGroup | None,
-    options: CompositionOptions,
-) -> LayerAttentionBuilder:
-    """Build the builder of each layer's attention."""
-    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks)
-    if options.recorder is not None:
-        options.recorder.scopes = (attention.rotary.hide_tables,)
-    return attention
-
-
 def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
     """Build an autoencoder divided by rows if the plan asks for it."""
     if plan.vae != "rows":
         return None
-    return ParallelVAE(
-        getattr(pipe, "vae", None),
-        mesh.image,
-        mesh.traffic,
-        block_size=plan.vae_block_size,
-        weights=plan.list_rank_weights(),
-    )
-
-
-def _name_recorder(recorder: RecordedSteps | None) -> str:
-    """Return the option under which weights are read in one place; empty if there is none."""
-    return "" if recorder is None else "cuda_graphs=True"
+    vae = getattr(pipe, "vae", None)
+    weights = plan.list_rank_weights()
+    return ParallelVAE(vae, mesh.image, mesh.traffic, block_size=plan.vae_block_size, weights=weights)
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
     """Raise `ModelError` if diffusers offloads weights to be read in one place under the plan."""
     reader = ""
-    if _name_recorder(options.recorder):
-        reader = _name_recorder(options.recorder)
+    if options.recorder is not None:
+        reader = "cuda_graphs=True"
     elif plan.warmup_mode == "sequence":
         reader = "warmup_mode=sequence"
     elif plan.offload == "blocks":
@@ -895,39 +831,17 @@ def _build_warmup_group(
     return WarmupGroup(mesh, block_hooks, stages, plan.pipefusion, weight_stream, may_rest=may_rest)
 
 
-def _list_shard_options(
-    block_hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool
-) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """List each model cut by tensor parallelism, and how. Models that cannot be cut are refused while every model is
-    whole."""
-    shards: list[tuple[nn.Module, dict[str, Any]]] = []
-    if plan.tensor == 1:
-        return shards
-    for hooks in block_hooks.models:
-        model = hooks.transformer
-        loaded: tuple[int, ...] = ()
-        if hooks.loaded_blocks is not None:
-            loaded = hooks.loaded_blocks.tensor_shares
-        weights = plan.tensor_weights
-        sequence = None
-        if plan.split_scheme == "sequence":
-            sequence = hooks.spec.tensor_tokens
-        table = find_tensor_table(model, hooks.spec, hooks.anatomy.tensor)
-        check_unsharded(model, sequence)
-        TensorCuts.match_tensor_table(model, table, axis.index, axis.num_ranks, weights=weights, loaded=loaded)
-        options = {"table": table, "sequence": sequence, "weights": weights, "loaded": loaded, "keep": keep}
-        shards.append((model, options))
-    return shards
-
-
-def _shard_transformers(shards: list[tuple[nn.Module, dict[str, Any]]], mesh: Mesh) -> ShardedTransformer:
-    """Keep this rank's share of the weights of every block."""
-    if not shards:
-        return ShardedTransformer(TensorCuts({}, 0, (1,)), keep=True)
-    all_sharded = []
-    for model, options in shards:
-        all_sharded.append(shard_weights(model, axis=mesh["tensor"], traffic=mesh.traffic, **options))
-    first, *others = all_sharded
-    for other in others:
-        first.join_share(other)
-    return first
+def _match_shard(hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool) -> dict[str, Any]:
+    """Return how tensor parallelism cuts a model. Raises `ModelError` if it cannot."""
+    model = hooks.transformer
+    loaded: tuple[int, ...] = ()
+    if hooks.loaded_blocks is not None:
+        loaded = hooks.loaded_blocks.tensor_shares
+    sequence = None
+    if plan.split_scheme == "sequence":
+        sequence = hooks.spec.tensor_tokens
+    table = find_tensor_table(model, hooks.spec, hooks.anatomy.tensor)
+    check_unsharded(model, sequence)
+    weights = plan.tensor_weights
+    TensorCuts.match_tensor_table(model, table, axis.index, axis.num_ranks, weights=weights, loaded=loaded)
+    return {"table": table, "sequence": sequence, "weights": weights, "loaded": loaded, "keep": keep}

@@ -82,7 +82,11 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
         described[f"LoRAs of {name}"] = _name_loras(model)
         configs: Any = model.peft_config
         for lora, config in configs.items():
-            described[f"config of LoRA {lora} in {name}"] = _describe_adapter(config)
+            # Without its origin and the names of a rank's layers.
+            values = config.to_dict()
+            for place in PLACES_OF_ADAPTERS:
+                values.pop(place, None)
+            described[f"config of LoRA {lora} in {name}"] = describe_value(values)
         for path, layer in model.named_modules():
             places = f"{name}.{path}".split(".")
             for lora, use in _iterate_lora_uses(layer):
@@ -129,14 +133,6 @@ def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
         else:
             state = "off"
         yield name, f"scale {round(scale, 6):g}, {state}"
-
-
-def _describe_adapter(config: Any) -> Any:
-    """Return an adapter's config, except its origin and the names of a rank's layers."""
-    values = config.to_dict()
-    for name in PLACES_OF_ADAPTERS:
-        values.pop(name, None)
-    return describe_value(values)
 
 
 def _name_loras(part: Any) -> str:

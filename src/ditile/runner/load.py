@@ -24,6 +24,7 @@ from diffusers.models.modeling_utils import no_init_weights
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers.modeling_utils import local_torch_dtype
 
 from ditile.distributed.mesh import find_process_rank
@@ -59,11 +60,11 @@ from ditile.runner.model_files import (
     choose_dtype_name,
     collect_component_files,
     find_model_source,
+    has_all_weights,
     is_hub_id,
     list_own_components,
     name_weight_files,
     read_json_object,
-    read_weight_map,
     refuse_missing_weights,
     refuse_out_of_memory,
     refuse_unknown_components,
@@ -167,18 +168,14 @@ def load(
                 source, dtype=weight_dtype, use_safetensors=True, variant=variant, **loaded
             )
     if isinstance(source, str):
-        _check_fetched_types(source, variant)
+        # Of a folder `find_model_source` has checked them.
+        for part in _list_components(source):
+            config = locate_component_file(source, part.name, "config.json")
+            if config is not None:
+                check_stored_types(config.parent, variant)
     if partial:
         refuse_saving(ExitStack(), pipe, partial.values())
     return pipe
-
-
-def _check_fetched_types(source: str, variant: str | None) -> None:
-    """Check files of the hub before they are read. The checks are those of `find_model_source` on a folder."""
-    for component in _list_components(source):
-        config = locate_component_file(source, component.name, "config.json")
-        if config is not None:
-            check_stored_types(config.parent, variant)
 
 
 def choose_weight_dtype(source: Path | str, dtype: torch.dtype | str | None) -> torch.dtype:
@@ -571,20 +568,12 @@ def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
 
 def _has_unsaved_tensors(module: nn.Module) -> bool:
     """Return whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
-    if module._non_persistent_buffers_set:
-        return True
-    for name, value in vars(module).items():
-        # torch's tables of saved tensors.
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        parts: Collection[Any] = (value,)
-        if isinstance(value, dict):
-            parts = value.values()
-        elif isinstance(value, list | tuple):
-            parts = value
-        if any(isinstance(part, Tensor) for part in parts):
-            return True
-    return False
+    # Without torch's tables of saved tensors.
+    own = dict(vars(module))
+    for name in ("_parameters", "_buffers", "_modules"):
+        del own[name]
+    has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(own))
+    return has_tensor or bool(module._non_persistent_buffers_set)
 
 
 def _locate_component_files(source: Path | str, name: str) -> LocateFile:
@@ -700,7 +689,7 @@ def count_quantized_components(source: Path | str, apart: Collection[str] = ()) 
             continue
         # A model on the hub has a folder in the cache with its fetched files.
         locate = locate_in_folder(config.parent)
-        if isinstance(source, str) and not _has_all_files(locate):
+        if isinstance(source, str) and not has_all_weights(config.parent):
             LOG.warning(
                 "the weights of %s in %s are quantized, and are not in the hub's cache: they count as plain ones, so "
                 "that a plan takes less memory than it says",
@@ -710,15 +699,6 @@ def count_quantized_components(source: Path | str, apart: Collection[str] = ()) 
             continue
         stored[name] = _open_prequantized(Checkpoint.open_checkpoint(locate, STEM), config).count_stored_weights()
     return stored
-
-
-def _has_all_files(locate: LocateFile) -> bool:
-    """Return whether all files of a component's weights are there."""
-    single, index_name = name_weight_files(STEM, None)
-    index = locate(index_name)
-    if index is None:
-        return locate(single) is not None
-    return all(locate(file) is not None for file in read_weight_map(index).values())
 
 
 def _collect_source_options(

@@ -97,7 +97,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     if adapter_name is None:
         adapter_name = _choose_adapter_name(list_loaded_loras(pipe))
     key_filter = LoraKeyFilter(pipe, parts, shares, label)
-    with _convert_load_errors(label), _undo_on_failure(pipe):
+    with _undo_on_failure(pipe, label):
         _load_local_part(pipe, source, key_filter, parts, shares, adapter_name=adapter_name, **kwargs)
     for name in key_filter.list_components_elsewhere():
         if read_placement(parts[name]) == FREED:
@@ -153,7 +153,7 @@ def _choose_weight_name(folder: Path, label: str) -> str:
 
 
 def _choose_adapter_name(loaded: Collection[str]) -> str:
-    """Return diffusers' default name for a new adapter, also on a rank without layers for it."""
+    # diffusers' default name, also on a rank without layers for the adapter.
     number = 0
     while f"default_{number}" in loaded:
         number += 1
@@ -190,26 +190,16 @@ def _load_local_part(
 
 
 @contextmanager
-def _convert_load_errors(label: str) -> Iterator[None]:
-    """Turn exceptions of diffusers, peft and safetensors for a LoRA they cannot load into `ModelError`."""
-    try:
-        yield
-    except DitileError:
-        raise
-    except (*_LOAD_ERRORS, safetensors.SafetensorError) as error:
-        refuse_out_of_memory(error)
-        reason = join_error_lines(error, 300)
-        raise ModelError(f"lora={label!r} cannot be loaded: {reason}") from error
+def _undo_on_failure(pipe: Any, label: str) -> Iterator[None]:
+    """Delete the leftovers of a LoRA if it fails to load, and use the earlier ones again.
 
-
-@contextmanager
-def _undo_on_failure(pipe: Any) -> Iterator[None]:
-    """Delete the leftovers of a LoRA if it fails to load, and use the earlier ones again."""
+    Exceptions of diffusers, peft and safetensors become `ModelError`.
+    """
     earlier = list_loaded_loras(pipe)
     uses = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in _list_lora_layers(pipe)]
     try:
         yield
-    except Exception:
+    except Exception as error:
         if earlier:
             forget_loras(pipe, list_loaded_loras(pipe) - earlier)
         else:
@@ -218,6 +208,9 @@ def _undo_on_failure(pipe: Any) -> Iterator[None]:
         for layer, active, is_disabled in uses:
             layer.set_adapter(active)
             layer.enable_adapters(not is_disabled)
+        if isinstance(error, (*_LOAD_ERRORS, safetensors.SafetensorError)) and not isinstance(error, DitileError):
+            refuse_out_of_memory(error)
+            raise ModelError(f"lora={label!r} cannot be loaded: {join_error_lines(error, 300)}") from error
         raise
 
 
@@ -267,7 +260,7 @@ def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
     loaded = list_loaded_loras(pipe)
     for name, scale in scales.items():
         if name not in loaded:
-            raise ModelError(f"LoRA {name!r} is not loaded; {_name_choices(loaded)}")
+            raise ModelError(f"LoRA {name!r} is not loaded; there are {', '.join(sorted(loaded)) or 'none'}")
         if not is_number(scale) or not math.isfinite(scale):
             raise ModelError(f"LoRA {name!r} has the scale {scale!r}; give a finite number")
     if not loaded:
@@ -295,7 +288,7 @@ def forget_loras(runner: Any, names: Collection[str]) -> None:
     loaded = list_loaded_loras(pipe)
     for name in sorted(names):
         if name not in loaded:
-            raise ModelError(f"LoRA {name!r} is not loaded; {_name_choices(loaded)}")
+            raise ModelError(f"LoRA {name!r} is not loaded; there are {', '.join(sorted(loaded)) or 'none'}")
     if not names:
         return
     if loaded == set(names):
@@ -312,15 +305,8 @@ def list_loaded_loras(pipe: Any) -> set[str]:
     return set().union(*pipe.get_list_adapters().values())
 
 
-def _name_choices(loaded: Collection[str]) -> str:
-    if not loaded:
-        return "load it with ditile.load_lora"
-    return f"there are {', '.join(sorted(loaded))}"
-
-
 def _check_whole_weights(part: nn.Module) -> None:
-    """Check that a pipeline has whole weights. Raises `ModelError` if a share was loaded and `parallelize` was not
-    called yet."""
+    """Raise `ModelError` if a share of a model was loaded and `parallelize` was not called yet."""
     loaded = vars(part).get(LOADED_ATTRIBUTE)
     if loaded is not None and len(loaded.tensor_shares) > 1:
         raise ModelError(

@@ -451,6 +451,12 @@ def _check_component(folder: Path, variant: str | None, or_give: str = "") -> No
     check_stored_types(folder, variant)
 
 
+def has_all_weights(folder: Path) -> bool:
+    """Return whether all files of a component's weights are there."""
+    paths = _list_weight_files(folder, None)
+    return bool(paths) and all(path.exists() for path in paths)
+
+
 def _explain_missing_weights(folder: Path, or_give: str) -> str:
     """Return why a component has no files of weights under the expected names."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))

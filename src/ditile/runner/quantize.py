@@ -26,7 +26,7 @@ from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.placeholders import count_parameter_bytes, is_plain_parameter
 from ditile.parallel.tensor.sharding import find_share
 from ditile.plan.errors import ModelError, join_error_lines
-from ditile.plan.extras import require_extra, require_quantizer
+from ditile.plan.extras import require_quantizer
 from ditile.plan.option_classes import checked
 
 LOG = logging.getLogger("ditile")
@@ -73,8 +73,6 @@ QUANT_TYPES = (
 )
 QuantizeLinear = Callable[[nn.Linear], nn.Module]
 """Quantizes a Linear: in place, or as another module."""
-ConfigFactory = Callable[[], Any]
-"""Makes a config of torchao, or raises one of the exceptions in `_CANNOT`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +183,9 @@ def _plan_layers(
         shape = (layer.in_features, layer.out_features, device, layer.weight.dtype)
         if shape not in outcomes:
             _check_quant_type(model, name, device, layer.weight.dtype, schemes)
-            candidates = _list_quantizers(name, device, schemes, config.group_size)
+            candidates: list[QuantizeLinear] = [_quantize_to_nf4]
+            if name != "bitsandbytes_4bit":
+                candidates = _list_torchao_quantizers(name, device, schemes, config.group_size)
             outcomes[shape] = _choose_quantizer(candidates, *shape)
         quantizer, reason = outcomes[shape]
         if quantizer is None:
@@ -195,9 +195,7 @@ def _plan_layers(
     if not quantizers:
         kinds = sorted({f"{device} in {str(dtype).removeprefix('torch.')}" for _, _, device, dtype in outcomes})
         reasons = "; ".join(dict.fromkeys(left.values()))
-        raise ModelError(
-            f"quant_type={name} cannot run on {', '.join(kinds)} ({reasons}); {_suggest_quant_type(name, device)}"
-        )
+        raise ModelError(f"quant_type={name} cannot run on {', '.join(kinds)} ({reasons}); try int8_weight_only")
     return _QuantizationWork(model=model, quant_type=name, quantizers=quantizers, left=left)
 
 
@@ -247,8 +245,6 @@ def _check_quant_type(
     model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, schemes: Sequence[str]
 ) -> None:
     """Check a type without a trial. Raises `ModelError` if it is known not to run."""
-    if name.startswith(("svdq", "nvfp4")):
-        raise ModelError(f"quant_type={name!r} has no kernel here; try int4_weight_only or float8")
     if name not in QUANT_TYPES:
         raise ModelError(f"quant_type={name!r} is not known; try {', '.join((*QUANT_TYPES, *SCALED_TYPES))}")
     if name == "int4_w4a4":
@@ -294,24 +290,6 @@ def _choose_quantizer(
     return None, "; ".join(reasons)
 
 
-def _list_quantizers(name: str, device: torch.device, schemes: Sequence[str], group: int) -> list[QuantizeLinear]:
-    """Return ways to quantize a layer, the best first."""
-    if name == "bitsandbytes_4bit":
-        return [_quantize_to_nf4]
-    factories: list[ConfigFactory] = []
-    for scheme in schemes:
-        factories += _list_torchao_configs(name, device, scheme, group)
-    return [functools.partial(_quantize_by_torchao, factory) for factory in factories]
-
-
-def _quantize_by_torchao(make_config: ConfigFactory, layer: nn.Linear) -> nn.Module:
-    require_extra("quantize", "torchao's quantization")
-    from torchao.quantization import quantize_  # type: ignore[import-untyped]
-
-    quantize_(layer, make_config(), filter_fn=lambda module, path: module is layer)
-    return layer
-
-
 def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
     """Quantize a Linear to the NF4 type of bitsandbytes. `to` quantizes its weight, even if it is on that device
     already."""
@@ -333,12 +311,18 @@ def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
     return moved
 
 
-def _list_torchao_configs(name: str, device: torch.device, scheme: str, group: int) -> list[ConfigFactory]:
-    """Return torchao's configs for a type, the best first. None of them changes torch.compile's global settings."""
+def _list_torchao_quantizers(
+    name: str, device: torch.device, schemes: Sequence[str], group: int
+) -> list[QuantizeLinear]:
+    """Return ways to quantize a layer by torchao, the best first. None changes torch.compile's global settings."""
     require_quantizer(name)
     from torchao import quantization as torchao  # type: ignore[import-untyped]
 
-    on_cpu = device.type == "cpu"
+    def quantize_layer(make_config: Callable[[], Any], layer: nn.Linear) -> nn.Module:
+        torchao.quantize_(layer, make_config(), filter_fn=lambda module, path: module is layer)
+        return layer
+
+    factories: list[Callable[[], Any]] = []
     if name in _TORCHAO_CONFIGS:
         granularities = {
             "row": torchao.PerRow(),
@@ -347,29 +331,27 @@ def _list_torchao_configs(name: str, device: torch.device, scheme: str, group: i
             "block": (torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])),
         }
         config = getattr(torchao, _TORCHAO_CONFIGS[name])
-        return [functools.partial(config, granularity=granularities[scheme], set_inductor_config=False)]
-    if name == "int4" and not on_cpu:
+        for scheme in schemes:
+            granularity = granularities[scheme]
+            factories.append(functools.partial(config, granularity=granularity, set_inductor_config=False))
+    elif device.type != "cpu" and name == "int4":
         # On GPUs torchao packs no int4 weights for int8 activations, so these are float8.
-        return [torchao.Float8DynamicActivationInt4WeightConfig]
-    if not on_cpu:
+        factories.append(torchao.Float8DynamicActivationInt4WeightConfig)
+    elif device.type != "cpu":
         # Torch's kernel, only for bfloat16, then mslk's.
         config = functools.partial(torchao.Int4WeightOnlyConfig, group_size=group, set_inductor_config=False)
-        return [functools.partial(config, int4_packing_format=form) for form in ("tile_packed_to_4d", "plain")]
-    # Only torchao's prototypes have the kernels of CPUs; torch's own one takes outputs that 16 divides.
-    from torchao.prototype.quantization import int4  # type: ignore[import-untyped]
+        for form in ("tile_packed_to_4d", "plain"):
+            factories.append(functools.partial(config, int4_packing_format=form))
+    else:
+        # Only torchao's prototypes have the kernels of CPUs; torch's own one takes outputs that 16 divides.
+        from torchao.prototype.quantization import int4  # type: ignore[import-untyped]
 
-    # Without int8 activations for `int4_weight_only`, with them for `int4`.
-    config = int4.PrototypeInt4WeightOnlyConfig
-    if name == "int4":
-        config = int4.Int8DynamicActivationInt4WeightConfig
-    return [functools.partial(config, group_size=group, set_inductor_config=False)]
-
-
-def _suggest_quant_type(name: str, device: torch.device) -> str:
-    types = "int4_weight_only or int8_weight_only" if "4" in name else "int8_weight_only"
-    if device.type == "cpu":
-        return f"try {types}, or move the model to a GPU first, if it is meant to run there"
-    return f"try {types}"
+        # Without int8 activations for `int4_weight_only`, with them for `int4`.
+        config = int4.PrototypeInt4WeightOnlyConfig
+        if name == "int4":
+            config = int4.Int8DynamicActivationInt4WeightConfig
+        factories.append(functools.partial(config, group_size=group, set_inductor_config=False))
+    return [functools.partial(quantize_layer, factory) for factory in factories]
 
 
 @checked()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from pydantic import InstanceOf
 from torch import Tensor, nn
 
@@ -159,9 +158,7 @@ class Runner:
         composition = self._compose()
         self._composition = composition
         self.plan = composition.plan
-        self._loras = self._describe_loras()
-        self._quantized = list_quantized_parameters(composition.model)
-        self._dtypes = self._describe_dtypes()
+        self._weights = self._describe_weights()
         num_parameters = sum(parameter.numel() for parameter in composition.model.parameters())
         self._parameter_counts = gather_json(num_parameters, self.mesh.everyone)
 
@@ -355,24 +352,14 @@ class Runner:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
-        # Those that were added, removed, or are used in another way.
-        changed = self._loras.items() ^ self._describe_loras().items()
-        if changed:
-            raise StateError(
-                "LoRAs were loaded, scaled, switched or fused since parallelize "
-                f"({min(changed)[0]}), but not in the blocks that were kept aside; set them back to what they were"
-            )
-        if list_quantized_parameters(self._parts.model) != self._quantized:
-            raise StateError(
-                "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
-                "quantize it before"
-            )
-        for name, dtype in self._describe_dtypes().items():
-            before = self._dtypes.get(name, dtype)
-            if before != dtype:
+        now = self._describe_weights()
+        # LoRAs come first, as they rename parameters.
+        for name in sorted(now | self._weights, key=lambda name: "LoRA" not in name):
+            before = self._weights.get(name)
+            if now.get(name) != before:
                 raise StateError(
-                    f"{name} was converted from {before} to {dtype} since parallelize, but not what was kept aside; "
-                    "convert it back, or reload the pipeline"
+                    f"{name} changed from {before} to {now.get(name)} since parallelize, but not in the blocks that "
+                    "were kept aside; set it back to what it was, or reload the pipeline"
                 )
 
     @note_shared_call()
@@ -510,7 +497,9 @@ class Runner:
         last_stage = mesh.image.num_ranks - 1
         rng_state.synchronise_generators(generators, last_stage, mesh.within_calls, mesh.traffic)
         decoding_group = None if ends.decodes_alone else mesh.within_calls
-        decodes.raise_complaint(decoding_group)
+        for complaint in gather_json(decodes.complaint, decoding_group):
+            if complaint is not None:
+                raise ModelError(complaint)
         kept_bytes = sum(cache.kept_bytes for cache in parts.model_caches)
         recorded = None
         if parts.recorder is not None:
@@ -611,18 +600,14 @@ class Runner:
             self._check_call(call)
         return call
 
-    def _read_steps(self, call: Mapping[str, Any]) -> int | None:
-        """Return the number of steps in a call; None if it has none."""
-        steps = self._fill_defaults(call).get("num_inference_steps")
-        return steps if isinstance(steps, int) else None
-
     def _count_iterations(self, call: Mapping[str, Any]) -> int | None:
         """Return the maximum number of steps in a call; None if it is not known."""
-        return count_most_iterations(self.pipe, call, self._read_steps(call))
+        steps = self._fill_defaults(call).get("num_inference_steps")
+        return count_most_iterations(self.pipe, call, steps if isinstance(steps, int) else None)
 
     def _check_call(self, call: Mapping[str, Any]) -> None:
         """Check that this rank can run a call exactly. Raises `ModelError` otherwise."""
-        steps = self._read_steps(call)
+        steps = self._fill_defaults(call).get("num_inference_steps")
         iterations = self._count_iterations(call)
         partial = self.plan.attends_to_stale_keys or self.plan.pipefusion > 1
         is_fresh = not partial or self.plan.predicts_whole(iterations)
@@ -646,23 +631,19 @@ class Runner:
         if self._parts.block_hooks.chain and self.plan.num_patches > 1:
             reason = explain_scheduler_refusal(self.pipe)
         if self.plan.cuts_latents:
-            reason = reason or explain_replaced_step_refusal(self.pipe) or self._explain_scheduler_of_batch(call)
+            reason = reason or explain_replaced_step_refusal(self.pipe)
+            images = count_images(read_call_values(self._fill_defaults(call)))
+            scheduler = self.pipe.scheduler
+            if self.plan.data > images and is_custom_scheduler(scheduler):
+                reason = reason or (
+                    f"{type(scheduler).__name__} is not diffusers' own code and may compute with all images of a call, "
+                    f"which replicas without images do not gather: data={self.plan.data} is more than the {images} "
+                    f"image(s) of this call; use data={images}, or {suggest_whole_images()}"
+                )
         if self.plan.cuts_latents or self.plan.has_stale_steps(steps):
             reason = reason or explain_changed_size_refusal(self.pipe)
             reason = reason or explain_callback_refusal(self.pipe, self._fill_defaults(call), steps)
         return reason
-
-    def _explain_scheduler_of_batch(self, call: Mapping[str, Any]) -> str | None:
-        """Return why a user's own scheduler cannot step the images of all replicas, or None."""
-        images = count_images(read_call_values(self._fill_defaults(call)))
-        scheduler = self.pipe.scheduler
-        if self.plan.data <= images or not is_custom_scheduler(scheduler):
-            return None
-        return (
-            f"{type(scheduler).__name__} is not diffusers' own code and may compute with all images of a call, which "
-            f"replicas without images do not gather: data={self.plan.data} is more than the {images} image(s) of this "
-            f"call; use data={images}, or {suggest_whole_images()}"
-        )
 
     def _fill_defaults(self, call: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
@@ -674,17 +655,14 @@ class Runner:
             LOG.warning(advice)
         self._advised.add(advice)
 
-    def _describe_loras(self) -> dict[str, str]:
-        """Describe the LoRAs of the divided model."""
-        return digest.describe_loras({"transformer": self._parts.model})
-
-    def _describe_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the type of each parameter in the models of which this rank has a part."""
-        dtypes = {}
+    def _describe_weights(self) -> dict[str, Any]:
+        """Describe the LoRAs and quantized weights of the divided model, and the type of each parameter."""
+        described: dict[str, Any] = digest.describe_loras({"transformer": self._parts.model})
+        described["the number of quantized weights"] = len(list_quantized_parameters(self._parts.model))
         for model in self._parts.list_partial_models():
             for name, parameter in model.named_parameters():
-                dtypes[f"{type(model).__name__}.{name}"] = parameter.dtype
-        return dtypes
+                described[f"{type(model).__name__}.{name}"] = parameter.dtype
+        return described
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
         """Check before anything runs that a call fits the plan. Raises `PlanError` otherwise."""
@@ -766,23 +744,16 @@ def _agree_on_result(
 def _check_same_value(name: str, rank: int, value: Any, other_rank: int, other: Any) -> None:
     if value != other:
         raise StateError(
-            f"rank {rank} was called with {name}={_shorten(value)} and rank {other_rank} with {_shorten(other)}; call "
-            "all ranks alike"
+            f"rank {rank} was called with {name}={value!s:.200} and rank {other_rank} with {other!s:.200}; call all "
+            "ranks alike"
         )
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    if len(text) < 200:
-        return text
-    return f"{text[:200]}..."
 
 
 class DecodeChecks:
     """Checks that the decoded output of a pipeline's call is finite: an image of NaN would be a black one."""
 
     def __init__(self) -> None:
-        self._complaint: str | None = None
+        self.complaint: str | None = None
 
     def install_checks(self, stack: ExitStack, pipe: Any) -> None:
         """Check all decoded output, of a VAE or its substitute, until the stack is closed."""
@@ -792,19 +763,13 @@ class DecodeChecks:
                 check = functools.partial(self._decode, type(coder).__name__)
                 override_attribute(stack, coder, "decode", WatchedMethod(check, decode))
 
-    def raise_complaint(self, group: dist.ProcessGroup | None) -> None:
-        """Raise `ModelError` on all ranks of a group if one of them decoded numbers that are not finite."""
-        complaint = next(filter(None, gather_json(self._complaint, group)), None)
-        if complaint is not None:
-            raise ModelError(complaint)
-
     def _decode(self, name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = decode(*args, **kwargs)
         decoded = result
         if not isinstance(result, Tensor):
             decoded = result[0]
         if isinstance(decoded, Tensor) and not decoded.isfinite().all():
-            self._complaint = (
+            self.complaint = (
                 f"{name} decoded the latents into NaN or infinite numbers, in {decoded.dtype}; decode in float32 or "
                 "bfloat16, for example by pipe.vae.to(torch.float32), or lower the guidance; if neither helps, the "
                 "weights are damaged"

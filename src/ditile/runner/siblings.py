@@ -40,7 +40,14 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
     for key in {*needed, *settings}:
         if key in needed and key in components:
             shared[key] = components[key]
-            _check_part_type(name, key, components[key], types.get(key, ()))
+            part = unwrap_compiled(components[key]) if isinstance(components[key], nn.Module) else None
+            allowed = []
+            for cls in types.get(key, ()):
+                if isinstance(cls, type) and issubclass(cls, nn.Module):
+                    allowed.append(cls)
+            if part is not None and allowed and not isinstance(part, tuple(allowed)):
+                names = " or ".join(cls.__name__ for cls in allowed)
+                raise ModelError(f"{name} takes {names} for its {key}, and there is {type(part).__name__}")
         elif key in settings:
             if key in pipe.config:
                 arguments[key] = pipe.config[key]
@@ -57,9 +64,9 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
     models = find_denoisers(pipe)
     models_of_sibling = find_denoisers(sibling)
     if models != models_of_sibling:
-        names = {model_name for model_name, _ in models.items() ^ models_of_sibling.items()}
+        unlike = {model_name for model_name, _ in models.items() ^ models_of_sibling.items()}
         raise ModelError(
-            f"{name} and {type(pipe).__name__} do not call the same models ({min(names)}); load {name} instead"
+            f"{name} and {type(pipe).__name__} do not call the same models ({min(unlike)}); load {name} instead"
         )
     return sibling
 
@@ -71,17 +78,3 @@ def share_settings(pipe: Any, sibling: Any, components: Mapping[str, Any]) -> No
             sibling.register_modules(**{name: part})
     if hasattr(pipe, "_progress_bar_config"):
         sibling.set_progress_bar_config(**pipe._progress_bar_config)
-
-
-def _check_part_type(name: str, part_name: str, part: Any, types: tuple[Any, ...]) -> None:
-    """Check the class of a model against a pipeline's signature. Raises `ModelError` if it is not named there."""
-    if not isinstance(part, nn.Module):
-        return
-    model = unwrap_compiled(part)
-    allowed = []
-    for cls in types:
-        if isinstance(cls, type) and issubclass(cls, nn.Module):
-            allowed.append(cls)
-    if allowed and not isinstance(model, tuple(allowed)):
-        names = " or ".join(cls.__name__ for cls in allowed)
-        raise ModelError(f"{name} takes {names} for its {part_name}, and there is {type(model).__name__}")

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ditile.plan.cost import PlannedCall, RankCoordinates, count_key_store_bytes, count_traffic_in_step
+from ditile.plan.cost import PlannedCall, count_key_store_bytes, count_traffic_in_step
 from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AXES, Plan, compute_coordinates
 from ditile.plan.simulate import bound_speedup
@@ -41,10 +41,12 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         tokens = f"{shard.image_tokens:,}"
         if shard.text:
             tokens += f" + {len(shard.text):,}"
-        # A dry run has no model with parameters to count.
-        num_parameters = _count_expected_parameters(job, place)
         if parameters is not None:
             num_parameters = parameters[rank]
+        else:
+            # A dry run has no model with parameters to count.
+            of_blocks = sum(job.weights.blocks[block] for block in job.select_resident_blocks(place))
+            num_parameters = job.weights.shared + math.ceil(of_blocks / job.compute_tensor_divisor(place))
         # The last step but one is asynchronous if any step is, and unlike the last step it still sends latents.
         sent = count_traffic_in_step(job, rank, max(0, shape.steps - 2))
         traffic = [f"{kind}\n  {format_bytes(size)}" for kind, size in sent.items()]
@@ -126,12 +128,6 @@ def _format_rank_place(plan: Plan, rank: int) -> str:
             name = "stage" if axis == "pipefusion" else axis
             lines.append(f"{name} {coordinates[axis]}")
     return "\n".join(lines) or "-"
-
-
-def _count_expected_parameters(job: PlannedCall, place: RankCoordinates) -> int:
-    """Estimate the parameters of a rank: its share of its stage's blocks, plus the shared ones."""
-    of_blocks = sum(job.weights.blocks[block] for block in job.select_resident_blocks(place))
-    return job.weights.shared + math.ceil(of_blocks / job.compute_tensor_divisor(place))
 
 
 def _format_speed_up_bound(job: PlannedCall) -> str:

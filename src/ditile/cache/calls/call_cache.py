@@ -21,7 +21,6 @@ from ditile.cache.config import (
     FittedScheduleConfig,
     check_one_forecast,
     format_cache_config,
-    replace_config,
 )
 from ditile.cache.fitted.fitted_pipeline import FittedPolicies
 from ditile.cache.fitted.identity import ListShares
@@ -52,12 +51,12 @@ class CallCache(ModelCache):
     """
 
     idle: str | None = None
+    _config: CallCacheConfig
 
     def __init__(
         self, transformer: nn.Module, config: CallCacheConfig, prepare: Callable[[CallCacheConfig], MakePolicy]
     ) -> None:
-        super().__init__(transformer)
-        self._config = config
+        super().__init__(transformer, config)
         self._prepare = prepare
         self._make_policy = prepare(config)
         self._names = list_parameter_names(transformer)
@@ -95,19 +94,13 @@ class CallCache(ModelCache):
         """Return the number of remembered bytes."""
         return 0 if self.forecasts is None else self.forecasts.memory_bytes
 
-    def refresh_settings(
-        self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
-    ) -> None:
-        """Prepare for a new image, see `ModelCache`."""
+    def _change_settings(self, config: CacheConfig, calibrator: Calibration | None) -> None:
         check_one_forecast(self._config, calibrator)
-        config = replace_config(self._config, config, changes)
         if not isinstance(config, CallCacheConfig):
             raise ModelError(f"a {type(config).__name__} leaves out blocks; call enable_cache with it")
-        # This comes before the settings change, as it may refuse them.
-        if not _have_same_source(config, self._config):
+        has_same_source = getattr(config, "schedule", None) == getattr(self._config, "schedule", None)
+        if type(config) is not type(self._config) or not has_same_source:
             self._make_policy = self._prepare(config)
-        self._config = config
-        self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
 
     def check_pipeline_call(self, call: Mapping[str, Any]) -> None:
         """Let the fitted policies, if any, refuse the arguments of a call."""
@@ -190,13 +183,6 @@ def prepare_policy(
         guided = GuidedModel(pipe, list_parameter_names(model), find_latents_parameter(model), finder)
         return cast(MakePolicy, functools.partial(GatedGuidance, model=guided))
     raise ModelError(f"{type(config).__name__} is not a method that leaves out calls; try FittedScheduleConfig()")
-
-
-def _have_same_source(config: CallCacheConfig, other: CallCacheConfig) -> bool:
-    """Return whether two configs take their policies from the same source."""
-    if type(config) is not type(other):
-        return False
-    return bool(getattr(config, "schedule", None) == getattr(other, "schedule", None))
 
 
 class _RunnerClock:

@@ -7,7 +7,7 @@ pipeline gets them, for each branch of guidance, so that one forecast serves eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.cache.calls.policy import CallPolicy, ComputedOutput, ModelCall
 from ditile.cache.methods.gating import GatedGuidance
+from ditile.model.fingerprint import fingerprint
 from ditile.model.hooks.pieces import open_result_class
 
 
@@ -81,7 +82,7 @@ class CallForecasts:
             self._copy_fresh_results()
         self._steps.add(call.step)
         branch = self._branches.get(call.branch)
-        form = _describe_form(call.latents)
+        form = fingerprint(call.latents, "shape")
         # A call of another transformer or batch cannot use the kept outputs.
         if branch is None or branch.spec is None or branch.form != form:
             return True
@@ -95,7 +96,7 @@ class CallForecasts:
         open_result_class(result)
         branch = self._branches.setdefault(call.branch, _Branch())
         branch.leaves, branch.spec = pytree.tree_flatten(result)
-        form = _describe_form(call.latents)
+        form = fingerprint(call.latents, "shape")
         if branch.form != form:
             branch.outputs.clear()
         branch.form = form
@@ -133,7 +134,14 @@ class CallForecasts:
             return run()
         # The rows without the caption are reported as a branch of their own.
         self._branches.setdefault(call.branch + 1, _Branch()).skipped.add(call.step)
-        return policy.run_half(run, _change_outputs)
+        result = policy.model.call_half(run)
+        open_result_class(result)
+        differences = iter(policy.differences[0])
+
+        def join_rows(leaf: Any) -> Any:
+            return policy.model.join_rows(leaf, next(differences)) if _is_output(leaf) else leaf
+
+        return pytree.tree_map(join_rows, result)
 
     def forecast_call(self, call: ModelCall) -> Any:
         """Return the result of a left out call."""
@@ -163,25 +171,8 @@ class CallForecasts:
             branch.outputs[0] = newest._replace(tensors=copies)
 
 
-def _change_outputs(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a result with each of its outputs changed."""
-    open_result_class(result)
-
-    def change_output(leaf: Any) -> Any:
-        return change(leaf) if _is_output(leaf) else leaf
-
-    return pytree.tree_map(change_output, result)
-
-
 def _is_output(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _describe_form(latents: Any) -> Any:
-    """Describe the latents of a call. Calls with equal descriptions may have their outputs summed."""
-    if isinstance(latents, Tensor):
-        return latents.shape
-    return tuple([leaf.shape for leaf in pytree.tree_leaves(latents) if isinstance(leaf, Tensor)])
 
 
 def list_planned_steps(forecasts: Collection[CallPolicy]) -> frozenset[int] | None:

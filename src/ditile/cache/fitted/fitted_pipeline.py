@@ -114,7 +114,8 @@ class FittedPolicies:
             return ScheduledSteps(range(num_steps), {})
         if not self._schedules:
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-                model = getattr(self._pipe, "name_or_path", "") or "MODEL"
+                # `load` names a bundled model by its folder.
+                model = str(getattr(self._pipe, "name_or_path", "") or "MODEL")
                 _log_once(
                     f"no schedule was fitted to this model, so its {num_computed} computed steps are spread evenly; "
                     f"{make_fit_command(model, num_steps)} makes one"

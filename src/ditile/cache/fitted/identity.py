@@ -108,7 +108,7 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
         present: some fields of the generation's, by name: as far as they are known by now.
         models: that the pipeline calls; needed where the weights are among the fields.
     """
-    for field, (name, advice) in _ADVICE.items():
+    for field, advice in _ADVICE.items():
         if field not in present:
             continue
         fitted = getattr(identity, field)
@@ -117,12 +117,12 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
         if field == "weights":
             # Blocks of other ranks are not here, and are compared there.
             difference = _compare_weights(fitted, now, models)
-        elif isinstance(fitted, Mapping):
-            difference = _compare_items(fitted, now)
         elif field == "sigmas":
             difference = _compare_sigmas(fitted, now)
+        elif isinstance(fitted, Mapping):
+            difference = _compare_items(fitted, now)
         elif fitted != now:
-            difference = _describe_difference(name, fitted, now)
+            difference = f"is for {field}={_format(fitted)}, and the call has {_format(now)}"
         if difference:
             return f"{difference}; {advice}"
     return ""
@@ -281,7 +281,8 @@ def _compare_weights(
                 continue
             if not numbers:
                 return f"cannot be compared with {name}, which is quantized or offloaded"
-            if name not in samples or not _are_equal_weights(samples[name], numbers):
+            known = samples.get(name, ())
+            if len(known) != len(numbers) or not all(map(_are_equal_weights, known, numbers)):
                 return f"was fitted to other weights than {name} has"
         for name in samples.keys() - present_samples.keys():
             if not _is_elsewhere(model, name):
@@ -289,14 +290,8 @@ def _compare_weights(
     return ""
 
 
-def _are_equal_weights(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    if len(numbers) != len(others):
-        return False
-    for number, other in zip(numbers, others, strict=True):
-        larger = max(abs(number), abs(other))
-        if abs(number - other) > WEIGHT_TOLERANCE * larger + LEAST_WEIGHT:
-            return False
-    return True
+def _are_equal_weights(number: float, other: float) -> bool:
+    return abs(number - other) <= WEIGHT_TOLERANCE * max(abs(number), abs(other)) + LEAST_WEIGHT
 
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:
@@ -319,15 +314,11 @@ def _compare_items(fitted: Mapping[str, Any], present: Mapping[str, Any]) -> str
     for name, value in fitted.items():
         # A setting that is unknown now had no known effect when the schedule was fitted.
         if name in present and present[name] != value:
-            return _describe_difference(f"{name}=", value, present[name])
+            return f"is for {name}={_format(value)}, and the call has {_format(present[name])}"
     for name, value in present.items():
         if name not in fitted:
             return f"does not say {name}, and the call has {_format(value)}"
     return ""
-
-
-def _describe_difference(name: str, fitted: Any, present: Any) -> str:
-    return f"is for {name}{_format(fitted)}, and the call has {_format(present)}"
 
 
 def _format(value: Any) -> str:
@@ -347,15 +338,15 @@ def _compare_sigmas(fitted: Sequence[float], present: Sequence[float]) -> str:
 
 
 _ADVICE = {
-    "model_class": ("the model ", "use a schedule of this model"),
+    "model_class": "use a schedule of this model",
     # Before the weights, among which fused LoRAs are.
-    "loras": ("the LoRAs ", "disable the LoRA, or fuse it, save the pipeline and fit a schedule to that"),
-    "weights": ("", "load the weights that it was fitted to, and quantize none"),
-    "guidance": ("", "set it as it was fitted"),
-    "size": ("", "set it as it was fitted"),
-    "scheduler": ("the scheduler ", "set the other"),
-    "solver": ("", "set it as it was fitted"),
-    "sigmas": ("", "call it as it was fitted"),
-    "latents": ("latents of shape ", "generate in the size of the schedule"),
+    "loras": "disable the LoRA, or fuse it, save the pipeline and fit a schedule to that",
+    "weights": "load the weights that it was fitted to, and quantize none",
+    "guidance": "set it as it was fitted",
+    "size": "set it as it was fitted",
+    "scheduler": "set the other",
+    "solver": "set it as it was fitted",
+    "sigmas": "call it as it was fitted",
+    "latents": "generate in the size of the schedule",
 }
-"""The fields, in the order of comparison -> what an error calls them, and what would work."""
+"""The fields, in the order of comparison -> what would work."""

@@ -170,21 +170,13 @@ class DBCache:
         after = hook.unpack_tokens(out).image
         if not self._starts and not self._hidden:
             first = self._agreement.receive_probe_input(after, self._hooks[0].block)
-        self._decide_and_apply(self._measure_probe(first, after))
-        return out
-
-    def _measure_probe(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return the value of a probe, from the tokens before and after its blocks."""
-        if self._hidden:
-            return after.clone()
-        return after - before
-
-    def _decide_and_apply(self, probe: Tensor) -> None:
+        probe = after.clone() if self._hidden else after - first
         skips = self.decider.decide_skips(probe, self._call, self._agreement)
         # Probes of left out steps are not stored, because nothing is compared with them.
         if not all(skips):
             self.decider.store_probes(probe, self._call, skips)
         self._send_and_apply_skips(skips)
+        return out
 
     def _send_and_apply_skips(self, skips: Sequence[bool]) -> None:
         # The next stage waits for the decision before it computes anything.

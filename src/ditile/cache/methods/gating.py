@@ -12,7 +12,7 @@ has, so these refuse it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,19 +86,22 @@ class GatedGuidance(CallPolicy):
 
     Args:
         model: what tells the arguments of a call apart.
+
+    Attributes:
+        differences: of both branches in the last step that computed both, by the branch without the caption.
     """
 
     num_kept = 1
 
     def __init__(self, config: GuidanceGateConfig, num_steps: int, model: GuidedModel) -> None:
         self._first_gated = config.count_full_steps(num_steps)
-        self._model = model
+        self.model = model
         self._with_caption: Sequence[Tensor] = []
-        self._differences: dict[int, list[Tensor]] = {}
+        self.differences: dict[int, list[Tensor]] = {}
 
     def check_first_call(self, call: ModelCall) -> None:
         """Raise `ModelError` if the halves of the batch may not be the branches of guidance."""
-        self._model.check_guidance()
+        self.model.check_guidance()
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Return whether a call is made. The first of a step always is, because it has the caption."""
@@ -107,20 +110,20 @@ class GatedGuidance(CallPolicy):
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
         """Keep the output of the branch with the caption, or the difference of another branch from it."""
         if self._is_doubled(call):
-            pairs = [self._model.split_rows(tensor) for tensor in output.tensors]
+            pairs = [self.model.split_rows(tensor) for tensor in output.tensors]
             # A further call, such as one that skips layers, is compared with the half with the caption.
             self._with_caption = [with_caption for _, with_caption in pairs]
             if not self._is_gated(call, 0):
-                self._differences[0] = [with_caption - without for without, with_caption in pairs]
+                self.differences[0] = [with_caption - without for without, with_caption in pairs]
         elif call.branch == 0:
             self._with_caption = output.tensors
         else:
             both = zip(self._with_caption, output.tensors, strict=True)
-            self._differences[call.branch] = [with_caption - without for with_caption, without in both]
+            self.differences[call.branch] = [with_caption - without for with_caption, without in both]
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
         """Return the output of the branch with the caption, minus the kept difference."""
-        pairs = zip(self._with_caption, self._differences[call.branch], strict=True)
+        pairs = zip(self._with_caption, self.differences[call.branch], strict=True)
         return [with_caption - difference for with_caption, difference in pairs]
 
     def halves_call(self, call: ModelCall) -> bool:
@@ -130,16 +133,7 @@ class GatedGuidance(CallPolicy):
     def check_arguments(self, call: ModelCall, run: partial[Any]) -> None:
         """Raise `ModelError` if the rows of a call with both branches cannot be told apart."""
         if self._is_doubled(call):
-            self._model.find_dims(run)
-
-    def run_half(self, run: partial[Any], change: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> Any:
-        """Return the result of a call on all rows, although only those with the caption are computed.
-
-        Args:
-            change: changes each of the tensors of a result, in order.
-        """
-        differences = iter(self._differences[0])
-        return change(self._model.call_half(run), lambda tensor: self._model.join_rows(tensor, next(differences)))
+            self.model.find_dims(run)
 
     def _is_doubled(self, call: ModelCall) -> bool:
         """Return whether a call has a row of each branch for each image."""
@@ -147,7 +141,7 @@ class GatedGuidance(CallPolicy):
 
     def _is_gated(self, call: ModelCall, branch: int) -> bool:
         """Return whether guidance is gated in a step: a difference is known by then."""
-        return call.step >= self._first_gated and branch in self._differences
+        return call.step >= self._first_gated and branch in self.differences
 
 
 class GuidedModel:

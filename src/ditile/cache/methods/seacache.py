@@ -16,7 +16,7 @@ Cost: the filtered latents of one step and two residuals are kept; 8 bytes are s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -115,7 +115,7 @@ class SpectralFeature:
     def __init__(self, config: SeaCacheConfig) -> None:
         self._power = config.power_exp
         # Positions may be on the device, so they are read once.
-        self._grids: dict[tuple[Any, ...], LatentGrid] = {}
+        self._grids: dict[Hashable, LatentGrid] = {}
 
     def list_parts(self, call: CacheCall) -> list[tuple[int, Tensor]]:
         """List the latents by patch, each filtered by itself, with the rows of the batch first."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import list_tensors
+from ditile.model.fingerprint import fingerprint
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.batch_rows import join_batch_results
 from ditile.model.hooks.block_policy import (
@@ -132,7 +133,7 @@ class BlockCalls:
             inputs = dict(zip(self._parameter_names, args, strict=False)) | kwargs
             mode = describe_mode(inputs)
             now.is_whole = self._is_computed_whole(now, mode)
-            call_key = (now.branch, id(self._transformer), mode, *inputs, *describe_inputs(inputs.values()))
+            call_key = (now.branch, id(self._transformer), mode, fingerprint(inputs, "shape"))
             if now.dry.recognises_call is not None and now.dry.recognises_call(call_key, inputs, self._latents):
                 return now.take_rehearsed_result()
             forms = now.findings.forms
@@ -333,20 +334,6 @@ class BlockCalls:
 def _keep_own_values(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
     """Return each token's own value in self-attention, so that a token's NaN does not reach other tokens."""
     return value if query.shape == value.shape else None
-
-
-def describe_inputs(values: Iterable[Any]) -> list[Any]:
-    """Return the shape of each argument, the shapes in a list, or the type of anything else."""
-    described: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            described.append(value.shape)
-        elif isinstance(value, list | tuple | dict):
-            leaves = pytree.tree_leaves(value)
-            described.append(tuple([leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]))
-        else:
-            described.append(type(value))
-    return described
 
 
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import OperatorWatch, list_tensors
 from ditile.distributed.recording.tape import CodeCall, Recording, Segments, Tape
+from ditile.model.fingerprint import fingerprint
 from ditile.model.hooks.generation import Generation
 from ditile.model.recording.first_play import FirstPlay, TensorKeeper
 from ditile.model.recording.kept_tapes import CallTape, KeptTapes, StaticInput
@@ -204,7 +205,7 @@ class RecordedSteps:
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return self._run_code("an argument is neither a tensor nor a number", forward, args, kwargs)
         place = (*_describe_place(now, model), decision)
-        form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
+        form = (spec, fingerprint(leaves, "memory"), now.tokens.layout, *_describe_modes())
         call = self._tapes.find_call((place, form))
         if _is_first_call(now, model) and not (call and self._can_play_at_once(call, now, model)):
             return self._prepare_call(FIRST_STEP, forward, args, kwargs)
@@ -592,10 +593,3 @@ def _describe_moment(now: Generation) -> Hashable:
 
 def _describe_modes() -> tuple[bool, ...]:
     return (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
-
-
-def _describe_leaf(leaf: Any) -> Hashable:
-    """Return equal values for arguments with the same tape."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.stride(), leaf.device
-    return type(leaf), leaf

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ditile.model.hooks.block_calls import describe_inputs
+from ditile.model.fingerprint import fingerprint
 from ditile.model.hooks.compile import wrap_model_call
 from ditile.model.hooks.generation import Generation
 
@@ -28,7 +28,7 @@ class OtherModels:
 
     Attributes:
         results: results of calls that may come again, by the name of the model, the branch, and the number of the call.
-        inputs: the inputs of calls in dry iterations, as described by `describe_inputs`.
+        inputs: the inputs of calls in dry iterations, as fingerprints of their shapes.
     """
 
     def __init__(self, now: Generation) -> None:
@@ -74,7 +74,7 @@ class OtherModels:
             key = (name, now.branch, self._calls[name, now.branch])
             inputs: Hashable = None
             if now.is_dry:
-                inputs = (*kwargs, *describe_inputs((*args, *kwargs.values())))
+                inputs = fingerprint((args, kwargs), "shape")
             # A known call may have had a prompt of another length, and so results of other shapes.
             if key in self.results and inputs == self.inputs.get(key):
                 return self.results[key]

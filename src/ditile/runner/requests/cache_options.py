@@ -23,7 +23,6 @@ from ditile.cache.config import (
 )
 from ditile.cache.config_text import CACHE_METHODS, CALIBRATOR_CONFIGS, load_configs, parse_cache_line
 from ditile.cache.fitted.schedule import Schedule
-from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra, require_quantizer
@@ -409,8 +408,6 @@ class CacheOptions(Fields):
         for name, row in CACHE_FLAGS.items():
             if row.config is DBCacheConfig and name in self.given:
                 values[str(row.field)] = getattr(self, name)
-        if self.steps_mask is not None:
-            values["steps_computation_mask"] = parse_step_mask(self.steps_mask)
         return DBPruneConfig(**values) if self.prune else DBCacheConfig(**values)
 
     def _build_calibrator_config(self, file_config: Calibration | None) -> Calibration | None:

@@ -145,7 +145,12 @@ class Checkpoint:
                 with self.open_file(path) as tensors:
                     for name in names:
                         stored = tensors.get_slice(name)
-                        _check_shape(stored.get_shape(), name, shapes[name])
+                        shape = stored.get_shape()
+                        if tuple(shape) != shapes[name]:
+                            raise LoadError(
+                                f"weight {name} has the shape {list(shape)}, and the config in its folder says "
+                                f"{list(shapes[name])}"
+                            )
                         cut = None
                         if part is not None:
                             cut = part(name, shapes[name])
@@ -188,13 +193,6 @@ def _batch_tensor_names(path: Path, open_file: OpenTensors, names: set[str]) -> 
         yield batch
 
 
-def _check_shape(stored_shape: Sequence[int], name: str, shape: tuple[int, ...]) -> None:
-    if tuple(stored_shape) != shape:
-        raise LoadError(
-            f"weight {name} has the shape {list(stored_shape)}, and the config in its folder says {list(shape)}"
-        )
-
-
 def _copy_own_part(
     stored: StoredTensor | QuantizedTensor,
     name: str,
@@ -215,22 +213,16 @@ def _copy_own_part(
         whole = (slice(None),) * dim
         views += [stored[whole + (piece,)] for piece in cut.pieces]
     num_bytes = sum(view.nbytes for view in views)
-    own_dtype = _choose_tensor_dtype(name, views[0], dtype, keep_fp32)
+    # By diffusers' rule, which matches names in `keep_fp32` with parts of a path.
+    own_dtype = dtype
+    if not views[0].is_floating_point():
+        own_dtype = views[0].dtype
+    elif set(keep_fp32) & set(name.split(".")):
+        own_dtype = torch.float32
     # A view of a class of its own, such as a quantized one, makes these of its class.
     if len(views) == 1:
         return torch.empty(views[0].shape, dtype=own_dtype).copy_(views[0]), num_bytes
     return torch.cat(views, dim, out=torch.empty(0, dtype=own_dtype)), num_bytes
-
-
-def _choose_tensor_dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:
-    """Return the type of a tensor by diffusers' rule: floating point numbers have one type, except in `keep_fp32`
-    modules."""
-    if not tensor.is_floating_point():
-        return tensor.dtype
-    # diffusers matches these names with parts of a path.
-    if set(keep_fp32) & set(name.split(".")):
-        return torch.float32
-    return dtype
 
 
 def _store_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -40,7 +40,17 @@ def open_encoder_file(path: Path, kind: Any, config: Any) -> Iterator[dict[str, 
     file = SingleFile.read_header(path)
     if file.gguf is None:
         tensors = file.tensors
-        _refuse_quantized(path, tensors)
+        for name, tensor in tensors.items():
+            module, _, leaf = name.rpartition(".")
+            # Integers in place of weights, and tensors beside them that would be left out.
+            is_quantized = leaf != "bias" and f"{module}.weight" in tensors
+            if leaf == "weight":
+                is_quantized = tensor.stored_type not in FLOATS + FP8
+            if is_quantized:
+                raise LoadError(
+                    f"{path}: {name} ({tensor.stored_type}) is of weights that are quantized in another way than in "
+                    "fp8 with scales; take a file of those, of float16 or bfloat16, or of GGUF"
+                )
     else:
         tensors = _rename_tensors(path, file.gguf.architecture, file.tensors, kind, config)
     weights = {}
@@ -94,18 +104,3 @@ def _rename_tensors(
     except (*CONVERSION_ERRORS, NotImplementedError) as error:
         raise LoadError(f"{path} does not fit a {kind.__name__} ({join_error_lines(error)})") from error
     return renamed
-
-
-def _refuse_quantized(path: Path, tensors: Mapping[str, FileTensor]) -> None:
-    """Raise `LoadError` for integers in place of weights, and for tensors beside them that would be left out."""
-    for name, tensor in tensors.items():
-        module, _, leaf = name.rpartition(".")
-        if leaf == "weight":
-            is_quantized = tensor.stored_type not in FLOATS + FP8
-        else:
-            is_quantized = leaf != "bias" and f"{module}.weight" in tensors
-        if is_quantized:
-            raise LoadError(
-                f"{path}: {name} ({tensor.stored_type}) is of weights that are quantized in another way than in fp8 "
-                "with scales; take a file of those, of float16 or bfloat16, or of GGUF"
-            )

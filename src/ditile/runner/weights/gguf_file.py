@@ -76,8 +76,15 @@ class GgufTensors:
         reader = open_gguf(path)
         for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
             block = None
-            if tensor.tensor_type not in _PLAIN_TYPES:
-                block = _find_block_format(path, tensor)
+            kind = tensor.tensor_type
+            if kind not in (*_PLAIN_TYPES, *SUPPORTED_GGUF_QUANT_TYPES):
+                known = ", ".join(sorted(quant_type.name for quant_type in SUPPORTED_GGUF_QUANT_TYPES))
+                raise LoadError(
+                    f"{path}: {tensor.name} is of the type {kind.name}, which diffusers cannot compute with; take a "
+                    f"file of {known}"
+                )
+            if kind not in _PLAIN_TYPES:
+                block = BlockFormat(kind, *gguf.GGML_QUANT_SIZES[kind])
             entries[tensor.name] = GgufEntry(
                 offset=int(tensor.data_offset),
                 num_bytes=int(tensor.n_bytes),
@@ -106,21 +113,20 @@ class GgufTensors:
         return _GgufTensor(self, self.entries[name])
 
     @staticmethod
-    def replace_quantized_linears(
-        model: Any, formats: Mapping[str, BlockFormat | None], dtype: torch.dtype
-    ) -> frozenset[str]:
+    def replace_quantized_linears(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> frozenset[str]:
         """Replace the Linears of a model without weights by quantized ones, like diffusers.
 
         Args:
             model: the model.
-            formats: weight -> how it is quantized; None if it is not.
+            tensors: weight -> a tensor with its `block`, as it is quantized; None if it is not.
             dtype: in which Linears compute.
 
         Returns:
             The names of the weights that stay quantized.
         """
         weights = {}
-        for name, block in formats.items():
+        for name, tensor in tensors.items():
+            block = tensor.block
             if block is not None:
                 empty = torch.empty(1, block.num_bytes, dtype=torch.uint8, device="meta")
                 weights[name] = GGUFParameter(empty, quant_type=block.quant_type)
@@ -156,13 +162,3 @@ class _GgufTensor:
         if entry.block is not None:
             tensor = GGUFParameter(tensor, quant_type=entry.block.quant_type)
         return tensor[index]
-
-
-def _find_block_format(path: Path, tensor: Any) -> BlockFormat:
-    if tensor.tensor_type not in SUPPORTED_GGUF_QUANT_TYPES:
-        known = ", ".join(sorted(quant_type.name for quant_type in SUPPORTED_GGUF_QUANT_TYPES))
-        raise LoadError(
-            f"{path}: {tensor.name} is of the type {tensor.tensor_type.name}, which diffusers cannot compute with; "
-            f"take a file of {known}"
-        )
-    return BlockFormat(tensor.tensor_type, *gguf.GGML_QUANT_SIZES[tensor.tensor_type])

@@ -94,11 +94,14 @@ class LoraKeyFilter:
         """
         file_keys = _list_file_keys(source, kwargs.get("weight_name"))
         loaded_state = self._read(source, **kwargs)
-        applied = self._select_applied_keys(_get_factors(loaded_state))
-        if not applied and any(map(_has_comfy_name, file_keys)):
+        applied = self._select_applied_keys(loaded_state)
+        has_comfy_names = any(
+            key.startswith("diffusion_model.") and any(part in key for part in PEFT_FACTORS) for key in file_keys
+        )
+        if not applied and has_comfy_names:
             # The converter of FLUX.1 knows ComfyUI's names only together with kohya's factors.
             loaded_state = self._read(_read_with_kohya_factors(source, kwargs.get("weight_name")), **kwargs)
-            applied = self._select_applied_keys(_get_factors(loaded_state))
+            applied = self._select_applied_keys(loaded_state)
         # Loaders ask for the metadata of the file, which comes last; some pipelines have alphas before it.
         state, *alphas, metadata = loaded_state
         self._report_unapplied_keys(file_keys, state, applied)
@@ -111,11 +114,14 @@ class LoraKeyFilter:
             self.configs[component] = self._find_config(component, counted, alphas, metadata)
         local = {}
         for key, value in applied.items():
-            components = self._dropped
-            if self._is_key_local(key):
-                components = self._kept
-                local[key] = self._cut_factor(key, value)
-            components.add(key.partition(".")[0])
+            component, _, name = key.partition(".")
+            part = self._parts.get(component)
+            if part is not None and is_placeholder(_follow_key(part, name)[0]):
+                self._dropped.add(component)
+                continue
+            self._kept.add(component)
+            share = self._shares.get(component)
+            local[key] = value if share is None else share.cut_lora_factor(name, value)
         if not local:
             raise NothingHereError
         metadata = {}
@@ -128,7 +134,8 @@ class LoraKeyFilter:
         """Return the components changed by a LoRA on other ranks but not on this one."""
         return self._dropped - self._kept
 
-    def _select_applied_keys(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_applied_keys(self, loaded_state: Any) -> dict[str, Any]:
+        state: dict[str, Any] = loaded_state[0] if isinstance(loaded_state, tuple) else loaded_state
         return {key: value for key, value in state.items() if self._is_applied(key, state)}
 
     def _is_applied(self, key: str, state: Mapping[str, Any]) -> bool:
@@ -298,18 +305,6 @@ class LoraKeyFilter:
                 _name_keys(unapplied),
             )
 
-    def _cut_factor(self, key: str, factor: Tensor) -> Tensor:
-        """Return this rank's part of a factor."""
-        component, _, name = key.partition(".")
-        share = self._shares.get(component)
-        return factor if share is None else share.cut_lora_factor(name, factor)
-
-    def _is_key_local(self, key: str) -> bool:
-        """Return whether the path of a key leads to a module of this rank, and not to a placeholder."""
-        component, _, name = key.partition(".")
-        part = self._parts.get(component)
-        return part is None or not is_placeholder(_follow_key(part, name)[0])
-
 
 def _strip_component(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a component's part of a table, without its name."""
@@ -374,12 +369,6 @@ def is_finite(numbers: Tensor) -> bool:
     return bool(numbers.float().isfinite().all())
 
 
-def _get_factors(loaded_state: Any) -> dict[str, Any]:
-    """Return the state dict in the result of a pipeline's `lora_state_dict`."""
-    state: dict[str, Any] = loaded_state[0] if isinstance(loaded_state, tuple) else loaded_state
-    return state
-
-
 def _list_file_keys(source: Any, weight_name: str | None) -> list[str]:
     """List the keys of a file or a state dict under its trainer's names; none if diffusers chooses the file."""
     if isinstance(source, Mapping):
@@ -389,10 +378,6 @@ def _list_file_keys(source: Any, weight_name: str | None) -> list[str]:
         return []
     with safe_open(path, "pt") as file:
         return list(file.keys())
-
-
-def _has_comfy_name(key: str) -> bool:
-    return key.startswith("diffusion_model.") and any(part in key for part in PEFT_FACTORS)
 
 
 def _read_with_kohya_factors(source: Any, weight_name: str | None) -> dict[str, Tensor]:

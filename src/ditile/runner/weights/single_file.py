@@ -12,8 +12,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -358,19 +357,15 @@ class SingleFile:
                 raise LoadError(
                     f"{self.path}: weight {name} has the shape {list(own_shape)}, and the config says {list(shape)}"
                 )
-            if model_tensor.is_floating_point():
-                self._check_floating_point(name, tensors[name])
-
-    def _check_floating_point(self, name: str, tensor: FileTensor) -> None:
-        """Raise `LoadError` for integers in place of a weight. Without their scales they mean nothing."""
-        for stored in tensor.list_stored():
-            # The types of a block are checked where the file is read.
-            is_packed = self.prequantized is not None and stored.stored_name in self.prequantized.library.parts
-            if stored.block is None and not is_packed and stored.stored_type not in FLOATS + FP8:
-                raise LoadError(
-                    f"{self.path}: weight {name} is stored as {stored.stored_type}, and a model computes with floating "
-                    "point numbers; take a file of those, or of GGUF"
-                )
+            # Integers in place of a weight mean nothing without their scales.
+            for stored in tensors[name].list_stored() if model_tensor.is_floating_point() else ():
+                # The types of a block are checked where the file is read.
+                is_packed = self.prequantized is not None and stored.stored_name in self.prequantized.library.parts
+                if stored.block is None and not is_packed and stored.stored_type not in FLOATS + FP8:
+                    raise LoadError(
+                        f"{self.path}: weight {name} is stored as {stored.stored_type}, and a model computes with "
+                        "floating point numbers; take a file of those, or of GGUF"
+                    )
 
 
 @dataclass(frozen=True)
@@ -451,8 +446,7 @@ class ConvertedFile:
         """Build the checkpoint of a model without weights. Its Linears are replaced if the file has quantized ones."""
         quantized: frozenset[str] = frozenset()
         if self.file.gguf is not None:
-            formats = {name: tensor.block for name, tensor in self.tensors.items()}
-            quantized = self.file.gguf.replace_quantized_linears(model, formats, dtype)
+            quantized = self.file.gguf.replace_quantized_linears(model, self.tensors, dtype)
         if self.file.prequantized is not None:
             return self.file.prequantized.build_checkpoint(model, dtype)
 
@@ -603,10 +597,12 @@ def find_base_models(path: Path) -> list[str]:
     if component != TRANSFORMER:
         flag = f"--component {component}={shlex.quote(str(path))}"
         raise LoadError(f"{path} has no transformer; give --model FOLDER {flag}")
-    hub_id = _infer_hub_id(file)
+    # diffusers guesses a file's model.
     inferred = None
-    if hub_id is not None:
-        inferred = find_known_model(hub_id)
+    with suppress(*CONVERSION_ERRORS, NameError):
+        kind = infer_diffusers_model_type(dict(file.tensors) | file.own_tensors)
+        if kind != UNKNOWN:
+            inferred = find_known_model(str(DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"]))
     if inferred is None:
         models = [model for model in list_known_models() if model.hub_id is not None and _shares_names(file, model)]
     else:
@@ -641,29 +637,15 @@ def _shares_names(file: SingleFile, model: KnownModel) -> bool:
     config = model.folder / CONFIG
     values = read_json_object(config)
     names = _read_model_tensors(model_class, config, count_one_of_each(values)).keys()
+    least = LEAST_SHARED * len(names)
     tensors = file.own_tensors
-    if _count_share(names, tensors) < LEAST_SHARED:
+    if len(names & tensors.keys()) < least:
         # The names may be those of the authors.
         try:
             tensors, _ = file._rename_tensors(model.transformer, values, tensors)
         except LoadError:
             return False
-    return _count_share(names, tensors) >= LEAST_SHARED
-
-
-def _count_share(names: AbstractSet[str], tensors: Mapping[str, Any]) -> float:
-    return len(names & tensors.keys()) / len(names)
-
-
-def _infer_hub_id(file: SingleFile) -> str | None:
-    """Return diffusers' guess of a file's model; None if it has none."""
-    try:
-        kind = infer_diffusers_model_type(dict(file.tensors) | file.own_tensors)
-    except (*CONVERSION_ERRORS, NameError):
-        return None
-    if kind == UNKNOWN:
-        return None
-    return str(DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"])
+    return len(names & tensors.keys()) >= least
 
 
 def _list_published(class_name: str) -> list[KnownModel]:
