@@ -437,8 +437,8 @@ def _build_caches(
             first = own_config.Fn_compute_blocks
             if own_config.Bn_compute_blocks > first:
                 raise ModelError(
-                    f"Bn_compute_blocks={own_config.Bn_compute_blocks}: the last blocks of {type(transformer).__name__} "
-                    f"read what the first ones return, of which {first} are computed; try Bn_compute_blocks={first}"
+                    f"Bn_compute_blocks={own_config.Bn_compute_blocks}: the last blocks of {type(transformer).__name__}"
+                    f" read what the first ones return, of which {first} are computed; try Bn_compute_blocks={first}"
                 )
         own_modifiers = list(modifiers or model.params_modifiers)
         cache = build_transformer_cache(
