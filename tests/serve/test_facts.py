@@ -58,7 +58,7 @@ def test_what_is_known_of_a_model(loaded: tuple[Any, ModelFacts]) -> None:
     assert (facts.size, facts.size_multiple, facts.plan) == ([side, side], 8, "pipefusion=2")
     assert facts.is_video == (facts.name == "shapes-wan")
     assert facts.find_default("num_inference_steps") == 20 and facts.example
-    assert facts.takes("true_cfg_scale") == (facts.name == "shapes-flux") and not facts.needs_picture
+    assert facts.takes("true_cfg_scale") == (facts.name == "shapes-flux")
     if facts.is_video:
         assert (facts.fps, facts.frames_ratio, facts.find_default("num_frames")) == (8, 4, 9)
         assert [facts.count_frames(seconds) for seconds in (0.01, 0.5, 1, 1.2)] == [1, 5, 9, 9]

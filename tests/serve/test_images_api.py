@@ -243,7 +243,7 @@ def test_a_client_that_goes_away_ends_its_job(served: Served, how: str) -> None:
         
         
         
-        ({"strength": 0.5}, 422, "strength=0.5 needs an image to start from; add image"),
+        ({"strength": 0.5}, 422, "strength=0.5 goes with an image; add image"),
         
         ({"prompt": " "}, 400, "prompt is empty; say what to generate"),
         

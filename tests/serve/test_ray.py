@@ -20,10 +20,9 @@ from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.link import Batch, WorkerSetup
 from ditile.serve.options import ServeOptions
-from ditile.serve.ray_replicas import application as module
+from ditile.serve.ray_replicas import cluster as module
 from ditile.serve.replica import ReplicaEvent
 from tests.serve.test_replica import PROMPT, make_job
-from tests.serve.test_service import FACTS
 
 pytest.importorskip("ray", reason="the extra ray")
 MEMORY = 80 * 2**20
@@ -32,17 +31,15 @@ HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "he
 
 
 class RayRun:
-    """The groups of an application, and the events that came from them."""
+    """The replicas on a cluster, and the events that came from them."""
 
     def __init__(self, cluster: Any, plan: Plan, state: Path, **flags: Any) -> None:
         self._events: asyncio.Queue[ReplicaEvent] = asyncio.Queue()
         options = ServeOptions(model="shapes-pixart", ray=cluster.address, threads=1, state=str(state), **flags)
-        setup = WorkerSetup(
-            model=options.model, engine=options, plan=plan, cache=CacheOptions(), lora_dir=None, max_loras=1
-        )
-        application = module.RayApplication(setup, options)
+        setup = WorkerSetup(options=options, plan=plan, cache=CacheOptions())
+        made = module.RayCluster(setup)
         names = map(str, range(options.num_groups))
-        self.groups = [application.make_replica(name, self._events.put_nowait) for name in names]
+        self.groups = [made.make_replica(name, self._events.put_nowait) for name in names]
 
     async def __aenter__(self) -> RayRun:
         for group in self.groups:
@@ -141,76 +138,19 @@ def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: P
     asyncio.run(run())
 
 
-def test_batches_that_wait_let_another_replica_start(cluster: Any, tmp_path: Path) -> None:
-    """A failure would mean that --ray-max-replicas has no effect."""
+def test_a_replica_that_waits_in_vain_ends_and_starts_again(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure would mean that replicas above --replicas keep their devices for ever, or are lost."""
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.5)
 
     async def run() -> None:
         async with RayRun(cluster, Plan(), tmp_path, ray_max_replicas=2) as driven:
-            await driven.wait_for("ready")
-            await driven.wait_for("ready")
-            driven.begin("a", 0, steps=3000)
-            driven.begin("b", 1, steps=3000)
-            begun: set[str] = set()
-            while len(begun) < 2:
-                event = (await driven.wait_for("step"))[-1]
-                assert event.kind == "step"
-                begun.add(event.batch_id)
-            for group, name in zip(driven.groups, "ab", strict=True):
-                group.stop(name)
-
-    asyncio.run(run())
-
-
-def test_groups_without_a_replica_are_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure would mean that health says ok of a replica that has gone, or that a waiting batch starts none."""
-    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
-
-    def find_states(least: int, *running: int, batch: str | None = None) -> list[list[str]]:
-        options = ServeOptions(model="shapes", ray="local", replicas=least, ray_max_replicas=2, state=str(tmp_path))
-        setup = WorkerSetup(
-            model="shapes", engine=options, plan=Plan(), cache=CacheOptions(), lora_dir=None, max_loras=1
-        )
-        application, states = module.RayApplication(setup, options), []
-        application._facts = FACTS
-        both = [application.make_replica(name, lambda event: None) for name in "01"]
-        both[0]._batch_id = batch
-        for count in running:
-            application._share_status(module.ReplicaStatus(count, False, ""))
-            states.append([group.state for group in both])
-            assert both[0]._batch_id == batch
-        return states
-
-    async def run() -> None:
-        assert find_states(2, 0, 1, 2, 1, 2, 0) == [
-            *(["starting", "starting"], ["ready", "starting"], ["ready", "ready"]),
-            *(["ready", "down"], ["ready", "ready"], ["down", "down"]),
-        ]
-        assert find_states(1, 1, 0, 1) == [["ready", "ready"], ["down", "down"], ["ready", "ready"]]
-        # A batch that waits is not lost with the replica that would have drawn it.
-        assert find_states(1, 1, 0, 1, batch="a") == [["drawing", "ready"], ["down", "down"], ["drawing", "ready"]]
-
-    asyncio.run(run())
-
-
-def test_replicas_that_do_not_start_have_failed(tmp_path: Path) -> None:
-    """A failure would mean health that says for ever that they start."""
-
-    async def run() -> None:
-        options = ServeOptions(model="shapes", ray="local", replicas=2, state=str(tmp_path))
-        setup = WorkerSetup(
-            model="shapes", engine=options, plan=Plan(), cache=CacheOptions(), lora_dir=None, max_loras=1
-        )
-        application, events = module.RayApplication(setup, options), list[ReplicaEvent]()
-        both = [application.make_replica(name, events.append) for name in "01"]
-        for _ in range(2):
-            application._share_status(module.ReplicaStatus(0, True, "RankError: rank 0: PEFT is missing"))
-            assert [group.state for group in both] == ["failed", "failed"]
-        # Each tells it once.
-        assert len(events) == 2
-        for event in events:
-            assert event.kind == "down"
-            assert event.failure.code == "ranks_failed"
-            assert "no replica starts: RankError: rank 0: PEFT is missing; 3 starts" in event.failure.message
+            spare = driven.groups[1]
+            for _ in range(2):
+                await driven.wait_for("asleep")
+                assert spare.state == "asleep"
+                spare.start()
 
     asyncio.run(run())
 

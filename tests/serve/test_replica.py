@@ -43,10 +43,8 @@ class Driven:
 
     def __init__(self, model: str, plan: str, lora_dir: str | None = None) -> None:
         self._events: asyncio.Queue[ReplicaEvent] = asyncio.Queue()
-        options = ServeOptions(model=model)
-        setup = WorkerSetup(
-            model=model, engine=options, plan=Plan.parse(plan), cache=CacheOptions(), lora_dir=lora_dir, max_loras=1
-        )
+        options = ServeOptions(model=model, lora_dir=lora_dir, max_loras=1)
+        setup = WorkerSetup(options=options, plan=Plan.parse(plan), cache=CacheOptions())
         self.group = LocalReplica("0", setup, self._events.put_nowait)
 
     async def draw(self, name: str, *jobs: BatchJob, **inputs: bytes) -> list[ReplicaEvent]:

@@ -19,13 +19,16 @@ from typing import Any
 import pytest
 
 from ditile.plan.errors import DitileError, RankError
+from ditile.plan.plan import Plan
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.facts import CallFacts, ModelFacts
 from ditile.runner.requests.options import GenerateOptions
+from ditile.serve import service as service_module
 from ditile.serve.job_state import MAX_NEWS
 from ditile.serve.jobs import (
     Failure,
+    Files,
     Job,
-    JobEvent,
     JobNotFoundError,
     JobResult,
     Kind,
@@ -34,7 +37,7 @@ from ditile.serve.jobs import (
     RanksFailedError,
     Request,
 )
-from ditile.serve.link import Batch
+from ditile.serve.link import Batch, Message, WorkerSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.replica import Replica, ReplicaEvent
 from ditile.serve.service import Service
@@ -51,7 +54,8 @@ class ScriptedReplica(Replica):
     """A group of ranks that does what its test says, and notes what it is told."""
 
     def __init__(self, name: str, on_event: Callable[[ReplicaEvent], None]) -> None:
-        super().__init__(name, on_event)
+        setup = WorkerSetup(options=ServeOptions(), plan=Plan(), cache=CacheOptions())
+        super().__init__(name, setup, on_event)
         self.batches: list[Batch] = []
         self.stopped: list[str] = []
         self.obeys, self.begins = False, True
@@ -62,8 +66,16 @@ class ScriptedReplica(Replica):
     def get_ready(self, facts: ModelFacts = FACTS) -> None:
         self._note_ready(facts)
 
+    def _run_ranks(self) -> None:
+        """Nothing runs."""
+
+    def _deliver(self, message: Message, files: Files | None) -> None:
+        """Nobody is told."""
+
     def generate(self, batch: Batch) -> None:
-        self._note_batch(batch)
+        assert self.state == "ready"
+        self.state = "drawing"
+        self._batch_id = batch.id
         self.batches.append(batch)
         if self.begins:
             self.say("begun")
@@ -119,7 +131,7 @@ class Served:
 
     async def end(self, job: Job) -> Job:
         """The job at its end."""
-        return [event.job async for event in self.service.watch(job.id)][-1]
+        return [news async for news in self.service.watch(job.id)][-1]
 
     def read_files(self, job: Job) -> list[bytes]:
         with contextlib.suppress(JobNotFoundError):
@@ -147,7 +159,7 @@ def test_a_job_from_its_arrival_to_its_removal(tmp_path: Path) -> None:
         async with serve(tmp_path) as served:
             service, group = served.service, served.group
             job = await served.submit(owner="ann", image=("image",), strength=0.5)
-            events: list[JobEvent] = []
+            events: list[Job] = []
 
             async def watch() -> None:
                 async for event in service.watch(job.id):
@@ -163,8 +175,8 @@ def test_a_job_from_its_arrival_to_its_removal(tmp_path: Path) -> None:
                 await served.run_until(lambda seen=2 + number: len(events) > seen)
             group.finish()
             await watching
-            assert [e.job.state for e in events] == ["queued", *["running"] * 4, "done"]
-            assert [(e.step, e.job.progress, e.preview) for e in events][2:] == [
+            assert [e.state for e in events] == ["queued", *["running"] * 4, "done"]
+            assert [(e.step, e.progress, e.preview) for e in events][2:] == [
                 (1, 25, None), (1, 25, b"png"), (4, 99, None), (0, 100, None),
             ]  # fmt: skip
             done = service.find_job(job.id, "ann")
@@ -387,7 +399,7 @@ def test_a_slow_watcher_holds_the_newest_events_alone(tmp_path: Path) -> None:
             events = [event async for event in news]
             assert len(events) <= MAX_NEWS
             assert [event.preview_index for event in events[-3:-1]] == [99, 100]
-            assert events[-1].job.state == "done"
+            assert events[-1].state == "done"
 
     run(play())
 
@@ -498,5 +510,27 @@ def test_nothing_is_lost_or_done_twice_after_kill(tmp_path: Path, word: str) -> 
             drawn = {job.id for batch in served.group.batches for job in batch.jobs}
             assert not drawn & done
             assert set(accepted) <= {job.id for job in served.service.list_jobs("", "video", limit=1000)}
+
+    run(play())
+
+
+def test_jobs_that_wait_wake_another_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean that --ray-max-replicas has no effect, or that replicas asleep hide that all others fail."""
+    monkeypatch.setattr(service_module, "WAKE_SECONDS", 0.05)
+
+    async def play() -> None:
+        async with serve(tmp_path, ray="local", ray_max_replicas=3) as served:
+            assert [group.state for group in served.groups] == ["ready", "asleep", "asleep"]
+            jobs = [await served.submit() for _ in range(2)]
+            await served.run_until(lambda: served.groups[1].batches)
+            await asyncio.sleep(0.2)
+            assert served.groups[2].state == "asleep"
+            for group in served.groups[:2]:
+                group.finish()
+            assert [(await served.end(job)).state for job in jobs] == ["done", "done"]
+            for group in served.groups[:2]:
+                group.die(has_failed=True)
+            with pytest.raises(RanksFailedError):
+                await served.submit()
 
     run(play())

@@ -90,7 +90,7 @@ def test_refusals(served: Served) -> None:
     assert "try seconds='4'" in ask(seconds="long")
     assert "width=65 is not a multiple of 8" in ask(size="65x64")
     picture = "data:image/png;base64," + base64.b64encode(paint_picture((64, 64), 1)).decode()
-    assert "WanPipeline makes videos from text alone; leave the image out" in ask(
+    assert "WanPipeline has no relative that starts from an image; leave the image out" in ask(
         input_reference={"image_url": picture}
     )
     assert (

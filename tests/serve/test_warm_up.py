@@ -9,9 +9,10 @@ import pytest
 
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.options import EngineOptions, GenerateOptions
+from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.jobs import Request
 from ditile.serve.link import BatchJob, WorkerSetup
+from ditile.serve.options import ServeOptions
 from ditile.serve.worker import MAX_WARM_CALLS, RankWorker
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
@@ -31,11 +32,9 @@ class NoServer:
 
 def serve_first_user(plan: Plan) -> tuple[int, Any]:
     """How many images the warm-up generates, and what was recorded of the first image after it."""
-    engine = EngineOptions(cuda_graphs=True, device="cpu")
+    engine = ServeOptions(model="shapes-flux", cuda_graphs=True, device="cpu")
     with record_on_cpu():
-        setup = WorkerSetup(
-            model="shapes-flux", engine=engine, plan=plan, cache=CacheOptions(), lora_dir=None, max_loras=1
-        )
+        setup = WorkerSetup(options=engine, plan=plan, cache=CacheOptions())
         worker = RankWorker(setup, NoServer())
     with mock.patch.object(worker, "_generate_jobs", wraps=worker._generate_jobs) as generated:
         worker._warm_up()

@@ -375,7 +375,7 @@ def prepare_ray() -> None:
     It must be called before Ray is imported.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Threads that Ray Serve leaves running would connect again after the end.
+    # A call of Ray after the end would connect again.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 

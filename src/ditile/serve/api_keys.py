@@ -6,9 +6,7 @@ import hmac
 import logging
 import os
 import stat
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from ditile.distributed import env
 from ditile.plan.errors import ModelError
@@ -16,32 +14,18 @@ from ditile.plan.errors import ModelError
 LOG = logging.getLogger("ditile")
 LEAST_KEY_LETTERS = 8
 MAX_KEY_FILE_BYTES = 2**20
+# (owner, key) of each key that a server requires; empty if it requires none.
+ApiKeys = list[tuple[str, bytes]]
 
 
-class ApiKey(NamedTuple):
-    """A key with its owner."""
-
-    owner: str
-    key: bytes
-
-
-class ApiKeys:
-    """The keys (owner, key) that a server requires; empty if it requires none."""
-
-    def __init__(self, keys: Iterable[tuple[str, bytes]]) -> None:
-        self._keys = list(map(ApiKey._make, keys))
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
-
-    def find_key(self, secret: bytes) -> ApiKey | None:
-        """Return the key with these bytes; None if it is not known."""
-        # Every key is compared, so that the time does not reveal a nearly right one.
-        matches = [key for key in self._keys if hmac.compare_digest(key.key, secret)]
-        return matches[0] if matches else None
+def find_owner_of_key(keys: ApiKeys, secret: bytes) -> str | None:
+    """Return the owner of the key with these bytes; None if it is not known."""
+    # Every key is compared, so that the time does not reveal a nearly right one.
+    owners = [owner for owner, key in keys if hmac.compare_digest(key, secret)]
+    return next(iter(owners), None)
 
 
-def read_api_keys(path: str | None) -> list[tuple[str, bytes]]:
+def read_api_keys(path: str | None) -> ApiKeys:
     """Return the keys (owner, key) of a file, or of DITILE_API_KEY without a file.
 
     A line is a key, or its owner's name, a colon and a key; the owner of a key without a name is "key-N", N the number

@@ -33,7 +33,7 @@ from ditile.serve.api.answers import (
 )
 from ditile.serve.api.fields import list_own_values
 from ditile.serve.api.gate import RequestGate
-from ditile.serve.api_keys import ApiKeys, read_api_keys
+from ditile.serve.api_keys import read_api_keys
 from ditile.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def create_app(service: Service) -> FastAPI:
     # By default a signal ends streams at once; here their jobs get the server's time to finish.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     options = service.options
-    keys = ApiKeys(read_api_keys(options.api_key))
+    keys = read_api_keys(options.api_key)
     origins = options.list_origins()
     middleware = [Middleware(AccessLog, metrics=service.metrics)]
     if origins:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from ditile.serve.jobs import Failure, Job, JobEvent, JobResult, State
+from ditile.serve.jobs import Failure, Job, JobResult, State
 from ditile.serve.replica import Replica
 
 # The number of newest events to keep for a slow watcher.
@@ -33,7 +33,7 @@ class JobOutcome:
 class _Watcher:
     """One reader of a job's news."""
 
-    pending: deque[JobEvent] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    pending: deque[Job] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -42,7 +42,7 @@ class JobState:
     """A job of this server.
 
     Attributes:
-        latest: its last event, without a preview.
+        job: the job as it is now, without a preview.
         timer: the timer of its timeout; None for a job that had ended before this server started.
         batch: its batch; None while it waits.
         outcome: the outcome once its ranks have stopped; None while nothing has ended it.
@@ -50,7 +50,7 @@ class JobState:
         is_settled: whether there will be no more news of it.
     """
 
-    latest: JobEvent
+    job: Job
     timer: asyncio.TimerHandle | None = None
     batch: RunningBatch | None = None
     outcome: JobOutcome | None = None
@@ -58,33 +58,23 @@ class JobState:
     is_settled: bool = False
     watchers: set[_Watcher] = field(default_factory=set)
 
-    @property
-    def job(self) -> Job:
-        """Return the job in its latest state."""
-        return self.latest.job
-
-    def publish(self, event: JobEvent) -> None:
+    def publish(self, news: Job) -> None:
         """Replace the job, and notify its watchers."""
-        self.latest = dataclasses.replace(event, preview=None, preview_index=0)
+        self.job = dataclasses.replace(news, preview=None, preview_index=0)
         for watcher in self.watchers:
             # A step replaces the step before it, so that steps push no preview out of the queue.
             if watcher.pending and watcher.pending[-1].preview is None:
                 watcher.pending.pop()
-            watcher.pending.append(event)
+            watcher.pending.append(news)
             watcher.has_news.set()
 
-    def settle(self, job: Job) -> None:
-        """Publish the last event of the job."""
-        self.publish(JobEvent(job=job))
-        self.is_settled = True
-
-    async def watch(self) -> AsyncIterator[JobEvent]:
+    async def watch(self) -> AsyncIterator[Job]:
         """Yield the job's current state, and then its news until it is settled."""
         # The watcher is added before the first event is sent, so that it misses none.
         watcher = _Watcher()
         self.watchers.add(watcher)
         try:
-            yield self.latest
+            yield self.job
             while watcher.pending or not self.is_settled:
                 if watcher.pending:
                     yield watcher.pending.popleft()

@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import TypeAdapter
+
 from ditile.plan.errors import DitileError
 from ditile.plan.option_classes import JsonObject
 from ditile.planner.promise import Bounds
@@ -88,19 +90,15 @@ class Request:
 
     def to_json(self) -> JsonObject:
         """Return the request as JSON types."""
-        values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
-        return values | {"options": dataclasses.asdict(self.options), "bounds": dataclasses.asdict(self.bounds)}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: JsonObject) -> Request:
         """Build a request from the result of `to_json`."""
         options = dict(values["options"])
-        # JSON has no tuples, and one image may be stored as a plain text.
-        image = options.get("image")
-        if isinstance(image, str):
-            options["image"] = (image,)
-        elif image is not None:
-            options["image"] = tuple(image)
+        # Earlier versions stored one image as a plain text.
+        if isinstance(options.get("image"), str):
+            options["image"] = (options["image"],)
         # Jobs that an earlier version stored have no bounds.
         bounds = Bounds(**values.get("bounds", {}))
         return cls(**values | {"options": GenerateOptions(**options), "bounds": bounds})
@@ -148,7 +146,7 @@ class JobResult:
     @classmethod
     def from_json(cls, values: JsonObject) -> JobResult:
         """Build a result from its fields as JSON types."""
-        return cls(**values | {"size": tuple(values["size"])})
+        return TypeAdapter(cls).validate_python(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +159,9 @@ class Job:
         progress: percent of the steps, 0 to 100; 100 only when it is done.
         created, started, ended, expires: seconds since 1970; None if it has not happened.
         attempts: how often ranks have started on it.
+        step, num_steps: in news of a running job, the number of steps done, and of all steps.
+        preview: in news, a PNG of the running latents, if there is a new one.
+        preview_index: its number from 0.
     """
 
     id: str
@@ -176,6 +177,10 @@ class Job:
     attempts: int = 0
     failure: Failure | None = None
     result: JobResult | None = None
+    step: int = 0
+    num_steps: int = 0
+    preview: bytes | None = None
+    preview_index: int = 0
 
     @property
     def has_ended(self) -> bool:
@@ -187,21 +192,3 @@ class Job:
         """Return what was not taken over from the request, as far as it is known by now."""
         found: list[str] = [] if self.result is None else self.result.warnings
         return [*self.request.client["warnings"], *found]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobEvent:
-    """News of a job for its watchers.
-
-    Attributes:
-        job: as it is now.
-        step, num_steps: the number of steps done, and of all steps.
-        preview: a PNG of the running latents, if there is a new one.
-        preview_index: its number from 0.
-    """
-
-    job: Job
-    step: int = 0
-    num_steps: int = 0
-    preview: bytes | None = None
-    preview_index: int = 0

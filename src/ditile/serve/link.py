@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.options import EngineOptions
 from ditile.serve.jobs import Files, Request
+from ditile.serve.options import ServeOptions
 
 # The fields of a message as JSON types.
 Message = dict[str, Any]
@@ -27,22 +26,15 @@ class WorkerSetup:
     """The settings with which the ranks of a replica load and compute.
 
     Attributes:
-        model: a bundled model, a folder or a hub id.
-        components: component -> a file with its weights; the model's own are left out.
-        engine, plan, cache: as in `ditile generate`.
-        lora_dir: the folder of the LoRAs that requests may name; None without.
-        max_loras: the number of LoRAs that stay loaded.
+        options: of the server: the model, and how ranks compute.
+        plan, cache: as in `ditile generate`.
         local_ranks: as in `launch`.
     """
 
-    model: str
-    engine: EngineOptions
+    options: ServeOptions
     plan: Plan
     cache: CacheOptions
-    lora_dir: str | None
-    max_loras: int
     local_ranks: tuple[int, int] | None = None
-    components: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

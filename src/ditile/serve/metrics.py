@@ -80,13 +80,13 @@ class Metrics:
         if job.result is not None:
             self._note_result(job, job.result, replica)
 
-    def note_ready_replica(self, replica: str) -> None:
-        """Mark the ranks of a replica as warm."""
-        self._gauges["group_ready"].labels(replica).set(1)
+    def set_replica_readiness(self, replica: str, *, is_ready: bool) -> None:
+        """Set whether the ranks of a replica can generate."""
+        self._gauges["group_ready"].labels(replica).set(is_ready)
 
     def note_lost_replica(self, replica: str) -> None:
         """Mark a replica as lost because its ranks ended or hang."""
-        self._gauges["group_ready"].labels(replica).set(0)
+        self.set_replica_readiness(replica, is_ready=False)
         self._counters["group_failures"].labels(replica).inc()
 
     def render_text(self) -> bytes:

@@ -16,7 +16,7 @@ from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import Count, Seconds, define_option, options
 from ditile.runner.model_files import DENOISERS
 from ditile.runner.requests.facts import ModelFacts
-from ditile.runner.requests.options import EngineOptions, SourceOptions
+from ditile.runner.requests.options import EngineOptions, PlannedOptions, SourceOptions
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 """As browsers write it: a scheme, a host and a port, and no path."""
@@ -30,19 +30,9 @@ Port = Annotated[int, Field(ge=0, lt=2**16)]
 
 
 @options()
-class ServeOptions(EngineOptions, SourceOptions):
+class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     """The options of a server: model, clients and limits."""
 
-    plan: str | None = define_option(
-        None,
-        'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
-    )
-    profile: str | None = define_option(
-        None,
-        "--plan auto: a machine that `ditile calibrate` measured; this one, as calibrated, by default",
-        metavar="FILE",
-        reads=True,
-    )
     host: str = define_option("127.0.0.1", "the address to listen on; any but this machine's own asks for keys")
     port: Port = define_option(8000, "the port to listen on; 0 takes a free one")
     api_key: str | None = define_option(
@@ -85,7 +75,17 @@ class ServeOptions(EngineOptions, SourceOptions):
     no_page: bool = define_option(False, "serve no web page")
 
     def __post_init__(self) -> None:
-        self._check_ray_options()
+        most = self.ray_max_replicas
+        if most is not None and self.ray is None:
+            raise ModelError(f"ray_max_replicas={most} is for a Ray cluster; add --ray, or give replicas={most}")
+        if most is not None and most < self.replicas:
+            raise ModelError(f"ray_max_replicas={most} is below replicas={self.replicas}; try {self.replicas}")
+        if self.ray is not None:
+            has_port = self.ray.rpartition(":")[2].isdecimal()
+            # An address with a scheme is for Ray's client, which needs no cluster on this machine.
+            if "://" in self.ray or not (self.ray == "local" or has_port):
+                raise ModelError(f"ray={self.ray!r} is not an address of a cluster, such as 10.0.0.1:6379")
+            require_extra("ray", f"ray={self.ray!r}")
         if self.lora_dir is not None:
             if not os.path.isdir(self.lora_dir):
                 raise ModelError(f"lora_dir={self.lora_dir!r} is not a folder; give one that has .safetensors files")
@@ -104,22 +104,6 @@ class ServeOptions(EngineOptions, SourceOptions):
             raise ModelError(
                 f"host={self.host!r} is reached by others; give --api-key FILE or DITILE_API_KEY, or --insecure"
             )
-
-    def _check_ray_options(self) -> None:
-        most = self.ray_max_replicas
-        if most is not None and self.ray is None:
-            raise ModelError(f"ray_max_replicas={most} is for a Ray cluster; add --ray, or give replicas={most}")
-        if most is not None and most < self.replicas:
-            raise ModelError(f"ray_max_replicas={most} is below replicas={self.replicas}; try {self.replicas}")
-        if self.ray is None:
-            return
-        has_port = self.ray.rpartition(":")[2].isdecimal()
-        # An address with a scheme is for Ray's client, which needs no cluster on this machine.
-        if "://" in self.ray or not (self.ray == "local" or has_port):
-            raise ModelError(
-                f"ray={self.ray!r} is not an address of a cluster, such as 10.0.0.1:6379; run this on a machine of it"
-            )
-        require_extra("ray", f"ray={self.ray!r}")
 
     @property
     def num_groups(self) -> int:

@@ -1,4 +1,4 @@
-"""A replica of the model: ranks that `launch` runs in a thread of the server, and restarts when one fails.
+"""A replica of the model: ranks that run in a thread of the server, and are started again when one fails.
 
 A replica reports by events, which arrive in order in the server's event loop. Whatever ends the ranks (a signal, a rank
 that hangs, an error that leaves messages in flight) ends only the batch that they were generating, and no other job. If
@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from ditile.serve.link import Batch, Message, SocketLink, WorkerSetup
 
 LOG = logging.getLogger("ditile")
 # The states of a replica, under the names that /health reports.
-ReplicaState = Literal["starting", "ready", "drawing", "down", "failed"]
+ReplicaState = Literal["asleep", "starting", "ready", "drawing", "down", "failed"]
 # A replica has failed after this many starts in a row with the same failure.
 FAILED_STARTS = 3
 # The cause of a failure if the server could not start the processes of ranks.
@@ -57,8 +57,8 @@ class ReplicaEvent:
     Attributes:
         kind: "ready" (the ranks have loaded the model), "begun" (they generate a batch now; a replica may get one
             before it has ranks for it), "step", "preview", "done" or "failed" (a job), "ended" (the last event of a
-            batch whose ranks live; jobs of a batch that was stopped have no other event), or "down" (the ranks have
-            ended).
+            batch whose ranks live; jobs of a batch that was stopped have no other event), "down" (the ranks have
+            failed), or "asleep" (they have ended because there was nothing to do).
         batch_id: None for "ready", and for "down" if no batch was lost.
         job_id: of "preview", "done" and "failed".
         step, num_steps: of "step", from 1; of "preview" its number from 0.
@@ -69,7 +69,7 @@ class ReplicaEvent:
             that the model, the plan or an option does not fit.
     """
 
-    kind: Literal["ready", "begun", "step", "preview", "done", "failed", "ended", "down"]
+    kind: Literal["ready", "begun", "step", "preview", "done", "failed", "ended", "down", "asleep"]
     replica: Replica
     batch_id: str | None = None
     job_id: str = ""
@@ -88,43 +88,149 @@ EventHandler = Callable[[ReplicaEvent], None]
 class Replica(ABC):
     """The ranks of one replica, on any machine. The server's event loop creates it and calls it.
 
+    Args:
+        setup: the settings of the ranks.
+
     Attributes:
         state: what the ranks are doing.
         facts: the facts of the model; None before the ranks are ready for the first time.
     """
 
-    def __init__(self, name: str, on_event: EventHandler) -> None:
+    def __init__(self, name: str, setup: WorkerSetup, on_event: EventHandler) -> None:
         self.name = name
-        self.state: ReplicaState = "starting"
+        self.state: ReplicaState = "asleep"
         self.facts: ModelFacts | None = None
+        self._setup = setup
         self._loop = asyncio.get_running_loop()
         self._on_event = on_event
         self._batch_id: str | None = None
         self._last_line = ""
+        # A single thread keeps messages in order. Links can block while a rank computes or files are large.
+        self._sender = ThreadPoolExecutor(1, f"links-{name}")
+        self._is_ready = threading.Event()
+        self._is_ending = threading.Event()
+        self._is_killed = threading.Event()
+        self._has_ended = asyncio.Event()
+        self._stopped_id = ""
+        self._stopped_at = 0.0
+        self._next_stop: asyncio.TimerHandle | None = None
+        self._hangs = threading.Event()
 
     @abstractmethod
+    def _run_ranks(self) -> DitileError | None:
+        """Run the ranks until they end, and return the reason; None if there was nothing to do for them."""
+
+    @abstractmethod
+    def _deliver(self, message: Message, files: Files | None) -> None:
+        """Send every rank a message."""
+
     def start(self) -> None:
         """Start the ranks, and start them again when they fail."""
+        self.state = "starting"
+        # The thread of an earlier start may not have ended yet.
+        has_ended = asyncio.Event()
+        self._has_ended = has_ended
+        # The thread of the executor starts now, since later the system may allow no more threads.
+        self._sender.submit(int)
+        name = f"ranks-{self.name}"
+        threading.Thread(target=self._keep_ranks_alive, args=(has_ended,), name=name, daemon=True).start()
 
-    @abstractmethod
     def generate(self, batch: Batch) -> None:
         """Give a batch to the ranks, which must be ready."""
+        assert self.state == "ready", "a batch for ranks that have another"
+        self.state = "drawing"
+        self._batch_id = batch.id
+        self._sender.submit(self._deliver, *batch.to_message())
+        self._tell("begun", batch.id)
 
-    @abstractmethod
     def stop(self, batch_id: str) -> None:
         """End a batch within two steps on every rank; does nothing if it has ended."""
+        if self._batch_id != batch_id or self.state != "drawing" or self._is_ending.is_set():
+            return
+        now = time.monotonic()
+        if self._stopped_id != batch_id:
+            self._stopped_id = batch_id
+            self._stopped_at = now
+        elif now - self._stopped_at > STOP_LIMIT:
+            self._hangs.set()
+            return
+        self._sender.submit(self._deliver, {"stop": batch_id}, None)
+        self._next_stop = self._loop.call_later(STOP_AGAIN_SECONDS, self.stop, batch_id)
 
-    @abstractmethod
     async def end(self) -> None:
         """End the ranks for good, and return when no process is left."""
+        self._is_ending.set()
+        if self.state != "asleep":
+            self._sender.submit(self._deliver, {"leave": True}, None)
+            seconds = LEAVE_SECONDS if self.state == "ready" else LEAVE_BUSY_SECONDS
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), seconds)
+            self._is_killed.set()
+            await self._has_ended.wait()
+        self._sender.shutdown()
+
+    def _keep_ranks_alive(self, has_ended: asyncio.Event) -> None:
+        try:
+            self._restart_ranks()
+        finally:
+            # Whatever ends this thread, the server must not wait for it when it ends.
+            self._post(has_ended.set)
+
+    def _restart_ranks(self) -> None:
+        """Start the ranks whenever they have failed, until the server ends or the replica has failed."""
+        delay = 0.0
+        failed_starts = Counter[str]()
+        has_been_ready = False
+        while not self._is_ending.is_set():
+            self._hangs.clear()
+            self._is_ready.clear()
+            error = self._run_ranks()
+            if error is None:
+                return
+            # Ranks that were ready have shown that the model and the plan fit.
+            if self._is_ready.is_set():
+                delay = 0.0
+                has_been_ready = True
+                failed_starts.clear()
+            else:
+                # The delay doubles, since a missing resource may take long to come back.
+                delay = min(LONGEST_DELAY, max(1.0, 2 * delay))
+                failed_starts[name_cause(error)] += 1
+            has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
+            if not self._is_ending.is_set():
+                self._post(self._note_down, error, has_failed)
+            # A resource missing at three starts will stay missing. Ranks that were ready may get it back, such as
+            # GPU memory, and so may the server its threads.
+            if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
+                break
+            self._is_ending.wait(delay)
+
+    def _raise_if_killed(self) -> None:
+        if self._is_killed.is_set():
+            raise StateError("the server ends")
+        if self._hangs.is_set():
+            raise RankError(0, "hangs", f"a stopped call did not end in {STOP_LIMIT:.0f} s")
+
+    def _take_message(self, message: Message, files: Files) -> None:
+        """Hand a message of rank 0 to the event loop, from any thread."""
+        if message["kind"] == "ready":
+            self._is_ready.set()
+        self._post(self._handle_message, message, files)
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        # The loop is closed if the server ended in a hurry.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # The event loop calls the following methods.
 
     def _tell(self, kind: Any, batch_id: str | None = None, **values: Any) -> None:
         self._on_event(ReplicaEvent(kind=kind, replica=self, batch_id=batch_id, **values))
 
-    def _note_batch(self, batch: Batch) -> None:
-        assert self.state == "ready", "a batch for ranks that have another"
-        self.state = "drawing"
-        self._batch_id = batch.id
+    def _note_start(self) -> None:
+        # A replica that has failed counts as failed until its ranks are ready.
+        if self.state != "failed":
+            self.state = "starting"
 
     def _note_ready(self, facts: ModelFacts) -> None:
         self.facts = facts
@@ -133,6 +239,8 @@ class Replica(ABC):
         self._tell("ready")
 
     def _note_ended(self, batch_id: str) -> None:
+        if self._next_stop is not None:
+            self._next_stop.cancel()
         # Ranks that are down do not become ready when their batch is stopped.
         if self.state == "drawing":
             self.state = "ready"
@@ -186,118 +294,34 @@ class Replica(ABC):
 
 
 class LocalReplica(Replica):
-    """The ranks of one replica on this machine.
+    """The ranks of one replica on this machine."""
 
-    Args:
-        setup: the settings of the ranks.
-    """
+    _links: Sequence[SocketLink] = ()
 
-    def __init__(self, name: str, setup: WorkerSetup, on_event: EventHandler) -> None:
-        super().__init__(name, on_event)
-        self._setup = setup
-        self._links: list[SocketLink] = []
-        # A single thread keeps messages in order. Links can block while a rank computes or files are large.
-        self._sender = ThreadPoolExecutor(1, f"links-{name}")
-        self._is_ending = threading.Event()
-        self._is_killed = threading.Event()
-        self._has_ended = asyncio.Event()
-        self._stopped_id = ""
-        self._stopped_at = 0.0
-        self._next_stop: asyncio.TimerHandle | None = None
-        self._hangs = threading.Event()
+    def _deliver(self, message: Message, files: Files | None) -> None:
+        for link in self._links:
+            # The launcher reports a rank that has gone.
+            with contextlib.suppress(OSError, EOFError):
+                link.send_message(message, files)
 
-    def start(self) -> None:
-        """Start the ranks, and start them again when they fail."""
-        # The thread of the executor starts now, since later the system may allow no more threads.
-        self._sender.submit(_send_to_all, [], {}, None)
-        threading.Thread(target=self._keep_ranks_alive, name=f"ranks-{self.name}", daemon=True).start()
-
-    def generate(self, batch: Batch) -> None:
-        """Give a batch to the ranks, which must be ready."""
-        self._note_batch(batch)
-        self._send(*batch.to_message())
-        self._tell("begun", batch.id)
-
-    def stop(self, batch_id: str) -> None:
-        """End a batch within two steps on every rank; does nothing if it has ended."""
-        if self._batch_id != batch_id or self.state != "drawing" or self._is_ending.is_set():
-            return
-        now = time.monotonic()
-        if self._stopped_id != batch_id:
-            self._stopped_id = batch_id
-            self._stopped_at = now
-        elif now - self._stopped_at > STOP_LIMIT:
-            self._hangs.set()
-            return
-        self._send({"stop": batch_id})
-        self._next_stop = self._loop.call_later(STOP_AGAIN_SECONDS, self.stop, batch_id)
-
-    async def end(self) -> None:
-        """End the ranks for good, and return when no process is left."""
-        self._is_ending.set()
-        self._send({"leave": True})
-        seconds = LEAVE_SECONDS if self.state == "ready" else LEAVE_BUSY_SECONDS
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._has_ended.wait(), seconds)
-        self._is_killed.set()
-        await self._has_ended.wait()
-        self._sender.shutdown()
-
-    def _send(self, message: Message, files: Files | None = None) -> None:
-        self._sender.submit(_send_to_all, list(self._links), message, files)
-
-    def _keep_ranks_alive(self) -> None:
-        try:
-            self._restart_ranks()
-        finally:
-            # Whatever ends this thread, the server must not wait for it when it ends.
-            self._post(self._has_ended.set)
-
-    def _restart_ranks(self) -> None:
-        """Start the ranks whenever they have ended, until the server ends or the replica has failed."""
-        delay = 0.0
-        failed_starts = Counter[str]()
-        has_been_ready = False
-        while not self._is_ending.is_set():
-            is_ready = threading.Event()
-            error = self._run_ranks(is_ready)
-            # Ranks that were ready have shown that the model and the plan fit.
-            if is_ready.is_set():
-                delay = 0.0
-                has_been_ready = True
-                failed_starts.clear()
-            else:
-                # The delay doubles, since a missing resource may take long to come back.
-                delay = min(LONGEST_DELAY, max(1.0, 2 * delay))
-                failed_starts[name_cause(error)] += 1
-            has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
-            if not self._is_ending.is_set():
-                self._post(self._note_down, error, has_failed)
-            # A resource missing at three starts will stay missing. Ranks that were ready may get it back, such as
-            # GPU memory, and so may the server its threads.
-            if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
-                break
-            self._is_ending.wait(delay)
-
-    def _run_ranks(self, is_ready: threading.Event) -> DitileError:
-        """Run the ranks until they end, and return the reason. Sets `is_ready` when they are ready."""
-        self._hangs.clear()
+    def _run_ranks(self) -> DitileError:
         try:
             pairs = [socket.socketpair() for _ in range(self._setup.plan.world)]
         except OSError as error:
             # The system has too many open files.
-            return _describe_failed_start(error)
+            return describe_failed_start(error)
         links = [SocketLink(ours.detach()) for ours, _ in pairs]
-        reader = threading.Thread(target=self._receive_messages, args=(links[0], is_ready), daemon=True)
+        reader = threading.Thread(target=self._receive_messages, args=(links[0],), daemon=True)
         try:
-            self._post(self._note_links, links)
+            self._links = links
+            self._post(self._note_start)
             reader.start()
             launch(
                 run_worker,
                 self._setup.plan.world,
                 (self._setup,),
-                threads=self._setup.engine.threads,
-                stall_timeout=self._setup.engine.stall_timeout,
+                threads=self._setup.options.threads,
+                stall_timeout=self._setup.options.stall_timeout,
                 limits=LaunchLimits(stopped=STOPPED_SECONDS),
                 links=[theirs.fileno() for _, theirs in pairs],
                 check=self._raise_if_killed,
@@ -307,7 +331,7 @@ class LocalReplica(Replica):
             return error
         except (OSError, RuntimeError) as error:
             # The disk is full, or there are too many processes or threads for the moment.
-            return _describe_failed_start(error)
+            return describe_failed_start(error)
         finally:
             # The reader ends only when every process has closed the other end of its link.
             for _, theirs in pairs:
@@ -318,35 +342,10 @@ class LocalReplica(Replica):
                 link.close_connection()
         return StateError("the ranks have left")
 
-    def _raise_if_killed(self) -> None:
-        if self._is_killed.is_set():
-            raise StateError("the server ends")
-        if self._hangs.is_set():
-            raise RankError(0, "hangs", f"a stopped call did not end in {STOP_LIMIT:.0f} s")
-
-    def _receive_messages(self, link: SocketLink, is_ready: threading.Event) -> None:
+    def _receive_messages(self, link: SocketLink) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                message, files = link.receive_message()
-                if message["kind"] == "ready":
-                    is_ready.set()
-                self._post(self._handle_message, message, files)
-
-    def _post(self, function: Callable[..., None], *args: Any) -> None:
-        # The loop is closed if the server ended in a hurry.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *args)
-
-    def _note_links(self, links: list[SocketLink]) -> None:
-        self._links = links
-        # A replica that has failed counts as failed until its ranks are ready.
-        if self.state != "failed":
-            self.state = "starting"
-
-    def _note_ended(self, batch_id: str) -> None:
-        if self._next_stop is not None:
-            self._next_stop.cancel()
-        super()._note_ended(batch_id)
+                self._take_message(*link.receive_message())
 
 
 def run_worker(setup: WorkerSetup) -> None:
@@ -380,10 +379,9 @@ def describe_lost_ranks(error: DitileError) -> Failure:
 
 def describe_failed_replica(error: DitileError, is_started_again: bool) -> Failure:
     """Return the message for a client about ranks whose starts have failed in the same way."""
+    remedy = "mend this and start the server again"
     if is_started_again:
         remedy = f"they are started every {LONGEST_DELAY:.0f} s"
-    else:
-        remedy = "mend this and start the server again"
     message = f"{_name_end(error)}; {FAILED_STARTS} starts of the ranks ended so; the server's log says why; {remedy}"
     return Failure(code="ranks_failed", message=message)
 
@@ -396,12 +394,6 @@ def _name_end(error: DitileError) -> str:
     return f"the ranks: {cause}"
 
 
-def _describe_failed_start(error: Exception) -> RankError:
+def describe_failed_start(error: Exception) -> RankError:
+    """Return the error of ranks whose processes could not be started."""
     return RankError(0, NOT_STARTED, f"{NOT_STARTED}: {describe_class_and_text(error)}")
-
-
-def _send_to_all(links: list[SocketLink], message: Message, files: Files | None) -> None:
-    for link in links:
-        # The launcher reports a rank that has gone.
-        with contextlib.suppress(OSError, EOFError):
-            link.send_message(message, files)

@@ -90,23 +90,15 @@ def open_listener(options: ServeOptions) -> socket.socket:
 
 def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> ReplicaFactory:
     """Return the function for making the replicas, on this machine or on a Ray cluster."""
-    setup = WorkerSetup(
-        model=options.model,
-        engine=options,
-        plan=plan,
-        cache=cache,
-        lora_dir=options.lora_dir,
-        max_loras=options.max_loras,
-        components=options.components,
-    )
+    setup = WorkerSetup(options=options, plan=plan, cache=cache)
     if options.ray is not None:
         require_extra("ray", f"ray={options.ray!r}")
-        from ditile.serve.ray_replicas.application import RayApplication
+        from ditile.serve.ray_replicas.cluster import RayCluster
 
-        application = RayApplication(setup, options)
+        cluster = RayCluster(setup)
         # The address is checked before a message says that the model loads.
-        application.check_address()
-        return application.make_replica
+        cluster.check_address()
+        return cluster.make_replica
 
     def make_replica(name: str, on_event: EventHandler) -> LocalReplica:
         local_ranks = (int(name) * plan.world, options.replicas * plan.world)
@@ -146,8 +138,7 @@ async def _serve_and_drain(
         add_page(app, service)
         serving = asyncio.create_task(server.serve([listener]))
         ready = asyncio.create_task(_announce(service, listener, plan))
-        predicted = asyncio.create_task(_predict_when_ready(service, predict))
-        failed = asyncio.create_task(_end_when_failed(service, server))
+        failed = asyncio.create_task(_watch_ranks(service, predict, server))
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and ready.exception() is not None:
             server.should_exit = True
@@ -157,9 +148,9 @@ async def _serve_and_drain(
             ready.result()
         # Read before the tasks are cancelled: a cancelled task counts as done too.
         has_failed = failed.done()
-        for task in (ready, predicted, failed):
+        for task in (ready, failed):
             task.cancel()
-        await asyncio.wait((ready, predicted, failed))
+        await asyncio.wait((ready, failed))
     finally:
         await service.drain(0)
     return has_failed
@@ -388,15 +379,13 @@ async def _announce(service: Service, listener: socket.socket, plan: Plan) -> No
     print(f"ditile: {model} on http://{host}:{port}", file=sys.stderr, flush=True)
 
 
-async def _end_when_failed(service: Service, server: uvicorn.Server) -> None:
-    await service.wait_until_failed()
-    if service.options.exit_on_failure:
-        server.should_exit = True
-
-
-async def _predict_when_ready(service: Service, predict: Predict) -> None:
+async def _watch_ranks(service: Service, predict: Predict, server: uvicorn.Server) -> None:
+    """Ask for the prediction once the ranks are ready, and return when they have failed."""
     # The prediction waits because it keeps one core busy for some seconds, and the ranks need the cores to start.
     # If they do not start, `_announce` reports the error.
     with contextlib.suppress(DitileError):
         await service.wait_until_ready()
         service.note_plan_facts(await predict())
+    await service.wait_until_failed()
+    if service.options.exit_on_failure:
+        server.should_exit = True

@@ -26,7 +26,6 @@ from ditile.serve.jobs import (
     Failure,
     Files,
     Job,
-    JobEvent,
     JobNotFoundError,
     Kind,
     NotReadyError,
@@ -46,6 +45,8 @@ T = TypeVar("T")
 ReplicaFactory = Callable[[str, EventHandler], Replica]
 # Seconds that an ending server waits for ranks that were told to stop.
 STOP_SECONDS = 10.0
+# Seconds that jobs wait until one more replica is started for them, of those above `--replicas`.
+WAKE_SECONDS = 3.0
 ID_LETTERS = string.ascii_lowercase + string.digits
 
 
@@ -83,6 +84,7 @@ class Service:
         self._batch_released = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._end: asyncio.Task[None] | None = None
+        self._wake_timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> tuple[int, int]:
         """Open the store, queue the videos that an earlier server left, and start the ranks.
@@ -103,11 +105,11 @@ class Service:
             raise
         for job in jobs:
             if job.has_ended:
-                self._states[job.id] = JobState(JobEvent(job=job), is_settled=True)
+                self._states[job.id] = JobState(job, is_settled=True)
             else:
                 self._add_to_queue(job)
         self._sweeper = self._loop.create_task(self._sweep_results())
-        for replica in self._replicas:
+        for replica in self._replicas[: self.options.replicas]:
             replica.start()
         num_waiting = len(self._queue)
         return len(jobs) - num_waiting, num_waiting
@@ -165,7 +167,13 @@ class Service:
             # If the client disconnects, the job is still written completely, and cancelled after that.
             return await asyncio.shield(accepting)
         except asyncio.CancelledError:
-            self._spawn_task(self._cancel_unseen_job(accepting))
+
+            async def cancel_unseen_job() -> None:
+                with contextlib.suppress(DitileError):
+                    await accepting
+                    self._cancel_job(self._states[job_id], JobOutcome(state="cancelled"))
+
+            self._spawn_task(cancel_unseen_job())
             raise
 
     def find_job(self, job_id: str, owner: str | None) -> Job:
@@ -202,8 +210,9 @@ class Service:
             first = [job.id for job in jobs].index(after) + 1
         return jobs[first : first + limit]
 
-    def watch(self, job_id: str) -> AsyncIterator[JobEvent]:
-        """First the job as it is, then news of it, until it has ended or the server ends. A slow watcher misses some.
+    def watch(self, job_id: str) -> AsyncIterator[Job]:
+        """Return the job as it is, and then as news change it, until it has ended or the server ends. A slow watcher
+        misses some.
 
         Raises:
             JobNotFoundError: if there is no such job.
@@ -221,9 +230,9 @@ class Service:
         """
         state = self._find_state(job_id, owner)
         self._cancel_job(state, JobOutcome(state="cancelled"))
-        async for event in self.watch(job_id):
-            if event.job.has_ended:
-                return event.job
+        async for job in self.watch(job_id):
+            if job.has_ended:
+                return job
         return state.job
 
     async def delete(self, job_id: str, owner: str) -> None:
@@ -268,16 +277,10 @@ class Service:
             reason = next(iter(self._failures.values())).message
         replicas = []
         for replica in self._replicas:
-            values = {
-                "name": replica.name,
-                "state": replica.state,
-                "failure": None,
-                "reason": None,
-            }
+            values: JsonObject = {"name": replica.name, "state": replica.state, "failure": None, "reason": None}
             failure = self._failures.get(replica.name)
             if failure is not None:
-                values["failure"] = failure.code
-                values["reason"] = failure.message
+                values |= {"failure": failure.code, "reason": failure.message}
             replicas.append(values)
         waiting, running = self._count_jobs()
         return {
@@ -327,17 +330,11 @@ class Service:
         self._dispatch_batches()
         return job
 
-    async def _cancel_unseen_job(self, accepting: asyncio.Task[Job]) -> None:
-        """Cancel a job whose client disconnected before it knew the job."""
-        with contextlib.suppress(DitileError):
-            job = await accepting
-            self._cancel_job(self._states[job.id], JobOutcome(state="cancelled"))
-
     def _add_to_queue(self, job: Job) -> None:
         seconds = min(job.request.timeout or self.options.timeout, self.options.timeout)
         message = f"not finished within {seconds:g} s; ask for less, or try when fewer jobs wait"
         outcome = JobOutcome(state="failed", failure=Failure(code="timeout", message=message))
-        state = JobState(JobEvent(job=job))
+        state = JobState(job)
         state.timer = self._loop.call_later(seconds, self._cancel_job, state, outcome)
         self._states[job.id] = state
         self._queue.add_job(job)
@@ -368,7 +365,16 @@ class Service:
             for state in states:
                 state.batch = batch
             self._spawn_task(self._send_batch(batch))
+        if len(self._queue) and self._wake_timer is None:
+            self._wake_timer = self._loop.call_later(WAKE_SECONDS, self._wake_replica)
         self._update_job_counts()
+
+    def _wake_replica(self) -> None:
+        """Start one more replica if jobs still wait, and none is starting."""
+        self._wake_timer = None
+        states = [replica.state for replica in self._replicas]
+        if len(self._queue) and self._end is None and "asleep" in states and "starting" not in states:
+            self._replicas[states.index("asleep")].start()
 
     async def _send_batch(self, batch: RunningBatch) -> None:
         """Read the inputs of a batch from disk, and give it to its replica if that is still possible."""
@@ -422,17 +428,21 @@ class Service:
             self._note_ready(event.replica)
         elif event.kind == "down":
             self._note_down(event)
-        else:
-            batch = self._batches.get(event.replica.name)
-            # An event of an earlier batch may be late.
-            if batch is not None and batch.id == event.batch_id:
-                self._handle_batch_event(batch, event)
-
-    def _handle_batch_event(self, batch: RunningBatch, event: ReplicaEvent) -> None:
+        elif event.kind == "asleep":
+            self.metrics.set_replica_readiness(event.replica.name, is_ready=False)
+        batch = self._batches.get(event.replica.name)
+        # An event of an earlier batch may be late.
+        if batch is None or batch.id != event.batch_id:
+            return
         if event.kind == "begun":
             self._note_begun(batch)
         elif event.kind == "step":
-            self._note_step(batch, event.step, event.num_steps)
+            self.metrics.note_step()
+            # 100 is reserved for a result on disk.
+            progress = min(99, 100 * event.step // max(1, event.num_steps))
+            for state in batch.open:
+                news = dataclasses.replace(state.job, progress=progress, step=event.step, num_steps=event.num_steps)
+                state.publish(news)
         elif event.kind == "ended":
             if batch.begun is not None:
                 seconds = time.monotonic() - batch.begun
@@ -440,16 +450,15 @@ class Service:
             failure = Failure(code="internal", message="the ranks ended without this; send it again")
             self._close_batch(batch, failure)
         else:
-            state = self._states.get(event.job_id)
+            job_state = self._states.get(event.job_id)
             # A job may have been dropped while the others of its batch are generated.
-            if state is not None and state in batch.open:
-                self._handle_job_event(state, event)
+            if job_state is not None and job_state in batch.open:
+                self._handle_job_event(job_state, event)
 
     def _handle_job_event(self, state: JobState, event: ReplicaEvent) -> None:
         if event.kind == "preview":
             preview = event.files["preview"]
-            news = dataclasses.replace(state.latest, preview=preview, preview_index=event.step)
-            state.publish(news)
+            state.publish(dataclasses.replace(state.job, preview=preview, preview_index=event.step))
         elif event.kind == "failed":
             self._end_job(state, state.outcome or JobOutcome(state="failed", failure=event.failure))
         elif state.outcome is not None and not state.outcome.accepts_result:
@@ -470,7 +479,7 @@ class Service:
         self._max_batch = max(self.options.max_batch, plan.data)
         self._failures.pop(replica.name, None)
         self._has_started.set()
-        self.metrics.note_ready_replica(replica.name)
+        self.metrics.set_replica_readiness(replica.name, is_ready=True)
         self._dispatch_batches()
 
     def _note_down(self, event: ReplicaEvent) -> None:
@@ -495,7 +504,9 @@ class Service:
 
     def _find_failure(self) -> Failure | None:
         """Return why nothing can be generated; None while a replica is ready or may become ready."""
-        if any(replica.state != "failed" for replica in self._replicas):
+        # Replicas that are asleep have not failed, and would help as little.
+        states = {replica.state for replica in self._replicas} - {"asleep"}
+        if states != {"failed"}:
             return None
         return self._failures[self._replicas[0].name]
 
@@ -507,18 +518,10 @@ class Service:
             job = dataclasses.replace(state.job, state="running", started=time.time(), attempts=attempts)
             jobs.append(job)
             self.metrics.note_started_job(job)
-            state.publish(JobEvent(job=job))
+            state.publish(job)
         # Tasks begin in order, and the store keeps that order: nothing else of these jobs is written before this.
         self._spawn_task(self._save_jobs(jobs))
         self._update_job_counts()
-
-    def _note_step(self, batch: RunningBatch, step: int, num_steps: int) -> None:
-        self.metrics.note_step()
-        # 100 is reserved for a result on disk.
-        progress = min(99, 100 * step // max(1, num_steps))
-        for state in batch.open:
-            job = dataclasses.replace(state.job, progress=progress)
-            state.publish(JobEvent(job=job, step=step, num_steps=num_steps))
 
     # Methods that end jobs and publish their results.
 
@@ -574,7 +577,8 @@ class Service:
                 failure = Failure(code="internal", message=message)
                 job = dataclasses.replace(job, state="failed", failure=failure, result=None, progress=0)
             await self._save_jobs([job])
-        state.settle(job)
+        state.is_settled = True
+        state.publish(dataclasses.replace(job, step=0, num_steps=0))
         if job.has_ended:
             name = "0" if state.batch is None else state.batch.replica.name
             self.metrics.note_ended_job(job, name)
@@ -637,15 +641,16 @@ class Service:
                 self._cancel_job(state, JobOutcome(state="failed", failure=failure, accepts_result=True))
 
     def _stop_batches(self) -> None:
-        """Stop the running batches when their time is over."""
+        """Stop the running batches when their time is over, and give up those whose ranks do not stop."""
+
+        def give_batches_up() -> None:
+            message = "the server ended, and its ranks did not stop; send it again"
+            for batch in tuple(self._batches.values()):
+                self._close_batch(batch, Failure(code="restarted", message=message))
+
         for batch in tuple(self._batches.values()):
             self._leave_to_next_server(batch.open)
-        self._loop.call_later(STOP_SECONDS, self._give_batches_up)
-
-    def _give_batches_up(self) -> None:
-        failure = Failure(code="restarted", message="the server ended, and its ranks did not stop; send it again")
-        for batch in tuple(self._batches.values()):
-            self._close_batch(batch, failure)
+        self._loop.call_later(STOP_SECONDS, give_batches_up)
 
     async def _end_service(self) -> None:
         # Running jobs may use the remaining time of the server.

@@ -36,7 +36,7 @@ from ditile.runner.requests.arguments import (
     build_call_arguments,
     build_object_arguments,
 )
-from ditile.runner.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
+from ditile.runner.requests.facts import collect_call_facts, collect_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import describe_weight_files, encode_png
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
@@ -47,11 +47,11 @@ from ditile.runner.requests.results import add_picture_texts, build_png_texts, c
 from ditile.runner.requests.seeds import list_seeds
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
+from ditile.serve.cache_switch import CacheSwitch
 from ditile.serve.jobs import POSTER, SPRITESHEET, Files, JobResult, Request, shorten_line
 from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
 from ditile.serve.options import FOR_SECOND
 from ditile.serve.previews import CallPreviews, PreviewDecoder
-from ditile.serve.request_cache import RequestCache
 
 LOG = logging.getLogger("ditile")
 # The most calls of the warm-up. Work done once per image is first met, then recorded, and then replayed.
@@ -71,23 +71,26 @@ class RankWorker:
     """
 
     def __init__(self, setup: WorkerSetup, link: MessageLink) -> None:
+        options = setup.options
         self._setup = setup
         self._link = link
         self._pipe, self._runner = prepare_runner(
-            setup.model, setup.engine, setup.plan, setup.cache, components=setup.components
+            options.model, options, setup.plan, setup.cache, components=options.components
         )
         self._pipe.set_progress_bar_config(disable=True)
-        self._request_cache = RequestCache(self._runner, setup)
+        self._cache_switch = CacheSwitch(self._runner, setup)
         # The class of the loaded pipeline. Requests with conditions switch to other classes of its family.
         self._class = find_call_owner(self._pipe)
         self._config = dict(getattr(self._pipe, "config", {}))
         permanent: dict[str, float] = {}
         if not setup.cache.fuse_lora:
             permanent = setup.cache.lora_scales
-        self._loras = LoraCache(self._runner, setup.lora_dir, setup.max_loras, permanent)
-        self._facts = collect_facts(self._pipe, setup.model, setup.plan)
-        self._facts = replace(self._facts, components=describe_weight_files(setup.components))
-        self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
+        self._loras = LoraCache(self._runner, options.lora_dir, options.max_loras, permanent)
+        self._facts = collect_facts(self._pipe, options.model, setup.plan)
+        self._facts = replace(self._facts, components=describe_weight_files(options.components))
+        config = getattr(getattr(self._pipe, "vae", None), "config", {})
+        channels = config.get("z_dim", config.get("latent_channels"))
+        self._decoder = PreviewDecoder(channels)
         self._is_first = self._runner.mesh.rank == 0
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._running_id: str | None = None
@@ -104,7 +107,13 @@ class RankWorker:
         if self._is_first:
             self._link.send_message({"kind": "ready", "facts": self._facts.to_json()})
         while True:
-            batch = self._wait_for_batch()
+            try:
+                batch = self._batches.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                # An idle rank does not hang. Only rank 0 reports, since signs of the others would hide its own hang.
+                if self._is_first:
+                    env.report_progress()
+                continue
             if batch is None:
                 return
             self._running_id = batch.id
@@ -112,14 +121,6 @@ class RankWorker:
                 self._generate_batch(batch.jobs)
             self._answer("ended")
             self._running_id = None
-
-    def _wait_for_batch(self) -> Batch | None:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return self._batches.get(timeout=IDLE_SECONDS)
-            # An idle rank does not hang. Only rank 0 reports, since signs of the others would hide its own hang.
-            if self._is_first:
-                env.report_progress()
 
     def _receive_messages(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -172,26 +173,29 @@ class RankWorker:
         if isinstance(pipeline_class, type):
             self._pipe = self._runner.switch_pipeline(pipeline_class)
         self._loras.use_loras(first.loras)
-        promise = self._request_cache.install_for_job(jobs[0])
-        own_values = defaults(self._setup.model)
+        promise = self._cache_switch.install_for_job(jobs[0])
+        own_values = defaults(self._setup.options.model)
         calls = []
         for job in jobs:
             options = job.request.options
             calls.append(build_call_arguments(self._pipe, options, own_values))
             if self._facts.is_video:
                 check_encoder(Path(f"video.{job.request.output_format}"), options.fps)
-        if not self._request_cache.is_replaced:
+        if not self._cache_switch.is_replaced:
             check_cache_steps(self._setup.cache, calls[0])
         previews = self._plan_previews(jobs, calls[0])
-        watch = StepWatch(on_step=self._note_step)
+        watch = StepWatch(on_step=lambda step, count: self._answer("step", step=step + 1, num_steps=count))
         if previews is not None:
             watch = replace(watch, on_latents=previews.take_latents, latents_at=previews.latents_at)
         with convert_value_errors(self._pipe):
             result = self._runner(**self._build_call(jobs, calls), output_on="first", watch=watch)
+        left_out: list[JsonObject] = []
+        if self._cache_switch.has_cache:
+            left_out = summarize_cache_reports([summary(self._runner, logging=False)])
         # All ranks send rank 0 their reports.
         facts = {
             "reports": self._runner.reports(),
-            "left_out": self._summarize_cache(),
+            "left_out": left_out,
             "batch": len(jobs),
             "promise": promise,
         }
@@ -220,10 +224,17 @@ class RankWorker:
         # The warm-up call has none, but its image is the first that the preview decoder is fitted to.
         if len(jobs) > 1 or not (num_previews or job.id == WARM_UP):
             return None
-        size = find_call_size(self._facts, call)
-        class_facts = collect_call_facts(find_call_owner(self._pipe))
-        steps = count_steps(class_facts, self._facts, call)
-        if size is None or steps == 0:
+        own_values = collect_call_facts(find_call_owner(self._pipe)).defaults
+        steps = call.get("num_inference_steps") or own_values.get("num_inference_steps")
+        steps = steps or self._facts.find_default("num_inference_steps") or 0
+        # A call that starts from an image leaves out the first steps.
+        strength = call.get("strength", own_values.get("strength"))
+        if strength is not None:
+            steps = min(steps, int(steps * strength))
+        own_width, own_height = self._facts.size or (None, None)
+        width = call.get("width") or own_width
+        height = call.get("height") or own_height
+        if width is None or height is None or steps == 0:
             return None
         # The previews divide the steps evenly, and the last one comes before the last step.
         num_parts = num_previews + 1
@@ -236,7 +247,7 @@ class RankWorker:
 
         # The decoder is fitted to the latents of the last step and the image. Step -1 is before the first one.
         observed = {*shown, steps - 1} - {-1}
-        return CallPreviews(self._decoder, self._pipe.scheduler, observed, size, send_preview)
+        return CallPreviews(self._decoder, self._pipe.scheduler, observed, (width, height), send_preview)
 
     def _fit_previews(self, previews: CallPreviews, output: Any) -> None:
         report = self._runner.report
@@ -254,23 +265,21 @@ class RankWorker:
     def _warm_up(self) -> None:
         """Generate a first image, to trigger loading, allocation and compilation, and to fit the preview decoder."""
         preparing = self._runner.num_preparing_steps
-        is_cached = self._request_cache.has_cache
+        is_cached = self._cache_switch.has_cache
         steps = choose_warm_steps(self._setup.plan, is_cached=is_cached, num_preparing_steps=preparing)
         prompt = self._facts.example or "a photo of a mountain lake in the morning"
-        options = GenerateOptions(model=self._setup.model, prompt=prompt, steps=steps, seed=0)
+        options = GenerateOptions(model=self._setup.options.model, prompt=prompt, steps=steps, seed=0)
         try:
             for _ in range(MAX_WARM_CALLS):
                 self._generate_jobs([BatchJob(WARM_UP, Request(options=options))])
                 # Calls that occur once in an image, as in its last step, are recorded in later images.
-                if not any(map(_has_recorded, self._runner.reports())):
+                recorded = [report["recorded"] for report in self._runner.reports()]
+                if not any(calls is not None and calls["recorded"] > 0 for calls in recorded):
                     return
         except DitileError as error:
             if self._runner.is_broken:
                 raise
             LOG.info("no warm-up image: %s", error)
-
-    def _note_step(self, step: int, num_steps: int) -> None:
-        self._answer("step", step=step + 1, num_steps=num_steps)
 
     def _build_call(self, jobs: Sequence[BatchJob], calls: Sequence[CallArguments]) -> CallArguments:
         """Build the arguments of one call for all jobs."""
@@ -289,12 +298,6 @@ class RankWorker:
                 seeds.append(seed)
         return build_batch_call(self._pipe, rows, options, seeds)
 
-    def _summarize_cache(self) -> list[JsonObject]:
-        if not self._request_cache.has_cache:
-            return []
-        report = summary(self._runner, logging=False)
-        return summarize_cache_reports([report])
-
     def _encode_job(
         self, job: BatchJob, call: CallArguments, outputs: Sequence[Any], promise: JsonObject
     ) -> tuple[JobResult, Files]:
@@ -302,7 +305,7 @@ class RankWorker:
         request = job.request
         report = self._runner.report
         assert report is not None, "a call has ended"
-        options = replace(request.options, model=self._setup.model)
+        options = replace(request.options, model=self._setup.options.model)
         conditions = _decode_conditions(job)
         texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, conditions, promise)
         if self._facts.components:
@@ -414,37 +417,6 @@ def _name_adapter(name: str) -> str:
     return f"lora_{digest[:16]}"
 
 
-def find_latent_channels(pipe: Any) -> int | None:
-    """Return the latent channels of a pipeline's VAE, if its config has them."""
-    config = getattr(getattr(pipe, "vae", None), "config", None)
-    for name in ("z_dim", "latent_channels"):
-        channels = getattr(config, name, None)
-        if isinstance(channels, int):
-            return channels
-    return None
-
-
-def find_call_size(facts: ModelFacts, call: CallArguments) -> tuple[int, int] | None:
-    """Width and height of the images of a call in pixels; None if nothing says them."""
-    own_width, own_height = facts.size or (None, None)
-    width = call.get("width") or own_width
-    height = call.get("height") or own_height
-    if width is None or height is None:
-        return None
-    return width, height
-
-
-def count_steps(class_facts: CallFacts, facts: ModelFacts, call: CallArguments) -> int:
-    """Count the steps of a call of a class; fewer than requested if it starts from an image."""
-    name = "num_inference_steps"
-    steps = call.get(name) or class_facts.defaults.get(name)
-    steps = steps or facts.find_default(name) or 0
-    strength = call.get("strength", class_facts.defaults.get("strength"))
-    if strength is None:
-        return steps
-    return min(steps, int(steps * strength))
-
-
 def list_request_seeds(options: GenerateOptions) -> list[int]:
     """Return the seeds of a request's images."""
     assert options.seed is not None, "the server has chosen one"
@@ -453,21 +425,15 @@ def list_request_seeds(options: GenerateOptions) -> list[int]:
 
 def _decode_conditions(job: BatchJob) -> dict[str, Any]:
     """Decode the inputs of a job: condition -> an image, or a list of images for `image`."""
+    images = {}
+    for name, content in job.inputs.items():
+        # The server has checked the upload, and encoded it again as PNG.
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            images[name] = image.convert("RGB")
     options = job.request.options
     conditions: dict[str, Any] = {}
     if options.image is not None:
-        conditions["image"] = [_decode_input(job.inputs[name]) for name in options.image]
+        conditions["image"] = [images[name] for name in options.image]
     if options.mask is not None:
-        conditions["mask"] = _decode_input(job.inputs[options.mask])
+        conditions["mask"] = images[options.mask]
     return conditions
-
-
-def _decode_input(content: bytes) -> Image.Image:
-    # The server has checked the upload, and encoded it again as PNG.
-    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-        return image.convert("RGB")
-
-
-def _has_recorded(report: JsonObject) -> bool:
-    """Return whether a rank recorded computations in a call of its runner."""
-    return report["recorded"] is not None and report["recorded"]["recorded"] > 0

@@ -214,8 +214,14 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
         RequestError: if the client has disconnected; nobody reads this response.
     """
     service = find_service(http)
+
+    async def await_disconnect() -> None:
+        # The body of the request has been read before.
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
     end = asyncio.ensure_future(_watch_until_end(service, job))
-    disconnect = asyncio.ensure_future(await_disconnect(http))
+    disconnect = asyncio.ensure_future(await_disconnect())
     try:
         await asyncio.wait({end, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if end.done():
@@ -231,12 +237,6 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
             await cancel_job_of_gone_client(service, job)
 
 
-async def await_disconnect(http: HttpRequest) -> None:
-    """Wait until the client has disconnected. The body of the request must have been read before."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def cancel_job_of_gone_client(service: Service, job: Job) -> None:
     """Cancel a job, even if the task of its request is being cancelled too."""
     cancelling = asyncio.ensure_future(service.cancel(job.id, job.owner))
@@ -244,6 +244,6 @@ async def cancel_job_of_gone_client(service: Service, job: Job) -> None:
 
 
 async def _watch_until_end(service: Service, job: Job) -> Job:
-    async for event in service.watch(job.id):
-        job = event.job
+    async for news in service.watch(job.id):
+        job = news
     return job

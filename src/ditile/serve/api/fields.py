@@ -20,13 +20,20 @@ from ditile.runner.requests.cache_options import LoraChoice
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions
 from ditile.runner.requests.seeds import choose_random_seed
-from ditile.serve.api.answers import RequestError, convert_error, find_owner, find_served_name, find_service
+from ditile.serve.api.answers import (
+    NAMES_OF_OPTIONS,
+    RequestError,
+    convert_error,
+    find_owner,
+    find_served_name,
+    find_service,
+)
 from ditile.serve.api.uploads import Body, Upload, decode_uploads
 from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Files, Job, Kind, Request
 from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from ditile.serve.service import Service
+    pass
 
 # Old clients send models with these prefixes by default; they get no warning.
 VENDOR_MODELS = ("dall-e", "gpt-image", "chatgpt-image", "sora")
@@ -46,6 +53,9 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
 }
 # Parameters of an address that clients of Azure send.
 _KNOWN_PARAMETERS = ("api-version",)
+# Options of `ditile generate` that fields of a request have.
+_COUNTS = ("num_images", "frames", "fps")
+_OPTIONS = ("prompt", "negative_prompt", "seed", "steps", "guidance", "true_cfg", "strength", *_COUNTS)
 FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 
@@ -225,7 +235,10 @@ async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, b
         DitileError: if it cannot be generated, or the service is not ready.
     """
     service = find_service(http)
-    request, inputs = await read_request(service, fields, body)
+    options = service.options
+    images, mask = await decode_uploads(body, options.max_upload_pixels, service.facts.max_pictures)
+    # This reads the folder of LoRAs, so it runs in a thread.
+    request, inputs = await asyncio.to_thread(build_request, fields, service.facts, options, images, mask)
     unknown = sorted(set(http.query_params).difference(_KNOWN_PARAMETERS))
     for name in unknown[:_SHOWN_WARNINGS]:
         request.client["warnings"].append(f"parameter {name[:60]!r} of the address was ignored; send it in the body")
@@ -233,15 +246,6 @@ async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, b
     job = await service.submit(kind, find_owner(http), request, inputs)
     http.state.job = job.id
     return job
-
-
-async def read_request(service: Service, fields: ImageFields | VideoFields, body: Body) -> tuple[Request, Files]:
-    """Return the job's request and its input files. Arguments and errors are those of `submit_request`."""
-    facts = service.facts
-    options = service.options
-    images, mask = await decode_uploads(body, options.max_upload_pixels, facts.max_pictures)
-    # This reads the folder of LoRAs, so it runs in a thread.
-    return await asyncio.to_thread(build_request, fields, facts, options, images, mask)
 
 
 def build_request(
@@ -306,40 +310,33 @@ def _build_options(
     height: int | None,
 ) -> GenerateOptions:
     """Build the options of `ditile generate` from a request. A `RequestError` names the field that the client sent."""
-    num_images = 1
-    frames = None
-    fps = None
-    if isinstance(fields, ImageFields):
-        num_images = fields.n
-    else:
-        fps = fields.fps
-        frames = fields.num_frames
-        if frames is None and fields.seconds is not None:
-            frames = facts.count_frames(fields.seconds, fps)
-    sent_names = _list_sent_names(fields)
-    _check_limits(fields, options, num_images, frames, sent_names)
-    seed = fields.seed
-    if seed in (None, -1):
-        seed = choose_random_seed()
+    values: JsonObject = {}
+    for option in _OPTIONS:
+        name = NAMES_OF_OPTIONS.get(option, option)
+        # Unknown fields of a request are attributes too.
+        if name in type(fields).model_fields and getattr(fields, name) is not None:
+            values[option] = getattr(fields, name)
+    # The names of the fields that the client used in place of others.
+    sent_names: dict[str, str] = {}
+    if _has_size(fields):
+        sent_names = {"width": "size", "height": "size"}
+    if isinstance(fields, VideoFields) and fields.num_frames is None and fields.seconds is not None:
+        values["frames"] = facts.count_frames(fields.seconds, fields.fps)
+        sent_names["num_frames"] = "seconds"
+    _check_limits(fields, options, values, sent_names)
+    if fields.seed in (None, -1):
+        values["seed"] = choose_random_seed()
     images = tuple(name for name in inputs if name != INPUT_MASK)
+    values |= {
+        "width": width,
+        "height": height,
+        "steps": _choose_steps(fields, facts, options),
+        "image": images or None,
+    }
+    if INPUT_MASK in inputs:
+        values["mask"] = INPUT_MASK
     try:
-        generate_options = GenerateOptions(
-            model=facts.name,
-            prompt=fields.prompt,
-            steps=_choose_steps(fields, facts, options),
-            height=height,
-            width=width,
-            guidance=fields.guidance_scale,
-            true_cfg=fields.true_cfg_scale,
-            negative_prompt=fields.negative_prompt,
-            seed=seed,
-            num_images=num_images,
-            frames=frames,
-            fps=fps,
-            image=images or None,
-            mask=INPUT_MASK if INPUT_MASK in inputs else None,
-            strength=fields.strength,
-        )
+        generate_options = GenerateOptions(model=facts.name, **values)
         facts.check_options(generate_options)
     except ModelError as error:
         refusal = convert_error(error)
@@ -510,39 +507,23 @@ def _has_size(fields: RequestFields) -> bool:
     return fields.size is not None and fields.size.strip().lower() != "auto"
 
 
-def _list_sent_names(fields: RequestFields) -> dict[str, str]:
-    """Return the names of the fields that a client used in place of others: name -> field sent."""
-    names = {}
-    if _has_size(fields):
-        names = {"width": "size", "height": "size"}
-    if isinstance(fields, VideoFields) and fields.num_frames is None and fields.seconds is not None:
-        names["num_frames"] = "seconds"
-    return names
-
-
 def _check_limits(
-    fields: RequestFields,
-    options: ServeOptions,
-    num_images: int,
-    frames: int | None,
-    sent_names: Mapping[str, str],
+    fields: RequestFields, options: ServeOptions, values: JsonObject, sent_names: Mapping[str, str]
 ) -> None:
     """Check a request against the limits of the server. Raises `RequestError` for what is above them."""
     check_prompt(fields.prompt, options)
     _check_length(fields.negative_prompt or "", "negative_prompt", options)
-    if isinstance(fields, VideoFields) and fields.output_format == "gif" and (fields.fps or 0) > GIF_MOST_FPS:
+    if isinstance(fields, VideoFields) and fields.output_format == "gif" and values.get("fps", 0) > GIF_MOST_FPS:
         raise RequestError(
             f"fps={fields.fps:g}: a GIF shows {GIF_MOST_FPS} frames a second at most; try output_format=mp4",
             status=422,
             param="fps",
         )
-    limits = [
-        ("num_inference_steps", fields.num_inference_steps, options.max_steps),
-        ("n", num_images, options.max_images),
-        ("num_frames", frames, options.max_frames),
-    ]
-    for name, value, most in limits:
-        if value is not None and value > most:
+    limits = {"steps": options.max_steps, "num_images": options.max_images, "frames": options.max_frames}
+    for option, most in limits.items():
+        name = NAMES_OF_OPTIONS[option]
+        value = values.get(option, 0)
+        if value > most:
             raise RequestError(
                 f"{name}={value} is more than this server's {most}; try {name}={most} or less",
                 status=422,

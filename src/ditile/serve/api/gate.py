@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ditile.serve.api.answers import RequestError, answer_error
 from ditile.serve.api.uploads import MAX_TEXT, URLENCODED, read_media_type
-from ditile.serve.api_keys import ApiKeys
+from ditile.serve.api_keys import ApiKeys, find_owner_of_key
 from ditile.serve.options import ServeOptions
 
 # Seconds to read a body that is too large before it is refused.
@@ -107,15 +107,17 @@ class RequestGate:
             token = headers.get("x-api-key", "")
         token = token.strip()
         # HTTP headers are encoded as latin-1.
-        key = self._keys.find_key(token.encode("latin-1", "replace"))
-        if key is None:
+        owner = find_owner_of_key(self._keys, token.encode("latin-1", "replace"))
+        if owner is None:
             problem = "the key is not known" if token else "there is no key"
             raise RequestError(f"{problem}; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
-        return key.owner
+        return owner
 
     async def _read_body(self, path: str, headers: Headers, receive: Receive) -> bytes:
         """Return the whole body. Raises `RequestError` if it is too large, or does not come in time."""
-        max_bytes = self._find_max_bytes(path, headers)
+        max_bytes = self._options.max_body
+        if path not in _IMAGE_PATHS or read_media_type(headers) == URLENCODED:
+            max_bytes = min(MAX_TEXT, max_bytes)
         announced = headers.get("content-length", "0")
         # 18 digits fit 64 bits; int() of a very long text would take seconds.
         is_too_large = not announced.isdecimal() or len(announced) > 18 or int(announced) > max_bytes
@@ -134,11 +136,6 @@ class RequestGate:
                 code="body_too_large",
             )
         return bytes(body)
-
-    def _find_max_bytes(self, path: str, headers: Headers) -> int:
-        if path in _IMAGE_PATHS and read_media_type(headers) != URLENCODED:
-            return self._options.max_body
-        return min(MAX_TEXT, self._options.max_body)
 
 
 async def _receive_bytes(receive: Receive, body: bytearray, max_bytes: int) -> None:

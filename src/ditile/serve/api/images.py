@@ -28,7 +28,7 @@ from ditile.serve.api.answers import (
 )
 from ditile.serve.api.fields import ImageFields, parse_fields, submit_request
 from ditile.serve.api.uploads import Body, convert_png, read_body
-from ditile.serve.jobs import Job, JobEvent, JobNotFoundError, JobResult
+from ditile.serve.jobs import Job, JobNotFoundError, JobResult
 
 router = APIRouter()
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4", "gif": "image/gif"}
@@ -144,15 +144,19 @@ async def _generate_and_answer(http: HttpRequest, body: Body, event_name: str) -
 async def _stream_events(http: HttpRequest, job: Job, event_name: str) -> AsyncIterator[ServerSentEvent]:
     """Yield previews as they arrive, and then the images. The job ends if the client disconnects."""
     try:
-        async for event in find_service(http).watch(job.id):
-            job = event.job
+        async for news in find_service(http).watch(job.id):
+            job = news
             if job.has_ended:
                 continue
-            if event.num_steps:
+            if job.num_steps:
                 # OpenAI has no event for it; clients skip comments.
-                yield ServerSentEvent(comment=f"step {event.step} of {event.num_steps}")
-            if event.preview is not None:
-                yield await _build_preview_event(event, event.preview, f"{event_name}.partial_image")
+                yield ServerSentEvent(comment=f"step {job.step} of {job.num_steps}")
+            if job.preview is not None:
+                name = f"{event_name}.partial_image"
+                quality = job.request.output_compression
+                content = await asyncio.to_thread(convert_png, job.preview, job.request.output_format, quality)
+                fields = _list_event_fields(job, content, name) | {"partial_image_index": job.preview_index}
+                yield ServerSentEvent(json.dumps(fields), event=name)
         try:
             result = check_done(job)
             contents = await read_outputs(http, job, result)
@@ -171,13 +175,6 @@ async def _stream_events(http: HttpRequest, job: Job, event_name: str) -> AsyncI
     finally:
         if not job.has_ended:
             await cancel_job_of_gone_client(find_service(http), job)
-
-
-async def _build_preview_event(event: JobEvent, preview: bytes, name: str) -> ServerSentEvent:
-    request = event.job.request
-    content = await asyncio.to_thread(convert_png, preview, request.output_format, request.output_compression)
-    fields = _list_event_fields(event.job, content, name) | {"partial_image_index": event.preview_index}
-    return ServerSentEvent(json.dumps(fields), event=name)
 
 
 def _list_event_fields(job: Job, content: bytes, name: str) -> JsonObject:

@@ -1,1 +1,1 @@
-"""Replicas on a Ray cluster: an application of Ray Serve, whose ranks are Ray's actors."""
+"""Replicas on a Ray cluster: their ranks are Ray's actors, which the server watches as it does its own processes."""

@@ -1,7 +1,7 @@
 """A rank as an actor of a Ray cluster: `serve.worker` with Ray's calls as its messages.
 
-The deployment polls each of its actors: for signs of life, as `distributed.heartbeat` describes them, answers of rank
-0, and how the rank ended. What Ray pickles here is text of JSON and bytes.
+The server polls its actors: for signs of life, as `distributed.heartbeat` describes them, answers of rank 0, and how
+the rank ended. What Ray pickles here is text of JSON and bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import socket
 import sys
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 from ditile.distributed import env
 from ditile.distributed.env import RankPlace
@@ -29,54 +29,37 @@ _GET_ADDRESS = 0x8915
 Answer = tuple[str, Files]
 
 
-class RankNews(NamedTuple):
-    """The report of an actor about its rank.
+class RankActor:
+    """A rank of a replica, and the rank's end of its link to the server. Several of its methods may run at once.
 
-    Attributes:
-        signs: signs of life.
-        answers: the answers of rank 0.
-        failure: the fields of a `RankFailure` if the rank has ended by an error.
+    Args:
+        folder: the server's working folder, on which the relative paths of options depend.
     """
 
-    signs: bytes
-    answers: list[Answer]
-    failure: tuple[Any, ...] | None
-
-
-class ActorPlace(NamedTuple):
-    """The place of an actor: its node, the node's address, and a free port there."""
-
-    node: str
-    address: str
-    port: int
-
-
-class RankActor:
-    """A rank of a replica, and the rank's end of its link to the server. Several of its methods may run at once."""
-
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: WorkerSetup, folder: str) -> None:
         self._setup = setup
+        # A node may lack it; then there are no such paths.
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
         self._signs, self._pulse = os.pipe()
         os.set_blocking(self._signs, False)
-        self._failure: tuple[Any, ...] | None = None
+        self._end: tuple[Any, ...] | None = None
         self._inbox: queue.SimpleQueue[tuple[Message, Files]] = queue.SimpleQueue()
         # None wakes a poll when the rank has ended.
         self._outbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
 
-    # The deployment calls the following methods.
-
-    def find_place(self) -> ActorPlace:
-        """Return the node, address and a free port of this actor."""
+    def find_place(self) -> tuple[str, str, int]:
+        """Return this actor's node, the node's address, and a free port there."""
         from ray import get_runtime_context, util
 
         address = util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
-        return ActorPlace(get_runtime_context().get_node_id(), address, port)
+        return get_runtime_context().get_node_id(), address, port
 
-    def start_rank(self, place: RankPlace, own: ActorPlace, master: ActorPlace) -> None:
-        """Start the rank in a thread of its own. `own` and `master` are the places of this actor and of rank 0."""
-        env.set_actor_place(place, master.address, master.port, find_interface(own.address))
+    def start_rank(self, place: RankPlace, address: str, master: str, port: int) -> None:
+        """Start the rank in a thread of its own, on a node of this address. The ranks meet at `master` and `port`."""
+        env.set_actor_place(place, master, port, find_interface(address))
         env.set_progress_fd(self._pulse)
         threading.Thread(target=send_heartbeats, args=(self._pulse,), daemon=True).start()
         threading.Thread(target=self._run_rank, name="rank", daemon=True).start()
@@ -85,9 +68,12 @@ class RankActor:
         """Send the rank a message, text of JSON, and its files."""
         self._inbox.put((json.loads(message), files))
 
-    def poll(self) -> RankNews:
-        """Return the news of the rank, after waiting a while if there is none."""
-        answers = []
+    def poll(self) -> tuple[bytes, list[Answer], tuple[Any, ...] | None]:
+        """Return signs of life, the answers of rank 0, and the end, after waiting a while if there is no answer.
+
+        The end is None while the rank runs; the fields of a `RankFailure` after an error, otherwise empty.
+        """
+        answers: list[Answer] = []
         timeout = POLL_SECONDS
         with contextlib.suppress(queue.Empty):
             while True:
@@ -99,9 +85,9 @@ class RankActor:
         signs = b""
         with contextlib.suppress(BlockingIOError):
             signs = os.read(self._signs, 2**16)
-        return RankNews(signs, answers, self._failure)
+        return signs, answers, self._end
 
-    # The rank calls the following methods, those of a `MessageLink`.
+    # The next two methods are those of a `MessageLink`.
 
     def send_message(self, message: Message, files: Files | None = None) -> None:
         """Keep an answer until the next poll."""
@@ -114,17 +100,18 @@ class RankActor:
     def _run_rank(self) -> None:
         try:
             env.drop_import_complaints()
-            # This imports torch, which takes seconds, and the deployment expects signs of this actor meanwhile.
+            # This imports torch, which takes seconds, and the server expects signs of this actor meanwhile.
             from ditile.serve.worker import RankWorker
 
             # The first progress report says that the rank has started.
             env.report_progress()
             with contextlib.redirect_stdout(sys.stderr):
                 RankWorker(self._setup, self).serve_batches()
+            self._end = ()
         # SystemExit is caught too, since whatever ends a rank must be reported.
         except BaseException as error:
-            self._failure = tuple(describe_error(error))
-            self._outbox.put(None)
+            self._end = tuple(describe_error(error))
+        self._outbox.put(None)
 
 
 def find_interface(address: str) -> str:

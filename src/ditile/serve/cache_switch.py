@@ -1,4 +1,4 @@
-"""The cache of each request: the server's own, or steps set by the request, as a number or by bounds."""
+"""Switches the cache for each request: the server's own, or steps set by the request, as a number or by bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ditile.serve.link import BatchJob, WorkerSetup
 
 
-class RequestCache:
+class CacheSwitch:
     """The cache of the running request; by default the server's own.
 
     Args:
@@ -55,10 +55,14 @@ class RequestCache:
             ModelError: if the server has a cache that the request cannot replace, or nothing keeps the bounds.
         """
         request = job.request
-        if request.computed_steps is None and not request.bounds.is_given:
-            self._restore_own_cache()
-            return {}
         own_config = self._own_configs["cache_config"]
+        if request.computed_steps is None and not request.bounds.is_given:
+            if self.is_replaced:
+                disable_cache(self._runner)
+                self.is_replaced = False
+                if own_config is not None:
+                    enable_cache(self._runner, own_config, self._own_configs.get("calibrator_config"))
+            return {}
         if own_config is not None and not isinstance(own_config, FittedScheduleConfig):
             raise ModelError(
                 "this server has a cache of its own; leave computed_steps, within_seconds and min_psnr out"
@@ -75,14 +79,6 @@ class RequestCache:
         if promise.cache_config is not None:
             self._enable(promise.cache_config)
         return promise.to_json_dict()
-
-    def _restore_own_cache(self) -> None:
-        if not self.is_replaced:
-            return
-        disable_cache(self._runner)
-        self.is_replaced = False
-        if self._own_configs["cache_config"] is not None:
-            enable_cache(self._runner, self._own_configs["cache_config"], self._own_configs.get("calibrator_config"))
 
     def _enable(self, config: FittedScheduleConfig) -> None:
         """Install a cache on all ranks or on none, since a host may lack the file of the schedule."""
@@ -103,14 +99,14 @@ class RequestCache:
         if self._runner.mesh.rank == 0:
             # The planner needs only the sizes of images.
             sizes = tuple(_read_size(job.inputs[name]) for name in job.request.options.image or ())
-            options = replace(job.request.options, model=self._setup.model, image=sizes or None, mask=None)
+            options = replace(job.request.options, model=self._setup.options.model, image=sizes or None, mask=None)
             try:
                 promise = choose_promise_of_request(
                     job.request.bounds,
                     options,
                     self._setup.plan,
                     schedule,
-                    cuda_graphs=self._setup.engine.cuda_graphs,
+                    cuda_graphs=self._setup.options.cuda_graphs,
                 )
                 answer = {"promise": promise.to_json_dict()}
             except DitileError as error:
@@ -118,7 +114,7 @@ class RequestCache:
         answer = gather_json(answer, self._runner.mesh.everyone)[0]
         if "refusal" in answer:
             raise ModelError(answer["refusal"])
-        return Promise.from_json_dict(answer["promise"], self._setup.model, schedule)
+        return Promise.from_json_dict(answer["promise"], self._setup.options.model, schedule)
 
 
 def _read_size(content: bytes) -> str:

@@ -10,9 +10,10 @@ import pytest
 from ditile.plan.plan import Plan
 from ditile.planner.promise import Bounds
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.options import EngineOptions, GenerateOptions
+from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.jobs import Job, JobResult, Request
 from ditile.serve.link import BatchJob, WorkerSetup
+from ditile.serve.options import ServeOptions
 from ditile.serve.worker import RankWorker
 from tests.pool import Pool
 from tests.serve.test_warm_up import NoServer
@@ -35,20 +36,14 @@ def serve_requests(
 ) -> list[dict[str, Any]]:
     """The last answer of a rank to each of some requests; of ranks that answer nothing, no answers."""
     link = Answers()
-    setup = WorkerSetup(
-        model="shapes-flux",
-        engine=EngineOptions(device="cpu"),
-        plan=plan,
-        cache=CacheOptions(**cache),
-        lora_dir=None,
-        max_loras=1,
-    )
+    options = ServeOptions(model="shapes-flux", device="cpu")
+    setup = WorkerSetup(options=options, plan=plan, cache=CacheOptions(**cache))
     worker = RankWorker(setup, link)
     answers = []
     for number, changes in enumerate(requests):
-        options = GenerateOptions(model="shapes-flux", prompt=prompt or worker._facts.example, seed=1)
+        wanted = GenerateOptions(model="shapes-flux", prompt=prompt or worker._facts.example, seed=1)
         worker._running_id = f"batch_{number}"
-        worker._generate_batch([BatchJob("image_x", Request(options=options, **changes))])
+        worker._generate_batch([BatchJob("image_x", Request(options=wanted, **changes))])
         answers += link.sent[-1:]
     return answers
 
