@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ditile.cli.models import read_families
 from ditile.model.hooks.overrides import list_parameter_names
 from ditile.model.known import CONFIGS
 from ditile.model.pipeline_calls import read_guidance_rule
@@ -26,6 +25,7 @@ from ditile.runner.requests.preflight import check_request_by_files
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.zoo import ZOO
+from tests.zoo.page import read_families
 
 CLASSES = {each["pipeline"]: each["name"] for each in reversed(read_families()["families"])
            if each["pipeline"] in read_prompt_table()}  # fmt: skip

@@ -24,7 +24,6 @@ from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import ModelSpec
 from ditile.runner.requests.conditions import CallConditions, read_call_conditions
-from ditile.runner.requests.pipeline_choice import find_transformer_class
 from ditile.runner.requests.pipelines import returns_videos
 
 YES = "yes"
@@ -195,6 +194,15 @@ def _collect_conditions() -> dict[str, Any]:
             words = ", ".join(describe_condition(call, condition) for condition in call.arguments)
             rows[name] = {"transformer": transformer.__name__, "options": [*call.arguments], "words": words}
     return rows
+
+
+def find_transformer_class(pipeline: Any) -> type | None:
+    """Find the class of a pipeline's transformer in its signature, or in the blocks of a modular pipeline."""
+    if not hasattr(pipeline, "_get_signature_types"):
+        specs = getattr(pipeline, "_component_specs", {})  # of a modular pipeline
+        return getattr(specs.get("transformer"), "type_hint", None)
+    kinds = pipeline._get_signature_types().get("transformer", ())
+    return next((kind for kind in kinds if isinstance(kind, type)), None)
 
 
 def _returns_frames(pipeline: Any) -> bool:
