@@ -1,9 +1,13 @@
-"""The names and colours of methods in tables and figures: each method has one colour everywhere."""
+"""The names and colours of methods in tables and figures: each method has one colour everywhere; figures as files."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+from ditile.distributed import files
 from ditile.plan.plan import Plan
 
 NAMES = {
@@ -56,3 +60,14 @@ def assign_plan_colours(plans: Iterable[str]) -> dict[str, str]:
         colours[plan] = lighter
         counts[colour] = count + 1
     return colours
+
+
+def save_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Write a figure of matplotlib, in the format of the path's ending. `options` are passed to `savefig`.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    encoded = io.BytesIO()
+    figure.savefig(encoded, format=path.suffix.removeprefix("."), **options)
+    files.write_atomically(path, encoded.getvalue())

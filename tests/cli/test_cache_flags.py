@@ -149,9 +149,9 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--Fn 1", "--Fn says how to cache, and nothing is cached; add --cache"),
+        ("--Fn 1", "--Fn 1 is for --cache or --prune or --config, which is not given"),
         ("--cache --taylorseer --foca", "--taylorseer and --foca"),
-        ("--cache -order 2", "add it"),
+        ("--cache -order 2", "is for --taylorseer"),
         ("-q --quantize-type int3", "quantize_type='int3'"),
         ("--config nothing.yaml", "nothing.yaml"),
     ],

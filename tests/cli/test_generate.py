@@ -187,14 +187,14 @@ def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path, command: st
     code = f"""
 import sys
 from ditile.cli import main
-from ditile.cli.outcome import Outcome
+from ditile.cli.outcome import summarize_outcome
 from ditile.cli.verdict import Check, PlanVerdict
 report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
 report |= {{"warmup_mode": "serial", "peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
 report |= {{"reference_tokens": 0, "reference_steps": [], "recorded": None}}
 words, made = {{
     "generate": (["a red circle", "--out", {str(tmp_path / "x.png")!r}],
-                 Outcome(plan="data=2", model="shapes-flux", seed=1, images=["x.png"], reports=[report, report])),
+                 summarize_outcome(plan="data=2", model="flux", seed=1, images=["x.png"], reports=[report, report])),
     "verify": ([], PlanVerdict("data=2", [Check("exact", True, "bit for bit")])),
 }}[{command!r}]
 main.launch = lambda fn, ranks, args, **_: [made] * ranks

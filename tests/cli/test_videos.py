@@ -23,6 +23,7 @@ from ditile import ModelError
 from ditile.cli import generate, main
 from ditile.runner.model_files import read_generation_defaults
 from ditile.runner.requests import arguments, videos
+from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import check_num_frames, find_frame_rate
 from tests import tiny
@@ -119,7 +120,7 @@ def test_what_is_refused_before_a_model_is_loaded(
     ("words", "says"),
     [
         ((*SHORT, "--frames", "8"), "the VAE of WanPipeline makes 1 + a multiple of 4; try frames=5 or frames=9"),
-        ((*SHORT, "--image", "start.png"), "take a model of WanImageToVideoPipeline"),
+        ((*SHORT, "--image", "start.png"), "WanPipeline takes no --image"),
     ],
 )
 def test_what_is_refused_before_a_step(
@@ -145,7 +146,7 @@ def test_a_video_from_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     image_to_video().save_pretrained("model")
     Image.new("RGB", (64, 64), (200, 30, 30)).save("start.png")
     words = ("generate", PROMPT, "--model", "model", "--steps", "2", "--height", "32", "--width", "32", "--frames", "5")
-    assert "WanImageToVideoPipeline starts from an image; add --image FILE" in refused(capsys, *words)
+    assert "WanImageToVideoPipeline cannot start without --image FILE" in refused(capsys, *words)
     assert main.main([*words, "--image", "start.png", "--threads", "1"]) == 0
     rate, pictures = decoded("ditile-video.mp4")
     assert rate == videos.DEFAULT_FPS and pictures.shape == (5, 32, 32, 3)
@@ -164,13 +165,13 @@ def test_frames_and_rate_under_the_names_of_every_class() -> None:
         "LattePipeline": {"video_length": 17},
     }
     for name, expected in names.items():
-        call = arguments.merge_call_arguments(getattr(diffusers, name), wanted, {})
+        call = collect_call_facts(getattr(diffusers, name)).merge_arguments(wanted, {})
         assert {key: value for key, value in call.items() if key != "prompt"} == expected, name
     alone = GenerateOptions(image=("start.png",), frames=17, fps=7)
-    call = arguments.merge_call_arguments(diffusers.StableVideoDiffusionPipeline, alone, {})
+    call = collect_call_facts(diffusers.StableVideoDiffusionPipeline).merge_arguments(alone, {})
     assert call == {"num_frames": 17, "fps": 7}, "of a picture alone"
-    with pytest.raises(ModelError, match="LTXImageToVideoPipeline starts from an image and a prompt; give a PROMPT"):
-        arguments.merge_call_arguments(diffusers.LTXImageToVideoPipeline, alone, {})
+    with pytest.raises(ModelError, match="LTXImageToVideoPipeline needs a prompt too; give a PROMPT"):
+        collect_call_facts(diffusers.LTXImageToVideoPipeline).merge_arguments(alone, {})
     assert find_frame_rate(diffusers.LTXPipeline, {}) == 25 and find_frame_rate(diffusers.WanPipeline, {}) is None
 
 

@@ -55,7 +55,7 @@ def test_a_run_that_stalls_shows_every_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A failure would mean that --stall-timeout is taken and changes nothing, or does not say who waits where."""
-    monkeypatch.setattr(main, "_draw_pictures", stall)
+    monkeypatch.setattr(main, "_call_by_name", stall)
     before = set(psutil.Process().children())
     words = [*PLAN, "--out", str(tmp_path / "x.png"), "--stall-timeout", "2"]
     assert main.main(["generate", "a red ring", *words]) == 1

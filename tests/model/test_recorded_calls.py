@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ditile
-from ditile.cli.outcome import Outcome, list_outcome_lines, sum_reports, summarize_outcome
+from ditile.cli.outcome import list_outcome_lines, sum_reports, summarize_outcome
 from ditile.model.recording.recorded_calls import format_recorded_calls
 from ditile.plan.plan import Plan
 from tests.model.test_recorded_steps import add_hook, generate
@@ -44,11 +44,11 @@ def test_every_call_is_accounted_for() -> None:
     assert json.loads(json.dumps(second.to_dict()))["recorded"] == asdict(second.recorded)
     reports = [[first.to_dict()], [second.to_dict()]]
     (total,) = sum_reports(reports)
-    outcome = Outcome(plan="", model="flux", seed=0, images=["a.png"], reports=[total])
+    outcome = summarize_outcome(plan="", model="flux", seed=0, images=["a.png"], reports=[total])
     (line,) = [line for line in list_outcome_lines(outcome) if line.startswith("recorded steps")]
     assert line == "recorded steps 14 of 20 calls played; 2 ran as code: the first step"
     assert len(line) <= 80
-    assert summarize_outcome(outcome)["recorded"][0]["calls"] == 20
+    assert outcome["recorded"][0]["calls"] == 20
 
 
 def test_the_reason_is_told() -> None:
@@ -77,6 +77,6 @@ def test_without_a_recorder_nothing_is_told() -> None:
     generate(runner, "flux")
     assert runner.report is not None
     assert runner.report.recorded is None
-    outcome = Outcome(plan="", model="flux", seed=0, images=["a.png"], reports=[runner.report.to_dict()])
-    assert "recorded" not in summarize_outcome(outcome)
+    outcome = summarize_outcome(plan="", model="flux", seed=0, images=["a.png"], reports=[runner.report.to_dict()])
+    assert "recorded" not in outcome
     assert not [line for line in list_outcome_lines(outcome) if "recorded" in line]

@@ -147,7 +147,7 @@ def test_the_command_draws_what_python_draws(
         assert np.array_equal(np.asarray(Image.open(name)), np.asarray(drawn))
     capfd.readouterr()
     assert main.main([*DRAW, *model, "--image", "red.png", "--strength", "0.7", "--out", "edit.png"]) == 0
-    assert "FluxModularPipeline, the model's own, takes --image" in capfd.readouterr().err
+    assert "pipeline: FluxModularPipeline" in capfd.readouterr().err
     assert main.main([*DRAW, *model, "--mask", "red.png", "--image", "red.png", "--out", "no.png"]) == 2
 
 

@@ -59,46 +59,44 @@ _MULTI_VALUE_FLAG = "attn_layer_num_for_pp"
 _MULTI_VALUE_HELP = ", with spaces: 7 7 8; what is not a flag, such as a prompt, stands before it"
 
 
+ALIASES = (
+    (Plan, "plan, with the flags of xDiT", XDIT_ALIASES),
+    (CacheOptions, "image, plan and run, with the flags of cache-dit", CACHE_DIT_ALIASES),
+)
+"""A class of options of a command that has the aliases -> their title in `--help`, and they."""
+
+
 def list_aliases(classes: Sequence[type]) -> list[FlagAlias]:
     """Return the aliases of a command with these classes of options.
 
     An alias of another class would be parsed without any effect.
     """
-    aliases: list[FlagAlias] = []
-    if Plan in classes:
-        aliases += XDIT_ALIASES
-    if CacheOptions in classes:
-        aliases += CACHE_DIT_ALIASES
-    return [alias for alias in aliases if alias.cls in classes]
+    found = [alias for cls, _, aliases in ALIASES if cls in classes for alias in aliases]
+    return [alias for alias in found if alias.cls in classes]
 
 
 def add_alias_arguments(parser: argparse.ArgumentParser, classes: Sequence[type]) -> None:
     """Add the aliases for classes of options, in groups of their own. An unused alias leaves no attribute."""
-    titles = {
-        XDIT_ALIASES: "plan, with the flags of xDiT",
-        CACHE_DIT_ALIASES: "image, plan and run, with the flags of cache-dit",
-    }
-    for aliases, title in titles.items():
-        group = None
-        for alias in list_aliases(classes):
-            if alias in aliases:
-                group = group or parser.add_argument_group(title)
-                _add_alias(group, alias)
-
-
-def _add_alias(group: Any, alias: FlagAlias) -> None:
-    doc = f"as {_name_field(alias)}"
-    settings = {"action": "store_true"}
-    if alias.value is None:
-        metavar = "N" if alias.cls is Plan else alias.field.upper()
-        settings = {"type": make_text_reader(alias.cls, alias.field), "metavar": metavar}
-    elif alias.value is not True:
-        doc += f" {alias.value}"
-    if alias.name == _MULTI_VALUE_FLAG:
-        settings["nargs"] = "+"
-        doc += _MULTI_VALUE_HELP
-    spellings = dict.fromkeys((format_flag(alias.name), "--" + alias.name))
-    group.add_argument(*spellings, dest=_PREFIX + alias.name, default=argparse.SUPPRESS, help=doc, **settings)
+    known = list_aliases(classes)
+    for cls, title, aliases in ALIASES:
+        if cls not in classes:
+            continue
+        group = parser.add_argument_group(title)
+        for alias in aliases:
+            if alias not in known:
+                continue
+            doc = f"as {_name_field(alias)}"
+            settings: dict[str, Any] = {"action": "store_true"}
+            if alias.value is None:
+                metavar = "N" if alias.cls is Plan else alias.field.upper()
+                settings = {"type": make_text_reader(alias.cls, alias.field), "metavar": metavar}
+            elif alias.value is not True:
+                doc += f" {alias.value}"
+            if alias.name == _MULTI_VALUE_FLAG:
+                settings["nargs"] = "+"
+                doc += _MULTI_VALUE_HELP
+            spellings = dict.fromkeys((format_flag(alias.name), "--" + alias.name))
+            group.add_argument(*spellings, dest=_PREFIX + alias.name, default=argparse.SUPPRESS, help=doc, **settings)
 
 
 def merge_alias_values(arguments: argparse.Namespace, cls: type, flag_values: dict[str, Any]) -> dict[str, Any]:
@@ -118,11 +116,12 @@ def merge_alias_values(arguments: argparse.Namespace, cls: type, flag_values: di
         if alias.name == _MULTI_VALUE_FLAG:
             # Each word of the flag is parsed as a tuple, since it may contain commas too.
             value = tuple(itertools.chain.from_iterable(value))
-        if alias.field in flag_values and flag_values[alias.field] != value:
+        own_value = flag_values.get(alias.field, value)
+        if own_value != value:
             error = PlanError if cls is Plan else ModelError
             raise error(
-                f"--{alias.name} says {alias.field}={_format_value(value)} and {_name_field(alias)} says "
-                f"{alias.field}={_format_value(flag_values[alias.field])}; give one of them"
+                f"--{alias.name} says {alias.field}={value} and {_name_field(alias)} says {alias.field}={own_value}; "
+                "give one of them"
             )
         values[alias.field] = value
     patches = getattr(arguments, _PREFIX + "num_pipeline_patch", 1)
@@ -139,9 +138,3 @@ def _name_field(alias: FlagAlias) -> str:
     if alias.name == alias.field:
         return alias.field.upper()
     return format_flag(alias.field)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value)

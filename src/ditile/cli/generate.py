@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ditile
 from ditile.cache.report import summarize_cache_reports
-from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, sum_reports
+from ditile.cli.outcome import NUM_PERF_CALLS, compute_median_reports, sum_reports, summarize_outcome
 from ditile.distributed.transport import gather_json
 from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.runner.load import find_pipeline_kind
-from ditile.runner.model_files import defaults, find_model_source
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
@@ -30,13 +29,13 @@ from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
-from ditile.runner.requests.pipeline_choice import describe_choice
 from ditile.runner.requests.pipelines import (
     check_frame_count,
     convert_value_errors,
     draws_videos,
     find_argument,
     find_frames_ratio,
+    name_pipeline,
 )
 from ditile.runner.requests.preflight import check_request_by_files, read_condition_files
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries, warm_runner
@@ -53,8 +52,8 @@ if TYPE_CHECKING:
 
 def draw_pictures(
     request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, promise: JsonObject
-) -> Outcome | None:
-    """Run this rank's part. Rank 0 returns the outcome, the others None.
+) -> JsonObject | None:
+    """Run this rank's part. Rank 0 returns the summary, the others None.
 
     Args:
         promise: the promise of bounds, in the form of `Promise.to_json_dict`; empty without bounds.
@@ -74,7 +73,9 @@ def draw_pictures(
 
         if run.warm:
             _warm(runner, make_call(), cache)
-        num_videos = request.num_images * _count_calls(cache)
+        num_videos = request.num_images
+        if cache.perf:
+            num_videos *= 1 + NUM_PERF_CALLS
         with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
             call_result = _call_and_report(runner, make_call, cache)
         images = list_drawn(call_result.result)
@@ -98,8 +99,8 @@ def draw_prompt_lines(
     missing_lines: Sequence[PromptLine],
     total: int,
     promise: JsonObject,
-) -> Outcome | None:
-    """Generate the images of some lines, one on each replica at a time. Rank 0 returns the outcome, the others None.
+) -> JsonObject | None:
+    """Generate the images of some lines, one on each replica at a time. Rank 0 returns the summary, the others None.
 
     Args:
         request, run, plan, cache, promise: as in `draw_pictures`.
@@ -160,9 +161,9 @@ def build_outcome(
     images: list[str],
     skipped: int = 0,
     promise: JsonObject | None = None,
-) -> Outcome:
-    """Build the outcome of some calls; `skipped` is the number of images that were there before."""
-    return Outcome(
+) -> JsonObject:
+    """Summarize some calls; `skipped` is the number of images that were there before."""
+    return summarize_outcome(
         plan=str(plan),
         model=request.model,
         seed=seed,
@@ -174,7 +175,7 @@ def build_outcome(
         left_out=summarize_cache_reports([call_result.saved for call_result in call_results]),
         totals=list(itertools.chain.from_iterable(call_result.totals for call_result in call_results)),
         tracks_memory=cache.track_memory,
-        promise=promise or {},
+        promise=promise,
         components=request.components,
     )
 
@@ -200,8 +201,7 @@ def _prepare_runner(
     if "video" in conditions:
         check_frame_count(type(pipe).__name__, len(conditions["video"]), find_frames_ratio(pipe), None)
     if conditions and runner.mesh.rank == 0:
-        own = find_pipeline_kind(find_model_source(request.model, weights=False)) or type(pipe)
-        print(f"pipeline: {describe_choice(find_call_owner(pipe), own, list(conditions))}", file=sys.stderr)
+        print(f"pipeline: {name_pipeline(find_call_owner(pipe))}", file=sys.stderr)
     return pipe, runner, conditions
 
 
@@ -219,18 +219,14 @@ def _warm(runner: Runner, call: CallArguments, cache: CacheOptions) -> None:
         warm_runner(runner, call, is_cached=cache.build_cache_arguments()["cache_config"] is not None)
 
 
-def _count_calls(cache: CacheOptions) -> int:
-    """Return the number of calls for a request.
-
-    --perf has one more than it counts, since the first builds what later calls reuse.
-    """
-    return 1 + NUM_PERF_CALLS if cache.perf else 1
-
-
 def _call_and_report(runner: Runner, make: Callable[[], CallArguments], cache: CacheOptions) -> RunnerCallResult:
     """Call a runner once, or several times for --perf. `make` builds new arguments for each call."""
     reports = []
-    for _ in range(_count_calls(cache)):
+    num_calls = 1
+    if cache.perf:
+        # The first call builds what later calls reuse, and is not counted.
+        num_calls += NUM_PERF_CALLS
+    for _ in range(num_calls):
         with convert_value_errors(runner.pipe):
             result = runner(**make(), output_on="first")
         reports.append(runner.reports())
@@ -239,7 +235,6 @@ def _call_and_report(runner: Runner, make: Callable[[], CallArguments], cache: C
         saved = ditile.summary(runner, logging=False)
     if not cache.perf:
         return RunnerCallResult(result, reports[0], saved, [])
-    # The first call also includes one-time work.
     measured = reports[1:]
     totals = [rank_reports[0]["seconds"]["total"] for rank_reports in measured]
     return RunnerCallResult(result, compute_median_reports(measured), saved, totals)
@@ -272,37 +267,29 @@ def _show_decoded_frames(pipe: Any, call: CallArguments, count: int, *, shown: b
     if decoder is None or not isinstance(frames, int):
         yield
         return
+    left = frames * count
+    advance: Callable[[int], None] | None = None
     with contextlib.ExitStack() as stack:
-        bar = _FrameProgress(stack, frames * count, shown=shown)
-        hook = decoder.register_forward_hook(bar.count_decoded)
+
+        def count_decoded(_module: Any, _inputs: Any, output: Any) -> None:
+            # The output is [B, 3, F, H, W] or [B F, 3, H, W].
+            nonlocal left, advance
+            if isinstance(output, tuple):
+                output = output[0]
+            if advance is None:
+                # The bar appears with the first frame.
+                advance = stack.enter_context(show_progress_bar("decoded frames", left, shown=shown))
+            decoded = output.shape[0]
+            if output.ndim == 5:
+                decoded *= output.shape[2]
+            # Overlapping tiles have more frames in total than the videos.
+            decoded = min(left, decoded)
+            left -= decoded
+            advance(decoded)
+
+        hook = decoder.register_forward_hook(count_decoded)
         stack.callback(hook.remove)
         yield
-
-
-class _FrameProgress:
-    """A progress bar of decoded frames; it appears with the first frame."""
-
-    def __init__(self, stack: contextlib.ExitStack, total: int, *, shown: bool) -> None:
-        self._stack = stack
-        self._left = total
-        self._shown = shown
-        self._advance: Callable[[int], None] | None = None
-
-    def count_decoded(self, _module: Any, _inputs: Any, output: Any) -> None:
-        """Count decoded frames in a forward hook of the decoder. Its output is [B, 3, F, H, W] or [B F, 3, H, W]."""
-        if isinstance(output, tuple):
-            output = output[0]
-        if self._advance is None:
-            self._advance = self._stack.enter_context(
-                show_progress_bar("decoded frames", self._left, shown=self._shown)
-            )
-        frames = output.shape[0]
-        if output.ndim == 5:
-            frames *= output.shape[2]
-        # Overlapping tiles have more frames in total than the videos.
-        frames = min(self._left, frames)
-        self._left -= frames
-        self._advance(frames)
 
 
 def _write_trace(runner: Runner, path: str | None) -> None:

@@ -11,13 +11,14 @@ import argparse
 import dataclasses
 import errno
 import functools
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import ditile
 from ditile.cli import flag_aliases
@@ -50,10 +51,10 @@ from ditile.plan.flag_parser import (
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.choose import choose_within_bounds, resolve_plan_option
-from ditile.planner.promise import Bounds, Promise
+from ditile.planner.promise import Bounds
 from ditile.planner.question import PlanQuestion
 from ditile.runner.model_files import check_model_file, defaults, find_model_source
-from ditile.runner.requests.cache_options import CacheOptions, name_flags
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import (
     LINE_WIDTH,
     Status,
@@ -67,10 +68,6 @@ from ditile.runner.requests.outputs import RunOptions, check_output_files
 from ditile.runner.requests.preflight import check_known_model, check_options
 from ditile.runner.requests.seeds import choose_random_seed
 from ditile.serve.options import ServeOptions
-
-if TYPE_CHECKING:
-    from ditile.cli.outcome import Outcome
-    from ditile.cli.verdict import PlanVerdict
 
 Options = TypeVar("Options")
 MAX_LINE = 480
@@ -105,7 +102,11 @@ def _run_and_report(argv: Sequence[str]) -> int:
     env.silence_library_imports()
     env.prefer_passive_waiting()
     try:
-        _check_working_folder()
+        try:
+            os.getcwd()
+        except OSError as error:
+            # It was deleted, and all relative names depend on it.
+            raise StateError(f"the working folder cannot be used: {error.strerror}; change to another") from None
         # The watch must start before a command that may hang: it ends ranks of torchrun whose peers have failed.
         if needs_watch():
             start_watcher()
@@ -113,7 +114,8 @@ def _run_and_report(argv: Sequence[str]) -> int:
         if not words:
             build_parser().print_help()
             return 0
-        return _run_command(_parse_arguments(words))
+        arguments = _parse_arguments(words)
+        return list_commands()[arguments.command].run(arguments)
     except RankError as error:
         print(escape_controls(error.traceback.rstrip()), file=sys.stderr)
         return _print_error(str(error), 1)
@@ -128,26 +130,6 @@ def _run_and_report(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         # 128 + 2 is a shell's exit code for SIGINT.
         return _end_with_error(RankFailure(time.monotonic(), "interrupted", "interrupted"), "interrupted", 130)
-
-
-def _check_working_folder() -> None:
-    """Raise `StateError` if the working folder was deleted, on which all relative names depend."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise StateError(f"the working folder cannot be used: {error.strerror}; change to another") from None
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    command = list_commands()[arguments.command]
-    try:
-        return command.run(arguments)
-    except ModelError as error:
-        # Values from a file or a cache line are named by their fields.
-        has_text = hasattr(arguments, "config") or hasattr(arguments, "cache_line")
-        if CacheOptions in command.options and not has_text:
-            raise ModelError(name_flags(str(error))) from error
-        raise
 
 
 def _end_with_error(failure: RankFailure, message: str, code: int) -> int:
@@ -179,26 +161,15 @@ def build_parser() -> argparse.ArgumentParser:
     return top
 
 
-def _check_words(words: list[str]) -> None:
-    """Check the encoding and form of each word.
-
-    Raises `PlanError` if it is not UTF-8, or argparse would read it as a list.
-    """
+def _parse_arguments(words: list[str]) -> argparse.Namespace:
     for word in words:
         # Python keeps undecodable bytes as halves of surrogate pairs.
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise PlanError(f"{ascii(word)} is not UTF-8; set the terminal, or the locale, to UTF-8")
-        if word.startswith("--") and word.endswith("=--"):
-            raise PlanError(f"{word}: -- is not a value; give another")
-
-
-def _parse_arguments(words: list[str]) -> argparse.Namespace:
-    _check_words(words)
-    if not words[0].startswith("-") and words[0] not in list_commands():
-        hint = suggest_nearest(words[0], list_commands(), "", cutoff=0.5)
-        raise PlanError(
-            f"{words[0]!r} is not a command; {hint} there are {', '.join(list_commands())}".replace("  ", " ")
-        )
+    commands = list_commands()
+    if not words[0].startswith("-") and words[0] not in commands:
+        hint = suggest_nearest(words[0], commands, "", cutoff=0.5)
+        raise PlanError(f"{words[0]!r} is not a command; {hint} there are {', '.join(commands)}".replace("  ", " "))
     arguments, unknown = build_parser().parse_known_args(words)
     if not unknown and arguments.command is not None:
         return arguments
@@ -208,26 +179,21 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
 def _explain_unknown_word(word: str, command: str | None) -> str:
     name = word.partition("=")[0]
     if not name.startswith("-"):
-        if command == "generate":
-            return f"{word!r} is one argument too many; put a prompt of several words in quotes"
-        return f"{word!r} is one argument too many; see ditile {command} --help"
+        return f"{word!r} is one argument too many; put a prompt of several words in quotes"
+    program = "ditile"
+    flags = ["--help", "--help-all", "--version"]
+    if command is not None:
+        program = f"ditile {command}"
+        classes = list_commands()[command].options
+        for cls in classes:
+            flags += list_flags(cls)
+        flags += [format_flag(alias.name) for alias in flag_aliases.list_aliases(list(classes))]
     # Compared without the dashes, which would make any two short flags similar.
-    flags = {flag.lstrip("-"): flag for flag in _list_known_flags(command)}
-    nearest = find_nearest(name.lstrip("-"), flags)
+    by_name = {flag.lstrip("-"): flag for flag in flags}
+    nearest = find_nearest(name.lstrip("-"), by_name)
     if nearest is not None:
-        return f"{name} is not known; did you mean {flags[nearest]}?"
-    program = "ditile" if command is None else f"ditile {command}"
+        return f"{name} is not known; did you mean {by_name[nearest]}?"
     return f"{name} is not known; see {program} --help-all"
-
-
-def _list_known_flags(command: str | None) -> list[str]:
-    if command is None:
-        return ["--help", "--help-all", "--version"]
-    flags = ["--help", "--help-all"]
-    for cls in list_commands()[command].options:
-        flags += list_flags(cls)
-    aliases = flag_aliases.list_aliases(list(list_commands()[command].options))
-    return flags + [format_flag(alias.name) for alias in aliases]
 
 
 def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None) -> Plan:
@@ -284,26 +250,15 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         from ditile.planner.dry_run import build_dry_run_job
 
         build_dry_run_job(_pick_one_line(request, plan), plan, cache.build_cache_arguments())
-    job = GenerateJob(request, run, plan, cache, promise, makes_videos)
+    promised = {} if promise is None else promise.to_json_dict()
     draw = _generate_pictures if request.prompts_file is None else _generate_prompts_file
-    outcome = draw(job)
+    outcome = draw(request, run, plan, cache, promised, makes_videos=makes_videos)
     if outcome is not None:
-        from ditile.cli.outcome import list_outcome_lines, summarize_outcome
+        from ditile.cli.outcome import list_outcome_lines
 
-        print_tables_and_json(list_outcome_lines(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
+        print_tables_and_json(list_outcome_lines(outcome), json.dumps(outcome, indent=2), run.json)
         _print_note_on_prompts(request)
     return 0
-
-
-class GenerateJob(NamedTuple):
-    """The arguments of a run of `ditile generate`."""
-
-    request: GenerateOptions
-    run: RunOptions
-    plan: Plan
-    cache: CacheOptions
-    promise: Promise | None
-    makes_videos: bool
 
 
 def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -> Plan:
@@ -328,11 +283,9 @@ def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions,
     if known is None or known.hub_id is not None:
         # The answer depends on the class of the model, and to find it diffusers is imported.
         silence_libraries()
-    from ditile.runner.requests.pipelines import check_model_packages, draws_videos
+    from ditile.runner.requests.pipelines import draws_videos
 
-    makes_videos = draws_videos(request.model)
-    if not run.dry_run:
-        check_model_packages(request.model)
+    makes_videos = draws_videos(request.model, check_packages=not run.dry_run)
     run = run.name_output(request, video=makes_videos)
     if makes_videos and not run.dry_run and is_writing_process():
         from ditile.runner.requests.videos import check_encoder
@@ -360,25 +313,39 @@ def _print_note_on_prompts(request: GenerateOptions) -> None:
             return
 
 
-def _generate_pictures(job: GenerateJob) -> Outcome | None:
-    """Generate the images of one call. Returns the outcome on rank 0, and None on torchrun's other ranks."""
-    request, run, plan, cache, promise, makes_videos = job
+def _generate_pictures(
+    request: GenerateOptions,
+    run: RunOptions,
+    plan: Plan,
+    cache: CacheOptions,
+    promise: JsonObject,
+    *,
+    makes_videos: bool,
+) -> JsonObject | None:
+    """Generate the images of one call. Returns the summary on rank 0, and None on torchrun's other ranks."""
     if env.read_torchrun_place() is None and request.seed is None:
         request = dataclasses.replace(request, seed=choose_random_seed())
     if is_writing_process():
         # The ranks of torchrun agree on a seed later. It changes the names but not the folder.
         paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)
         run.check_output_paths(paths, request, cache, video=makes_videos)
-    arguments = (request, run, plan, cache, _describe_promise(promise))
-    outcome: Outcome | None = _run_on_ranks(_draw_pictures, plan, run, arguments)
+    arguments = (request, run, plan, cache, promise)
+    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.draw_pictures", plan, run, arguments)
     return outcome
 
 
-def _generate_prompts_file(job: GenerateJob) -> Outcome | None:
-    """Generate a file of prompts, and return the outcome on rank 0. If no image is missing, no model is loaded."""
+def _generate_prompts_file(
+    request: GenerateOptions,
+    run: RunOptions,
+    plan: Plan,
+    cache: CacheOptions,
+    promise: JsonObject,
+    *,
+    makes_videos: bool,
+) -> JsonObject | None:
+    """Generate a file of prompts, and return the summary on rank 0. If no image is missing, no model is loaded."""
     from ditile.runner.requests import prompts
 
-    request, run, plan, cache, promise, makes_videos = job
     all_lines: list[prompts.PromptLine] = []
     missing_lines: list[prompts.PromptLine] = []
     if is_writing_process():
@@ -392,24 +359,20 @@ def _generate_prompts_file(job: GenerateJob) -> Outcome | None:
             from ditile.cli.generate import build_outcome
 
             return build_outcome(request, plan, cache, [], seed=request.seed or 0, images=images, skipped=len(images))
-    arguments = (request, run, plan, cache, missing_lines, len(all_lines), _describe_promise(promise))
-    outcome: Outcome | None = _run_on_ranks(_draw_prompt_lines, plan, run, arguments)
+    arguments = (request, run, plan, cache, missing_lines, len(all_lines), promise)
+    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.draw_prompt_lines", plan, run, arguments)
     return outcome
 
 
-def _describe_promise(promise: Promise | None) -> JsonObject:
-    return {} if promise is None else promise.to_json_dict()
-
-
-def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
+def _run_on_ranks(name: str, plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
     """Run a function on the ranks of a plan, torchrun's or new ones, and return the first rank's result."""
     env.check_torchrun_world(plan)
     if env.read_torchrun_place() is None and plan.world > 1:
         with Status(f"starting {plan.world} ranks") as status:
             results = launch(
-                fn,
+                _call_by_name,
                 plan.world,
-                args,
+                (name, *args),
                 threads=run.threads,
                 stall_timeout=run.stall_timeout,
                 # The first report of a rank says that it has started.
@@ -419,30 +382,15 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
     begin_watch(run.stall_timeout)
     with Status("loading torch and diffusers"):
         import ditile.runner.runner  # noqa: F401
-    result = fn(*args)
+    result = _call_by_name(name, *args)
     leave_torchrun()
     return result
 
 
-# `launch` sends the functions of ranks by name. They import torch, and this process must not.
-
-
-def _draw_pictures(*args: Any) -> Outcome | None:
-    from ditile.cli.generate import draw_pictures
-
-    return draw_pictures(*args)
-
-
-def _draw_prompt_lines(*args: Any) -> Outcome | None:
-    from ditile.cli.generate import draw_prompt_lines
-
-    return draw_prompt_lines(*args)
-
-
-def _verify_plan(*args: Any) -> PlanVerdict:
-    from ditile.cli.verify import verify_plan
-
-    return verify_plan(*args)
+def _call_by_name(name: str, *args: Any) -> Any:
+    """Call a function by its module and name: those of ranks import torch, and the process of the command must not."""
+    module, _, function = name.rpartition(".")
+    return getattr(importlib.import_module(module), function)(*args)
 
 
 def _print_dry_run(request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> int:
@@ -473,7 +421,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     find_model_source(proof.model, components=proof.components)
     check_known_model(request, plan)
     try:
-        verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
+        verdict = _run_on_ranks("ditile.cli.verify.verify_plan", plan, proof, (proof, plan))
     except JoinError:
         raise
     except StateError as error:

@@ -1,4 +1,4 @@
-"""The results of commands, an `Outcome` or a `PlanVerdict`, as tables for people and as JSON for programs.
+"""The result of `ditile generate`, as JSON for programs and as lines for people.
 
 Nothing here imports torch, because a process that only starts ranks shows the results that they return.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,6 @@ from ditile.plan.option_classes import JsonObject
 
 NUM_PERF_CALLS = 3
 """Calls of --perf that are measured, after one that is not."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The result of a run of `ditile generate`: the files, and every rank's report in rank order.
-
-    Attributes:
-        images: the files of all images or videos, including those that were there before.
-        has_videos: whether they are videos, which have posters.
-        skipped: the number of files that were there before.
-        reports: one for each rank, over all calls; empty if there was no call.
-        settings: the settings of cache, quantization and LoRA; empty for a plain run.
-        left_out: the work that caches skipped; see `summarize_cache_reports`.
-        totals: seconds of each call that --perf measured.
-        tracks_memory: whether to show the memory of stale keys and caches.
-        promise: the promise of bounds; empty without bounds.
-        components: component -> the file with its weights; the model's own are left out.
-    """
-
-    plan: str
-    model: str
-    seed: int
-    images: list[str]
-    reports: list[JsonObject]
-    has_videos: bool = False
-    skipped: int = 0
-    settings: JsonObject = field(default_factory=dict)
-    left_out: list[JsonObject] = field(default_factory=list)
-    totals: list[float] = field(default_factory=list)
-    tracks_memory: bool = False
-    promise: JsonObject = field(default_factory=dict)
-    components: dict[str, str] = field(default_factory=dict)
 
 
 def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
@@ -97,55 +64,72 @@ _NO_REPORT: Mapping[str, Any] = {
 """The report of a run without a call: all images were there."""
 
 
-def summarize_outcome(outcome: Outcome) -> JsonObject:
-    """Return the outcome as JSON types. Seconds are from rank 0, and lists are in the order of the ranks."""
-    first = outcome.reports[0] if outcome.reports else _NO_REPORT
-    summary = {
-        "plan": outcome.plan,
-        "model": outcome.model,
-        "seed": outcome.seed,
+def summarize_outcome(
+    *,
+    plan: str,
+    model: str,
+    seed: int,
+    images: list[str],
+    reports: list[JsonObject],
+    has_videos: bool = False,
+    skipped: int = 0,
+    settings: JsonObject | None = None,
+    left_out: Sequence[JsonObject] = (),
+    totals: Sequence[float] = (),
+    tracks_memory: bool = False,
+    promise: JsonObject | None = None,
+    components: Mapping[str, str] | None = None,
+) -> JsonObject:
+    """Summarize a run of `ditile generate` in JSON types. Seconds are from rank 0, and lists in the order of the ranks.
+
+    Args:
+        images: the files of all images or videos, including those that were there before.
+        reports: one for each rank, over all calls; empty if there was no call.
+        has_videos: whether they are videos, which have posters.
+        skipped: the number of files that were there before.
+        settings: the settings of cache, quantization and LoRA.
+        left_out: the work that caches skipped; see `summarize_cache_reports`.
+        totals: seconds of each call that --perf measured.
+        tracks_memory: whether to show the memory of stale keys and caches.
+        promise: the promise of bounds.
+        components: component -> the file with its weights; the model's own are left out.
+    """
+    first = reports[0] if reports else _NO_REPORT
+    summary: JsonObject = {
+        "plan": plan,
+        "model": model,
+        "seed": seed,
         "steps": first["steps"],
         "synchronous_steps": len(first["synchronous"]),
         "warmup_mode": first["warmup_mode"],
-        "ranks": len(outcome.reports),
-        "images": outcome.images,
+        "ranks": len(reports),
+        "images": images,
     }
-    if outcome.has_videos:
+    if has_videos:
         # For videos the summary lists the posters as images.
-        summary["images"] = [str(Path(name).with_suffix(".png")) for name in outcome.images]
-        summary["videos"] = outcome.images
-    summary["skipped"] = outcome.skipped
+        summary["images"] = [str(Path(name).with_suffix(".png")) for name in images]
+        summary["videos"] = images
+    summary["skipped"] = skipped
     summary["seconds"] = {name: first["seconds"][name] for name in SECONDS}
     for name in ("peak_memory_bytes", "bytes_sent"):
-        summary[name] = [report[name] for report in outcome.reports]
-    return summary | _summarize_optional_facts(outcome)
-
-
-def _summarize_optional_facts(outcome: Outcome) -> JsonObject:
-    """Return the entries of the summary that only some runs have."""
-    facts: JsonObject = {}
-    if outcome.components:
-        facts["components"] = outcome.components
-    if outcome.promise:
-        facts["promise"] = outcome.promise
-    if outcome.settings:
-        facts["settings"] = outcome.settings
-    if "cache_config" in outcome.settings:
-        facts["cache"] = {"blocks_saved": _compute_saved_share(outcome.left_out), "contexts": outcome.left_out}
-    if outcome.reports and outcome.reports[0]["reference_tokens"]:
-        first = outcome.reports[0]
-        facts["references"] = {"tokens": first["reference_tokens"], "computed_steps": len(first["reference_steps"])}
-    if outcome.reports and outcome.reports[0]["recorded"] is not None:
-        facts["recorded"] = [report["recorded"] for report in outcome.reports]
-    if outcome.tracks_memory:
+        summary[name] = [report[name] for report in reports]
+    # The following entries are those that only some runs have.
+    optional = {"components": components, "promise": promise, "settings": settings, "measured_seconds": [*totals]}
+    summary |= {name: value for name, value in optional.items() if value}
+    if "cache_config" in (settings or {}):
+        summary["cache"] = {"blocks_saved": _compute_saved_share(left_out), "contexts": [*left_out]}
+    if first.get("reference_tokens"):
+        references = {"tokens": first["reference_tokens"], "computed_steps": len(first["reference_steps"])}
+        summary["references"] = references
+    if first.get("recorded") is not None:
+        summary["recorded"] = [report["recorded"] for report in reports]
+    if tracks_memory:
         for name in ("key_bytes", "cache_bytes"):
-            facts[name] = [report[name] for report in outcome.reports]
-    if outcome.totals:
-        facts["measured_seconds"] = outcome.totals
-    return facts
+            summary[name] = [report[name] for report in reports]
+    return summary
 
 
-def _compute_saved_share(entries: list[JsonObject]) -> float:
+def _compute_saved_share(entries: Sequence[JsonObject]) -> float:
     """Return the share of block runs that caches saved."""
     # Each entry counts by its blocks and steps.
     runs = 0
@@ -156,29 +140,40 @@ def _compute_saved_share(entries: list[JsonObject]) -> float:
     return saved / max(runs, 1)
 
 
-def list_outcome_lines(outcome: Outcome) -> Iterator[str]:
-    """Yield the lines of the outcome for people, each with its subject first."""
-    for name, text in _list_rows(outcome):
+def list_outcome_lines(summary: JsonObject) -> Iterator[str]:
+    """Yield the lines of a summary for people, each with its subject first."""
+    for name, text in _list_rows(summary):
         yield f"{name:<15}{text}"
 
 
-def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    facts = summarize_outcome(outcome)
-    kind = "videos" if outcome.has_videos else "images"
-    yield kind, _format_image_names(outcome)
-    yield "model", outcome.model
-    yield from outcome.components.items()
-    yield "seed", str(outcome.seed)
-    yield "plan", outcome.plan
+def _list_rows(facts: JsonObject) -> Iterator[tuple[str, str]]:
+    kind = "videos" if "videos" in facts else "images"
+    names = facts[kind]
+    text = " ".join(names)
+    if len(names) > MAX_ITEMS_SHOWN:
+        text = f"{names[0]} .. {names[-1]} ({len(names)})"
+    if facts["skipped"]:
+        text += f", {facts['skipped']} of them there before"
+    yield kind, text
+    yield "model", facts["model"]
+    yield from facts.get("components", {}).items()
+    yield "seed", str(facts["seed"])
+    yield "plan", facts["plan"]
     # If all images were there before, nothing was measured.
-    if outcome.reports:
-        yield from _list_time_rows(outcome, facts)
-    if outcome.promise:
-        yield "promised", _format_promise(outcome.promise)
-    yield from _list_cache_rows(outcome)
+    if facts["ranks"]:
+        yield from _list_time_rows(facts)
+    if "promise" in facts:
+        promise = facts["promise"]
+        parts = [f"{promise['computed_steps']} of {promise['steps']} steps"]
+        if promise["seconds"] is not None:
+            parts.insert(0, f"{promise['seconds']:.2f} s an image")
+        if promise["mean_psnr"] is not None:
+            parts.append(f"{promise['mean_psnr']:.1f} dB on average, {promise['worst_psnr']:.1f} at worst")
+        yield "promised", ", ".join(parts)
+    yield from _list_cache_rows(facts)
     if "recorded" in facts:
         yield "recorded steps", format_recorded_calls(facts["recorded"])
-    if outcome.reports:
+    if facts["ranks"]:
         yield "peak memory", _format_per_rank(facts["peak_memory_bytes"])
         for key, name in (("key_bytes", "stale keys"), ("cache_bytes", "held by caches")):
             if key in facts:
@@ -188,27 +183,17 @@ def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "bytes sent", _format_per_rank(facts["bytes_sent"])
 
 
-def _format_promise(promise: JsonObject) -> str:
-    """Format the values promised under bounds, in the order of the results above them."""
-    parts = []
-    if promise["seconds"] is not None:
-        parts.append(f"{promise['seconds']:.2f} s an image")
-    parts.append(f"{promise['computed_steps']} of {promise['steps']} steps")
-    if promise["mean_psnr"] is not None:
-        parts.append(f"{promise['mean_psnr']:.1f} dB on average, {promise['worst_psnr']:.1f} at worst")
-    return ", ".join(parts)
-
-
-def _list_time_rows(outcome: Outcome, facts: JsonObject) -> Iterator[tuple[str, str]]:
+def _list_time_rows(facts: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield rows for the times of the calls, and their steps."""
     seconds = facts["seconds"]
     steps = facts["steps"]
     parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
     yield "seconds", f"{seconds['total']:.2f}  ({parts})"
-    if outcome.totals:
-        totals = ", ".join(f"{total:.2f}" for total in outcome.totals[:MAX_ITEMS_SHOWN])
-        if len(outcome.totals) > MAX_ITEMS_SHOWN:
-            totals += f" .. ({len(outcome.totals)})"
+    measured = facts.get("measured_seconds")
+    if measured:
+        totals = ", ".join(f"{total:.2f}" for total in measured[:MAX_ITEMS_SHOWN])
+        if len(measured) > MAX_ITEMS_SHOWN:
+            totals += f" .. ({len(measured)})"
         yield "measured", f"medians of {NUM_PERF_CALLS} runs after one that is not counted: {totals}"
     text = f"{seconds['denoise'] / max(1, steps):.3f} s over {steps} steps"
     if facts["synchronous_steps"] < steps:
@@ -223,22 +208,22 @@ def _list_time_rows(outcome: Outcome, facts: JsonObject) -> Iterator[tuple[str, 
         yield "references", f"{references['tokens']} tokens, {computed}"
 
 
-def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _list_cache_rows(facts: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield rows for quantization, LoRA and cache, with the savings of the cache."""
-    settings = outcome.settings
-    entries = outcome.left_out
+    settings = facts.get("settings", {})
     if "quantize_config" in settings:
         yield "weights", str(settings["quantize_config"].get("quant_type", "quantized by component"))
     if "lora" in settings:
         fused = " (fused)" if settings["fuse_lora"] else ""
         yield "LoRA", settings["lora"] + fused
-    if "cache_config" not in settings or not outcome.reports:
+    if "cache" not in facts or not facts["ranks"]:
         return
+    entries = facts["cache"]["contexts"]
     if not entries:
         yield "cache", "nothing was left out: these settings compute every step"
         return
     words = ", ".join(dict.fromkeys(entry["settings"] for entry in entries))
-    yield "cache", f"{words}: {_compute_saved_share(entries):.0%} of blocks saved"
+    yield "cache", f"{words}: {facts['cache']['blocks_saved']:.0%} of blocks saved"
     has_stages = len({entry["stage"] for entry in entries}) > 1
     for entry in entries:
         calls = entry["cached_steps"]
@@ -248,17 +233,6 @@ def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
         if len(calls) == 1 and calls[0]:
             text += f" ({format_steps(calls[0]).partition(': ')[2]})"
         yield "", f"{text}, {entry['blocks_saved']:.0%} of blocks saved"
-
-
-def _format_image_names(outcome: Outcome) -> str:
-    """Format the names of all files if they are few, otherwise of the first and the last."""
-    names = outcome.images
-    text = " ".join(names)
-    if len(names) > MAX_ITEMS_SHOWN:
-        text = f"{names[0]} .. {names[-1]} ({len(names)})"
-    if outcome.skipped:
-        text += f", {outcome.skipped} of them there before"
-    return text
 
 
 def _format_per_rank(counts: list[int]) -> str:

@@ -174,7 +174,10 @@ def run_plan_checks(
 
 def _check_exactness(runner: Runner, latents: Tensor, reference: Tensor | None) -> Check:
     """Rank 0 compares its latents with the reference; the other ranks must have the same latents as rank 0."""
-    answer = (_compute_difference(latents, reference), _hash_latents(latents), _find_allowed_rounding(runner, latents))
+    # The latents and the weights may be of different types.
+    dtypes = {parameter.dtype for parameter in find_loop_model(runner.pipe).parameters()} | {latents.dtype}
+    rounding = max(rounding for dtype, rounding in ROUNDING_BY_DTYPE.items() if dtype in dtypes)
+    answer = (_compute_difference(latents, reference), _hash_latents(latents), rounding)
     answers = gather_json(answer, runner.mesh.everyone)
     difference = answers[0][0]
     are_equal = len({digest for _, digest, _ in answers}) == 1
@@ -202,12 +205,6 @@ def _prove_patches(pipe: Any, plan: Plan) -> tuple[bool | None, str]:
     return difference <= prove.TOLERANCE, says
 
 
-def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:
-    """Return the coarsest rounding among the types of the latents and the weights. These may be of different types."""
-    dtypes = {parameter.dtype for parameter in find_loop_model(runner.pipe).parameters()} | {latents.dtype}
-    return max(rounding for dtype, rounding in ROUNDING_BY_DTYPE.items() if dtype in dtypes)
-
-
 def _digest_call_result(runner: Runner, call: ArgumentsFactory, reference: Tensor | None) -> tuple[str, float]:
     """Return the digest of a call's result, and its difference from the reference, keeping no tensor alive."""
     latents = _generate_first_result(runner, call(runner.pipe))
@@ -223,25 +220,19 @@ def _check_repeatability(runner: Runner, first: tuple[str, float], second: tuple
         problems.append("ranks have different results")
     if first_digests != second_digests:
         problems.append("the second call differs from the first")
-    says = "; ".join(problems)
-    if not problems:
-        says = f"equal on {len(answers)} rank(s), twice{_explain_difference(runner.plan, answers[0][2])}"
-    return Check("the same call twice: one image, on all ranks", not problems, says)
-
-
-def _explain_difference(plan: Plan, difference: float) -> str:
-    """Explain why the plan's image may differ from one device's, and by how much."""
+    says = "; ".join(problems) or f"equal on {len(answers)} rank(s), twice"
     causes = []
-    if plan.attends_to_stale_keys:
+    if runner.plan.attends_to_stale_keys:
         causes.append("stale keys")
-    if plan.wire_dtype is not None:
-        causes.append(f"{plan.wire_dtype} messages")
-    if difference == 0 or not causes:
-        return ""
-    return (
-        f". The image of one device is a little different, as this plan's approximation allows ({', '.join(causes)}): "
-        f"by {difference:.1e} of the largest value at most"
-    )
+    if runner.plan.wire_dtype is not None:
+        causes.append(f"{runner.plan.wire_dtype} messages")
+    difference = answers[0][2]
+    if difference and causes and not problems:
+        says += (
+            ". The image of one device is a little different, as this plan's approximation allows "
+            f"({', '.join(causes)}): by {difference:.1e} of the largest value at most"
+        )
+    return Check("the same call twice: one image, on all ranks", not problems, says)
 
 
 def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:

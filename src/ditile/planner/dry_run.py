@@ -21,12 +21,11 @@ from ditile.plan.simulate import render_gantt_chart
 from ditile.planner.memory import count_host_memory
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import choose_dtype_name, defaults, find_model_source
-from ditile.runner.requests.arguments import merge_call_arguments
-from ditile.runner.requests.facts import build_dry_run_call
+from ditile.runner.requests.facts import build_dry_run_call, collect_call_facts
 from ditile.runner.requests.options import EngineOptions, GenerateOptions
 from ditile.runner.requests.pictures import read_picture
-from ditile.runner.requests.pipeline_choice import choose_requested_class, describe_choice
-from ditile.runner.requests.pipelines import returns_videos
+from ditile.runner.requests.pipeline_choice import choose_requested_class
+from ditile.runner.requests.pipelines import name_pipeline, returns_videos
 from ditile.runner.table import describe_plan
 
 STEPS_SHOWN = 2
@@ -88,7 +87,8 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArgum
     # Called for its check: it refuses a class that makes neither images nor videos.
     returns_videos(subject.pipeline)
     # Called for its check: it refuses options that the class does not take.
-    merge_call_arguments(choose_requested_class(options)[0] or subject.pipeline, options, base)
+    pipeline = choose_requested_class(options)[0] or subject.pipeline
+    collect_call_facts(pipeline).merge_arguments(options, base)
     pictures = [read_picture(path, "image") for path in options.image or ()]
     return subject, build_dry_run_call(options, base) | subject.bind_pictures(pictures)
 
@@ -126,10 +126,8 @@ def _describe_class(options: GenerateOptions) -> str:
     """Write a line on the class for the conditions of a request; empty if it has none."""
     if not options.conditions:
         return ""
-    kind, own, _ = choose_requested_class(options)
-    if own is None:
-        return ""
-    return f"pipeline: {describe_choice(kind, own, [*options.conditions])}\n"
+    pipeline, _ = choose_requested_class(options)
+    return "" if pipeline is None else f"pipeline: {name_pipeline(pipeline)}\n"
 
 
 def build_subject_job(

@@ -16,10 +16,9 @@ import matplotlib
 from matplotlib import pyplot as plt
 
 from ditile.plan.plan import Plan
-from ditile.runner.requests.pictures import save_figure
 from ditile_lab.bench.cells import ONE_RANK
 from ditile_lab.bench.tables import make_rows_title
-from ditile_lab.palette import NAMES, choose_plan_colour
+from ditile_lab.palette import NAMES, choose_plan_colour, save_figure
 from ditile_lab.rows import Row, list_values
 
 # This backend needs no display, and must be set before the first figure is made.

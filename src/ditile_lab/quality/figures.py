@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ditile.cache.config_text import NO_CACHE
 from ditile.plan.extras import require_extra
-from ditile.runner.requests.pictures import read_picture, save_figure
-from ditile_lab.palette import MARKERS, assign_plan_colours
+from ditile.runner.requests.pictures import read_picture
+from ditile_lab.palette import MARKERS, assign_plan_colours, save_figure
 from ditile_lab.quality.options import ORIGINAL, EvaluationSetting
 from ditile_lab.quality.store import select_pareto_front
 from ditile_lab.rows import Row, list_values

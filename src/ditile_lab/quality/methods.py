@@ -15,8 +15,7 @@ from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS, choose_measured_
 from ditile.cache.methods.gating import GuidanceGateConfig
 from ditile.plan.extras import require_extra
 from ditile.runner.requests.console import make_numbered_tables
-from ditile.runner.requests.pictures import save_figure
-from ditile_lab.palette import MARKERS
+from ditile_lab.palette import MARKERS, save_figure
 from ditile_lab.rows import Row
 
 if TYPE_CHECKING:

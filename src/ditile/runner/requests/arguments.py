@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ditile.model.pipeline_calls import COUNTS, find_call_owner
 from ditile.plan.errors import ModelError
 from ditile.plan.numbers import is_whole_number
-from ditile.plan.option_classes import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests.conditions import bind_conditions, read_call_conditions
@@ -18,7 +18,6 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
     FRAME_RATES,
     check_num_frames,
-    check_prompt_cleaner,
     find_argument,
     find_frames_ratio,
 )
@@ -32,10 +31,8 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
     """Build the plain values of the call arguments: the model's own options, overridden by the request.
 
     Raises:
-        ModelError: if this pipeline does not take an argument that is given, cannot make the size or the frames, or
-            needs a package that is not installed.
+        ModelError: if this pipeline does not take an argument that is given, or cannot make the size or the frames.
     """
-    check_prompt_cleaner(find_call_owner(pipe))
     rate = find_argument(pipe, FRAME_RATES)
     if rate is not None and rate not in base and request.fps is None:
         # The model's files say the rate of its videos; a class that conditions on the rate is called with it.
@@ -43,18 +40,15 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
     # A modular pipeline may have no config.
     facts = collect_call_facts(find_call_owner(pipe), dict(getattr(pipe, "config", {})))
     call = facts.merge_arguments(request, base)
-    _check_picture_size(pipe, call)
+    from ditile.model.registry import find_model_spec
+
+    if find_model_spec(getattr(pipe, "transformer", None)) is not None:
+        # Other pipelines check the size themselves; see `convert_value_errors`.
+        check_image_size(call, find_size_multiple(pipe))
     check_num_frames(pipe, call)
     # Where neither the request nor the model's files say a size, it is that of the class.
     check_rotary_table(pipe, facts.defaults | call)
     return call
-
-
-def merge_call_arguments(
-    pipeline: Any, request: GenerateOptions, base: CallArguments, config: JsonObject | None = None
-) -> CallArguments:
-    """Merge the same arguments for a class of pipelines with some config, without a check of the size."""
-    return collect_call_facts(pipeline, config).merge_arguments(request, base)
 
 
 def build_object_arguments(
@@ -144,13 +138,3 @@ def check_rotary_table(pipe: Any, call: CallArguments) -> None:
                 f"{name}={value} is more than the rotary table of {type(pipe.transformer).__name__} has rows for; try "
                 f"{name}={limit}"
             )
-
-
-def _check_picture_size(pipe: Any, call: CallArguments) -> None:
-    """Check the size if a `ModelSpec` knows a token's side. Other pipelines check it (see `convert_value_errors`)."""
-    from ditile.model.registry import find_model_spec
-
-    transformer: Any = getattr(pipe, "transformer", None)
-    spec = find_model_spec(transformer)
-    if spec is not None:
-        check_image_size(call, pipe.vae_scale_factor * spec.latent_per_token(transformer.config))

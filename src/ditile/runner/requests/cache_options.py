@@ -60,7 +60,16 @@ DEGREE_BY_PARALLEL_TYPE = {"tp": "tensor", "ulysses": "ulysses", "ring": "ring"}
 """Value of --parallel-type -> the degree of `Plan`."""
 
 _SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
-"""The flags that are settings of a cache, and need another flag that asks for one."""
+"""The flags that are settings of a cache."""
+
+_NEEDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_SAYS_HOW, ("cache", "prune", "config")),
+    "taylorseer_order": ("taylorseer", "config"),
+    "mag_ratios": ("mag",),
+    "quantize_type": ("quantize",),
+    "fuse_lora": ("lora",),
+}
+"""A flag that would have no effect -> without one of these."""
 
 
 class LoraChoice(NamedTuple):
@@ -121,11 +130,6 @@ class LoraChoice(NamedTuple):
         if self.component != TRANSFORMER:
             name = f"{self.component}={name}"
         return name if self.scale == 1 else f"{name}:{self.scale!r}"
-
-
-def read_lora_source(text: str) -> str:
-    """Return the file, folder or hub id in the text of an option."""
-    return LoraChoice.parse(text).source
 
 
 def define_cache_flag(name: str, metavar: str | None = "N") -> Any:
@@ -194,7 +198,7 @@ class CacheOptions(Fields):
         "a LoRA: a file, a folder or a hub id; transformer_2=FILE for the second of two transformers; once more for "
         "each further one",
         metavar="[NAME=]FILE[:SCALE]",
-        reads=read_lora_source,
+        reads=lambda text: LoraChoice.parse(text).source,
         repeats=True,
     )
     fuse_lora: bool = define_option(False, "add the LoRAs to the weights")
@@ -207,29 +211,25 @@ class CacheOptions(Fields):
     )
 
     def __post_init__(self) -> None:
-        # A table without its method would be ignored.
-        if "mag_ratios" in self.given and "mag" not in self.given:
-            raise ModelError(f"--mag-ratios {self.mag_ratios} is for --mag; add it")
-        for line in self._list_cache_lines():
-            self._check_cache_line(line)
+        for name, needed in _NEEDS.items():
+            if name in self.given and self.given.isdisjoint(needed):
+                flags = " or ".join(map(format_flag, needed))
+                raise ModelError(f"{format_flag(name)} {getattr(self, name)} is for {flags}, which is not given")
         # One forecast at a time: each keeps its own history of every block.
         calibrators = [name for name in CALIBRATOR_CONFIGS if getattr(self, name)]
         if len(calibrators) > 1:
             raise ModelError(f"{' and '.join(map(format_flag, calibrators))}: there is one forecast; give one of them")
-        # A setting without a cache would be ignored.
-        if not (self.cache or self.prune or self.config):
-            for name in _SAYS_HOW:
-                if name in self.given:
-                    raise ModelError(f"{format_flag(name)} says how to cache, and nothing is cached; add --cache")
-        if "taylorseer_order" in self.given and not (self.taylorseer or self.config):
-            raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
         check_value(QuantizeType, self.quantize_type, "quantize_type")
-        if "quantize_type" in self.given and not self.quantize:
-            raise ModelError(f"--quantize-type {self.quantize_type} is for --quantize; add it")
-        if self.fuse_lora and self.lora is None:
-            raise ModelError("--fuse-lora needs something to fuse; add --lora FILE")
-        # It also reads --config, so that a wrong file is refused before ranks start.
-        self._check_packages(self.build_cache_arguments())
+        for choice in self.loras.values():
+            require_extra("lora", f"lora={choice.source!r}")
+        # A wrong file of --config, or a missing package, is refused before ranks start.
+        arguments = self.build_cache_arguments()
+        if "quantize_config" not in arguments:
+            return
+        config = parse_quantize_config(arguments["quantize_config"])
+        for part in (config, *config.by_component().values()):
+            for quant_type in (part.quant_type, *part.precision_plan.values()):
+                require_quantizer(quant_type)
 
     def build_cache_arguments(self) -> CallArguments:
         """Build the keyword arguments of `enable_cache`, from --config and the flags.
@@ -245,14 +245,26 @@ class CacheOptions(Fields):
         arguments = self._load_config_file()
         # This entry belongs to `collect_plan_values`.
         arguments.pop("parallelism_config", None)
-        for line in self._list_cache_lines():
+        file_config = arguments["cache_config"]
+        line = self._find_cache_line()
+        if line is not None:
+            flags = [format_flag(name) for name in ("cache", "prune", *_SAYS_HOW) if name in self.given]
+            if file_config is not None:
+                flags.append(f"--config {self.config}")
+            if flags:
+                raise ModelError(f"--cache-line {line!r} says how to cache, and {flags[0]} too; give one of them")
             arguments.pop("calibrator_config", None)
             arguments |= parse_cache_line(line)
-        file_config = arguments.get("cache_config")
+            file_config = arguments["cache_config"]
         if self.schedule is not None:
             arguments["cache_config"] = self._build_schedule_config(file_config)
         elif self.cache or self.prune or isinstance(file_config, DBCacheConfig):
-            arguments["cache_config"] = merge_configs(file_config, self._build_cache_config())
+            values = {}
+            for name, row in CACHE_FLAGS.items():
+                if row.config is DBCacheConfig and name in self.given:
+                    values[str(row.field)] = getattr(self, name)
+            config = DBPruneConfig(**values) if self.prune else DBCacheConfig(**values)
+            arguments["cache_config"] = merge_configs(file_config, config)
         calibrator = self._build_calibrator_config(arguments.get("calibrator_config"))
         if calibrator is not None:
             arguments["calibrator_config"] = calibrator
@@ -260,43 +272,28 @@ class CacheOptions(Fields):
             arguments["quantize_config"] = arguments.get("quantize_config", {}) | {"quant_type": self.quantize_type}
         return arguments
 
-    def _list_cache_lines(self) -> list[str]:
-        """List the cache in one line, as a list of at most one. Raises `ModelError` if there are several."""
+    def _find_cache_line(self) -> str | None:
+        """Find the cache in one line. Raises `ModelError` if there are several."""
         # A flag of a method is a line of its word; --schedule goes with a line that says how many steps compute.
         flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_FLAGS if name in self.given}
-        if self.mag_ratios is not None and self.mag is not None:
+        if self.mag_ratios is not None:
             flags["mag"] += f" ratios={self.mag_ratios}"
         lines = list(flags.values())
         if self.cache_line is not None:
             lines.append(self.cache_line)
         if len(lines) > 1:
             raise ModelError(f"{' and '.join(map(repr, lines))}: there is one cache in one line; give one of them")
-        return lines
+        return next(iter(lines), None)
 
     def _build_schedule_config(self, config: CacheConfig | None) -> FittedScheduleConfig:
         """Build the config of --schedule, with the steps of --cache-line or --config."""
         if config is None and not (self.cache or self.prune):
             config = FittedScheduleConfig()
         if not isinstance(config, FittedScheduleConfig):
-            raise ModelError(
-                f"--schedule {self.schedule} says which steps call the model, and another cache is given too; give "
-                "one of them"
-            )
+            raise ModelError(f"--schedule {self.schedule} is a cache, and another one is given too; give one of them")
         # Reading also refuses a file that is not a schedule, before ranks start.
         Schedule.read(str(self.schedule))
         return config.reset(schedule=self.schedule)
-
-    def _check_packages(self, arguments: CallArguments) -> None:
-        """Raise `ModelError` unless the packages that these options need are installed. This comes before ranks are
-        started."""
-        for choice in self.loras.values():
-            require_extra("lora", f"lora={choice.source!r}")
-        if "quantize_config" not in arguments:
-            return
-        config = parse_quantize_config(arguments["quantize_config"])
-        for part in (config, *config.by_component().values()):
-            for quant_type in (part.quant_type, *part.precision_plan.values()):
-                require_quantizer(quant_type)
 
     @property
     def loras(self) -> dict[str, LoraChoice]:
@@ -358,15 +355,9 @@ class CacheOptions(Fields):
                     values[name] = value
         # A flag wins over the file.
         values |= flag_values
-        if self.parallel_type is None:
+        degree = DEGREE_BY_PARALLEL_TYPE.get(self.parallel_type or "", "")
+        if not degree or degree in values:
             return values
-        degree = DEGREE_BY_PARALLEL_TYPE[self.parallel_type]
-        if degree not in values:
-            values[degree] = self._count_parallel_ranks(degree, values)
-        return values
-
-    def _count_parallel_ranks(self, degree: str, values: Mapping[str, Any]) -> int:
-        """Count the ranks of --parallel-type: all ranks of torchrun over the other degrees."""
         place = env.read_torchrun_place()
         if place is None:
             raise PlanError(
@@ -379,7 +370,7 @@ class CacheOptions(Fields):
                 f"--parallel-type {self.parallel_type}: {other_ranks} of the other degrees do not divide "
                 f"{place.world} rank(s); start a multiple of {other_ranks}"
             )
-        return place.world // other_ranks
+        return values | {degree: place.world // other_ranks}
 
     def _load_config_file(self) -> CallArguments:
         arguments = {"cache_config": None}
@@ -388,27 +379,6 @@ class CacheOptions(Fields):
                 if config is not None:
                     arguments[name] = config
         return arguments
-
-    def _check_cache_line(self, line: str) -> None:
-        """Raise `ModelError` if another flag or --config describes a cache too, or the line cannot be read."""
-        other = None
-        if self._load_config_file()["cache_config"] is not None:
-            other = f"--config {self.config}"
-        for name in ("cache", "prune", *_SAYS_HOW):
-            if name in self.given:
-                other = format_flag(name)
-                break
-        if other is not None:
-            raise ModelError(f"--cache-line {line!r} says how to cache, and {other} too; give one of them")
-        parse_cache_line(line)
-
-    def _build_cache_config(self) -> DBCacheConfig:
-        """Build the config of the cache that the flags describe."""
-        values = {}
-        for name, row in CACHE_FLAGS.items():
-            if row.config is DBCacheConfig and name in self.given:
-                values[str(row.field)] = getattr(self, name)
-        return DBPruneConfig(**values) if self.prune else DBCacheConfig(**values)
 
     def _build_calibrator_config(self, file_config: Calibration | None) -> Calibration | None:
         order: dict[str, Any] = {}
@@ -420,10 +390,3 @@ class CacheOptions(Fields):
         if order and not isinstance(file_config, TaylorSeerCalibratorConfig):
             raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
         return None if file_config is None else file_config.reset(**order)
-
-
-def name_flags(message: str) -> str:
-    """Rewrite an error about a config in terms of the typed flags: --Fn=0 in place of Fn_compute_blocks=0."""
-    for name, row in CACHE_FLAGS.items():
-        message = re.sub(rf"\b{row.field}\b", format_flag(name), message)
-    return message

@@ -140,11 +140,15 @@ def _read_class_call(pipeline: type) -> CallConditions:
     # `strength` says how far the result may depart from the input, so an input is needed.
     if "strength" in parameters and len(start) == 1:
         required.add(start[0])
-    return CallConditions(
-        arguments=arguments,
-        needed=tuple(name for name in arguments if name in required),
-        max_pictures=_count_pictures(pipeline, arguments.get("image")),
-    )
+    max_pictures = 0
+    if "image" in arguments:
+        max_pictures = 1
+        if _REFERENCE in parameters:
+            max_pictures = 2
+        if arguments["image"].endswith("s") or pipeline.__name__ in COMPOSING:
+            max_pictures = MOST_PICTURES
+    needed = tuple(name for name in arguments if name in required)
+    return CallConditions(arguments=arguments, needed=needed, max_pictures=max_pictures)
 
 
 def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:
@@ -155,17 +159,6 @@ def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | 
         if is_dataclass(cls) and {"frames", "index"} <= {field.name for field in fields(cls)}:
             return cls  # type: ignore[return-value]
     return None
-
-
-def _count_pictures(pipeline: type, argument: str | None) -> int:
-    """Return the largest number of images that a call takes."""
-    if argument is None:
-        return 0
-    if argument.endswith("s") or pipeline.__name__ in COMPOSING:
-        return MOST_PICTURES
-    if _REFERENCE in inspect.signature(pipeline.__call__).parameters:
-        return 2
-    return 1
 
 
 def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: int | None = None) -> CallArguments:
@@ -180,7 +173,14 @@ def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: i
         ModelError: if a class whose several images are references gets a last frame too.
     """
     if call.keyframe is not None:
-        return {_KEYFRAMES: [_make_keyframe(call.keyframe, name, value) for name, value in contents.items()]}
+        keyframe: Any = call.keyframe
+        keyframes = []
+        for name, value in contents.items():
+            if name == "image":
+                value = value[0]
+            index = -1 if name == "last_image" else 0
+            keyframes.append(keyframe(frames=value, index=index))
+        return {_KEYFRAMES: keyframes}
     arguments: CallArguments = {}
     for name, value in contents.items():
         if name == "image":
@@ -190,13 +190,6 @@ def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: i
         else:
             arguments[call.arguments[name]] = value
     return arguments
-
-
-def _make_keyframe(keyframe: Any, name: str, value: Any) -> Any:
-    if name == "image":
-        return keyframe(frames=value[0], index=0)
-    index = -1 if name == "last_image" else 0
-    return keyframe(frames=value, index=index)
 
 
 def _bind_images(

@@ -7,7 +7,6 @@ torch, but `collect_facts` and `collect_call_facts` are called where diffusers i
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,6 @@ from ditile.runner.requests.pipelines import (
 )
 
 _NOISE_STRENGTH = "denoise_strength"
-_NEEDED_WORDS = {"image": "an image", "mask": "a mask", "video": "a video"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +40,6 @@ class CallFacts:
     Attributes:
         pipeline: the class's name.
         defaults: its arguments -> their defaults; None also for a default that is not a plain value.
-        required: the arguments without a default.
         needed: what it cannot run without, as options of a request.
         guidance: when it has a second branch of guidance; None if that is not known.
         max_pictures: how many images it starts from at most.
@@ -50,7 +47,6 @@ class CallFacts:
 
     pipeline: str
     defaults: JsonObject
-    required: list[str] = field(default_factory=list)
     needed: list[str] = field(default_factory=list)
     guidance: GuidanceRule | None = None
     max_pictures: int = 0
@@ -81,13 +77,11 @@ class CallFacts:
     def _check_conditions(self, request: GenerateOptions) -> None:
         for name in self.needed:
             if getattr(request, name) is None:
-                what = _NEEDED_WORDS.get(name, "an image for its ControlNet")
-                raise ModelError(f"{self.pipeline} starts from {what}; add {format_flag(name)} FILE")
+                raise ModelError(f"{self.pipeline} cannot start without {format_flag(name)} FILE")
         check_picture_count(self.pipeline, self.max_pictures, len(request.image or ()))
         has_prompt = request.prompt is not None or request.prompts_file is not None
         if request.conditions and not has_prompt and "prompt" in self.defaults:
-            what = "an image" if request.video is None else "a video"
-            raise ModelError(f"{self.pipeline} starts from {what} and a prompt; give a PROMPT, or --prompts-file FILE")
+            raise ModelError(f"{self.pipeline} needs a prompt too; give a PROMPT, or --prompts-file FILE")
 
     def _rename_arguments(self, request: GenerateOptions, arguments: CallArguments) -> CallArguments:
         """Rename the frames, the rate and the strength to the names of this class."""
@@ -109,29 +103,24 @@ class CallFacts:
                 renamed[rate] = int(request.fps)
         return renamed
 
-    def _find_negative_rule(self) -> GuidanceRule | None:
-        """Find the rule for when a negative prompt has an effect. None where a component of the pipeline decides it."""
-        if self.guidance is not None:
-            return self.guidance
-        scale = self.find_argument(("true_cfg_scale", "guidance_scale"))
-        return None if scale is None else GuidanceRule(scales=(scale,))
-
     def _check_negative_prompt(self, call: CallArguments) -> None:
-        rule = self._find_negative_rule()
+        rule = self.guidance
+        if rule is None:
+            scale = self.find_argument(("true_cfg_scale", "guidance_scale"))
+            if scale is None:
+                # A component of the pipeline decides when a negative prompt has an effect.
+                return
+            rule = GuidanceRule(scales=(scale,))
         values = {**self.defaults, **call}
-        if rule is None or rule.is_guided(values):
+        if rule.is_guided(values):
             return
+        refusal = f"{self.pipeline} ignores a negative prompt"
         if not rule.scales:
-            raise ModelError(
-                f"{self.pipeline} ignores a negative prompt, as its model is distilled; leave --negative-prompt out"
-            )
+            raise ModelError(f"{refusal}, as its model is distilled; leave --negative-prompt out")
         flag = _flag_of_argument(rule.scales[0])
         value = values[rule.scales[0]]
         if is_number(value):
-            raise ModelError(
-                f"{self.pipeline} ignores a negative prompt at {flag} {value:g}; try {flag} above {rule.above:g}, or "
-                "leave it out"
-            )
+            raise ModelError(f"{refusal} at {flag} {value:g}; try {flag} above {rule.above:g}, or leave it out")
 
     def check_cfg(self, plan: Plan, call: CallArguments) -> None:
         """Raise `PlanError` for a call without the branches of guidance that a plan divides. Calls with an unknown rule
@@ -202,11 +191,6 @@ class ModelFacts:
         return any(argument in call.defaults for call in calls)
 
     @property
-    def needs_picture(self) -> bool:
-        """Return whether it needs an image to start from."""
-        return "image" in self.call.needed
-
-    @property
     def max_pictures(self) -> int:
         """Return the largest number of images for an edit. 0 without edits."""
         return 0 if self.edit is None else self.edit.max_pictures
@@ -239,10 +223,7 @@ class ModelFacts:
         if request.image is None:
             return self.call
         if self.edit is None:
-            reason = "has no relative that starts from an image"
-            if self.is_video:
-                reason = "makes videos from text alone"
-            raise ModelError(f"{self.call.pipeline} {reason}; leave the image out, or serve a model that takes one")
+            raise ModelError(f"{self.call.pipeline} has no relative that starts from an image; leave the image out")
         if request.mask is None:
             return self.edit
         if self.inpaint is None:
@@ -269,13 +250,12 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     config = dict(getattr(pipe, "config", {}))
     base = defaults(model)
     call = collect_call_facts(own, config)
-    conditioned: list[CallFacts | None] = []
-    for conditions in (["image"], ["image", "mask"]):
+    related: dict[str, CallFacts] = {}
+    for name, conditions in {"edit": ["image"], "inpaint": ["image", "mask"]}.items():
         pipeline_class = find_pipeline_class_for(own, conditions, config)
         # Some families do not generate from images.
-        facts = None if pipeline_class is None else collect_call_facts(pipeline_class, config)
-        conditioned.append(facts)
-    edit, inpaint = conditioned
+        if pipeline_class is not None:
+            related[name] = collect_call_facts(pipeline_class, config)
     known = find_known_model(model)
     example = "" if known is None else known.example
     return ModelFacts(
@@ -283,8 +263,8 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
         plan=str(plan),
         is_video=returns_videos(own),
         call=call,
-        edit=edit,
-        inpaint=inpaint,
+        edit=related.get("edit"),
+        inpaint=related.get("inpaint"),
         base={name: value for name, value in base.items() if name in call.defaults},
         size=_find_default_size(pipe, {**call.defaults, **base}),
         size_multiple=find_size_multiple(pipe),
@@ -300,17 +280,13 @@ def collect_call_facts(pipeline: Any, config: JsonObject | None = None) -> CallF
     from ditile.model.pipeline_calls import list_call_parameters, read_guidance_rule
 
     call_defaults = {}
-    required = []
     for parameter in list_call_parameters(pipeline).values():
         is_plain = isinstance(parameter.default, bool | int | float | str)
         call_defaults[parameter.name] = parameter.default if is_plain else None
-        if parameter.default is inspect.Parameter.empty:
-            required.append(parameter.name)
     conditions = read_call_conditions(pipeline)
     return CallFacts(
         pipeline=name_pipeline(pipeline),
         defaults=call_defaults,
-        required=required,
         needed=[*conditions.needed],
         guidance=read_guidance_rule(pipeline, config or {}),
         max_pictures=conditions.max_pictures,
@@ -345,7 +321,7 @@ def count_request_steps(request: GenerateOptions) -> int:
 
     steps = build_dry_run_call(request, defaults(request.model)).get("num_inference_steps")
     if steps is None:
-        pipeline, _, config = choose_requested_class(request)
+        pipeline, config = choose_requested_class(request)
         if pipeline is not None:
             steps = collect_call_facts(pipeline, config).defaults.get("num_inference_steps")
     if not is_whole_number(steps):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ditile.plan.errors import ModelError
+from ditile.plan.flag_parser import format_flag
 from ditile.plan.option_classes import (
     CallArguments,
     Frames,
@@ -32,15 +33,11 @@ MOST_FPS = 1000
 GIF_MOST_FPS = 100
 
 
-def _make_tuple(value: Any) -> Any:
-    """Turn several paths into a tuple. In JSON they are a list."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 FrameRate = Annotated[float, Field(ge=LEAST_FPS, le=MOST_FPS)]
 Strength = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(_make_tuple)]
+# In JSON several paths are a list.
+Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 # The shell expands ~ only at the start of a word, and not in --model=~/x.
 ModelName = Annotated[str, AfterValidator(os.path.expanduser)]
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
@@ -96,6 +93,33 @@ class ModelOptions(SourceOptions):
 
 
 @options()
+class CallOptions(ModelOptions):
+    """The model of a command, and what its calls have besides words; None is the model's own value."""
+
+    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
+    true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
+    frames: Frames | None = define_option(None, "frames of a video; the model's own by default")
+    image: Paths | None = define_option(
+        None, "an image to start from; once more for each further one", reads=True, repeats=True
+    )
+
+
+@options()
+class PlannedOptions:
+    """The plan of a command in one text."""
+
+    plan: str | None = define_option(
+        None, 'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first'
+    )
+    profile: str | None = define_option(
+        None,
+        "--plan auto or a bound: a machine that `ditile calibrate` measured; this one, as calibrated, by default",
+        metavar="FILE",
+        reads=True,
+    )
+
+
+@options()
 class DeviceOptions:
     """The device of each rank, and the type in which it computes."""
 
@@ -129,16 +153,23 @@ class EngineOptions(DeviceOptions):
     )
 
 
+_NEEDS = {
+    "strength": ("image", "video"),
+    "mask": ("image",),
+    "last_image": ("image",),
+    "controlnet": ("control_image", "mask"),
+}
+"""An option of a request -> without one of these it would have no effect."""
+
+
 @options()
-class GenerateOptions(ModelOptions):
+class GenerateOptions(CallOptions):
     """What to generate. None leaves a value to the model's `generation.json`, or to its pipeline."""
 
     prompt: str | None = define_option(None, "what to generate", positional=True)
     prompts_file: str | None = define_option(
         None, "generate an image for each line of a file; resumes where it stopped", reads=True
     )
-    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
-    true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
     negative_prompt: str | None = define_option(
         None, "what to keep out; FLUX honors it with --true-cfg", metavar="TEXT"
     )
@@ -146,11 +177,7 @@ class GenerateOptions(ModelOptions):
         None, "seed of the first image; random by default, and reported; 0 with --prompts-file"
     )
     num_images: Images = define_option(1, "images, with seeds that count up")
-    frames: Frames | None = define_option(None, "frames of a video; the model's own by default")
     fps: FrameRate | None = define_option(None, "frames a second of a video; the model's own by default", example=16)
-    image: Paths | None = define_option(
-        None, "an image to start from; once more for each further reference", reads=True, repeats=True
-    )
     mask: str | None = define_option(
         None, "where --image is generated again: white, or transparent; of its size", reads=True
     )
@@ -173,13 +200,10 @@ class GenerateOptions(ModelOptions):
             raise ModelError("the prompt is empty; say what to generate")
         if self.prompts_file is not None and self.num_images > 1:
             raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
-        if self.strength is not None and self.image is None and self.video is None:
-            raise ModelError(f"strength={self.strength} needs an image to start from; add --image FILE")
-        for name in ("mask", "last_image"):
-            if getattr(self, name) is not None and self.image is None:
-                raise ModelError(f"{name}={getattr(self, name)!r} goes with an image; add --image FILE")
-        if self.controlnet is not None and self.control_image is None and self.mask is None:
-            raise ModelError(f"controlnet={self.controlnet!r} is shown nothing; add --control-image FILE")
+        for name, needed in _NEEDS.items():
+            value = getattr(self, name)
+            if value is not None and all(getattr(self, other) is None for other in needed):
+                raise ModelError(f"{name}={value!r} goes with an image; add {format_flag(needed[0])} FILE")
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -203,25 +227,12 @@ class GenerateOptions(ModelOptions):
 
 
 @options()
-class VerifyOptions(DeviceOptions, ModelOptions):
+class VerifyOptions(PlannedOptions, DeviceOptions, CallOptions):
     """The options of `ditile verify`: a model and a short call of it."""
 
     # With fewer steps nothing could be stale.
     steps: Annotated[int, Field(ge=3, le=10_000)] = define_option(6, "denoising steps, at least 3", example=6)
-    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
-    true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
     prompt: str = define_option("a red circle on a white background", "what to generate", metavar="TEXT")
-    image: Paths | None = define_option(
-        None, "an image to start from; once more for each further one", reads=True, repeats=True
-    )
-    frames: Frames | None = define_option(None, "frames of a video; the model's own by default")
-    plan: str | None = define_option(None, 'a whole plan, such as "pipefusion=2 patches=4", or auto')
-    profile: str | None = define_option(
-        None,
-        "--plan auto: a machine that `ditile calibrate` measured; this one, as calibrated, by default",
-        metavar="FILE",
-        reads=True,
-    )
 
 
 ALONE_HERE = "here"
@@ -229,19 +240,13 @@ ALONE_HERE = "here"
 
 
 @options()
-class FitOptions(DeviceOptions, ModelOptions):
+class FitOptions(DeviceOptions, CallOptions):
     """The options of `ditile fit`: a model, a call of it, and captions."""
 
     captions: str = define_option("bundled", "bundled, a file of one per line, or coco:FILE of annotations", reads=True)
     num_captions: Annotated[int, Field(ge=1, le=1000)] = define_option(8, "captions to generate")
     seed: Seed = define_option(1000, "seed of the first caption; they count up")
-    guidance: Scale | None = define_option(None, GUIDANCE, example=3.5)
-    true_cfg: Scale | None = define_option(None, TRUE_CFG, example=3.5)
     negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
-    frames: Frames | None = define_option(None, "frames of a video; the model's own by default")
-    image: Paths | None = define_option(
-        None, "an image to start from; once more for each further one", reads=True, repeats=True
-    )
     strength: Strength | None = define_option(
         None, "how far the result may depart from --image, above 0 and up to 1", example=0.6
     )
@@ -295,4 +300,3 @@ class ModelsOptions:
         "show only what has this in its name, such as qwen; or what is in a file; everything by default",
         positional=True,
     )
-    markdown: bool = define_option(False, "the matrix of families and methods as Markdown")

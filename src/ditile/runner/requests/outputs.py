@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import string
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,34 +13,22 @@ from typing import Any
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import define_option, options
-from ditile.runner.requests.options import EngineOptions, GenerateOptions
+from ditile.runner.requests.options import EngineOptions, GenerateOptions, PlannedOptions
 
 MAX_OUTPUTS_TRIED = 64
 """The most outputs that are opened before a run; the images of a file of prompts are in one folder."""
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".webp", ".gif")
-PLACEHOLDERS = ("seed", "index", "model")
-"""The placeholders in the name of an output file."""
-NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
-"""The form of a number's placeholder, such as 04."""
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\{model\}|\{(seed|index)(:0?\d{1,2}d?)?\}")
+"""A placeholder in the name of an output file, or two braces for one."""
 COCO_PREFIX = "coco:"
 """The prefix of the name of a file of captions that is one of COCO's annotations."""
 
 
 @options()
-class RunOptions(EngineOptions):
+class RunOptions(PlannedOptions, EngineOptions):
     """The place to run, and the files to write."""
 
-    plan: str | None = define_option(
-        None,
-        'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
-    )
-    profile: str | None = define_option(
-        None,
-        "--plan auto or a bound: a machine that `ditile calibrate` measured; this one, as calibrated, by default",
-        metavar="FILE",
-        reads=True,
-    )
     out: str | None = define_option(
         None,
         "the file to write: .png, .jpg, .webp, .mp4 or .gif; an image is .png, .jpg or .webp, a video .mp4, .webp or "
@@ -60,14 +47,11 @@ class RunOptions(EngineOptions):
     def __post_init__(self) -> None:
         if self.out is None:
             return
-        check_placeholders(self.out)
-        if not self.out.strip():
-            raise ModelError(f"out={self.out!r} names no file; try out=image.png, or leave it out")
-        if Path(self.out).suffix.lower() not in ("", *PICTURE_SUFFIXES, *VIDEO_SUFFIXES):
-            stem = Path(self.out).stem
+        rest = PLACEHOLDER.sub("", self.out)
+        if "{" in rest or "}" in rest:
             raise ModelError(
-                f"out={self.out!r}: its ending is not a format; name an image {stem}.png, .jpg or .webp, and a video "
-                f"{stem}.mp4, .webp or .gif"
+                f"out={self.out!r} has a brace of no placeholder; known are {{seed}}, {{index}}, {{index:04}} and "
+                "{model}"
             )
 
     def name_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
@@ -123,9 +107,9 @@ class RunOptions(EngineOptions):
         number = f"{index:0{digits}}"
         if self.out_dir is not None:
             return Path(self.out_dir, f"{number}{path.suffix}")
-        if {"seed", "index"}.isdisjoint(list_placeholders(self.out or "")):
-            return path.with_stem(f"{path.stem}-{number}")
-        return path
+        if any(match[1] for match in PLACEHOLDER.finditer(self.out or "")):
+            return path
+        return path.with_stem(f"{path.stem}-{number}")
 
     def _fill_placeholders(self, index: int, seed: int, model: str) -> Path:
         assert self.out is not None, "name_output comes first"
@@ -156,27 +140,6 @@ class RunOptions(EngineOptions):
         else:
             written += [("out_dir", path) for path in paths]
         check_output_files(written, *others)
-
-
-def list_placeholders(name: str) -> list[str]:
-    """List the placeholders in the name of an output file."""
-    return [field for _, field, _, _ in string.Formatter().parse(name) if field is not None]
-
-
-def check_placeholders(name: str) -> None:
-    """Raise `ModelError` unless all braces of the name of an output file are known placeholders."""
-    known = "there are {seed}, {index} and {model}; write {{ for a brace"
-    try:
-        parts = list(string.Formatter().parse(name))
-    except ValueError as error:
-        raise ModelError(f"out={name!r}: {error}; {known}") from None
-    for _, field, form, conversion in parts:
-        if field is None:
-            continue
-        if field not in PLACEHOLDERS or conversion is not None:
-            raise ModelError(f"out={name!r}: {{{field}}} is not a placeholder; {known}")
-        if form and (field == "model" or NUMBER_FORMAT.fullmatch(form) is None):
-            raise ModelError(f"out={name!r}: {{{field}:{form}}} is not a form of a number; try {{index:04}}")
 
 
 def check_output_files(written: Sequence[tuple[str, Path]], *options: Any) -> None:
@@ -230,11 +193,7 @@ def check_writable(name: str, path: Path) -> None:
             raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
         if not path.parent.is_dir():
             raise ModelError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
-        if path.is_fifo():
-            # To open it would block until another process reads it.
-            if not os.access(path, os.W_OK):
-                raise ModelError(f"{name}={str(path)!r} cannot be written")
-        elif path.exists():
+        if path.exists():
             with path.open("ab"):
                 return
         else:

@@ -15,7 +15,6 @@ import struct
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile, PngInfo
@@ -105,17 +104,6 @@ def save_picture_with_texts(image: Image.Image, path: Path, texts: Mapping[str, 
     """
     format = PICTURE_FORMATS[path.suffix.lower()]
     files.write_atomically(path, encode_picture(image, format, FILE_QUALITY, texts))
-
-
-def save_figure(figure: Any, path: Path, **options: Any) -> None:
-    """Write a figure of matplotlib, in the format of the path's ending. `options` are passed to `savefig`.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    encoded = io.BytesIO()
-    figure.savefig(encoded, format=path.suffix.removeprefix("."), **options)
-    files.write_atomically(path, encoded.getvalue())
 
 
 def read_picture_texts(path: Path) -> dict[str, str]:

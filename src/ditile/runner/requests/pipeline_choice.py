@@ -8,13 +8,10 @@ class takes; `JOINING` lists what only its source says. Nothing here imports tor
 from __future__ import annotations
 
 import inspect
-import json
 import re
-from collections.abc import Collection, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError
 from ditile.plan.flag_parser import format_flag
 from ditile.plan.option_classes import JsonObject
@@ -71,7 +68,11 @@ def choose_pipeline_class(
         if takes_all and shares_weights and _has_parts(cls, pipeline, has_controlnet):
             candidates.append(cls)
     if not candidates:
-        raise ModelError(_explain_refusal(pipeline, conditions, config, has_controlnet))
+        flags = _join_flags(conditions)
+        refusal = f"{name_pipeline(pipeline)} takes no {flags}, nor does a class that works with its weights"
+        if not has_controlnet and find_pipeline_class_for(pipeline, conditions, config, has_controlnet=True):
+            refusal += "; add --controlnet FOLDER"
+        raise ModelError(refusal)
 
     def rank_class(cls: Any) -> tuple[bool, bool, int, str]:
         call = read_call_conditions(cls)
@@ -86,12 +87,11 @@ def choose_pipeline_class(
     return best
 
 
-def choose_requested_class(request: GenerateOptions) -> tuple[Any, Any, JsonObject]:
-    """Choose the class that runs a request, only by the files of its model. The model's own class and its config are
-    returned too.
+def choose_requested_class(request: GenerateOptions) -> tuple[Any, JsonObject]:
+    """Choose the class that runs a request by the files of its model, and return the config of these too.
 
     Returns:
-        None for both classes if the model's files name no pipeline of diffusers.
+        None for the class if the model's files name no pipeline of diffusers.
 
     Raises:
         LoadError, ModelError: if the files cannot be read, or no class takes the conditions.
@@ -102,11 +102,10 @@ def choose_requested_class(request: GenerateOptions) -> tuple[Any, Any, JsonObje
     source = find_model_source(request.model, weights=False)
     own = find_pipeline_kind(source)
     if own is None:
-        return None, None, {}
+        return None, {}
     config = read_model_index(source)
     has_controlnet = request.controlnet is not None
-    chosen = choose_pipeline_class(own, [*request.conditions], config, has_controlnet=has_controlnet)
-    return chosen, own, config
+    return choose_pipeline_class(own, [*request.conditions], config, has_controlnet=has_controlnet), config
 
 
 def find_pipeline_class_for(
@@ -117,27 +116,6 @@ def find_pipeline_class_for(
         return choose_pipeline_class(pipeline, conditions, config, has_controlnet=has_controlnet)
     except ModelError:
         return None
-
-
-def describe_choice(chosen: Any, own: Any, conditions: Collection[str]) -> str:
-    """Explain in one line why a class runs with some conditions."""
-    if name_pipeline(chosen) == name_pipeline(own):
-        return f"{name_pipeline(chosen)}, the model's own, takes {_join_flags(conditions)}"
-    own_arguments = read_call_conditions(own).arguments
-    missing = [name for name in conditions if name not in own_arguments]
-    reason = f"needs no more than {_join_flags(conditions)}"
-    if missing:
-        reason = f"takes {_join_flags(missing)}"
-    return f"{chosen.__name__} {reason}, unlike the model's own {own.__name__}"
-
-
-def find_transformer_class(pipeline: Any) -> type | None:
-    """Find the class of a pipeline's transformer in its signature, or in the blocks of a modular pipeline."""
-    if not hasattr(pipeline, "_get_signature_types"):
-        specs = getattr(pipeline, "_component_specs", {})  # of a modular pipeline
-        return getattr(specs.get("transformer"), "type_hint", None)
-    kinds = pipeline._get_signature_types().get("transformer", ())
-    return next((kind for kind in kinds if isinstance(kind, type)), None)
 
 
 def _list_relatives(pipeline: Any) -> Iterator[type]:
@@ -171,58 +149,6 @@ def _joins_channels(pipeline: type, config: JsonObject) -> bool:
     if pipeline.__name__ not in JOINING:
         return False
     return not (pipeline.__name__ == "WanImageToVideoPipeline" and config.get(_NOT_JOINING_IF))
-
-
-@lru_cache(maxsize=1)
-def read_class_conditions() -> Mapping[str, Mapping[str, Any]]:
-    """Read the inputs besides words of diffusers' pipeline classes, by class; see `build_matrix`."""
-    matrix: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
-    return matrix["conditions"]
-
-
-def _explain_refusal(pipeline: Any, conditions: Collection[str], config: JsonObject, has_controlnet: bool) -> str:
-    """Explain a refusal of conditions by a family, and name the classes with the same transformer that take them."""
-    flags = _join_flags(conditions)
-    name = name_pipeline(pipeline)
-    if not has_controlnet and "control_image" in conditions:
-        takes_control = any("control_image" in read_call_conditions(cls).arguments for cls in _list_relatives(pipeline))
-        if takes_control and find_pipeline_class_for(pipeline, conditions, {}, has_controlnet=True):
-            return f"{name} takes {flags} with a ControlNet alone; add --controlnet FOLDER"
-    refusal = f"{name} takes no {flags}, nor does a class that works with its weights"
-    alternatives = _list_alternatives(pipeline, conditions)
-    if alternatives:
-        return f"{refusal}; take a model of {' or '.join(alternatives[:6])}"
-    remedy = _find_superfluous_condition(pipeline, conditions, config, has_controlnet)
-    return f"{refusal}; {remedy or 'leave it out'}"
-
-
-def _list_alternatives(pipeline: Any, conditions: Collection[str]) -> list[str]:
-    """List the classes for the same transformer that take some conditions. Modular ones only if there are no others."""
-    transformer = find_transformer_class(pipeline)
-    if transformer is None:
-        return []
-    names = []
-    for name, row in read_class_conditions().items():
-        is_same = row["transformer"] == transformer.__name__ and name != name_pipeline(pipeline)
-        if is_same and set(conditions) <= set(row["options"]):
-            names.append(name)
-    return [name for name in names if "Modular" not in name] or names
-
-
-def _find_superfluous_condition(
-    pipeline: Any, conditions: Collection[str], config: JsonObject, has_controlnet: bool
-) -> str | None:
-    """Find a condition to leave out so that a class takes the others. None if there is none."""
-    if len(conditions) == 1:
-        return None
-    for name in reversed(ARGUMENTS):
-        if name not in conditions:
-            continue
-        rest = [other for other in conditions if other != name]
-        cls = find_pipeline_class_for(pipeline, rest, config, has_controlnet=has_controlnet)
-        if cls is not None:
-            return f"leave {_join_flags([name])} out: {name_pipeline(cls)} takes {_join_flags(rest)}"
-    return None
 
 
 def _join_flags(names: Collection[str]) -> str:

@@ -30,8 +30,11 @@ _VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
 cut off extra frames."""
 
 
-def draws_videos(model: str) -> bool:
+def draws_videos(model: str, *, check_packages: bool = False) -> bool:
     """Return whether a model makes videos instead of images. For a bundled model this needs no torch.
+
+    Args:
+        check_packages: whether to refuse a model whose class needs a package that is not installed.
 
     Raises:
         ModelError: if its class is known to return neither.
@@ -39,9 +42,14 @@ def draws_videos(model: str) -> bool:
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
         return known.is_video
-    from ditile.runner.load import find_pipeline_kind
+    from ditile.runner.load import check_component_packages, find_pipeline_kind
 
-    return returns_videos(find_pipeline_kind(find_model_source(model, weights=False)))
+    source = find_model_source(model, weights=False)
+    pipeline = find_pipeline_kind(source)
+    if check_packages:
+        check_prompt_cleaner(pipeline)
+        check_component_packages(source)
+    return returns_videos(pipeline)
 
 
 def returns_videos(pipeline: Any) -> bool:
@@ -69,18 +77,6 @@ def returns_videos(pipeline: Any) -> bool:
 def name_pipeline(pipeline: Any) -> str:
     """Return the name of a class of pipelines, or of the class of a modular pipeline."""
     return str(getattr(pipeline, "__name__", type(pipeline).__name__))
-
-
-def check_model_packages(model: str) -> None:
-    """Raise `ModelError` if the class of a model needs a package that is not installed. Bundled ones need none."""
-    known = find_known_model(model)
-    if known is not None and known.hub_id is None:
-        return
-    from ditile.runner.load import check_component_packages, find_pipeline_kind
-
-    source = find_model_source(model, weights=False)
-    check_prompt_cleaner(find_pipeline_kind(source))
-    check_component_packages(source)
 
 
 def check_prompt_cleaner(pipeline: Any) -> None:
@@ -172,7 +168,8 @@ def convert_value_errors(pipe: Any) -> Iterator[None]:
         for owner in (pipe, *iterate_blocks(pipe)):
             own_modules.update(cls.__module__ for cls in type(owner).__mro__)
         # A ValueError of torch or of ditile is a bug, and keeps its traceback.
-        if _find_raising_module(error) not in own_modules:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") not in own_modules:
             raise
         raise ModelError(f"{type(pipe).__name__} refuses this call: {join_error_lines(error)}") from error
 
@@ -191,9 +188,3 @@ def _list_output_fields(pipeline: Any) -> list[str]:
         if isinstance(cls, type) and issubclass(cls, BaseOutput) and dataclasses.is_dataclass(cls):
             names += [field.name for field in dataclasses.fields(cls)]
     return names
-
-
-def _find_raising_module(error: BaseException) -> str:
-    """Return the module of the code that raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__"))

@@ -35,8 +35,8 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
         raise ModelError(f"json={run.json!r} is for what a run measured, and dry_run=True runs nothing; leave one out")
     if run.out_dir is not None and request.prompts_file is None:
         raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
-    if run.text_after == "free":
-        _check_freed_encoders(request, run, cache)
+    if run.text_after == "free" and (request.prompts_file is not None or cache.perf or run.warm):
+        raise ModelError("text_after='free': this run encodes prompts several times, and freed encoders do so once")
     find_model_source(request.model, weights=not run.dry_run, components=request.components)
     for choice in cache.loras.values():
         check_weight_source(choice.source, "lora")
@@ -51,8 +51,7 @@ def read_condition_files(request: GenerateOptions) -> CallArguments:
     """Read the inputs of a request, by condition: an image; for `image` all images, for `video` its frames.
 
     Raises:
-        LoadError, ModelError: if a file is not an image or video, or the mask has another size than its image; if no
-            class of the model's takes them, that is what is said of their sizes.
+        LoadError, ModelError: if a file is not an image or video, or the mask has another size than its image.
     """
     # This module needs numpy, which the process of a server does without.
     from ditile.runner.requests.videos import read_video
@@ -69,23 +68,11 @@ def read_condition_files(request: GenerateOptions) -> CallArguments:
         mask = contents["mask"]
         image = contents["image"][0]
         if mask.size != image.size:
-            # A model that takes no mask at all is the more useful refusal.
-            choose_requested_class(request)
             raise ModelError(
                 f"mask={request.mask!r} is {mask.width}x{mask.height}, and its image {image.width}x{image.height}; "
                 "give both in one size"
             )
     return contents
-
-
-def _check_freed_encoders(request: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:
-    if request.prompts_file is not None:
-        reason = "a file of prompts is encoded"
-    elif cache.perf or run.warm:
-        reason = "--perf or --warm encodes a prompt"
-    else:
-        return
-    raise ModelError(f"text_after='free': {reason} several times, and freed encoders do so once; use offload")
 
 
 def check_known_model(request: GenerateOptions, plan: Plan) -> None:
@@ -109,7 +96,7 @@ def check_request_by_files(request: GenerateOptions, plan: Plan, cache: CacheOpt
         ModelError: if the class does not take an argument, starts from what is missing, or a cache has too few steps.
         PlanError: if the plan divides branches of guidance that the call does not have.
     """
-    pipeline, _, config = choose_requested_class(request)
+    pipeline, config = choose_requested_class(request)
     if pipeline is None:
         return
     facts = collect_call_facts(pipeline, config)

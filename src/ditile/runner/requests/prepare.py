@@ -96,11 +96,15 @@ def prepare_runner(
 
 
 def _check_pipeline_class(source: Path | str, plan: Plan, cache: CacheOptions) -> None:
-    """Raise `ModelError` for a class that cannot run here, and `PlanError` for cfg without guidance to divide."""
+    """Raise `ModelError` for a class that cannot run here or take the LoRAs, and `PlanError` for cfg without guidance
+    to divide."""
     from ditile.model.pipeline_calls import read_guidance_rule
     from ditile.runner.load import find_pipeline_kind, read_model_index
 
-    _check_lora_components(source, cache)
+    # The first transformer has other names in some pipelines.
+    names = [choice.component for choice in cache.loras.values() if choice.component != TRANSFORMER]
+    if names:
+        refuse_unknown_components(source, read_model_index(source), names)
     pipeline = find_pipeline_kind(source)
     # This refuses a class that returns neither images nor videos.
     returns_videos(pipeline)
@@ -207,19 +211,6 @@ def silence_libraries() -> None:
     place = env.read_torchrun_place()
     if place is not None and place.rank:
         diffusers_logging.set_verbosity_error()
-
-
-def _check_lora_components(source: Path | str, cache: CacheOptions) -> None:
-    """Raise `ModelError` if a LoRA is for a second transformer, and the pipeline has only one."""
-    from ditile.runner.load import read_model_index
-
-    names = []
-    for choice in cache.loras.values():
-        # The first transformer has other names in some pipelines.
-        if choice.component != TRANSFORMER:
-            names.append(choice.component)
-    if names:
-        refuse_unknown_components(source, read_model_index(source), names)
 
 
 def load_loras(pipe: Any, cache: CacheOptions) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.errors import ModelError
-from ditile.plan.option_classes import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject, drop_missing
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests import pictures, videos
@@ -66,13 +66,25 @@ def build_png_texts(
     config = settings.get("cache_config", {})
     if config.get("schedule") is not None:
         config["schedule"] = pictures.hide_local_path(config["schedule"])
+    # A server keeps the inputs of requests under names of its own, so they are described by size and content.
+    described: dict[str, Any] = {}
+    for name, value in (conditions or {}).items():
+        if name == "image":
+            described[name] = [_describe_frames([image], is_video=False) for image in value]
+        elif name == "video":
+            described[name] = _describe_frames(value, is_video=True)
+        else:
+            described[name] = _describe_frames([value], is_video=False)
+    if request.controlnet is not None:
+        described["controlnet"] = pictures.hide_local_path(request.controlnet)
     texts = {
         "Software": f"ditile {version('ditile')}",
         "model": pictures.hide_local_path(request.model),
         "plan": str(plan),
         "settings": json.dumps(call),
-        **_describe_conditions(request, conditions or {}),
     }
+    if described:
+        texts["conditions"] = json.dumps(described)
     if settings:
         texts["cache"] = json.dumps(settings)
     if promise:
@@ -139,37 +151,19 @@ def format_parameters(
     lines = [prompt]
     if call.get("negative_prompt"):
         lines.append(f"Negative prompt: {call['negative_prompt']}")
+    parts = []
+    for name, value in drop_missing(values).items():
+        text = str(value)
+        # AUTOMATIC1111 would take this for several values.
+        if not set(text).isdisjoint(",:\n"):
+            text = json.dumps(text, ensure_ascii=False)
+        parts.append(f"{name}: {text}")
     # The programs that read this text look for "Steps: " at the beginning of the last line.
-    lines.append(", ".join(f"{name}: {_quote_value(value)}" for name, value in values.items() if value is not None))
+    lines.append(", ".join(parts))
     return "\n".join(lines)
 
 
-def _quote_value(value: Any) -> str:
-    """Quote a value like AUTOMATIC1111, if it would be taken for several."""
-    text = str(value)
-    if set(text).isdisjoint(",:\n"):
-        return text
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _describe_conditions(request: GenerateOptions, conditions: Mapping[str, Any]) -> dict[str, str]:
-    """Describe the inputs by size and content. A server keeps the inputs of requests under names of its own."""
-    described: dict[str, Any] = {}
-    for name, value in conditions.items():
-        if name == "image":
-            described[name] = [_describe_frames([image]) for image in value]
-        elif name == "video":
-            described[name] = _describe_frames(value, is_video=True)
-        else:
-            described[name] = _describe_frames([value])
-    if request.controlnet is not None:
-        described["controlnet"] = pictures.hide_local_path(request.controlnet)
-    if not described:
-        return {}
-    return {"conditions": json.dumps(described)}
-
-
-def _describe_frames(frames: Sequence[Image.Image], *, is_video: bool = False) -> str:
+def _describe_frames(frames: Any, *, is_video: bool) -> str:
     """Describe an image or a video's frames by size, number, and a digest of the pixels."""
     digest = hashlib.sha256()
     for frame in frames:

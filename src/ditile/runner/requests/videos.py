@@ -75,7 +75,10 @@ def _convert_video(frames: Any) -> Video:
     if isinstance(frames, list | tuple) and isinstance(frames[0], Image.Image):
         return np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
     if not isinstance(frames, np.ndarray):
-        frames = np.stack([_convert_to_array(frame) for frame in frames])
+        if hasattr(frames[0], "detach"):
+            # A tensor may be on a GPU, and of a type that numpy lacks.
+            frames = [frame.detach().float().cpu() for frame in frames]
+        frames = np.stack(list(frames))
         # Tensors have the channels first; here they move to the end.
         if frames.shape[-1] != 3:
             frames = frames.transpose(0, 2, 3, 1)
@@ -83,13 +86,6 @@ def _convert_video(frames: Any) -> Video:
         return cast(Video, frames)
     video: Video = np.rint(frames.astype(np.float32).clip(0, 1) * 255).astype(np.uint8)
     return video
-
-
-def _convert_to_array(frame: Any) -> Any:
-    """Convert a tensor to an array. It may be on a GPU, and of a type that numpy lacks."""
-    if hasattr(frame, "detach"):
-        return frame.detach().float().cpu().numpy()
-    return np.asarray(frame)
 
 
 def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[str, str]) -> None:
