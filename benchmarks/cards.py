@@ -70,7 +70,7 @@ def _iterate_rows(subject: PlanSubject, call: dict[str, Any]) -> Iterator[str]:
             yield f"| {name} | | | | memory: {str(error).partition(';')[0]} | |"
             continue
         best = result.prices[0]
-        equal = result.others.get("equal_shares")
+        equal = result.equal_shares
         beside = ""
         if equal is not None:
             beside = "does not fit" if equal.lacks_bytes else format_number(equal.price.call_s)

@@ -141,17 +141,10 @@ def test_slower_links_favour_fewer_bytes() -> None:
     assert second.latency_s < first.latency_s and second.exposed_s < first.latency_s
 
 
-def test_messages_in_eight_bits_are_priced_and_proposed_but_never_taken() -> None:
-    """A failure means that an approximation is chosen for a user, or that its bytes or its kernels cost nothing."""
+def test_messages_in_eight_bits_are_priced() -> None:
+    """A failure means that their bytes cost as much as those of whole numbers."""
     one, arguments = subject("flux.1-dev"), call("flux.1-dev", num_inference_steps=4)
-    near, far = hardware.load_profile("l40-pcie"), hardware.load_profile("l40-pcie", "1Gbit")
-    on_near = PlanSearch(one, arguments, near, SearchRequest(devices=4)).find_fastest_plans()
-    on_far = PlanSearch(one, arguments, far, SearchRequest(devices=4, hosts=4)).find_fastest_plans()
-    assert "packed" not in on_near.others, "kernels that pack cost more than bytes on a fast link"
-    packed_price = on_far.others["packed"].price
-    assert packed_price.plan.wire_dtype == "int8"
-    assert packed_price.latency_s < 0.95 * on_far.prices[0].latency_s
-    assert all(price.plan.wire_dtype is None for result in (on_near, on_far) for price in result.prices)
+    far = hardware.load_profile("l40-pcie", "1Gbit")
     shape = one.make_call_shape(arguments, far.element_size)
     for plan in (Plan(pipefusion=4), Plan(ulysses=4), Plan(ring=4), Plan(distrifusion=4)):
         exact, packed = (

@@ -94,7 +94,8 @@ def test_the_search_gives_each_device_its_share() -> None:
     assert fast["blocks"] > slow["blocks"] and (fast["device"], slow["device"]) == ("rtx-5090", "rtx-4090")
     peaks = [rank["peak"] for rank in found["memory_by_rank"]]
     assert peaks[0] <= 32e9 and peaks[1] <= 24e9
-    equal = answer.result.others["equal_shares"]
+    equal = answer.result.equal_shares
+    assert equal is not None
     assert equal.price.latency_s > 1.1 * found["latency_s"]
     assert equal.price.plan.stage_weights is equal.price.plan.stage_blocks is None
     # No cut at another block would be faster.
@@ -147,7 +148,7 @@ def test_blocks_go_where_there_is_memory() -> None:
         assert best.stage_blocks is not None and best.offload == "none"
         roomy = devices.index(whole)
         assert best.stage_blocks[roomy] > best.stage_blocks[1 - roomy]
-        assert result.others["equal_shares"].lacks_bytes > 0
+        assert result.equal_shares is not None and result.equal_shares.lacks_bytes > 0
         roomier = dataclasses.replace(request, host_memory_bytes=None)
         faster = PlanSearch(one, call, hardware.join_devices(devices), roomier).find_fastest_plans().prices[0]
         assert faster.plan.offload_ranks == (1 - roomy,) and faster.latency_s < 0.95 * result.prices[0].latency_s

@@ -14,31 +14,13 @@ from ditile.plan.numbers import format_bytes, format_number
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
 from ditile.planner.memory import HostMemory, RankMemory, compute_decode_share, count_offloaded_bytes
-from ditile.planner.price import Price
 from ditile.planner.profile import Profile
-from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult
+from ditile.planner.search import SearchResult
 from ditile.planner.subject import PlanSubject
 from ditile.runner.requests.console import make_numbered_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-OTHER_KINDS: tuple[OtherKind, ...] = (
-    "equal_shares",
-    "packed",
-    "references",
-    "serial",
-    "fewer_steps",
-)
-"""The order in which further plans are named."""
-REMARKS = {
-    "packed": ("an approximation", "docs/traffic.md"),
-    "references": ("an approximation", "docs/pipefusion.md"),
-    "serial": ("auto knows no speed of links", "docs/pipefusion.md"),
-}
-"""Kind of further plan -> its description, and the page with details."""
-ALIKE = 0.005
-"""Plans with latencies closer than this share count as equally fast."""
 
 
 class RankShare(NamedTuple):
@@ -126,8 +108,15 @@ class PlanAnswer:
 
     def to_json_dict(self) -> JsonObject:
         """Convert the answer to JSON types for programs."""
-        # Programs find every kind, with null where there is none.
-        others = dict.fromkeys(OTHER_KINDS) | self._describe_others_for_programs()
+        equal_shares = None
+        if self.result.equal_shares is not None:
+            price = self.result.equal_shares.price
+            equal_shares = {
+                "plan": str(price.plan),
+                "latency_s": price.latency_s,
+                "lacks_bytes": self.result.equal_shares.lacks_bytes,
+                "memory_bytes": price.memory_bytes,
+            }
         return {
             "model": self.model,
             "hardware": self.hardware,
@@ -136,23 +125,9 @@ class PlanAnswer:
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
             "host_memory_bytes": self.host_memory_bytes or None,
-            **others,
+            "equal_shares": equal_shares,
             "plans": [self._describe_price(number) for number in range(len(self.result.prices))],
         }
-
-    def _describe_others_for_programs(self) -> JsonObject:
-        described: JsonObject = {}
-        for kind, other in self.result.others.items():
-            price = other.price
-            facts = {"plan": str(price.plan), "latency_s": price.latency_s}
-            if kind == "equal_shares":
-                facts |= {"lacks_bytes": other.lacks_bytes, "memory_bytes": price.memory_bytes}
-            elif kind == "fewer_steps":
-                facts = {"steps": other.steps, "all_steps": self.call["steps"], "seconds": price.call_s}
-            else:
-                facts["bytes_per_step"] = price.bytes_per_step
-            described[kind] = facts | {"why": self._describe_other(kind, other)}
-        return described
 
     def _describe_price(self, number: int) -> JsonObject:
         """Describe one of the plans for programs."""
@@ -160,7 +135,6 @@ class PlanAnswer:
         return {
             "plan": str(price.plan),
             "latency_s": price.latency_s,
-            "recorded_s": price.recorded_s or None,
             "memory_bytes": price.memory_bytes,
             "bytes_per_step": price.bytes_per_step,
             "exposed_comm_s": price.exposed_s,
@@ -236,16 +210,21 @@ class PlanAnswer:
         if self.models > 1 and best.plan.offload == "none":
             yield f"weights are those of {self.models} transformers, which are on the device all the time"
         yield from self._describe_host_memory()
-        yield from self._describe_recorded_steps()
+        if self.lacks_tape_memory:
+            yield "what recorded steps hold does not fit a device: plan 1 is priced without"
+        elif best.is_recorded:
+            yield "priced with recorded steps, as images after the first ones have them (docs/gpu.md)"
         # In longer calls text and decode are a small part, and were not priced.
         if self.call["steps"] <= FEW_STEPS:
             yield (
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "
                 f"{format_number(best.text_s, 2)} of it and decode {format_number(best.decode_s, 2)}"
             )
-        for kind in OTHER_KINDS:
-            if kind in self.result.others:
-                yield self._describe_other(kind, self.result.others[kind])
+        equal = self.result.equal_shares
+        if equal is not None:
+            lacks = f", and lacks {format_bytes(equal.lacks_bytes)} of memory" if equal.lacks_bytes else ""
+            seconds = format_number(equal.price.latency_s)
+            yield f"with equal shares plan 1 would take {seconds} s: '{equal.price.plan}'{lacks}"
         if self.call["pictures"]:
             tokens = ", and their tokens, if there are any" if self.call["references"] is None else ""
             yield (
@@ -274,33 +253,6 @@ class PlanAnswer:
             yield f"warning: {needs}, and there are {format_bytes(self.host_memory_bytes)}"
         elif stays:
             yield needs
-
-    def _describe_recorded_steps(self) -> Iterator[str]:
-        """Yield the gain of the first plan from recorded steps."""
-        best = self.result.prices[0]
-        if self.lacks_tape_memory:
-            yield "what recorded steps hold does not fit a device: plan 1 is priced without"
-        elif best.is_recorded:
-            yield "priced with recorded steps, as images after the first ones have them (docs/gpu.md)"
-        elif best.recorded_s and 1 - best.recorded_s / best.latency_s >= ALIKE:
-            yield (
-                f"the host limits plan 1: recorded steps (--cuda-graphs) would take {format_number(best.recorded_s)} s "
-                "(docs/gpu.md)"
-            )
-
-    def _describe_other(self, kind: OtherKind, other: OtherPlan) -> str:
-        """Describe the savings of a plan that is not ranked, and the reasons against it."""
-        best = self.result.prices[0]
-        price = other.price
-        seconds = format_number(price.latency_s)
-        if kind == "fewer_steps":
-            return describe_fewer_steps(other, self.call["steps"], best)
-        if kind == "equal_shares":
-            lacks = f", and lacks {format_bytes(other.lacks_bytes)} of memory" if other.lacks_bytes else ""
-            return f"with equal shares plan 1 would take {seconds} s: '{price.plan}'{lacks}"
-        saved = 1 - price.latency_s / best.latency_s
-        remark, page = REMARKS[kind]
-        return f"{remark}: '{price.plan}' would take {seconds} s, {saved:.0%} less than plan 1 ({page})"
 
 
 def make_memory_table(memories: Sequence[RankMemory]) -> Table:
@@ -354,13 +306,3 @@ def format_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append(f"{run[0]}-{run[-1]}")
     return ", ".join(runs)
-
-
-def describe_fewer_steps(other: OtherPlan, all_steps: int, best: Price) -> str:
-    """Describe one rank's work in the time of the first plan, and the change of images under both."""
-    times = f"{other.steps} of {all_steps} steps on one rank take {format_number(other.price.call_s)} s"
-    whole = f"plan 1 takes {format_number(best.call_s)} s on {best.plan.world} ranks"
-    # Measured at four steps (docs/pipefusion.md).
-    if other.steps >= CLOSE_STEPS * all_steps:
-        return f"{times}, and {whole}: the better bargain, which changes images less (docs/pipefusion.md)"
-    return f"{times}, and {whole} and changes images less (docs/pipefusion.md)"

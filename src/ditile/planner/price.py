@@ -40,7 +40,7 @@ class Price:
         bytes_per_step: bytes that all ranks send in a step, the mean over the steps.
         memory_bytes: peak memory of the rank that needs most.
         is_recorded: whether it has recorded steps.
-        recorded_s: the latency with them; 0 where nothing can be recorded, or nobody asked.
+
         text_s, decode_s: seconds of the text encoders before the loop, and of the decode after it; 0 with more than
             `FEW_STEPS` steps, since they are a small part then.
     """
@@ -53,7 +53,7 @@ class Price:
     bytes_per_step: float
     memory_bytes: int
     is_recorded: bool = False
-    recorded_s: float = 0.0
+
     text_s: float = 0.0
     decode_s: float = 0.0
 
@@ -119,13 +119,6 @@ class Pricer(MachineWork):
         """Predict the latency of a call, without the rest of its price."""
         latency, _ = _simulate_loop(self.make_op_pricer(job, skips), free=False)
         return latency
-
-    def predict_recorded_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
-        """Return the latency with recorded steps; 0 if nothing can be recorded."""
-        pricer = replace(self, records=True)
-        if not pricer.make_op_pricer(job, skips).records:
-            return 0.0
-        return pricer.predict_latency(job, skips)
 
     def bound_latency(self, job: PlannedCall, skips: CacheSkips = NO_SKIPS) -> float:
         """Return the seconds the busiest stage is occupied. The loop takes at least as long, however stages wait."""

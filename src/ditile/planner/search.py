@@ -12,8 +12,8 @@ import contextlib
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -31,8 +31,8 @@ from ditile.cache.methods.spectrum import SpectrumConfig
 from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
-from ditile.plan.option_classes import CallArguments, drop_missing
-from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
+from ditile.plan.option_classes import CallArguments
+from ditile.plan.plan import AUTO, AXES, FEW_STEPS, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.plan.stages import weigh_ends, weigh_shares
 from ditile.planner.memory import compute_decode_share, compute_text_share, count_host_memory, count_peaks_of_ranks
@@ -53,10 +53,7 @@ SIMULATED_OF_FEW_STEPS = 8 * SIMULATED
 """The same for a call of few steps. Synchronous ones are a large part of it."""
 WORTH = 1.05
 """A second synchronous step shared by stages is taken if it lengthens the loop at most by this factor."""
-CLOSE_STEPS = 0.75
-"""With this share of its steps or more, a few-step model changes images less than stale keys do."""
-APPROXIMATE_GAIN = 0.05
-"""Approximations are proposed where they save this share of a loop."""
+
 ROWS_GAIN = 0.02
 """The decode is divided by rows if that saves this share of a call of few steps."""
 
@@ -118,27 +115,16 @@ class SizedJob(NamedTuple):
     on_host: bool
 
 
-OtherKind = Literal["fewer_steps", "packed", "references", "serial", "equal_shares"]
-
-
-class OtherPlan(NamedTuple):
-    """A plan that is not ranked, but named below the ranked ones.
-
-    Its kind is the reason: "fewer_steps" is a call of one rank with fewer steps, as fast as a first plan with stale
-    keys; "packed" has messages in eight bits a number and "references" computes references only in synchronous steps,
-    if such an approximation saves `APPROXIMATE_GAIN`; "serial" runs the synchronous steps of a plan with
-    `warmup_mode=auto` one stage after the other, if that is faster; "equal_shares" is the first plan with equal shares
-    on devices that are not alike.
+class EqualShares(NamedTuple):
+    """The first plan with equal shares, on devices that are not alike.
 
     Attributes:
         price: its price.
         lacks_bytes: bytes that a device or the host lacks for it.
-        steps: its steps, where they are fewer than those of the call.
     """
 
     price: Price
-    lacks_bytes: int = 0
-    steps: int = 0
+    lacks_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +135,13 @@ class SearchResult:
         prices: of the plans that fit, the fastest first.
         too_large: how many plans need more memory than there is, of those that were looked at before enough fitted.
         legal: how many plans were searched: all that the model and the call allow.
-        others: further plans that are worth to be named.
+        equal_shares: None if devices are alike, or the shares of the first plan are equal.
     """
 
     prices: tuple[Price, ...]
+    equal_shares: EqualShares | None
     too_large: int = 0
     legal: int = 1
-    others: Mapping[OtherKind, OtherPlan] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -265,7 +251,8 @@ class PlanSearch:
                 f"no plan takes at most {limit:g} s: the fastest, '{prices[0].plan}', takes "
                 f"{prices[0].latency_s:.3g} s; use more devices, fewer steps or a cache"
             )
-        return SearchResult(tuple(allowed), len(too_large), len(jobs_by_bound), self._find_other_plans(allowed))
+        equal_shares = self._find_equal_shares(allowed[0])
+        return SearchResult(tuple(allowed), equal_shares, len(too_large), len(jobs_by_bound))
 
     def price_plan(self, plan: Plan) -> SearchResult:
         """Return the price of one plan, without changing it.
@@ -293,18 +280,7 @@ class PlanSearch:
         limit = request.max_latency_s
         if limit is not None and price.latency_s > limit:
             raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
-        # A plan knows no speed of links, by which `auto` would choose better.
-        others: dict[OtherKind, OtherPlan] = {}
-        equal = self._find_equal_shares(price)
-        if equal is not None:
-            others["equal_shares"] = equal
-        resolved = plan.resolve_warmup(streams=self.subject.streams_weights)
-        if plan.warmup_mode == AUTO and resolved.warmup_mode != "serial":
-            serial_job = self._make_job(replace(resolved, warmup_mode="serial"))
-            serial = self.pricer.price_call(serial_job, self.skips)
-            if serial.latency_s < price.latency_s:
-                others["serial"] = OtherPlan(serial)
-        return SearchResult((price,), others=others)
+        return SearchResult((price,), self._find_equal_shares(price))
 
     def predict_call_seconds(self, plan: Plan, num_computed: int) -> float:
         """Predict the seconds of the whole call if only `num_computed` of its steps compute and the others are
@@ -562,12 +538,8 @@ class PlanSearch:
         return completed
 
     def _complete_price(self, price: Price, *, may_divide: bool = True) -> Price:
-        """Return the price with the latency of recorded steps, and of a call of few steps with text and decode."""
-        shape = self.shape
-        job = self._make_job(price.plan)
-        if not self.subject.unpacks_weights and self._size_job(job, records=True).lacks <= 0:
-            price = replace(price, recorded_s=self.pricer.predict_recorded_latency(job, self.skips))
-        if shape.steps > FEW_STEPS and not self.request.whole_calls:
+        """Return the price of a call of few steps with the seconds of text and decode."""
+        if self.shape.steps > FEW_STEPS and not self.request.whole_calls:
             return price
         subject = self.subject
         plan = price.plan
@@ -625,16 +597,7 @@ class PlanSearch:
             slowest = max(slowest, of_image)
         return slowest
 
-    def _find_other_plans(self, prices: Sequence[Price]) -> Mapping[OtherKind, OtherPlan]:
-        others: dict[OtherKind, OtherPlan | None] = {
-            "fewer_steps": self._find_fewer_steps(prices[0]),
-            "packed": self._find_approximation(prices, self._pack_messages),
-            "references": self._find_approximation(prices, self._leave_out_references),
-            "equal_shares": self._find_equal_shares(prices[0]),
-        }
-        return drop_missing(others)
-
-    def _find_equal_shares(self, best: Price) -> OtherPlan | None:
+    def _find_equal_shares(self, best: Price) -> EqualShares | None:
         """Return the best plan with equal shares; None if devices are alike, or its shares are equal."""
         equal = replace(
             best.plan,
@@ -652,55 +615,7 @@ class PlanSearch:
         has_equal_loop = sized.job.has_shares_of(self._make_job(best.plan))
         if has_equal_loop and price.call_s <= best.call_s:
             return None
-        return OtherPlan(price, lacks_bytes=max(sized.lacks, 0))
-
-    def _find_fewer_steps(self, best: Price) -> OtherPlan | None:
-        """Return the most steps possible on one rank in the time of a plan with stale keys; None if there are none."""
-        steps = self.shape.steps
-        if steps > FEW_STEPS or best.plan.world == 1 or not best.plan.attends_to_stale_keys:
-            return None
-        # The most steps come first: fewer change images more.
-        for fewer in range(steps - 1, 0, -1):
-            job = self.subject.make_plan_job(Plan(), replace(self.shape, steps=fewer))
-            if self._size_job(job).lacks > 0:
-                return None
-            price = self._complete_price(self.pricer.price_call(job))
-            if price.call_s <= best.call_s:
-                return OtherPlan(price, steps=fewer)
-        return None
-
-    def _find_approximation(
-        self, prices: Sequence[Price], approximate: Callable[[Plan], Plan | None]
-    ) -> OtherPlan | None:
-        """Return the fastest of some plans under an approximation, if that saves much. It is proposed and never
-        taken."""
-        fastest: list[Price] = []
-        for price in prices:
-            plan = approximate(price.plan)
-            if plan is None or plan.illegal(self._facts) or not self.subject.can_run_plan(plan):
-                continue
-            sized = self.fit_plan_to_memory(plan)
-            if sized.lacks <= 0:
-                self._insert_price(fastest, sized)
-        if not fastest or fastest[0].latency_s >= (1 - APPROXIMATE_GAIN) * prices[0].latency_s:
-            return None
-        return OtherPlan(fastest[0])
-
-    @staticmethod
-    def _pack_messages(plan: Plan) -> Plan | None:
-        """Return the plan with messages in eight bits a number; None if it has no messages to pack."""
-        is_sending = any(getattr(plan, name) > 1 for name in ("pipefusion", *SEQUENCE))
-        if not is_sending or plan.wire_dtype is not None:
-            return None
-        return replace(plan, wire_dtype="int8")
-
-    def _leave_out_references(self, plan: Plan) -> Plan | None:
-        """Return the plan with references only in synchronous steps; None if the call has none."""
-        if not self.shape.references:
-            return None
-        # References are a patch of their own, so there are at least two.
-        patches = 2 if plan.pipefusion * plan.distrifusion == 1 else None
-        return replace(plan, references=0, patches=patches, warmup=max(plan.warmup, 1))
+        return EqualShares(price, max(sized.lacks, 0))
 
 
 def _format_gigabytes(size: int) -> str:
