@@ -1,4 +1,4 @@
-# make demo | demo-video | test | check | nightly | docs: each makes .venv first with what it needs, and makes it anew when
+# make demo | demo-video | test | check | nightly | docs | site | dist: each makes .venv first with what it needs, and makes it anew when
 # the versions in it would change. demo needs ditile alone; the tests need the packages of developers too.
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compil
 DEMO := ditile-demo.png
 VIDEO_DEMO := ditile-demo-video.mp4
 
-.PHONY: demo demo-video test nightly check docs environment
+.PHONY: demo demo-video test nightly check docs site dist environment
 
 demo: $(BASE)
 	@echo "drawing a picture on two processes, in half a minute"
@@ -43,6 +43,16 @@ check: environment
 docs: environment
 	$(INSTALL) -e '.[docs]'
 	$(RUN) scripts/docs
+
+# The pages of docs/ with a search: build/site/index.html
+site: environment
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	@echo "the pages are $(CURDIR)/build/site/index.html"
+
+# A release: build/dist has the sdist, the wheel, and the list of what the wheel installs.
+dist: environment
+	$(INSTALL) -e '.[release]'
+	scripts/dist
 
 environment: $(STAMP)
 

@@ -25,7 +25,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-TOOLS = {"dev", "docs"}
+TOOLS = {"dev", "docs", "release"}
 """Extras that bring tools for the repository, and nothing that the package imports."""
 IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "ImageReward", "torch_fidelity", "torchvision", "xfuser"}
 """Packages that are used where they are installed, each after a look for it in the same module."""

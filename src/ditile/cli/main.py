@@ -11,9 +11,10 @@ import argparse
 import dataclasses
 import errno
 import functools
-import importlib
+import importlib.metadata
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -142,10 +143,20 @@ def _end_with_error(failure: RankFailure, message: str, code: int) -> int:
     return code
 
 
+class _PrintVersions(argparse.Action):
+    """Prints the versions of ditile and of what it stands on, which are looked up only when they are asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        names = ("torch", "diffusers", "transformers")
+        installed = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+        print(f"ditile {ditile.__version__} (Python {platform.python_version()}, {installed})")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line."""
     top = FlagParser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
-    top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
+    top.add_argument("--version", action=_PrintVersions, nargs=0)
     parsers = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=FlagParser)
     for name, command in list_commands().items():
         parser = parsers.add_parser(

@@ -1,0 +1,76 @@
+"""What a release brings beside the package: files for containers, pages, and names that other programs look for."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+import ditile
+from ditile.cli.main import build_parser
+from ditile.serve.options import ServeOptions
+from tests.packaging.environments import ROOT
+
+DEPLOY = ROOT / "examples" / "deploy"
+
+
+def read_documents(name: str) -> list[dict[str, Any]]:
+    """Return the documents of a file for containers, where `${NAME:-value}` is the value."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (DEPLOY / name).read_text("utf-8"))
+    return list(yaml.safe_load_all(text))
+
+
+def test_the_compose_file_builds_the_dockerfile_and_asks_for_keys() -> None:
+    (document,) = read_documents("compose.yaml")
+    service = document["services"]["ditile"]
+    arguments = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE)
+    assert set(service["build"]["args"]) <= set(arguments)
+    assert (DEPLOY / service["build"]["context"]).resolve() == ROOT
+    parsed = build_parser().parse_args(service["command"])
+    assert parsed.command == "serve" and parsed.api_key == "/run/secrets/api-key"
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    assert "/health" in service["healthcheck"]["test"][-1]
+    compile(service["healthcheck"]["test"][-1], "healthcheck", "exec")
+
+
+def test_the_manifest_of_kubernetes_starts_a_server_behind_its_own_probes() -> None:
+    claim, deployment, service = read_documents("kubernetes.yaml")
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    parsed = build_parser().parse_args(container["args"])
+    (port,) = container["ports"]
+    assert parsed.command == "serve" and ServeOptions().port == port["containerPort"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", container["image"])
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pod["metadata"]["labels"]
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+    assert mounted == volumes.keys()
+    assert volumes["state"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_the_list_for_language_models_names_each_page_once() -> None:
+    named = re.findall(r"\]\(docs/([\w/.-]+\.md)\)", (ROOT / "llms.txt").read_text("utf-8"))
+    pages = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    assert sorted(named) == [page for page in pages if not page.startswith("models/")]
+
+
+def test_the_site_has_each_page_of_the_docs() -> None:
+    menu = re.findall(r"^ +- (?:\w+: )?([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages == set(menu) - {"index.md", "changelog.md", "contributing.md"}
+
+
+@pytest.mark.nightly
+def test_a_release_is_built_checked_and_installed() -> None:
+    done = subprocess.run(["scripts/dist"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = {path.name for path in (ROOT / "build" / "dist").iterdir()}
+    version = ditile.__version__
+    assert made == {f"ditile-{version}.tar.gz", f"ditile-{version}-py3-none-any.whl", "ditile.cdx.json"}
+    parts = json.loads((ROOT / "build" / "dist" / "ditile.cdx.json").read_text("utf-8"))["components"]
+    assert {"torch", "diffusers", "safetensors"} <= {part["name"] for part in parts}
