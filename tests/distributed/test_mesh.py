@@ -296,9 +296,6 @@ def test_pairs_that_send_each_other_messages_connect_before_a_picture(pool: Pool
     "words",
     [
         ("generate", "a red circle", "--pipefusion", "2"), ("generate", "a red circle", "--plan", "auto"),
-        
-        
-        
     ],
 )  # fmt: skip
 def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(

@@ -152,18 +152,6 @@ def test_weighted_shares_are_in_proportion_and_all(start: int, length: int, weig
         assert abs(len(share) - length * weight / sum(weights)) <= 1 + len(weights)
 
 
-@given(st.integers(0, 300), st.integers(1, 20), st.floats(0.1, 10))
-def test_equal_weights_are_even_shares(length: int, ranks: int, weight: float) -> None:
-    """A failure means that a plan with equal weights makes another image than one without."""
-    for rank in range(ranks):
-        assert pick_weighted_chunk(range(length), (weight,) * ranks, rank) == pick_even_chunk(
-            range(length), ranks, rank
-        )
-    layout = Layout.cut_into_patches(Grid(max(length, ranks), 4), 1, 0, "none")
-    weighted = Split(1, ranks, 1, weights=(weight,) * ranks)
-    assert weighted.shard_tokens(layout, None) == Split(1, ranks, 1).shard_tokens(layout, None)
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=8))
 def test_joined_runs_are_the_same_items(pairs: list[tuple[int, int]]) -> None:
     """A failure means that keys are written to other places than they came from."""

@@ -114,7 +114,7 @@ def test_what_is_no_plan_is_refused_with_its_value_and_a_hint(asked: dict[str, A
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no JSON"),
+        ("", "is not JSON"),
         ("[2]", r"'\[2\]' is not a JSON object; a plan is one such as {\"pipefusion\": 2}"),
         ('{"pipefuson": 2}', "did you mean pipefusion"),
     ],

@@ -19,12 +19,10 @@ from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner.choose import answer_question
-from ditile.planner.memory import count_rank_memory
 from ditile.planner.question import PlanQuestion
 from ditile.planner.subject import PlanSubject
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.planner.test_planner import EVEN
 from tests.pool import Pool
 from tests.zoo import ZOO
 from tests.zoo.encoders import in_large_squares
@@ -138,17 +136,6 @@ def test_pictures_of_published_models_have_their_tokens(
     subject = PlanSubject.from_configs(name, CONFIGS / name, ["image"])
     shape = subject.make_call_shape(question.fill_call_arguments() | subject.bind_pictures(question.read_pictures()))
     assert (shape.grid, shape.references, shape.text) == (grid, references, 512)
-
-
-def test_memory_has_the_tokens_of_references(subject_of: Any) -> None:
-    subject = subject_of("flux-kontext")
-    shape = make_shape(subject, "flux-kontext")
-    alone = replace(shape, grid=Grid(6, 8), references=0)
-    for text in ("pipefusion=2 patches=2", "ulysses=2"):
-        both, one = (
-            count_rank_memory(subject, subject.make_plan_job(Plan.parse(text), each), EVEN) for each in (shape, alone)
-        )
-        assert both.activations > one.activations and both.keys >= one.keys
 
 
 def test_what_is_not_known_is_refused(subject_of: Any, tmp_path: Path) -> None:

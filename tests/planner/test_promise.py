@@ -11,7 +11,7 @@ from ditile.cache.fitted.identity import Identity
 from ditile.cache.fitted.schedule import Schedule, StepBudget
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.planner.promise import MARGIN_DB, Bounds, Promise, choose_promise, count_loop_steps, find_schedule
+from ditile.planner.promise import MARGIN_DB, Bounds, Promise, choose_promise, find_schedule
 
 NUM_STEPS = 10
 FAST = Plan(ulysses=2)
@@ -120,8 +120,3 @@ def test_a_schedule_of_another_size_is_refused_before_anything_is_promised() -> 
         find_schedule("shapes-flux", 20, path, size)
     with pytest.raises(PlanError, match="needs a fitted schedule: .* --height 256 --width 128`"):
         choose_promise(Bounds(min_psnr=40), "shapes-flux", 20, [SLOW], schedule=None, size=size)
-
-
-def test_a_strength_leaves_steps_out() -> None:
-    """As diffusers counts them; a failure means that the schedule of another number of steps is taken."""
-    assert [count_loop_steps(20, strength) for strength in (None, 1.0, 0.6, 0.58)] == [20, 20, 12, 11]

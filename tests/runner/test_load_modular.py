@@ -84,10 +84,10 @@ def test_a_rank_reads_its_share(pool: Pool, saved: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[DitileError], str]] = {
-    "cut short": (lambda folder: (folder / WEIGHTS).write_bytes(b"1234"), LoadError, "no whole safetensors file"),
+    "cut short": (lambda folder: (folder / WEIGHTS).write_bytes(b"1234"), LoadError, "not a whole safetensors file"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), LoadError, "has no weights"),
     "a pickle": (lambda folder: (folder / WEIGHTS).rename((folder / WEIGHTS).with_suffix(".bin")), LoadError, "pickle"),
-    "no JSON": (lambda folder: (folder / INDEX).write_text("{"), LoadError, "no readable JSON"),
+    "no JSON": (lambda folder: (folder / INDEX).write_text("{"), LoadError, "not readable JSON"),
     "unknown class": (edit_index(_class_name="NoModularPipeline"), ModelError, "NoModularPipeline"),
     "code": (
         lambda folder: (folder / "modular_config.json").write_text(

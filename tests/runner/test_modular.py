@@ -22,9 +22,9 @@ from tests.pool import Pool
 from tests.runner import cases
 from tests.tiny import flux
 from tests.zoo import ZOO
-from tests.zoo.modular import minimax_h3_both, wan_animate_2, wan_animate_2_call
+from tests.zoo.modular import minimax_h3_both
 from tests.zoo.pictures import size
-from tests.zoo.rows import counted_steps, list_tensors
+from tests.zoo.rows import list_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PATCHES = Plan(patches=3, warmup=1)
@@ -123,30 +123,6 @@ def test_a_state_is_handed_over_from_another_pipeline(pipe: Any) -> None:
     wanted = core(**call | {"generator": torch.Generator().manual_seed(7)})
     runner = build_single_runner(core, Plan(patches=3, warmup=9))
     assert torch.equal(runner(**call), wanted) and wanted.shape[0] == 2
-
-
-def test_calls_of_the_model_outside_the_loop(pool: Pool) -> None:
-    """Wan-Animate 2 makes keys of its driving video before each of two loops; a whole model makes them as ever."""
-    pipe = wan_animate_2()
-    wanted = pipe(**wan_animate_2_call())
-    runner = build_single_runner(pipe, Plan())
-    drawn = runner(**wan_animate_2_call())
-    assert len(drawn) == 2 and all(torch.equal(one, other) for one, other in zip(drawn, wanted, strict=True))
-    assert pool.run(draw_and_refuse_wan_animate_2, 2) == [4, 4]
-
-
-def draw_and_refuse_wan_animate_2() -> int:
-    """On one of two ranks, each of which has a branch of guidance: it draws what the pipeline draws, bit for bit; and
-    how many plans are refused, before a step is done."""
-    pipe = wan_animate_2()
-    wanted = list(pipe(**wan_animate_2_call()))
-    cases.same(list(ditile.parallelize(pipe, Plan(cfg=2))(**wan_animate_2_call())), wanted)
-    refused = 0
-    for degrees in ({"pipefusion": 2}, {"ulysses": 2}, {"tensor": 2}, {"distrifusion": 2}):
-        with counted_steps() as steps, pytest.raises(ModelError, match="keep keys of a first one"):
-            ditile.parallelize(wan_animate_2(), Plan(**degrees))(**wan_animate_2_call())
-        refused += not steps
-    return refused
 
 
 def draw_both_workflows() -> list[torch.Tensor]:

@@ -314,10 +314,10 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
     ("name", "message"),
     [
         ("empty.safetensors", "content is of no known format"),
-        ("cut.safetensors", "no whole safetensors file"),
+        ("cut.safetensors", "not a whole safetensors file"),
         ("renamed.gguf", "is named .gguf, and its content is safetensors"),
-        ("cut.gguf", "no whole GGUF file"),
-        ("many.gguf", "no whole GGUF file"),
+        ("cut.gguf", "not a whole GGUF file"),
+        ("many.gguf", "not a whole GGUF file"),
         ("pickle.safetensors", "its content is a pickle"),
         ("lacking.safetensors", r"lacks .*proj_out.weight"),
         ("lora.safetensors", "is a LoRA, which changes the weights of a model; give --lora "),

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from diffusers import HeunDiscreteScheduler
 from torch import Tensor
 
 from ditile.plan.errors import ModelError, StateError
 from ditile.runner.callbacks import StepWatch
-from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided, same
 
@@ -73,35 +70,6 @@ def test_a_watcher_changes_nothing(pool: Pool, plan: dict[str, Any]) -> None:
     pool.run(watched, 2, "flux true cfg" if "cfg" in plan else "flux", plan)
     if plan == PLANS[0]:
         pool.run(watched, 2, "sd3", plan)
-
-
-def watched_video() -> None:
-    pipe, call = wan_pipeline()
-    with divided(pipe, pipefusion=2, warmup=2) as runner:
-        wanted = runner(**call, generator=torch.Generator().manual_seed(3))[0]
-        call |= {"generator": torch.Generator().manual_seed(3)}
-        picture, _, latents = watch_call(runner, call, frozenset({STEPS - 1}))
-        same(picture, wanted, "a video")
-        if dist.get_rank() == 0:
-            same(latents[STEPS - 1], wanted, "the latents of the last step")
-
-
-def test_the_last_latents_of_a_video(pool: Pool) -> None:
-    """A failure means that previews cannot be fitted: what is fitted is not what was decoded."""
-    pool.run(watched_video, 2)
-
-
-def two_stages() -> None:
-    pipe = MAKE["pixart sigma"]()
-    pipe.scheduler = HeunDiscreteScheduler(beta_end=0.004)
-    with divided(pipe) as runner:
-        _, steps, latents = watch_call(runner, call_of("pixart sigma"), frozenset({1, STEPS - 1}))
-        assert steps == [(step, STEPS) for step in range(STEPS)] and sorted(latents) == [1, STEPS - 1]
-
-
-def test_schedulers_of_two_stages(pool: Pool) -> None:
-    """A failure means that a user who asks for 4 steps sees 7."""
-    pool.run(two_stages, 1)
 
 
 def unlike() -> None:

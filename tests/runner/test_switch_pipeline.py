@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for kind, why in (
         (FluxControlNetPipeline, "FluxControlNetPipeline needs controlnet, which FluxPipeline has not"),
         (StableDiffusionPipeline, "StableDiffusionPipeline needs .*unet"),
-        (str, "no class of pipelines"),
+        (str, "not a class of pipelines"),
     ):
         with pytest.raises(ModelError, match=why):
             runner.switch_pipeline(kind)

@@ -145,16 +145,6 @@ def test_a_mask_is_transparent_where_the_picture_is_drawn_anew() -> None:
     assert (alpha[:, :4] == 255).all() and (alpha[:, -4:] == 0).all()
 
 
-def test_loras_are_chained() -> None:
-    node = NODES["DitileLoRA"]()
-    (first,) = node.add_lora("style", 0.8)
-    assert node.add_lora(" light ", 1.0, first) == ({"style": 0.8, "light": 1.0},) and first == {"style": 0.8}
-    with pytest.raises(ValueError, match="'style' is there twice"):
-        node.add_lora("style", 0.1, first)
-    with pytest.raises(ValueError, match="no name"):
-        node.add_lora(" ", 1.0)
-
-
 def test_a_key_is_sent_to_its_own_address_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A workflow of a stranger may hold the stranger's address."""
     client, file = read_module("client"), tmp_path / "keys.json"
@@ -206,14 +196,6 @@ def test_edit_with_a_mask_keeps_the_rest(flux_server: RunningServer) -> None:
     assert edited.shape == (1, 128, 128, 3) and json.loads(info)["size"] == "128x128"
     changed = (edited - image).abs().mean(dim=(0, 1, 3))
     assert changed[:56].mean() < changed[72:].mean() / 2
-
-
-def test_a_refusal_is_the_servers_own_line(pictures: Any) -> None:
-    error = read_module("client").ServerError
-    with pytest.raises(error, match="lora='style' is not known; this server has none"):
-        NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 7, lora={"style": 1.0})
-    with pytest.raises(error, match="shapes-flux generates images"):
-        NODES["DitileImageToVideo"]().generate_video(pictures, PROMPT, 7)
 
 
 def test_cancel_ends_the_work(flux_server: RunningServer, pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:

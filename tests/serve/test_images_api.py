@@ -231,27 +231,14 @@ def test_a_client_that_goes_away_ends_its_job(served: Served, how: str) -> None:
     ("values", "status", "message"),
     [
         ({"n": 5}, 422, "n=5 is more than this server's 4; try n=4 or less"),
-        
         ({"size": "100x100"}, 422, "height=100 is not a multiple of 8, a token of this model; try height=96 or 104"),
-        
         ({"size": "large"}, 400, "size='large' is not a size; try size='128x128' or 'auto'"),
-        
         ({"width": "wide"}, 400, "try width=128"),
-        
-        
         ({"seed": 10**4000}, 400, "seed=a number of many digits should be less than"),
-        
-        
-        
         ({"strength": 0.5}, 422, "strength=0.5 goes with an image; add image"),
-        
         ({"prompt": " "}, 400, "prompt is empty; say what to generate"),
-        
         ({"prompt": "a\0b"}, 400, "holds U+0000, which is not text; leave it out"),
-        
         ({"lora": "stile"}, 422, "lora='stile' is not known; did you mean style?"),
-        
-        
     ],
 )  # fmt: skip
 def test_refusals_say_what_would_work(served: Served, values: dict[str, Any], status: int, message: str) -> None:

@@ -101,7 +101,7 @@ def test_only_names_of_the_code_are_files(open_store: Callable[[], JobStore], na
         store.read_job_file(job.id, name)
     with pytest.raises(JobNotFoundError):
         store.read_job_file(name, "image")
-    with pytest.raises(StateError, match="no name"):
+    with pytest.raises(StateError, match="not a name"):
         store.save_jobs([job], {job.id: {name: b""}})
 
 
@@ -122,7 +122,7 @@ def write_newer_database(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "match"),
     [
-        (lambda path: path.write_bytes(b"not a database" * 100), "no database of jobs"),
+        (lambda path: path.write_bytes(b"not a database" * 100), "not a database of jobs"),
         (write_newer_database, "version 99 and this ditile reads 1"),
         (lambda path: (path.parent / "jobs").write_bytes(b""), "cannot be used"),
     ],

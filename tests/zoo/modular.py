@@ -11,7 +11,6 @@ from diffusers import ClassifierFreeGuidance
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 
 from tests.tiny import flux
-from tests.zoo.encoders import wan_vae
 from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, REMOVED, Call, embeds, entry, transformer
 from tests.zoo.pictures import PROMPT, TWO, flow, masked, padded, size
 from tests.zoo.videos import unipc
@@ -116,27 +115,6 @@ def flux_3(workflow: str = "text2image") -> Any:
         diffusers.Flux3AutoBlocks, workflow, scheduler=flow(), guider=guider(),
         transformer=transformer("Flux3Transformer2DModel"),
     )  # fmt: skip
-
-
-def wan_animate_2() -> Any:
-    """The part that denoises: it makes keys of the driving video before the loop, for each segment of the video."""
-    return core(
-        diffusers.WanAnimate2Blocks, scheduler=flow(), guider=guider(), vae=wan_vae(),
-        transformer=transformer(
-            "WanAnimate2Transformer3DModel", in_dim=12, dim=48, ffn_dim=32, freq_dim=16, text_dim=16, text_len=12,
-            out_dim=4, num_heads=4, num_layers=3, use_img_emb=False,
-        ),
-    )  # fmt: skip
-
-
-def wan_animate_2_call(segments: int = 2) -> dict[str, Any]:
-    return {
-        "reference_image_latents": randn(8, 1, 4, 6), "driving_video_pixels": randn(1, 3, 1 + 4 * segments, 32, 48),
-        "num_segments": segments, "effective_segment": 4, "segment_frame_length": 5, "height": 32, "width": 48,
-        "condition_clip_context": randn(1, 5, 1280), "prompt_ref_embeds": embeds(5), "prompt_embeds": embeds(7),
-        "negative_prompt_embeds": embeds(9, seed=2), "num_inference_steps": 3, "output": "segment_frames",
-        "generator": torch.Generator().manual_seed(7),
-    }  # fmt: skip
 
 
 def minimax_h3_both() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ditile.plan.errors import DitileError, PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question
@@ -16,7 +16,7 @@ from ditile.planner.question import PlanQuestion
 from ditile_lab.bench import runs, sweeps
 from ditile_lab.bench.cells import ONE_RANK, BenchCell
 from ditile_lab.bench.command import predict_cell, predict_cells
-from ditile_lab.bench.options import SWEEPS, Comparison, Workload
+from ditile_lab.bench.options import SWEEPS, Workload
 from ditile_lab.bench.session import compute_exposed_shares
 from ditile_lab.bench.subjects import create_bench_subject
 
@@ -52,19 +52,6 @@ def test_what_does_not_fit_is_left_out() -> None:
     made = sweeps.list_sweep_cells("methods", 8, [(64, 64)], sweeps.make_fit_check(check))
     assert not any("cfg" in cell.plan for cell in made)
     assert {cell.plan_object.patches for cell in made if cell.plan_object.pipefusion == 8} == {8}
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({}, "give --plans"),
-        ({"plans": "ulysses=2", "sweep": "methods"}, "one of them alone"),
-        ({"sweep": "methods", "ranks": 1}, "nothing to divide"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(DitileError, match=says):
-        Comparison(**values)
 
 
 def run(cell: BenchCell, seconds: float, one: float, **more: Any) -> dict[str, Any]:

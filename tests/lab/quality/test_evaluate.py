@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile_lab.quality import scores
 from ditile_lab.quality.captions import Caption, load_captions
@@ -74,17 +74,6 @@ def test_settings_are_plans_times_caches_without_the_original() -> None:
     assert make_setting_slug(EvaluationSetting("ulysses=2", "mask=1,2/3")) != make_setting_slug(
         EvaluationSetting("ulysses=2", "mask=1/2,3")
     )
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [ ({"plans": "data=2"}, "more images at a time"), ({"caches": "F=1 G=2"}, "G"),
-       ({"plans": "pipefusion=1", "caches": "none"}, "nothing besides"),
-      ],
-)  # fmt: skip
-def test_settings_that_will_not_do(values: dict[str, Any], says: str) -> None:
-    with pytest.raises((ModelError, PlanError), match=says):
-        EvaluateOptions(**values)
 
 
 # What is there is not drawn again

@@ -121,7 +121,7 @@ def test_another_job_in_the_same_folder(
         (("--caches", "mask=2,1/1,1 policy=static"), "steps"),
         (("--captions", "empty.txt"), "has no prompt"),
         (("--num", "201"), "exceeds the 200 captions"),
-        (("--clip", "nowhere"), "no CLIP that transformers can load"),
+        (("--clip", "nowhere"), "not a CLIP that transformers can load"),
         (("--out", "empty.txt"), "is a file; give a folder"),
         (("--out", "."), "has files and no job.json"),
     ],
