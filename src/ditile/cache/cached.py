@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.cache.build import CacheContext, Chain, explain_idle_steps
+from ditile.cache.clock import CacheClock
 from ditile.cache.config import (
     BlockCacheConfig,
     CacheConfig,
@@ -65,21 +66,6 @@ class CacheSettings(Protocol):
     def idle(self) -> str | None:
         """Return the reason why nothing can ever be left out, and a setting that would work. None if something can
         be."""
-
-
-class CacheClock(PipelineClock, Protocol):
-    """The clock of a pipeline's caches where no runner gives them one."""
-
-    @property
-    def is_in_call(self) -> bool: ...
-
-    def start_watching(self) -> None: ...
-
-    def stop_watching(self) -> None: ...
-
-    def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None: ...
-
-    def end_generation(self) -> None: ...
 
 
 class ModelCache(abc.ABC):

@@ -7,6 +7,7 @@ only the scheduler's steps and the model's calls between them: a step with two c
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
 import threading
@@ -56,17 +57,20 @@ def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., Abstr
     give_own_class(stack, pipe, {"__call__": run_pipeline_call})
 
 
-class SchedulerClock:
-    """The clock of one pipeline, and of all the models that it calls.
-
-    A model may belong to several pipelines. A call in which none of this pipeline's schedulers is used is not counted.
+class CacheClock(abc.ABC):
+    """The clock of a pipeline's caches where no runner gives them one.
 
     Args:
-        pipe: the pipeline, whose schedulers may be replaced at any time.
+        pipe: the pipeline; None for a transformer without one.
         on_begin: called with the number of steps when a generation begins.
         on_end: called when a generation ends, also by an error.
         on_call: called with the arguments by name when the pipeline is called.
+
+    Attributes:
+        is_in_call: whether the pipeline's call is under way.
     """
+
+    is_in_call = False
 
     def __init__(
         self,
@@ -80,9 +84,47 @@ class SchedulerClock:
         self._ended = on_end
         self._called = on_call
         self._stack = ExitStack()
+        self._live = False
+
+    @abc.abstractmethod
+    def start_watching(self) -> None:
+        """Watch the pipeline."""
+
+    def stop_watching(self) -> None:
+        """End the generation, and leave the pipeline as it was."""
+        self.end_generation()
+        self._stack.close()
+
+    @abc.abstractmethod
+    def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
+        """Prepare for a new image; values that are not given stay as they were."""
+
+    def end_generation(self) -> None:
+        """End the generation."""
+        if self._live:
+            self._live = False
+            self._ended()
+
+    @abc.abstractmethod
+    def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
+        """Return the step and branch of a call of the model; None if it does not count."""
+
+    @abc.abstractmethod
+    def end_model_call(self, model: LabelledModel) -> None:
+        """Count a call of the model that has returned."""
+
+
+class SchedulerClock(CacheClock):
+    """The clock of one pipeline, whose schedulers may be replaced at any time, and of all the models that it calls.
+
+    A model may belong to several pipelines. A call in which none of this pipeline's schedulers is used is not counted.
+    The arguments are those of `CacheClock`.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._schedulers: dict[str, Any] = {}
         self._scheduler: Any = None
-        self._live = False
         self._is_counted = False
         self._steps = 0
         self._step = 0
@@ -97,11 +139,6 @@ class SchedulerClock:
         self._thread: int | None = None
         self._busy = threading.RLock()
         self._depth = 0
-
-    @property
-    def is_in_call(self) -> bool:
-        """Return whether the pipeline's call is under way."""
-        return self._depth > 0
 
     def start_watching(self) -> None:
         """Watch the schedulers, and the pipeline's call."""
@@ -125,16 +162,13 @@ class SchedulerClock:
 
     def stop_watching(self) -> None:
         """Restore the schedulers and the pipeline."""
-        self.end_generation()
-        self._stack.close()
+        super().stop_watching()
         self._schedulers = {}
 
     def end_generation(self) -> None:
         """End the generation."""
         self._unseen = 0
-        if self._live:
-            self._live = False
-            self._ended()
+        super().end_generation()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
         """End the generation. The arguments are not needed: this clock reads steps and branches from the scheduler."""
@@ -214,6 +248,7 @@ class SchedulerClock:
         if not self._busy.acquire(blocking=False):
             raise self._make_thread_error()
         self._depth += 1
+        self.is_in_call = True
         self._timed = self._timed and self._depth > 1
         try:
             if self._depth == 1:
@@ -225,6 +260,7 @@ class SchedulerClock:
         finally:
             self._depth -= 1
             if not self._depth:
+                self.is_in_call = False
                 self.end_generation()
             self._busy.release()
 
@@ -297,39 +333,25 @@ class SchedulerClock:
         )
 
 
-class CallClock:
+class CallClock(CacheClock):
     """The clock of a transformer without a scheduler: it counts the calls of each step.
 
     If a pipeline names its calls of the model, a step ends when a name is repeated, whatever the number of calls.
 
     Args:
+        args: those of `CacheClock`; the `num_inference_steps` of a pipeline's call are the steps of an image.
         steps: the steps of every image; None until `restart_clock` or the pipeline's call gives them.
         separate_cfg: whether each step has two calls, one for each branch of guidance.
-        pipe: a pipeline that has no scheduler; its `num_inference_steps` are the steps of an image.
     """
 
-    def __init__(
-        self,
-        on_begin: Callable[[int], None],
-        on_end: Callable[[], None],
-        on_call: Callable[[Mapping[str, Any]], None],
-        steps: int | None,
-        *,
-        separate_cfg: bool,
-        pipe: Any,
-    ) -> None:
-        self._begun = on_begin
-        self._ended = on_end
-        self._called = on_call
-        self._pipe = pipe
+    def __init__(self, *args: Any, steps: int | None, separate_cfg: bool) -> None:
+        super().__init__(*args)
         self._of_step = 1 + separate_cfg
         self._most = 0
         self._step = 0
         self._branch = 0
         self._steps = steps
-        self._live = False
         self._labels: set[str] = set()
-        self._stack = ExitStack()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
         """Prepare for a new image; values that are not given stay as they were."""
@@ -338,27 +360,11 @@ class CallClock:
         if separate_cfg is not None:
             self._of_step = 1 + separate_cfg
 
-    @property
-    def is_in_call(self) -> bool:
-        """Return False: there is no pipeline with a call under way."""
-        return False
-
     def start_watching(self) -> None:
         """Watch the pipeline's call, if there is a pipeline."""
         self._stack.close()
         if self._pipe is not None:
             _watch_pipeline_call(self._stack, self._pipe, self._enter_pipeline_call)
-
-    def stop_watching(self) -> None:
-        """Forget the generation, and leave the pipeline as it was."""
-        self.end_generation()
-        self._stack.close()
-
-    def end_generation(self) -> None:
-        """End the generation."""
-        if self._live:
-            self._live = False
-            self._ended()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition:
         """Return the step and branch of a call of the transformer. Raises `StateError` if the number of steps is

@@ -25,14 +25,13 @@ from torch import nn
 
 from ditile.cache.cache_dit import QuantizeConfig, RankDivision, parse_quantize_config
 from ditile.cache.cached import (
-    CacheClock,
     IdleCacheWarning,
     ModelCache,
     build_transformer_cache,
     find_model_cache,
 )
 from ditile.cache.calls.call_cache import CallCache, prepare_policy
-from ditile.cache.clock import CallClock, SchedulerClock, find_schedulers
+from ditile.cache.clock import CacheClock, CallClock, SchedulerClock, find_schedulers
 from ditile.cache.config import (
     BlockCacheConfig,
     CacheConfig,
@@ -499,7 +498,7 @@ def _install_caches(
             separate_cfg = separate_cfg or bool(config.enable_separate_cfg)
             steps = config.num_inference_steps
         own_pipe = None if isinstance(pipe, nn.Module) else pipe
-        clock = CallClock(begin_caches, end_caches, check_call, steps, separate_cfg=separate_cfg, pipe=own_pipe)
+        clock = CallClock(own_pipe, begin_caches, end_caches, check_call, steps=steps, separate_cfg=separate_cfg)
     else:
         clock = SchedulerClock(pipe, begin_caches, end_caches, check_call)
     clock.start_watching()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import length_hint
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -59,19 +60,6 @@ class StepWatch:
 
 
 NOBODY = StepWatch()
-
-
-class _SilentBar:
-    """Replaces the pipeline's progress bar in its loop; the real bar counts steps, on rank 0."""
-
-    def __enter__(self) -> _SilentBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def update(self, _: int = 1) -> None:
-        """Do nothing: micro-steps are not shown."""
 
 
 class StepEndCallbacks:
@@ -136,15 +124,18 @@ class StepEndCallbacks:
         if self._legacy is not None:
             call["callback"] = None
 
+        # In the pipeline's loop, where micro-steps are not shown: the real bar counts steps, on rank 0.
+        silent_bar = SimpleNamespace(update=lambda _=1: None)
+
         @contextmanager
-        def open_progress_bar(stock: Callable[..., Any], total: int | None) -> Iterator[_SilentBar]:
+        def open_progress_bar(stock: Callable[..., Any], total: int | None) -> Iterator[SimpleNamespace]:
             if self._mesh.rank != 0:
-                yield _SilentBar()
+                yield silent_bar
                 return
             with stock(total=total) as self._bar:
                 is_shown = not getattr(self._bar, "disable", False)
                 with mark_open_line(shown=is_shown):
-                    yield _SilentBar()
+                    yield silent_bar
 
         def iterate_with_bar(stock: Callable[..., Any], iterable: Iterable[Any]) -> Iterator[Any]:
             # The hint is 0 for a generator: its bar shows steps without a total.

@@ -156,8 +156,18 @@ class Composition:
 
     @property
     def model_caches(self) -> list[ModelCache]:
-        """Return the caches of the pipeline's models. They may come and go between calls."""
-        return find_model_caches(self.pipe)
+        """Return the caches of the pipeline's models. They may come and go between calls.
+
+        They include models called whole by every rank, such as one without a prompt.
+        """
+        caches: dict[nn.Module, ModelCache] = {}
+        for part in list_pipeline_parts(self.pipe).values():
+            if isinstance(part, nn.Module):
+                model = unwrap_compiled(part)
+                cache = find_model_cache(model)
+                if cache is not None:
+                    caches[model] = cache
+        return list(caches.values())
 
     @property
     def block_caches(self) -> list[TransformerCache]:
@@ -660,19 +670,6 @@ def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: Co
 def _may_change(block_hooks: TransformerHooks) -> bool:
     """Return whether the pipeline calls another model in some steps, or one in another mode."""
     return block_hooks.other is not None or any(hooks.anatomy.modes for hooks in block_hooks.models)
-
-
-def find_model_caches(pipe: Any) -> list[ModelCache]:
-    """Return the caches of a pipeline's models. They include models called whole by every rank, such as one without
-    a prompt."""
-    caches: dict[nn.Module, ModelCache] = {}
-    for part in list_pipeline_parts(pipe).values():
-        if isinstance(part, nn.Module):
-            model = unwrap_compiled(part)
-            cache = find_model_cache(model)
-            if cache is not None:
-                caches[model] = cache
-    return list(caches.values())
 
 
 def find_loop_models(pipe: Any) -> list[nn.Module]:

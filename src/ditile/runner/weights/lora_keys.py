@@ -13,7 +13,7 @@ same functions, and handed over as if the file had said it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +296,15 @@ class LoraKeyFilter:
                 f"lora={self._label!r} changes nothing of this {self._pipeline}: no layer takes its "
                 f"{_name_keys(file_keys or [*state])}; take one that was trained for this model"
             )
-        unapplied = sorted(state.keys() - applied.keys()) + _find_lost_keys(file_keys, state)
+        unapplied = sorted(state.keys() - applied.keys())
+        # Keys of the file that a converter dropped.
+        has_text = any(key.startswith(TEXT_PREFIXES) for key in state)
+        has_bias = any(key.endswith(".lora_B.bias") for key in state)
+        for key in file_keys:
+            is_text = key.startswith(TEXT_PREFIXES) and (not has_text or "t5xxl" in key)
+            is_bias = key.endswith(".diff_b") and not has_bias
+            if key not in state and (is_text or is_bias or key.endswith(NEVER_APPLIED)):
+                unapplied.append(key)
         if unapplied:
             LOG.warning(
                 "lora=%r is applied in part: nothing of this %s takes its %s",
@@ -390,19 +398,6 @@ def _read_with_kohya_factors(source: Any, weight_name: str | None) -> dict[str, 
             key = key.replace(part, instead)
         renamed[key] = value
     return renamed
-
-
-def _find_lost_keys(file_keys: Iterable[str], state: Mapping[str, Any]) -> list[str]:
-    """List the keys of a file that a converter dropped."""
-    has_text = any(key.startswith(TEXT_PREFIXES) for key in state)
-    has_bias = any(key.endswith(".lora_B.bias") for key in state)
-    lost = []
-    for key in file_keys:
-        is_text = key.startswith(TEXT_PREFIXES) and (not has_text or "t5xxl" in key)
-        is_bias = key.endswith(".diff_b") and not has_bias
-        if key not in state and (is_text or is_bias or key.endswith(NEVER_APPLIED)):
-            lost.append(key)
-    return lost
 
 
 def _name_keys(keys: Sequence[str]) -> str:

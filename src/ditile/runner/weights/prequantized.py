@@ -242,16 +242,6 @@ class PrequantizedCheckpoint:
         with self.stored.open_file(path) as opened:
             yield _OpenedWeights(self, path, opened)
 
-    def list_files(self) -> dict[str, str]:
-        """Return the file with the numbers of each weight."""
-        files = dict(self.stored.files)
-        for weight, parts in self.library.parts.items():
-            main, *others = parts.values()
-            files[weight] = files.pop(main)
-            for name in others:
-                del files[name]
-        return files
-
     def list_row_blocks(self, tensors: Mapping[str, Tensor], size: int) -> dict[str, RowBlocks]:
         """Return the blocks for cutting weights along a tensor axis of a size. The tensors have the model's shapes.
 
@@ -327,11 +317,17 @@ class PrequantizedCheckpoint:
             quantizer.postprocess_model(model)
             model.hf_quantizer = quantizer
         modules = dict(model.named_modules())
-        for weight in self.library.parts:
+        files = dict(self.stored.files)
+        for weight, parts in self.library.parts.items():
             path = weight.removesuffix(".weight")
             if not isinstance(modules.get(path), linear):
                 self.refuse_weight(weight, f"is of no Linear of a {type(model).__name__}")
-        return Checkpoint(self.list_files(), self.stored.locate, self.open_file)
+            # A weight is in the file of its numbers.
+            main, *others = parts.values()
+            files[weight] = files.pop(main)
+            for name in others:
+                del files[name]
+        return Checkpoint(files, self.stored.locate, self.open_file)
 
     def refuse_weight(self, weight: str, problem: str) -> NoReturn:
         """Raise `LoadError` for a weight."""
