@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ditile.distributed.backend import pick_device
-from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
+from ditile.model.call_families import find_call_family
 from ditile.parallel.pipefusion.block_costs import BlockCosts
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
@@ -54,8 +54,10 @@ def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> BlockCosts:
         patches: M.
         call: arguments of the pipeline, at the real size; of `num_inference_steps` at least 2.
     """
-    hooks = build_block_hooks(pipe.transformer, registry.choose_model_spec(pipe.transformer))
-    ends = [pipe.transformer.get_submodule(name) for name in (hooks.spec.image_tokens, hooks.spec.out)]
+    hooks = build_block_hooks(pipe.transformer)
+    family = find_call_family(pipe.transformer)
+    assert family is not None
+    ends = [pipe.transformer.get_submodule(name) for name in (family.image_tokens, family.out)]
     modules = [*(hook.block for hook in hooks.chain), *ends]
     runner = parallelize(pipe, Plan(patches=patches), device=pipe.device, keep_weights=True, trust_code=True)
     try:

@@ -32,7 +32,6 @@ from ditile.distributed.launch import launch
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import ASSETS
-from ditile.model.refinements import FLUX
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import DTYPES
@@ -125,7 +124,7 @@ def measured(folder: str, text: str, dtype: str) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     share = sum(_count_module_bytes(module) for module in modules)
-    loaded = build_block_hooks(pipe.transformer, FLUX).loaded_blocks
+    loaded = build_block_hooks(pipe.transformer).loaded_blocks
     return {
         "share": share,
         **peaks.bytes,

@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     )
     from ditile.model.block_lists import supported_pipelines
     from ditile.model.hooks.compile import set_compile_configs
-    from ditile.model.registry import register
-    from ditile.plan.model_spec import ModelSpec
     from ditile.planner.choose import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
     from ditile.runner.callbacks import StepWatch
@@ -80,13 +78,13 @@ __all__ = [
     "BasicCacheConfig", "BlockAdapter", "CalibratorConfig", "DBCacheConfig", "DBPruneConfig",
     "DMDCalibratorConfig", "DitileError", "EasyCacheConfig", "FittedScheduleConfig", "FoCaCalibratorConfig",
     "ForwardPattern", "GuidanceGateConfig", "IdleCacheWarning", "JoinError", "LoadError", "MagCacheConfig",
-    "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier", "PatchFunctor",
+    "ModelError", "ParallelismBackend", "ParallelismConfig", "ParamsModifier", "PatchFunctor",
     "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan", "PlanError",
     "QuantizeConfig", "RankError", "Report", "Runner", "Schedule", "SeaCacheConfig", "SpectrumConfig", "StateError",
     "StepWatch", "StoppedError", "TaylorSeerCalibratorConfig",
     "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
     "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
-    "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs", "steps_mask",
+    "parallelize", "plan_for", "quantize", "refresh_context", "set_compile_configs", "steps_mask",
     "strify", "summary", "supported_pipelines",
 ]  # fmt: skip
 
@@ -114,8 +112,6 @@ _LAZY = {
             "BlockAdapter ForwardPattern PatchFunctor Pattern_0 Pattern_1 Pattern_2 Pattern_3 Pattern_4 Pattern_5"
         ),
         "ditile.model.block_lists": "supported_pipelines",
-        "ditile.model.registry": "register",
-        "ditile.plan.model_spec": "ModelSpec",
         "ditile.planner.choose": "plan_for",
         "ditile.runner.caching": "disable_cache enable_cache refresh_context strify summary",
         "ditile.runner.callbacks": "StepWatch",

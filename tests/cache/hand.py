@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ditile.cache.forecast import Reuse
 from ditile.model.block_lists import find_block_lists
+from ditile.model.block_table import BlockList
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.model_spec import BlockList, Flow
+from ditile.plan.anatomy import Flow
 
 Streams = dict[str, Any]
 """The tokens at a place, by stream."""

@@ -22,8 +22,8 @@ from ditile.cache.config import (
 from ditile.cache.forecast import DMD, FoCa, Reuse, TaylorSeer
 from ditile.model.adapter import BlockAdapter, ForwardPattern
 from ditile.model.block_lists import find_block_lists
+from ditile.model.block_table import BlockList
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.model_spec import BlockList
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune, mean
 from tests.cache.pictures import live

@@ -15,7 +15,7 @@ from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals, Segment
 from ditile.cache.skip_decision import CacheCall, split_into_units
 from ditile.model.hooks.protocols import CallPosition, SkipAgreement
-from ditile.plan.model_spec import Flow
+from ditile.plan.anatomy import Flow
 
 BLOCKS, IMAGES = 5, 3
 

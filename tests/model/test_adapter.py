@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ditile.model.adapter import BlockAdapter, ForwardPattern, PatchFunctor, find_flow_pattern, resolve_adapter
 from ditile.model.block_lists import find_block_lists
+from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
-from ditile.plan.model_spec import Flow
 from tests.more_families import EVERY
 
 P0, P1, P2, P3, P4, P5 = ForwardPattern

@@ -17,10 +17,10 @@ from ditile.model.block_lists import (
     map_pipeline_components,
     supported_pipelines,
 )
-from ditile.model.block_table import find_diffusers_class, find_table_entry, read_transformer_table
+from ditile.model.block_table import BlockList, find_diffusers_class, find_table_entry, read_transformer_table
 from ditile.model.source import infer_block_flow, read_block_calls
+from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
-from ditile.plan.model_spec import BlockList, Flow
 from tests.families import Family
 from tests.more_families import EVERY
 

@@ -24,7 +24,7 @@ def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
     assert known.heads == subject.attention_heads[0]
     assert known.token_side == subject.token_side
     assert (known.height, known.width) == (call["height"], call["width"])
-    assert known.has_spec == (not subject.is_derived)
+    assert known.cuts_rows == bool(subject.block_hooks.anatomy.grid)
     assert known.bins_sizes == ("use_resolution_binning" in inspect.signature(subject.pipeline.__call__).parameters)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.blocks import compute_stage_loads, measure
 from ditile import Plan
-from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
+from ditile.model.call_families import FLUX
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.known import CONFIGS
 from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
@@ -133,7 +133,7 @@ def real_flux() -> TransformerHooks:
     """FLUX.1-dev at its real widths in bf16, without weights."""
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(num_layers=19, num_single_layers=38, guidance_embeds=True)
-    return build_block_hooks(transformer.to(torch.bfloat16), registry.choose_model_spec(transformer))
+    return build_block_hooks(transformer.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +146,7 @@ def test_the_planner_cuts_as_ranks_will(dtype: torch.dtype) -> None:
     subject = PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev")
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(num_layers=19, num_single_layers=38, guidance_embeds=True).to(dtype)
-    owned = divide_blocks(build_block_hooks(transformer, registry.choose_model_spec(transformer)), plan)
+    owned = divide_blocks(build_block_hooks(transformer), plan)
     # One subject plans for both types, whichever was asked for first.
     planned = [subject.make_plan_job(plan, subject.make_call_shape(call, size)).stages for size in (4, 2)]
     assert planned[dtype is torch.bfloat16] == owned
@@ -163,7 +163,7 @@ def test_real_flux_over_eight_is_balanced(real_flux: TransformerHooks) -> None:
 
     A failure means that the slowest stage holds up all others by more than 5 %.
     """
-    costs = CostModel.from_model_hooks(real_flux).count_costs(8, 256)
+    costs = CostModel.from_model_hooks(real_flux, FLUX).count_costs(8, 256)
     assert imbalance(costs, divide_blocks(real_flux, Plan(pipefusion=8))) < 1.05
     by_number = cut_stages([1.0] * 57, 8)
     assert imbalance(costs, by_number) > 1.15
@@ -176,10 +176,10 @@ def test_counted_by_hand(real_flux: TransformerHooks) -> None:
     """
     width, tokens = 3072, 4096 + 512
     attention = 2 * width * tokens**2
-    costs = CostModel.from_model_hooks(real_flux).count_costs(1, 1)
+    costs = CostModel.from_model_hooks(real_flux, FLUX).count_costs(1, 1)
     assert costs.blocks[0] == costs.blocks[-1] == 12 * width**2 * tokens + attention
     assert costs.first == costs.last == 64 * width * 4096
-    costs = CostModel.from_model_hooks(real_flux).count_costs(8, 256)
+    costs = CostModel.from_model_hooks(real_flux, FLUX).count_costs(8, 256)
     assert costs.blocks[0] == pytest.approx(12 * width**2 * (4096 + 512 + 7 * 256) + attention, rel=0.04)
     assert costs.blocks[-1] == pytest.approx(12 * width**2 * tokens + attention, rel=0.02)
 
@@ -190,8 +190,6 @@ def test_measured_on_this_device(family: str) -> None:
     pipe = tiny.FAMILIES[family]()
     before = pipe(**tiny.arguments(family)).images
     costs = measure(pipe, 2, tiny.arguments(family))
-    assert len(costs.blocks) == len(
-        build_block_hooks(pipe.transformer, registry.choose_model_spec(pipe.transformer)).chain
-    )
+    assert len(costs.blocks) == len(build_block_hooks(pipe.transformer).chain)
     assert min(*costs.blocks, costs.first, costs.last) > 0
     assert torch.equal(pipe(**tiny.arguments(family)).images, before)

@@ -69,10 +69,10 @@ def test_operations_are_those_of_the_forward(name: str) -> None:
     """At a size other than the one that was counted; a failure means that a kernel grows with the wrong tokens."""
     one = subject(name)
     counted, grid, text = one.transformer_work, Grid(6, 10), 23
-    assert one.model_spec.example is not None
+    assert one.family.example is not None
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         config: Any = one.transformer.config
-        one.transformer(**one.model_spec.example(config, grid, text), return_dict=False)
+        one.transformer(**one.family.example(config, grid, text), return_dict=False)
     of_blocks = (*counted.blocks, *counted.block_steps, *counted.block_once)
     rest = (counted.first, counted.last, counted.every, counted.step, counted.once)
     total = count_work_flops(merge_work([*of_blocks, *rest]), RankTokens(1, 60, text, 60, text))

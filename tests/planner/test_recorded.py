@@ -1,4 +1,4 @@
-"""Plans for families without a `ModelSpec`: what their pipelines do at any size, without weights."""
+"""Plans for families whose calls are recorded: what their pipelines do at any size, without weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_published_models_have_the_tokens_of_their_call(name: str, tokens: int, 
 
 def test_every_published_model_is_listed_above() -> None:
     listed = {row[0] for row in PUBLISHED}
-    assert listed == {model.name for model in list_known_models() if model.hub_id is not None and not model.has_spec}
+    assert listed == {model.name for model in list_known_models() if model.hub_id is not None and not model.cuts_rows}
 
 
 @pytest.mark.parametrize(

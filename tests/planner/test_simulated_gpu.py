@@ -77,20 +77,20 @@ ROWS: list[Row] = [
     Row("flux true cfg", "pipefusion=3 patches=3 warmup=2"),
     Row("sd3.5 medium", "pipefusion=2 patches=2 ulysses=2", LARGE),
     Row("sd3.5 medium", "pipefusion=3 patches=2 warmup=2 warmup_mode=pipelined"),
-    Row("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence", waits="mask"),
+    Row("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence"),
     Row("flux", "ring=2 ulysses=2", LARGE, waits="survey text grid"),
     Row("flux", "pipefusion=2 patches=2 ring=2", LARGE),
     Row("sd3.5 medium", "ulysses=2 async_ulysses=true", LARGE, waits="survey text index"),
     Row("flux", "tensor=2", waits="survey text grid"),
     Row("flux", "pipefusion=2 patches=2 tensor=2 text=first"),
     Row("sd3.5 medium", "ulysses=2 text=split", waits="survey text index"),
-    Row("pixart sigma", "cfg=2 distrifusion=2", waits="survey run mask index"),
-    Row("pixart sigma", "data=3 vae=rows", TWO | {"output_type": "pt"}, waits="mask index"),
+    Row("pixart sigma", "cfg=2 distrifusion=2", waits="survey run index"),
+    Row("pixart sigma", "data=3 vae=rows", TWO | {"output_type": "pt"}, waits="index"),
     Row("sd3.5 medium", "data=2 cfg=2", TWO, waits="index"),
-    Row("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=separate warmup_ranks=2", waits="mask"),
+    Row("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=separate warmup_ranks=2"),
     Row("flux", "data=2 pipefusion=2 patches=2"),
     Row("sd3.5 medium", "data=2 ring=2", LARGE, waits="survey text index"),
-    Row("pixart sigma", "pipefusion=2 patches=2", FIVE, {"cache_config": CACHE}, waits="mask decision"),
+    Row("pixart sigma", "pipefusion=2 patches=2", FIVE, {"cache_config": CACHE}, waits="decision"),
     Row(
         "flux",
         "ulysses=2",
@@ -132,17 +132,10 @@ def draw_on_simulated_gpu(row: Row) -> tuple[str, SimulationRecord]:
 
 WAITS = {
     # The first call of a model without patches, whose blocks pass on what they are given.
-    "survey": {
-        "aten::equal: are_equal < forward_once",
-        "item: has_nan < _note_output",
-        "item: has_nan < survey_call",
-        "item: is_fed < survey_call",
-    },
+    "survey": {"item: has_nan < note_output"},
     "text": {"item: has_nan < _survey_call"},
-    "grid": {"item: read_flux_grid < _survey_call"},
+    "grid": {"item: read_token_grid < _survey_call"},
     "run": {"aten::nonzero: find_run < find_nan_tokens", "tolist: find_run < find_nan_tokens"},
-    # Of a text that is padded.
-    "mask": {"aten::nonzero: trim_key_mask < _make_constant", "item: trim_key_mask < _make_constant"},
     # A scheduler of diffusers looks up where it begins.
     "index": {"aten::nonzero: index_for_timestep < _init_step_index", "item: index_for_timestep < _init_step_index"},
     "decision": {"copy cuda to cpu: sum_over_ranks < _find_differences"},
@@ -181,8 +174,7 @@ def test_a_gpu_has_nothing_to_complain_of(pool: Pool, row: Row):
         for wait, places in waits.items():
             [*steps] = {place for place, _ in places}
             is_once = len(steps) == 1 and max(times for _, times in places) <= 2
-            # A stage first looks at a mask when it first computes blocks, which with shared steps is later.
-            is_early = steps[0].startswith("step 0") or wait in WAITS["mask"]
+            is_early = steps[0].startswith("step 0")
             assert is_once and is_early or wait in OFTEN, (wait, places)
         seen |= waits.keys()
     assert seen == set[str]().union(*(WAITS[name] for name in row.waits.split()))

@@ -46,7 +46,7 @@ def test_facts_refuse_what_the_pipeline_does(loaded: tuple[Any, ModelFacts], wan
 
     by_pipeline = try_to(lambda: build_call_arguments(pipe, options, ditile.defaults(facts.name)))
     by_facts = try_to(lambda: facts.check_options(options))
-    if "height" in wanted and facts.is_video:  # a pipeline without a ModelSpec checks sizes in its call
+    if "height" in wanted and facts.is_video:  # a recorded family checks sizes in its call
         assert bool(by_facts) == (wanted["height"] == 100)
     else:
         assert by_facts == by_pipeline

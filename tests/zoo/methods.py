@@ -1,8 +1,7 @@
 """Builds the matrix of families and methods. A file keeps it, because building it takes diffusers:
 
-    python -m tests.zoo.methods > src/ditile/model/assets/matrix.json
+python -m tests.zoo.methods > src/ditile/model/assets/matrix.json
 
-Each cell follows from a field of a `ModelSpec`, so a registered family gets its row without a change here.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from typing import Any
 import diffusers
 from torch import nn
 
-from ditile.model.block_table import find_diffusers_class, read_transformer_table
+from ditile.model.block_table import find_diffusers_class, read_columns, read_transformer_table
+from ditile.model.call_families import FAMILIES
 from ditile.model.known import ASSETS
-from ditile.model.registry import list_model_specs, name_family
+from ditile.model.registry import name_family
 from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.errors import ModelError
-from ditile.plan.model_spec import ModelSpec
+from ditile.plan.shape import CallFamily
 from ditile.runner.requests.conditions import CallConditions, read_call_conditions
 from ditile.runner.requests.pipelines import returns_videos
 
@@ -52,11 +52,11 @@ class MethodColumn:
 
     name: str
     flag: str
-    describe_support: Callable[[type[nn.Module], ModelSpec], str]
+    describe_support: Callable[[type[nn.Module], CallFamily], str]
 
 
-def _describe_guidance(_: type[nn.Module], spec: ModelSpec) -> str:
-    conditioning = spec.conditioning(GUIDED_CALL)
+def _describe_guidance(_: type[nn.Module], family: CallFamily) -> str:
+    conditioning = family.conditioning(GUIDED_CALL)
     words = []
     if conditioning.rows > 1:
         words.append("batched")
@@ -65,26 +65,24 @@ def _describe_guidance(_: type[nn.Module], spec: ModelSpec) -> str:
     return ", ".join(words) or NO
 
 
-def _describe_blocks(_: type[nn.Module], spec: ModelSpec) -> str:
+def _describe_blocks(_: type[nn.Module], family: CallFamily) -> str:
     return YES
 
 
-def _describe_attention(_: type[nn.Module], spec: ModelSpec) -> str:
+def _describe_attention(_: type[nn.Module], family: CallFamily) -> str:
     return YES
 
 
-def _describe_text_attention(_: type[nn.Module], spec: ModelSpec) -> str:
-    return "joint, fresh on every rank" if spec.joint != "none" else "cross attention"
+def _describe_text_attention(_: type[nn.Module], family: CallFamily) -> str:
+    return "joint, fresh on every rank" if family.joint != "none" else "cross attention"
 
 
-def _describe_tensor_parallel(transformer: type[nn.Module], spec: ModelSpec) -> str:
-    if not (spec.tensor or getattr(transformer, "_tp_plan", None)):
-        return NO
-    return "row, sequence" if spec.tensor_tokens else "row"
+def _describe_tensor_parallel(transformer: type[nn.Module], family: CallFamily) -> str:
+    return "row, sequence" if read_columns()[transformer.__name__]["token_streams"] else "row"
 
 
-def _describe_parallel_vae(_: type[nn.Module], spec: ModelSpec) -> str:
-    is_proven = all(_find_vae_class(name) in PROVEN for name in spec.pipelines)
+def _describe_parallel_vae(_: type[nn.Module], family: CallFamily) -> str:
+    is_proven = all(_find_vae_class(name) in PROVEN for name in family.pipelines)
     return YES if is_proven else NO
 
 
@@ -110,14 +108,14 @@ METHOD_COLUMNS = (
 
 def list_families() -> list[Family]:
     """Every family with the rung of the ladder that it is on, and why."""
-    specs = list_model_specs()
     families = []
-    for cls, spec in specs.items():
-        families.append(Family(spec.name, cls.__name__, spec.pipelines, RUNGS[0].split(",")[0], "has a ModelSpec"))
+    for cls, family in FAMILIES.items():
+        note = "its anatomy is derived"
+        families.append(Family(family.name, cls.__name__, family.pipelines, RUNGS[0].split(",")[0], note))
     proven = _read_proven_families()
     with_lists = {name for name, entry in read_transformer_table().items() if not entry.refusal}
     described = []
-    for name in sorted({*proven, *with_lists} - {cls.__name__ for cls in specs}):
+    for name in sorted({*proven, *with_lists} - {cls.__name__ for cls in FAMILIES}):
         transformer = find_diffusers_class(name)
         if transformer is not None:
             described.append(_describe_family(transformer, *proven.get(name, ((), set()))))
@@ -127,7 +125,7 @@ def list_families() -> list[Family]:
 
 
 def _describe_family(transformer: type[nn.Module], pipelines: tuple[str, ...], columns: set[str]) -> Family:
-    """A family without a `ModelSpec`."""
+    """A family without cells."""
     rungs = []
     notes = []
     if columns >= {"ulysses", "ring", "distrifusion"}:
@@ -167,8 +165,8 @@ def build_matrix() -> dict[str, Any]:
         "methods": [[method.name, method.flag] for method in METHOD_COLUMNS],
         "families": [dataclasses.asdict(family) | {"pipelines": [*family.pipelines]} for family in list_families()],
         "cells": {
-            spec.name: [method.describe_support(cls, spec) for method in METHOD_COLUMNS]
-            for cls, spec in list_model_specs().items()
+            family.name: [method.describe_support(cls, family) for method in METHOD_COLUMNS]
+            for cls, family in FAMILIES.items()
         },
         "conditions": _collect_conditions(),
     }

@@ -11,7 +11,6 @@ from torch import nn
 
 from ditile.model.anatomies import find_anatomy
 from ditile.model.capture import Call, capture_call
-from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.plan.errors import ModelError, PlanError
@@ -45,7 +44,7 @@ def make_changed(name: str, changes: Mapping[str, Any]) -> tuple[nn.Module, Call
 def find_table(transformer: nn.Module) -> Mapping[str, Any]:
     anatomy = find_anatomy(transformer)
     assert anatomy is not None
-    return find_tensor_table(transformer, choose_model_spec(transformer), anatomy.tensor)
+    return find_tensor_table(transformer, anatomy.tensor)
 
 
 @pytest.mark.parametrize(

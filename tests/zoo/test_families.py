@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from ditile.model.anatomies import find_anatomy
-from ditile.model.registry import find_model_spec
+from ditile.model.hooks.block_calls import read_token_grid
 from ditile.plan.errors import DitileError
 from ditile.runner.runner import build_single_runner
 from ditile_lab.study.prove import TOLERANCE, ensure_anatomies
@@ -89,11 +89,11 @@ def choose_patches(transformer: nn.Module, call: Mapping[str, Any]) -> int:
     anatomy = find_anatomy(transformer)
     if anatomy is None:
         return 3
-    chain, spec = list_chain(transformer), find_model_spec(transformer)
+    chain = list_chain(transformer)
     of_list = anatomy.lists[chain[0].list_name]
     rows = record_blocks(transformer, chain, call)[0].arguments[of_list.image].shape[of_list.tokens]
-    if spec is not None and spec.grid is not None:
-        rows = spec.grid(transformer, call).rows
+    if anatomy.grid:
+        rows = read_token_grid(transformer, call[anatomy.grid]).rows
     return next(patches for patches in (3, 2, 7, 4) if patches <= rows and rows % patches)
 
 

@@ -37,7 +37,7 @@ _PLAN_CHANGES_BY_MODULE: dict[str, dict[str, Any]] = {"text_encoder": {"text": "
 _OFFLOAD = "pipe.transformer.enable_group_offload(..) of diffusers"
 _PROFILE = "torch.profiler, or ditile generate --trace FILE"
 INSTEAD = {
-    "BlockAdapterRegister": "ditile.BlockAdapter(..) for a pipeline, or ditile.register(..) for a model",
+    "BlockAdapterRegister": "ditile.BlockAdapter(..)",
     "ENV": "the variables in docs/environment.md",
     "QuantizeBackend": "ditile.quantize(..) without it: torchao quantizes",
     "block_range": "a list of numbers, such as list(range(8, 40, 2))",

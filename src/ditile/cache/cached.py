@@ -32,13 +32,13 @@ from ditile.cache.hooks import CacheHook
 from ditile.cache.report import ContextReport, build_context_report
 from ditile.cache.segment import KeepMemory, Residuals
 from ditile.cache.skip_decision import CacheCall, split_into_units
+from ditile.model.block_table import BlockList
 from ditile.model.fingerprint import fingerprint
 from ditile.model.hooks.compile import CompileFunction, exclude_from_compile
 from ditile.model.hooks.kv_store import KeptBuffers
 from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
 from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.model_spec import BlockList
 
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)
 """Arguments by which a transformer leaves out blocks itself: the cache does nothing in such a call."""

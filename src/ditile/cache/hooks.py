@@ -27,8 +27,8 @@ from ditile.model.hooks.overrides import (
     locate_override,
     override_attribute,
 )
+from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.model_spec import Flow
 
 BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]
 """Runs or skips a block: (hook, positional arguments, named arguments) -> what the block returns."""

@@ -22,7 +22,7 @@ from ditile.plan.option_classes import JsonObject
 from ditile.runner.model_files import FORMATS, TRANSFORMER, check_model_file
 from ditile.runner.requests.options import ModelsOptions
 
-_REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
+_REASONS = ("its anatomy is derived", "its blocks are listed", "nothing need be known")
 """What a family of each support level has."""
 
 
@@ -46,7 +46,7 @@ def read_matrix() -> JsonObject:
 
 
 def build_matrix_tables(matrix: JsonObject) -> list[Table]:
-    """Build the tables of `ditile models`, 80 columns wide. Families without a `ModelSpec` are by support level."""
+    """Build the tables of `ditile models`, 80 columns wide. Families without cells are by support level."""
     classes = Table("family")
     # Users copy class names, so these are not wrapped; family names are, in a narrow terminal.
     classes.add_column("transformer", no_wrap=True)

@@ -1,1 +1,1 @@
-"""Knowledge of each family of transformers: its `ModelSpec`, or its lists of blocks."""
+"""Knowledge of each family of transformers: its anatomy, or its lists of blocks."""

@@ -22,15 +22,15 @@ from ditile.model.block_lists import (
     get_module_list,
     look_up_block_lists,
 )
-from ditile.model.block_table import find_table_entry
+from ditile.model.block_table import BlockList, find_table_entry
 from ditile.model.source import (
     find_token_parameters,
     list_forward_parameters,
     list_pipeline_parts,
     unwrap_module,
 )
+from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
-from ditile.plan.model_spec import BlockList, Flow
 from ditile.plan.option_classes import check_values
 
 PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")

@@ -9,18 +9,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
 
 from ditile.model.block_lists import get_module_list
-from ditile.model.block_table import AnatomyRow, read_anatomy_rows
+from ditile.model.block_table import AnatomyRow, read_anatomy_rows, read_columns
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.plan.anatomy import Anatomy, Kinds, ListAnatomy
 from ditile.plan.errors import ModelError
-from ditile.plan.model_spec import ModelSpec
 
 _DERIVED: dict[type[nn.Module], list[AnatomyRow]] = {}
 """Rows of classes that were derived in this process."""
@@ -30,13 +29,23 @@ def find_anatomy(transformer: nn.Module) -> Anatomy | None:
     """Return the anatomy of a transformer, by its class or the nearest base class; None if it was never derived."""
     for row in _DERIVED.get(type(transformer), ()):
         if _list_settings(transformer) <= row["of"] and _has_source_of(transformer, row):
-            return read_row(row)
+            return _add_columns(transformer, read_row(row))
     # A subclass that keeps the forwards is divided like its base.
     for cls in type(transformer).__mro__:
         for row in read_anatomy_rows().get(cls.__name__, ()):
             if _has_source_of(transformer, row):
-                return read_row(row)
+                return _add_columns(transformer, read_row(row))
     return None
+
+
+def _add_columns(transformer: nn.Module, anatomy: Anatomy) -> Anatomy:
+    """Add the columns written by hand, which subclasses share."""
+    for cls in type(transformer).__mro__:
+        if cls.__name__ in read_columns():
+            columns = dict(read_columns()[cls.__name__])
+            columns.pop("blocks", None)
+            return replace(anatomy, **columns)
+    return anatomy
 
 
 def _has_source_of(transformer: nn.Module, row: AnatomyRow) -> bool:
@@ -130,7 +139,7 @@ def _iterate_foreign_processors(block: nn.Module) -> Iterator[Any]:
 def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
     """Build the row of a transformer's class."""
     row = {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
-    return {name: value for name, value in row.items() if value or name not in ("modes", "outside", "tensor")}
+    return {name: value for name, value in row.items() if value or name in ("source", "lists", "joint", "inputs")}
 
 
 def read_row(row: AnatomyRow) -> Anatomy:
@@ -177,12 +186,12 @@ def refuse_wrapper(transformer: nn.Module) -> None:
 
 
 def build_block_hooks(
-    transformer: nn.Module, spec: ModelSpec, other: TransformerHooks | None = None, label: str = ""
+    transformer: nn.Module, other: TransformerHooks | None = None, label: str = ""
 ) -> TransformerHooks:
     """Build hooks for the blocks of a transformer without installing them; raise `ModelError` if its anatomy is
     unknown."""
-    anatomy = spec.anatomy or find_anatomy(transformer)
+    anatomy = find_anatomy(transformer)
     if anatomy is None:
         refuse_wrapper(transformer)
         raise make_unknown_error(transformer, "give its pipeline to parallelize, which derives it")
-    return TransformerHooks(transformer, spec, anatomy, other, label)
+    return TransformerHooks(transformer, anatomy, other, label)

@@ -1,4 +1,4 @@
-"""The lists of a transformer's blocks and their flow: from its `ModelSpec`, the table, or its source.
+"""The lists of a transformer's blocks and their flow: from the table, or its source.
 
 Where the source (see `source.py`) leaves something open, a `BlockAdapter` with a `forward_pattern` says it.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import diffusers
 from torch import nn
 
-from ditile.model.block_table import TransformerEntry, find_table_entry, read_transformer_table
+from ditile.model.block_table import BlockList, TransformerEntry, find_table_entry, read_transformer_table
 from ditile.model.source import (
     BlockCall,
     find_token_parameters,
@@ -21,8 +21,8 @@ from ditile.model.source import (
     read_block_calls,
     unwrap_module,
 )
+from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
-from ditile.plan.model_spec import BlockList, Flow
 from ditile.plan.option_classes import checked
 
 _PREPARES = re.compile(r"refiner|(^|_)(text|txt|context|caption|prompt)(_|$)")

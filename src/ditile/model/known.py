@@ -31,7 +31,7 @@ class KnownModel:
         blocks, heads: the numbers of them in the transformer.
         token_side: the side of a token, in pixels of the image.
         height, width: the default size of an image, in pixels.
-        has_spec: whether its family has a `ModelSpec`.
+        cuts_rows: whether patches are whole rows of its tokens.
         bins_sizes: whether its pipeline by default replaces the given size by the nearest of a list of sizes.
         is_video: whether it makes videos; filled in for bundled models only.
         base: the bundled model that provides the components that this model lacks.
@@ -47,7 +47,7 @@ class KnownModel:
     token_side: int
     height: int
     width: int
-    has_spec: bool = True
+    cuts_rows: bool = True
     bins_sizes: bool = False
     is_video: bool = False
     base: str | None = None
@@ -78,7 +78,7 @@ class KnownModel:
             ModelError: if a side is not a whole number of tokens.
             PlanError: if the plan does not fit.
         """
-        if not self.has_spec:
+        if not self.cuts_rows:
             return
         check_image_size(call, self.token_side)
         if plan.divides_the_batch_alone:

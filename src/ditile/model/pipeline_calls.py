@@ -6,8 +6,10 @@ progress bar of that loop belong to the blocks of its tree, of which a user may 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import json
 import logging
 import re
 import sys
@@ -15,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from inspect import Parameter
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,12 +35,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.overrides import give_own_class, list_replaced_methods, replace_globals
+from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError, quote_value
 from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import suggest_whole_images
 
-TRIED_SCALES = {0.5: 0.0, 1.5: 1.0}
-"""Scales of guidance with which a class is tried, in ascending order -> the largest scale without guidance then."""
 COUNT_NAME = re.compile(r"num_inference_steps|height|width|num_frames|video_length|num_\w+_per_prompt")
 """Names of arguments that generate nothing if they are zero."""
 CONTENT_NAME = re.compile(r"(prompt|timesteps|sigmas)(_\d|_embeds)*")
@@ -309,59 +309,33 @@ def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
 
 
 def read_guidance_rule(pipeline: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
-    """Read from the code of a pipeline's class when a call has a second branch of guidance.
+    """Return the rule by which a call of a pipeline's class has a second branch of guidance, from the table of rules.
 
     Args:
         pipeline: a pipeline, or a class of pipelines.
         config: of the pipeline, which says whether a model is distilled.
 
     Returns:
-        None if the code does not do it in one of the ways of diffusers' pipelines.
+        None for a class that is not in the table, and for a user's own call.
     """
-    code = getattr(inspect.unwrap(pipeline.__call__), "__code__", None)
-    if is_modular(pipeline) or code is None:
-        return None
-    if "do_true_cfg" in code.co_varnames:
-        return GuidanceRule(scales=("true_cfg_scale",), needs_negative_prompt=True)
-    if "do_classifier_free_guidance" in code.co_varnames and "guidance_scale" in code.co_varnames:
-        return GuidanceRule()
     kind = pipeline if inspect.isclass(pipeline) else type(pipeline)
-    # Other kinds of guidance, such as perturbed attention guidance, have their own branches.
-    decisions = {name: getattr(kind, name) for name in dir(kind) if re.fullmatch("do_[a-z_]+_guidance", name)}
-    decision = decisions.pop("do_classifier_free_guidance", None)
-    if decisions or not isinstance(decision, property):
+    row = _read_guidance_table().get(_find_loop_owner(kind) or "")
+    if row is None:
         return None
-    rule = _try_guidance_scales(decision.fget, config)
-    # For a scale that changes from frame to frame, the call has only the two ends.
-    if rule is None or not list_call_parameters(kind).keys() >= {*rule.scales}:
-        return None
-    return rule
+    scales = tuple(row["scales"])
+    if row["unless_distilled"] and config.get("is_distilled"):
+        scales = ()
+    return GuidanceRule(scales=scales, above=row["above"], needs_negative_prompt=row["needs_negative_prompt"])
 
 
-def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
-    """Derive the rule of a property that decides from the scales of a call whether it is guided."""
-    attributes = [name for name in decide.__code__.co_names if name.endswith("_scale")]
-    # The property may look scales up by a string, like that of ACE-Step.
-    if not attributes:
-        return None
-    scales = tuple(name.removeprefix("_") for name in attributes)
-
-    def is_guided_at(scale: float) -> bool:
-        pipe = SimpleNamespace(config=SimpleNamespace(**config), **dict.fromkeys(attributes, scale))
-        return bool(decide(pipe))
-
-    try:
-        guided = {scale: is_guided_at(scale) for scale in (0.0, *TRIED_SCALES)}
-    # The property reads more of the pipeline than its scales and its config.
-    except (AttributeError, TypeError):
-        return None
-    if guided[0.0]:
-        return None
-    least = next((scale for scale in TRIED_SCALES if guided[scale]), None)
-    # None of the tried scales turns guidance on.
-    if least is None:
-        return GuidanceRule(scales=())
-    return GuidanceRule(scales=scales, above=TRIED_SCALES[least])
+@functools.cache
+def _read_guidance_table() -> Mapping[str, Mapping[str, Any]]:
+    """Read `guidance.json`: class of pipelines -> its rule."""
+    rules: list[Mapping[str, Any]] = json.loads((ASSETS / "guidance.json").read_text("utf-8"))
+    table: dict[str, Mapping[str, Any]] = {}
+    for rule in rules:
+        table |= dict.fromkeys(rule["pipelines"], rule)
+    return table
 
 
 def describe_cut_prompts(pipe: Any, call: Mapping[str, Any]) -> str | None:
@@ -401,6 +375,24 @@ def explain_empty_call(call: Mapping[str, Any]) -> str | None:
             is_empty = not value
         if is_empty and CONTENT_NAME.fullmatch(name):
             return f"{name} is empty, so there is nothing to generate; give one or more, or leave it out"
+    return None
+
+
+def explain_condition_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Explain why a call with image prompts, or with skip-layer guidance, cannot be divided; None if it can."""
+    if call.get("skip_guidance_layers") is not None:
+        return (
+            "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "
+            "divided model; use data and cfg alone, which call whole models, or leave it out"
+        )
+    transformer = getattr(pipe, "transformer", None)
+    # FLUX.1 and Stable Diffusion 3 keep what reads image prompts under different names.
+    if any(getattr(transformer, name, None) is not None for name in ("encoder_hid_proj", "image_proj")):
+        return None
+    for name in ("ip_adapter_image", "ip_adapter_image_embeds"):
+        for argument in (name, f"negative_{name}"):
+            if call.get(argument) is not None:
+                return f"there is no IP-adapter here that can be divided; leave {argument} out"
     return None
 
 

@@ -1,7 +1,4 @@
-"""The `ModelSpec` of families that have one, by class. It is optional: `derive.py` derives all that a family needs.
-
-The spec of a class also holds for classes derived from it. A subclass that changes the forward needs its own.
-"""
+"""What a plan may ask of the models in a pipeline's loop."""
 
 from __future__ import annotations
 
@@ -10,59 +7,15 @@ import re
 from typing import Any
 
 import diffusers
-from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
 from torch import nn
 
 from ditile.model.anatomies import find_anatomy
 from ditile.model.known import ASSETS
 from ditile.model.pipeline_calls import find_denoisers, list_call_parameters
-from ditile.model.refinements import FLUX, PIXART, SD3
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.model_spec import ModelSpec
-from ditile.plan.option_classes import checked
 from ditile.plan.plan import Plan
 
-_SPECS: dict[type, ModelSpec] = {
-    FluxTransformer2DModel: FLUX,
-    PixArtTransformer2DModel: PIXART,
-    SD3Transformer2DModel: SD3,
-}
-
-UNKNOWN_MODEL = ModelSpec(
-    name="a model without a ModelSpec",
-)
-"""The spec of an unknown model, of which only the batch is cut."""
-
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
-
-
-@checked()
-def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
-    """Add or replace the `ModelSpec` of a transformer class.
-
-    Args:
-        transformer: the class.
-        spec: its facts beyond its anatomy.
-
-    Raises:
-        ModelError: if `transformer` is not a module class.
-    """
-    _SPECS[transformer] = spec
-
-
-def find_model_spec(transformer: object) -> ModelSpec | None:
-    """Return the `ModelSpec` of a transformer, by its class or the nearest base class; None if there is none."""
-    return next((_SPECS[cls] for cls in type(transformer).__mro__ if cls in _SPECS), None)
-
-
-def choose_model_spec(transformer: object) -> ModelSpec:
-    """Return the `ModelSpec` of a transformer, or an empty one if there is none."""
-    return find_model_spec(transformer) or UNKNOWN_MODEL
-
-
-def list_model_specs() -> dict[type[nn.Module], ModelSpec]:
-    """Return the `ModelSpec` of each transformer class."""
-    return dict(_SPECS)
 
 
 def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
@@ -88,7 +41,7 @@ def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
 
 
 def name_family(transformer: type) -> str:
-    """Return the usual name of a class of transformers without a `ModelSpec`."""
+    """Return the usual name of a class of transformers."""
     return _CLASS_SUFFIX.sub("", transformer.__name__)
 
 
@@ -97,8 +50,8 @@ def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
     return next(iter(find_denoisers(pipe).values()))
 
 
-def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
-    """Return the `ModelSpec` of a pipeline's model, or `UNKNOWN_MODEL` if it has none.
+def check_plan_fits_loop(pipe: Any, plan: Plan) -> None:
+    """Check that a pipeline's loop can be divided by a plan.
 
     Raises:
         ModelError: if the pipeline does something that a patch pipeline cannot support.
@@ -111,7 +64,7 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
         raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")
     # A plan that divides only the batch calls the whole model, whatever that does with its tokens.
     if plan.divides_the_batch_alone:
-        return choose_model_spec(model)
+        return
     # Perturbed attention replaces processors during the run, on a model with processors that may be replaced already.
     divides_images = plan.world > plan.data * plan.tensor or plan.num_patches > 1
     if is_guided_in_attention and divides_images:
@@ -125,7 +78,6 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
             f"{name} calls a second {type(model).__name__} in its loop, which needs the whole fresh latents on every "
             "stage; use a plan with pipefusion=1 and patches=1"
         )
-    return choose_model_spec(model)
 
 
 def _has_uncalled_twin(pipe: Any, model: nn.Module) -> bool:
@@ -137,9 +89,4 @@ def _has_uncalled_twin(pipe: Any, model: nn.Module) -> bool:
 
 def list_unknown_models(pipe: Any) -> list[nn.Module]:
     """Return the models of a pipeline whose anatomies are neither in the table nor derived yet."""
-    unknown = []
-    for transformer in find_denoisers(pipe).values():
-        spec = find_model_spec(transformer)
-        if find_anatomy(transformer) is None and (spec is None or spec.anatomy is None):
-            unknown.append(transformer)
-    return unknown
+    return [transformer for transformer in find_denoisers(pipe).values() if find_anatomy(transformer) is None]

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ditile.model.hooks.overrides import find_first_input
-from ditile.plan.model_spec import Flow
+from ditile.plan.anatomy import Flow
 
 IMAGE_PARAMETER = "hidden_states"
 TEXT_PARAMETERS = ("encoder_hidden_states", "context", "text_embed", "text", "txt")

@@ -69,13 +69,25 @@ def sees_text(kind: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ListAnatomy:
+class Flow:
+    """The way the blocks of a list pass tokens on.
+
+    Attributes:
+        returns: the streams in the order that a block returns them: "image", "text".
+        image: the parameter with the image tokens, or with one sequence of both.
+        text: the parameter with the text tokens; None if there is none. It is a stream if the block returns it too.
+    """
+
+    returns: tuple[str, ...] = ("image",)
+    image: str = "hidden_states"
+    text: str | None = "encoder_hidden_states"
+
+
+@dataclass(frozen=True, slots=True)
+class ListAnatomy(Flow):
     """The blocks of one list.
 
     Attributes:
-        image: the parameter with the image tokens, or with one sequence of both.
-        text: the parameter with the text tokens; None where these have no stream of their own.
-        returns: the streams that a block returns, in order.
         is_tuple: whether it returns a tuple.
         tokens: the dimension of both streams that counts tokens.
         has_no_batch: whether streams are `[tokens, C]`.
@@ -86,9 +98,6 @@ class ListAnatomy:
             `REAL_PAIRS`.
     """
 
-    image: str
-    text: str | None
-    returns: tuple[str, ...]
     is_tuple: bool = False
     tokens: int = 1
     has_no_batch: bool = False
@@ -115,6 +124,15 @@ class Anatomy:
             keeps is read by later calls.
         outside: paths of modules within blocks that the model's forward computes with outside of them too.
         tensor: module pattern -> how tensor parallelism cuts it, see `derive_tensor_cuts`.
+        grid: the argument that shows which image tokens are one row, if patches must not cut rows: positions
+            `[N, ..]` of tokens, or latents `[B, C, H, W]`.
+        constant: patterns of modules with the same output for a whole generation; `*` stands for one name.
+        per_step: patterns of modules with the same output for a whole step.
+        embeds: patterns of modules ahead of the blocks whose output is made of the latents.
+        head: patterns of modules that follow the blocks.
+        text_modules: patterns of sub-modules of blocks that see only the text.
+        token_streams: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
+            split_scheme=sequence gathers and scatters tokens.
     """
 
     lists: Mapping[str, ListAnatomy]
@@ -123,6 +141,13 @@ class Anatomy:
     modes: Mapping[str, bool] = field(default_factory=dict)
     outside: tuple[str, ...] = ()
     tensor: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    grid: str = ""
+    constant: tuple[str, ...] = ()
+    per_step: tuple[str, ...] = ()
+    embeds: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    text_modules: tuple[str, ...] = ()
+    token_streams: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def is_one_sequence(self) -> bool:

@@ -38,10 +38,9 @@ from ditile.plan.layout import (
     pick_even_chunk,
     pick_weighted_chunk,
 )
-from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan, compute_coordinates
 from ditile.plan.schedule import MicroStep, PatchSchedule
-from ditile.plan.shape import Shape, Weights
+from ditile.plan.shape import CallFamily, Shape, Weights
 from ditile.plan.stages import select_local_blocks
 
 Arguments = ParamSpec("Arguments")
@@ -105,14 +104,14 @@ class PlannedCall:
     """A call under a plan.
 
     Attributes:
-        plan, spec: how it is divided, and the model's family.
+        plan, family: how it is divided, and the model's family.
         shape: of the whole call, over all replicas.
         weights: the blocks of the undivided transformer.
         stages: the blocks of each stage.
     """
 
     plan: Plan
-    spec: ModelSpec
+    family: CallFamily
     shape: Shape
     weights: Weights
     stages: Sequence[range]
@@ -169,7 +168,7 @@ class PlannedCall:
     @cached_property
     def image_layout(self) -> Layout:
         """Return the cuts of the image."""
-        return self.shape.build_layout(self.plan, self.spec)
+        return self.shape.build_layout(self.plan, self.family.joint)
 
     @cached_property
     def token_split(self) -> Split:
@@ -388,7 +387,7 @@ def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: Mic
     """Count the image and text tokens that a rank computes in a micro-step. Dummy text counts."""
     shard = job.shard_tokens(job.select_patch(micro))[place.rank]
     text = 0
-    if job.spec.joint != "none":
+    if job.family.joint != "none":
         text = len(shard.text) or DUMMY_TEXT
     return shard.image_tokens, text
 

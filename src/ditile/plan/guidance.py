@@ -1,7 +1,7 @@
 """Rules for when a step of a pipeline has a second branch of guidance, which `cfg` can divide.
 
 Pipelines decide it by their arguments: a scale, a negative prompt, or both. Guidance that is embedded in the model, or
-distilled into it, is not a branch. `model/pipeline_calls.py` reads the rule of a class off its code.
+distilled into it, is not a branch. `model/assets/guidance.json` has the rule of each class.
 """
 
 from __future__ import annotations

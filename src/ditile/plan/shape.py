@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ditile.plan.errors import ModelError
-from ditile.plan.layout import Grid, Layout, pick_even_chunk
-from ditile.plan.model_spec import ModelSpec
+from ditile.plan.layout import Grid, Joint, Layout, pick_even_chunk
 from ditile.plan.option_classes import CallArguments, JsonObject, Pixels, check_value
 from ditile.plan.plan import Facts, Plan
 
@@ -52,6 +51,48 @@ class Weights:
     def count_stage_parameters(self, owned: range) -> int:
         """Count the parameters of a stage."""
         return self.shared + sum(self.blocks[block] for block in owned)
+
+
+class Conditioning(NamedTuple):
+    """The text, batch and calls that a pipeline's call needs for one image.
+
+    Attributes:
+        text: tokens of text in the sequence of joint attention.
+        rows: rows of the batch for each image.
+        calls: transformer calls per step.
+    """
+
+    text: int = 0
+    rows: int = 1
+    calls: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFamily:
+    """A family of transformers.
+
+    Attributes:
+        name: what people call it.
+        pipelines: diffusers pipelines whose calls are such calls.
+        joint: where the text lies in the sequence of joint attention.
+        is_packed: whether latents are tokens already, `[B, tokens, C]`.
+        latent_per_token: transformer's config -> side of a token in latent pixels of the VAE.
+        conditioning: call arguments -> text, batch and calls.
+        example: (config, grid, text tokens) -> arguments of the forward with one row; only their shapes matter. None if
+            a call must be recorded.
+        image_tokens: embeds the latents.
+        out: makes the prediction of each token.
+    """
+
+    name: str
+    latent_per_token: Callable[[Mapping[str, Any]], int] = lambda config: 1
+    conditioning: Callable[[Mapping[str, Any]], Conditioning] = lambda call: Conditioning()
+    is_packed: bool = False
+    joint: Joint = "none"
+    example: Callable[[Mapping[str, Any], Grid, int], CallArguments] | None = None
+    pipelines: tuple[str, ...] = ()
+    image_tokens: str = "pos_embed"
+    out: str = "proj_out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,29 +135,29 @@ class Shape:
 
     @classmethod
     def from_call(
-        cls, spec: ModelSpec, config: JsonObject, vae_scale: int, element_size: int, call: CallArguments
+        cls, family: CallFamily, config: JsonObject, vae_scale: int, element_size: int, call: CallArguments
     ) -> Shape:
         """Compute the shape of a call of a pipeline.
 
         Args:
-            spec: the family.
+            family: that of its transformer.
             config: the transformer's config.
             vae_scale: pixels of a latent pixel's side.
             element_size: bytes of an activation.
             call: the call's arguments, `height` and `width` among them.
         """
-        latents_per_token = spec.latent_per_token(config)
+        latents_per_token = family.latent_per_token(config)
         height = int(call["height"])
         width = int(call["width"])
         unit = vae_scale * latents_per_token
         rows = height // unit
         columns = width // unit
-        conditioning = spec.conditioning(call)
-        text = 0 if spec.joint == "none" else conditioning.text
+        conditioning = family.conditioning(call)
+        text = 0 if family.joint == "none" else conditioning.text
         images = count_images(call)
         # Packed latents have the numbers of a token as channels.
         numbers_per_token = int(config["in_channels"])
-        if not spec.is_packed:
+        if not family.is_packed:
             numbers_per_token *= latents_per_token**2
         return cls(
             height=height,
@@ -138,17 +179,17 @@ class Shape:
         """Return the number of tokens in a sequence, text included."""
         return self.grid.num_tokens + self.text
 
-    def build_layout(self, plan: Plan, spec: ModelSpec) -> Layout:
+    def build_layout(self, plan: Plan, joint: Joint) -> Layout:
         """Build the cuts of the image. Raises `PlanError` if it has fewer token rows than the plan has patches."""
         plan.check(Facts(rows=self.grid.rows))
         if plan.references is None or not self.references:
-            return _look_up_layout(self.grid, plan.num_patches, self.text, spec.joint)
+            return _look_up_layout(self.grid, plan.num_patches, self.text, joint)
         rows = range(self.latent_rows, self.grid.rows)
         patches = plan.num_patches
         # Ranks of DistriFusion split the references, as one patch, and the image.
         if plan.distrifusion > 1:
             patches += 1
-        return _look_up_reference_layout(self.grid, patches, self.text, spec.joint, rows, even=plan.references == 1)
+        return _look_up_reference_layout(self.grid, patches, self.text, joint, rows, even=plan.references == 1)
 
     @property
     def latent_rows(self) -> int:

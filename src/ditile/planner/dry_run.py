@@ -41,7 +41,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
         engine: how ranks compute. It decides about weights in the host's memory.
 
     Raises:
-        LoadError, ModelError, PlanError: if the model is missing, has no spec, does not take one of the options, or
+        LoadError, ModelError, PlanError: if the model is missing, is not known, does not take one of the options, or
             does not fit the plan or the cache.
     """
     subject, call = _read_planned_call(options)
@@ -136,7 +136,7 @@ def build_subject_job(
     """Plan a call of a model with numbers of `element_size` bytes.
 
     Raises:
-        ModelError, PlanError: if the model has no spec, or does not fit the plan or the cache.
+        ModelError, PlanError: if the model is not known, or does not fit the plan or the cache.
     """
     job = subject.make_plan_job(plan, subject.make_call_shape(call, element_size))
     config = configs["cache_config"]

@@ -4,7 +4,7 @@ The forward is the family's own, at a size with token counts that cannot be conf
 to the image, one on 59 to the text, one on 762 to both. This shows how each kernel grows with the tokens of a rank.
 `Work` counts how often a block, or the rest of the model, runs each kernel. Of blocks built alike, only one runs.
 
-The arguments of the forward are in the `ModelSpec`, or are recorded when the pipeline calls it (`recorded.py`).
+The arguments of the forward are in the `CallFamily`, or are recorded when the pipeline calls it (`recorded.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ditile.model.hooks.overrides import list_parameter_names, match_modules, ov
 from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.layout import Grid
-from ditile.plan.model_spec import ModelSpec
 from ditile.plan.option_classes import CallArguments
+from ditile.plan.shape import CallFamily
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 from ditile.runner.weights.prequantized import StoredWeights
 
@@ -211,16 +211,16 @@ def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tupl
     return [(work_by_id[key], total) for key, total in totals.items()]
 
 
-def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
-    """Make the example call from the spec of a family.
+def make_counted_call(transformer: nn.Module, family: CallFamily) -> CountedCall:
+    """Make the example call of a family.
 
     Raises:
-        ModelError: if the spec has no `example`, which says how to call the forward.
+        ModelError: if there is none.
     """
-    example = spec.example
+    example = family.example
     config = dict(transformer.config)  # type: ignore[arg-type]
     if example is None:
-        raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
+        raise ModelError(f"nothing says how the forward of {family.name} is called, so its work cannot be counted")
 
     def make_inputs() -> CallArguments:
         return {**example(config, GRID, TEXT), "return_dict": False}
@@ -228,26 +228,26 @@ def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
     return CountedCall(make_inputs, StreamSizes(GRID.num_tokens, TEXT))
 
 
-def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: CountedCall | None) -> TransformerWork:
+def count_transformer_work(transformer: nn.Module, family: CallFamily, call: CountedCall | None) -> TransformerWork:
     """Count the work of a transformer, without reading its weights.
 
     Args:
         transformer: on the meta device.
-        spec: that of its family.
-        call: the arguments of its forward; by default the example in the spec.
+        family: that of the transformer.
+        call: the arguments of its forward; by default the example of the family.
 
     Raises:
         ModelError: as `make_counted_call`, or if the model is made for fewer tokens than are counted.
     """
-    call = call or make_counted_call(transformer, spec)
-    hooks = build_block_hooks(transformer, spec)
+    call = call or make_counted_call(transformer, family)
+    hooks = build_block_hooks(transformer)
     tracker = FootprintTracker(call.sizes.count_live_numbers)
     recorder = _KernelRecorder(call, tracker.attend_to_keys)
     with ExitStack() as stack:
         _watch_blocks(stack, recorder, hooks)
-        # Without a spec, work outside of the blocks is told apart by its position.
+        # In a recorded call, work outside of the blocks is told apart by its position.
         if not call.splits_outside:
-            _watch_ends(stack, recorder, hooks, spec)
+            _watch_ends(stack, recorder, hooks, family)
         with call.mode(), torch.no_grad(), recorder, recorder.attention, tracker:
             try:
                 transformer(**call.make_inputs())
@@ -353,9 +353,10 @@ def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: Transforme
         stack.enter_context(recorder.record_module(hook.block, ("block", first)))
 
 
-def _watch_ends(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks, spec: ModelSpec) -> None:
-    """Record the kernels of modules named in a spec: those of the ends, and those that seldom compute."""
-    patterns = {"first": (spec.image_tokens,), "last": (spec.out,), "step": spec.per_step, "once": spec.constant}
+def _watch_ends(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks, family: CallFamily) -> None:
+    """Record the kernels of modules named in tables: those of the ends, and those that seldom compute."""
+    row = hooks.anatomy
+    patterns = {"first": (family.image_tokens,), "last": (family.out,), "step": row.per_step, "once": row.constant}
     modules = []
     for place, names in patterns.items():
         for name in names:

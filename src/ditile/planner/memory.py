@@ -215,9 +215,8 @@ def count_rank_memory(
         # Tapes and their keys hold no more than their share of memory. Other calls run as code.
         limit = int(profile.memory_bytes * SHARE_OF_MEMORY)
         tapes = min(tapes, max(0, limit - keys))
-        # Every step of an exact plan is played in later images, so it computes in the tapes' memory. What is constant
-        # in attention to the text is made again for each image, in a first step that runs as code.
-        if not job.step_schedule.has_stale_steps and not job.spec.cross:
+        # Every step of an exact plan is played in later images, so it computes in the tapes' memory.
+        if not job.step_schedule.has_stale_steps:
             activations = max(activations - tapes, 0)
     # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
     weight_bytes = sum(subject.count_weight_bytes(weights, size, model) for model in range(subject.models))

@@ -267,11 +267,10 @@ class OpPricer:
         if schedule.reads_stale_keys(step):
             return False
         # The first step is played where the second one is like it, which is recorded: stages learn the widths of
-        # messages in the first one, and keys of cross attention are made there.
+        # messages in the first one.
         is_second_alike = schedule.steps > 1 and not schedule.keeps_keys(1)
-        has_work_of_its_own = schedule.stages > 1 or bool(self.job.spec.cross)
         # A cache of blocks has nothing to reuse yet.
-        has_work_of_its_own = has_work_of_its_own or self.skips.calls is not CachedCalls.WHOLE
+        has_work_of_its_own = schedule.stages > 1 or self.skips.calls is not CachedCalls.WHOLE
         if step == 0 and (has_work_of_its_own or not is_second_alike):
             return True
         # The last step before stale keys are read makes the memory that they are kept in.
@@ -408,9 +407,9 @@ class OpPricer:
         total = DeviceLoad(0.0, 0.0)
         for part, times in parts:
             total = total.combine_loads(self._basis.compute_load(part, tokens), times)
-        # Outside of its blocks a forward has all tokens, in the call of each patch. This is negligible in families with
-        # a `ModelSpec`: the profiles were fitted to their published latencies without it.
-        end_tokens = tokens if job.spec.example else tokens.count_all_tokens()
+        # Outside of its blocks a forward has all tokens, in the call of each patch. This is negligible in a
+        # `CallFamily`: the profiles were fitted to their published latencies without it.
+        end_tokens = tokens if job.family.example else tokens.count_all_tokens()
         first_load = self._basis.compute_load(work.first, end_tokens)
         if place.stage == 0 or is_group:
             total = total.combine_loads(first_load)

@@ -1,6 +1,6 @@
 """The model that a plan is for, built from its configs without weights, and the shapes of its calls.
 
-For a family with a `ModelSpec`, the spec describes the calls. Those of any other one are recorded (`recorded.py`).
+A `CallFamily` describes the calls of its family. Those of any other one are recorded (`recorded.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ditile.model.anatomies import build_block_hooks, find_derived_cuts
+from ditile.model.call_families import find_call_family
+from ditile.model.hooks.block_calls import read_token_grid
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.pipeline_calls import list_call_parameters
-from ditile.model.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
+from ditile.model.registry import find_holes, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
@@ -32,11 +34,10 @@ from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.anatomy import REAL_PAIRS, drop_further_keys
 from ditile.plan.cost import PlannedCall, memoize_method
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.layout import Grid
-from ditile.plan.model_spec import ModelSpec
+from ditile.plan.layout import Grid, Joint
 from ditile.plan.option_classes import CallArguments, JsonObject, drop_missing
 from ditile.plan.plan import AXES, Facts, Plan
-from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
+from ditile.plan.shape import CallFamily, Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.planner.footprint import (
     DecodeWork,
     Footprint,
@@ -60,7 +61,7 @@ from ditile.runner.requests.conditions import bind_conditions, check_picture_cou
 from ditile.runner.weights.prequantized import StoredWeights
 
 PROBED = Grid(22, 32)
-"""Token rows and columns of the image with which a model without a `ModelSpec` is counted."""
+"""Token rows and columns of the image with which a recorded model is counted."""
 PROBED_TEXT = 384
 """Tokens of its text. Both are multiples of 32, to which some families pad, and neither is a width of a large model."""
 PROMPT_TOKENS = 512
@@ -86,7 +87,7 @@ class PlanSubject:
         encoders: the classes of the text encoders; None of one that is not known here.
         decoder: the config of the VAE, if there is one.
         uncounted: text encoders with unreadable configs, not included in `text`.
-        recorder: records the calls of a family without a `ModelSpec`, and those of a class that a spec does not name.
+        recorder: records the calls of a family without a `CallFamily`, and those of a class that it does not name.
         scale: the VAE's scale of latent frames, for such a family.
         coder: the class of the VAE.
         models: transformers that are called in turns, each on every rank.
@@ -143,12 +144,12 @@ class PlanSubject:
     def from_pipeline_configs(cls, name: str, configs: PipelineConfigs) -> PlanSubject:
         """Build the pipeline of configs that were read."""
         transformer = configs.build_transformer()
-        spec = find_model_spec(transformer)
+        family = find_call_family(transformer)
         recorder = None
         # To record a call, the pipeline is built from its configs, which takes seconds.
-        if configs.is_recorded(spec):
+        if configs.is_recorded(family):
             recorder = configs.make_recorder(*configs.build_parts(transformer))
-        if spec is None or spec.example is None:
+        if family is None:
             scale = measure_vae_scale(configs.coder, configs.vae)
         else:
             # Families with an example make images, and their VAEs halve them between their blocks.
@@ -173,24 +174,26 @@ class PlanSubject:
         )
 
     @cached_property
-    def model_spec(self) -> ModelSpec:
-        """Return the spec of its family. If that says nothing of its work, the spec comes from its anatomy."""
-        if self.is_derived:
-            return make_derived_spec(self.transformer)
-        return find_model_spec(self.transformer) or UNKNOWN_MODEL
+    def family(self) -> CallFamily:
+        """Return its family. Where nothing tells the work of a call, all is from its anatomy."""
+        family = find_call_family(self.transformer)
+        if family is not None:
+            return family
+        anatomy = self.block_hooks.anatomy
+        joint: Joint = anatomy.joint
+        if anatomy.is_one_sequence:
+            joint = "none"
+        return CallFamily(name=name_family(type(self.transformer)), joint=joint)
 
     @cached_property
     def is_derived(self) -> bool:
-        """Return whether the work must be counted on a recorded call, because no `ModelSpec` describes it."""
-        spec = find_model_spec(self.transformer)
-        if self.recorder is None:
-            return False
-        return spec is None or spec.example is None
+        """Return whether the work must be counted on a recorded call, because no `CallFamily` describes it."""
+        return self.recorder is not None and find_call_family(self.transformer) is None
 
     @cached_property
     def block_hooks(self) -> TransformerHooks:
         """Build hooks for its blocks, without installing them."""
-        return build_block_hooks(self.transformer, self.model_spec)
+        return build_block_hooks(self.transformer)
 
     @cached_property
     def parameter_counts(self) -> Weights:
@@ -229,13 +232,13 @@ class PlanSubject:
     def transformer_work(self) -> TransformerWork:
         """Count its work on the first use."""
         call = self._make_counted_call() if self.is_derived else None
-        return count_transformer_work(self.transformer, self.model_spec, call)
+        return count_transformer_work(self.transformer, self.family, call)
 
     @cached_property
     def token_side(self) -> int:
         """Return the pixels along the side of a token."""
         if not self.is_derived:
-            return self.vae_scale * self.model_spec.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
+            return self.vae_scale * self.family.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
         # Inputs besides the image, such as references, are the same at both sizes.
         sides = [side * self.vae_scale for side in SIDES]
         tokens = []
@@ -325,13 +328,13 @@ class PlanSubject:
 
     @cached_property
     def _tensor_cuts(self) -> TensorCuts:
-        table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
+        table = find_tensor_table(self.transformer, find_derived_cuts(self.transformer))
         return TensorCuts.match_tensor_table(self.transformer, table, 0, 2, loaded=(1, 1))
 
     @cached_property
     def _divisible_weights(self) -> Weights:
         """Return its weights, with the equal parts that make up unlike shares of tensor parallelism."""
-        table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
+        table = find_tensor_table(self.transformer, find_derived_cuts(self.transformer))
         # If shares differ, all parts are counted.
         cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, weights=(2.0, 1.0))
         return replace(self.parameter_counts, tensor_units=sum(cuts.shares))
@@ -361,7 +364,7 @@ class PlanSubject:
 
     @cached_property
     def _cost_model(self) -> CostModel:
-        return CostModel.from_model_hooks(self.block_hooks)
+        return CostModel.from_model_hooks(self.block_hooks, self.family)
 
     @memoize_method
     def count_decode_numbers(self, frames: int = 1) -> float:
@@ -394,7 +397,7 @@ class PlanSubject:
     def count_text_tokens(self, call: CallArguments) -> int:
         """Count the text tokens of cross attention. They are not in the sequence."""
         # Text in the sequence is counted with its tokens.
-        if self.model_spec.joint != "none":
+        if self.family.joint != "none":
             return 0
         if self.is_derived and self.recorder is not None:
             return self.recorder.count_text_tokens(call)
@@ -461,7 +464,7 @@ class PlanSubject:
         if frames is not None and not self.makes_videos:
             raise ModelError(f"frames={frames}: {self.pipeline.__name__} makes images; leave it out")
         if self.recorder is None:
-            return Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
+            return Shape.from_call(self.family, config, self.vae_scale, element_size, filled)
         return self._make_recorded_shape(filled, element_size)
 
     def count_weight_bytes(self, numbers: float, element_size: int, model: int = 0) -> int:
@@ -568,10 +571,8 @@ class PlanSubject:
         """Return the rows to cut patches at: of every frame of latents `[B, .., H, W]`, or of the flattened tokens."""
         flat = Grid(first.image, 1)
         if not self.is_derived:
-            read_grid = self.model_spec.grid
-            grid = flat
-            if read_grid is not None:
-                grid = read_grid(self.transformer, first.arguments)
+            shown = first.arguments[self.block_hooks.anatomy.grid]
+            grid = read_token_grid(self.transformer, shown)
             return grid if grid.num_tokens == first.image else flat
         latents = first.arguments.get(find_latents_parameter(self.transformer))
         rows = height // self.token_side
@@ -621,7 +622,7 @@ class PlanSubject:
             weights = self._divisible_weights
         return PlannedCall(
             plan=plan,
-            spec=self.model_spec,
+            family=self.family,
             shape=shape,
             weights=weights,
             stages=self._stages[key],
@@ -636,13 +637,6 @@ class PlanSubject:
                 f"vae=rows: whether {self.coder.__name__} can be divided by rows is only seen when it is loaded; "
                 "use vae=whole"
             )
-
-
-def make_derived_spec(transformer: nn.Module) -> ModelSpec:
-    """Make the spec of a transformer's family from its anatomy. Raises `ModelError` if it is not known."""
-    anatomy = build_block_hooks(transformer, UNKNOWN_MODEL).anatomy
-    joint = "none" if anatomy.is_one_sequence else anatomy.joint
-    return replace(UNKNOWN_MODEL, name=name_family(type(transformer)), joint=joint)
 
 
 def _renew_numbers(value: Any) -> Any:

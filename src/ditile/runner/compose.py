@@ -25,6 +25,7 @@ from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import gather_json
 from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks, find_anatomy
+from ditile.model.call_families import find_call_family
 from ditile.model.hooks.block_hooks import CallCountHooks, TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook, LayerAttention
 from ditile.model.hooks.compile import decide_compile, unwrap_compiled, wrap_model_call
@@ -71,10 +72,9 @@ from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.anatomy import LOCAL, Anatomy
 from ditile.plan.cost import make_token_split
 from ditile.plan.errors import ModelError, PlanError, StateError, StoppedError
-from ditile.plan.model_spec import ModelSpec
 from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AUTO, Facts, Plan
-from ditile.plan.shape import Weights, count_images
+from ditile.plan.shape import CallFamily, Weights, count_images
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.user_code import list_user_code
 
@@ -130,14 +130,9 @@ class Composition:
         return [hooks.transformer for hooks in self.block_hooks.models]
 
     @property
-    def spec(self) -> ModelSpec:
-        """Return the spec of the model."""
-        return self.block_hooks.spec
-
-    @property
-    def is_planned(self) -> bool:
-        """Return whether enough is known of the model to tell the shape of a call from its arguments."""
-        return self.spec.example is not None
+    def family(self) -> CallFamily | None:
+        """Return what the model's calls compute; None if their shape cannot be told from their arguments."""
+        return find_call_family(self.model)
 
     @property
     def trace(self) -> GenerationTrace:
@@ -733,7 +728,7 @@ def check_pipeline(pipe: Any) -> None:
 def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> TransformerHooks:
     """Build the hooks for the models of a pipeline."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
-    spec = registry.select_plan_spec(pipe, plan)
+    registry.check_plan_fits_loop(pipe, plan)
     block_hooks: TransformerHooks | None = None
     models = find_denoisers(pipe)
     # The hooks of the first model hold those of the second one.
@@ -741,9 +736,9 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
         label = f"{name}:" if len(models) > 1 else ""
         if calls_whole_model:
             anatomy = find_anatomy(model) or Anatomy({}, "none")
-            block_hooks = CallCountHooks(model, spec, anatomy, block_hooks, label)
+            block_hooks = CallCountHooks(model, anatomy, block_hooks, label)
         else:
-            block_hooks = build_block_hooks(model, spec, block_hooks, label)
+            block_hooks = build_block_hooks(model, block_hooks, label)
     assert block_hooks is not None
     _check_model_divisible(pipe, plan, block_hooks, options)
     return block_hooks
@@ -836,8 +831,8 @@ def _match_shard(hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool)
         loaded = hooks.loaded_blocks.tensor_shares
     sequence = None
     if plan.split_scheme == "sequence":
-        sequence = hooks.spec.tensor_tokens
-    table = find_tensor_table(model, hooks.spec, hooks.anatomy.tensor)
+        sequence = hooks.anatomy.token_streams
+    table = find_tensor_table(model, hooks.anatomy.tensor)
     check_unsharded(model, sequence)
     weights = plan.tensor_weights
     TensorCuts.match_tensor_table(model, table, axis.index, axis.num_ranks, weights=weights, loaded=loaded)

@@ -29,7 +29,6 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ditile.distributed.mesh import find_process_rank
 from ditile.distributed.start_watcher import begin_watch
-from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import LoadedBlocks
 from ditile.model.hooks.placeholders import init_on_meta_device, refuse_saving
@@ -515,7 +514,7 @@ def _read_share(
         checkpoint = build_checkpoint(model).find_weights(model.state_dict().keys(), place)
         checkpoint.read_into_module(model, dtype, keep_fp32=keep_fp32)
         return _finish_model(model, place)
-    block_hooks = build_block_hooks(model, registry.choose_model_spec(model))
+    block_hooks = build_block_hooks(model)
     coordinates = compute_coordinates(plan, rank)
     stages = divide_into_stages(block_hooks, plan)
     owned = select_local_blocks(stages, coordinates["pipefusion"], plan.num_whole_stages)
@@ -525,7 +524,7 @@ def _read_share(
     select_shard = None
     tensor_shares: tuple[int, ...] = (1,)
     if plan.tensor > 1:
-        table = find_tensor_table(model, block_hooks.spec, block_hooks.anatomy.tensor)
+        table = find_tensor_table(model, block_hooks.anatomy.tensor)
         cuts = TensorCuts.match_tensor_table(
             model, table, index, plan.tensor, weights=plan.tensor_weights, stored_blocks=row_blocks
         )

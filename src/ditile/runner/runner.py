@@ -47,6 +47,7 @@ from ditile.model.pipeline_calls import (
     describe_stale_statistics,
     explain_callback_refusal,
     explain_changed_size_refusal,
+    explain_condition_refusal,
     explain_empty_call,
     explain_guider_refusal,
     explain_latent_cut,
@@ -82,7 +83,7 @@ from ditile.plan.extras import import_lab
 from ditile.plan.option_classes import check_value, checked
 from ditile.plan.plan import Facts, Plan, suggest_whole_images
 from ditile.plan.schedule import PatchSchedule
-from ditile.plan.shape import Shape, count_images, fill_call_defaults
+from ditile.plan.shape import CallFamily, Shape, count_images, fill_call_defaults
 from ditile.plan.simulate import bound_speedup
 from ditile.runner import digest
 from ditile.runner.callbacks import NOBODY, StepEndCallbacks, StepWatch
@@ -299,7 +300,7 @@ class Runner:
                 share_settings(self.pipe, pipe, components)
         else:
             pipe = build_sibling_pipeline(kind, self.pipe, components)
-            registry.select_plan_spec(pipe, self.plan)
+            registry.check_plan_fits_loop(pipe, self.plan)
             self._parts.guard_pipeline(pipe)
         self._composition = replace(self._parts, pipe=pipe)
         self._last = None
@@ -394,16 +395,17 @@ class Runner:
             write_chrome_trace(path, [list(itertools.starmap(TraceEvent, of_rank)) for of_rank in everyone])
 
     def job(self) -> PlannedCall | None:
-        """Return the last call, or before the first the pipeline's default call, in numbers; None without a spec."""
+        """Return the last call, or before the first the pipeline's default call, in numbers; None if it has no
+        `CallFamily`."""
         parts = self._composition
-        if parts is None or not parts.is_planned:
+        if parts is None or parts.family is None:
             return None
-        shape = self._last or self._build_call_shape({})
+        shape = self._last or self._build_call_shape({}, parts.family)
         if self.report is not None and self.report.text_tokens is not None:
             shape = replace(shape, text=self.report.text_tokens)
         return PlannedCall(
             plan=self.plan,
-            spec=parts.spec,
+            family=parts.family,
             shape=shape,
             weights=parts.weights,
             stages=parts.stages,
@@ -614,7 +616,7 @@ class Runner:
         reason = (
             explain_hook_refusal(find_loop_models(self.pipe), self.plan, steps)
             or explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh, trusts_code=self._parts.trusts_code)
-            or self._parts.spec.refuse(self.pipe, call)
+            or explain_condition_refusal(self.pipe, call)
             or (explain_latent_cut(self._pipeline_class, self._fill_defaults(call)) if partial else None)
             or self._explain_step_refusal(call, iterations)
             or self._parts.find_refusal_reason()
@@ -674,9 +676,10 @@ class Runner:
             reason = rule.explain_cfg_refusal(self.plan.cfg, self._pipeline_class.__name__, values)
             if reason:
                 raise PlanError(reason)
-        if not self._parts.is_planned:
+        family = self._parts.family
+        if family is None:
             return
-        shape = self._build_call_shape(call)
+        shape = self._build_call_shape(call, family)
         # Prompt embeddings may have any length, so the number of text tokens is not checked.
         facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)
         if self._parts.calls_whole_model:
@@ -691,7 +694,7 @@ class Runner:
         bound = bound_speedup(PatchSchedule.from_plan(self.plan, shape.steps, replica.batch), replica.calls)
         self._advise_once(self.plan.advice(bound))
 
-    def _build_call_shape(self, call: Mapping[str, Any]) -> Shape:
+    def _build_call_shape(self, call: Mapping[str, Any], family: CallFamily) -> Shape:
         model = self._parts.model
         config: Any = model.config
         scale = self.pipe.vae_scale_factor
@@ -699,7 +702,7 @@ class Runner:
         numbers = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         element_size = numbers.element_size()
         arguments = fill_call_defaults(self._parameters, config, scale, read_call_values(call))
-        return Shape.from_call(self._parts.spec, config, scale, element_size, arguments)
+        return Shape.from_call(family, config, scale, element_size, arguments)
 
 
 def _agree_on_result(

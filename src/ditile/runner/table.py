@@ -19,7 +19,7 @@ EXACT = ("data", "cfg", "ring", "distrifusion", "ulysses", "tensor")
 """Axes that divide all of the work, in every step."""
 COLUMNS = ("rank", "device", "place", "blocks", "tokens", "parameters", "stale keys", "sent a step")
 DERIVED_COLUMNS = ("rank", "device", "place", "blocks", "parameters")
-"""The columns of a model without a `ModelSpec`; the others depend on the call."""
+"""The columns of a model without a `CallFamily`; the others depend on the call."""
 
 
 def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], parameters: Sequence[int] | None = None) -> str:
@@ -64,7 +64,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
     whole = _format_parameters(job.weights.count_stage_parameters(range(num_blocks)))
     rows = [layout.count_rows(patch) for patch in range(layout.num_patches)]
     parts: list[str | Table] = [
-        f"{model}: {job.spec.name}, {num_blocks} blocks, {whole}",
+        f"{model}: {job.family.name}, {num_blocks} blocks, {whole}",
         f"plan: {plan}",
         f"image: {shape.width} x {shape.height} px, {shape.num_tokens} tokens ({shape.text} of text), "
         f"{shape.steps} steps, batch {shape.batch}, {shape.calls} call(s) per step",
@@ -81,7 +81,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
 def describe_derived_model(
     pipeline: str, model: str, plan: Plan, devices: Sequence[str], parameters: Sequence[int], stages: Sequence[range]
 ) -> str:
-    """Format the table for a model without a `ModelSpec`. It has only columns that do not depend on a call.
+    """Format the table for a model without a `CallFamily`. It has only columns that do not depend on a call.
 
     Args:
         pipeline, model: the names of the classes of the pipeline and its transformer.
@@ -95,7 +95,7 @@ def describe_derived_model(
             blocks = _format_blocks(stages[compute_coordinates(plan, rank)["pipefusion"]])
         table.add_row(str(rank), device, _format_rank_place(plan, rank), blocks, _format_parameters(parameters[rank]))
     return _render_as_text(
-        f"{pipeline}: {model}, which has no ModelSpec",
+        f"{pipeline}: {model}",
         f"plan: {plan}",
         table,
         "stale keys and bytes sent depend on the call: runner.reports() has them after it",

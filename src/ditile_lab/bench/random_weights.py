@@ -14,7 +14,6 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.known import CONFIGS, find_known_model
-from ditile.model.registry import UNKNOWN_MODEL
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments
 from ditile.planner.recording.configs import PipelineConfigs
@@ -110,7 +109,7 @@ def make_random_arguments(pipe: Any, call: CallArguments, dtype: torch.dtype, de
     def make_embeddings(*lengths: int) -> torch.Tensor:
         return torch.randn(lengths, generator=generator).to(device, dtype)
 
-    recorder = PipelineRecorder(pipe, build_block_hooks(pipe.transformer, UNKNOWN_MODEL))
+    recorder = PipelineRecorder(pipe, build_block_hooks(pipe.transformer))
     arguments = recorder.make_arguments(call, make_embeddings)
     for name, value in arguments.items():
         # Masks are made on the CPU and have to be moved.

@@ -73,7 +73,7 @@ class StoredSubject:
         return build_dry_run_call(options, defaults(self.name))
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
-        """Describe a cell in numbers, only from configs; None if the model has no spec and the plan needs none.
+        """Describe a cell in numbers, only from configs; None if the model is not known and the plan needs none.
 
         Raises:
             DitileError: if the cell does not fit the model.
@@ -84,7 +84,7 @@ class StoredSubject:
             )
         except ModelError:
             # Such a model can still be replicated, or have its guidance branches on two ranks.
-            if cell.plan_object.divides_the_batch_alone and not cell.cache and not self._has_model_spec:
+            if cell.plan_object.divides_the_batch_alone and not cell.cache and not self._is_known:
                 return None
             raise
 
@@ -110,10 +110,10 @@ class StoredSubject:
         return call
 
     @property
-    def _has_model_spec(self) -> bool:
-        """Return whether its transformer has a spec."""
+    def _is_known(self) -> bool:
+        """Return whether its transformer is known."""
         try:
-            return bool(self.planner_subject.model_spec)
+            return bool(self.planner_subject.family)
         except ModelError:
             return False
 

@@ -21,7 +21,7 @@ import torch
 from ditile.distributed import cpus, env, files
 from ditile.distributed.launch import launch
 from ditile.distributed.torchrun import leave_process_group
-from ditile.model.registry import list_model_specs
+from ditile.model.call_families import FAMILIES
 from ditile.plan.errors import ModelError, join_error_lines
 from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
@@ -166,7 +166,7 @@ def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationS
         index = diffusers.DiffusionPipeline.load_config(source)
     except OSError as error:
         raise ModelError(f"model {options.model!r} cannot be loaded: {join_error_lines(error)}") from error
-    known = {cls.__name__ for cls in list_model_specs()}
+    known = {cls.__name__ for cls in FAMILIES}
     # Other models are checked by `parallelize`, before they generate.
     if index.get("transformer", (None, None))[1] in known:
         for setting in settings:

@@ -20,8 +20,8 @@ from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.pieces import find_run, flag_nan_tokens, has_nan
+from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
-from ditile.plan.model_spec import Flow
 
 
 class AttentionCall(NamedTuple):

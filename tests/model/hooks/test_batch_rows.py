@@ -7,8 +7,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch.utils import _pytree as pytree
 
-from ditile.model.hooks.batch_rows import BatchDimFinder, join_batch_results, locate_argument, slice_batch_arguments
-from ditile.plan.errors import ModelError
+from ditile.model.hooks.batch_rows import BatchDimFinder, join_batch_results, slice_batch_arguments
 from ditile.plan.layout import split_batch_evenly
 from tests.families import BATCH, FAMILIES
 from tests.more_families import RUN
@@ -56,7 +55,7 @@ def test_the_batch_is_known_from_the_forward(name: str) -> None:
     family = next(family for family in [*FAMILIES.values(), *RUN] if family.name == name)
     model, inputs = family.make(), family.inputs()
     state = torch.get_rng_state()
-    dims = BatchDimFinder(model, None).find_dims(inputs, next(iter(inputs)), BATCH)
+    dims = BatchDimFinder(model).find_dims(inputs, next(iter(inputs)), BATCH)
     assert dims is not None and torch.equal(torch.get_rng_state(), state)
     tensors = {name for name, value in inputs.items() if any(map(torch.is_tensor, pytree.tree_leaves(value)))}
     assert tensors - {path[0].key for path in dims.dims} == set(KINDS[name])
@@ -72,20 +71,10 @@ def test_a_call_that_is_not_possible_is_not_cut() -> None:
     """Two embeddings for four latents raise in the plain pipeline. A failure means that they are drawn mixed."""
     family = FAMILIES["WanTransformer3DModel"]
     inputs = family.inputs() | {"hidden_states": torch.zeros(4, 4, 2, 8, 8), "timestep": torch.zeros(4)}
-    assert BatchDimFinder(family.make(), None).find_dims(inputs, "hidden_states", 4) is None
+    assert BatchDimFinder(family.make()).find_dims(inputs, "hidden_states", 4) is None
     values = FAMILIES["Lumina2Transformer2DModel"]
     two = values.inputs() | {"hidden_states": torch.zeros(4, 4, 8, 8), "timestep": torch.zeros(4)}
-    assert BatchDimFinder(values.make(), None).find_dims(two, "hidden_states", 4) is None
-    with pytest.raises(ModelError, match=r"encoder_hidden_states has 2 row\(s\) in a call of the model on 4"):
-        BatchDimFinder(family.make(), ()).find_dims(inputs, "hidden_states", 4)
-
-
-def test_a_table_that_leaves_something_out_is_asked_about() -> None:
-    """A user's `ModelSpec` need not name what no batch is as long as. A failure means that such a call is refused."""
-    family = FAMILIES["ChromaTransformer2DModel"]
-    inputs = family.inputs()
-    dims = BatchDimFinder(family.make(), ("img_ids",)).find_dims(inputs, "hidden_states", BATCH)
-    assert dims is not None and locate_argument("txt_ids") not in dims.dims and locate_argument("timestep") in dims.dims
+    assert BatchDimFinder(values.make()).find_dims(two, "hidden_states", 4) is None
 
 
 def test_joined_is_what_one_call_returns() -> None:

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.fused import fuse_projections
-from ditile.model.registry import choose_model_spec
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.runner.cases import MAKE, run
@@ -149,11 +148,7 @@ def test_a_runner_makes_them_at_once(name: str) -> None:
     """A failure means that nobody uses it."""
     pipe = MAKE[name]()
     runner = parallelize(pipe, Plan(patches=2, warmup=0))
-    layers = [
-        layer
-        for hook in build_block_hooks(pipe.transformer, choose_model_spec(pipe.transformer)).chain
-        for _, layer in hook.list_attentions()
-    ]
+    layers = [layer for hook in build_block_hooks(pipe.transformer).chain for _, layer in hook.list_attentions()]
     own = {id(getattr(layer, part).weight) for layer in layers for part in ("to_q", "to_k", "to_v")}
     for drawn, wanted in ((pipe, own), (runner, set())):
         with Products() as products:

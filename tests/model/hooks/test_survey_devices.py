@@ -7,10 +7,9 @@ from dataclasses import replace
 import torch
 
 from ditile.model.anatomies import find_anatomy
-from ditile.model.hooks.block_calls import _SurveyPass
+from ditile.model.hooks.block_calls import _SurveyPass, read_token_grid
 from ditile.model.hooks.block_policy import BlockHook, advise_whole_tokens
 from ditile.model.hooks.generation import Generation
-from ditile.model.refinements import read_flux_grid
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from tests.zoo.entry import transformer
@@ -50,5 +49,4 @@ def test_rounded_positions_count_columns_right() -> None:
         ids = torch.zeros(3, columns, 3)
         ids[..., 1] += torch.arange(3)[:, None]
         ids[..., 2] += torch.arange(columns)
-        inputs = {"img_ids": ids.flatten(0, 1).to(torch.bfloat16)}
-        assert read_flux_grid(torch.nn.Module(), inputs) == Grid(3, columns)
+        assert read_token_grid(torch.nn.Module(), ids.flatten(0, 1).to(torch.bfloat16)) == Grid(3, columns)

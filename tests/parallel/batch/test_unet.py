@@ -41,7 +41,7 @@ def as_plain(plan: dict[str, Any]) -> None:
             close(runner(**call_of(**changes)).images, wanted, f"{plan} {changes} rank {dist.get_rank()}")
             sent = runner.report.sent if runner.report else {}
             assert [kind in sent for kind in ("cfg", "data")] == ["cfg" in plan, "data" in plan]
-            assert "UNet2DConditionModel, which has no ModelSpec" in str(runner)
+            assert "UNet2DConditionModel" in str(runner)
             assert all(title in str(runner) for title in DERIVED_COLUMNS)
             assert "runner.reports()" in str(runner) and "?" not in str(runner)
             assert repr(runner).startswith("<Runner of StableDiffusionPipeline: ") and "\n" not in repr(runner)

@@ -17,9 +17,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as bac
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
-from ditile.model import registry
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -90,10 +88,7 @@ def three_dimensions() -> list[Tensor]:
     pipe = tiny.pixart()
     for block in pipe.transformer.transformer_blocks:
         block.attn1.set_processor(ThreeDimensions())
-    with pytest.MonkeyPatch.context() as patch:
-        # What a user registers who has processors of his own: nothing is said of them.
-        patch.setitem(registry._SPECS, type(pipe.transformer), ModelSpec(name="PixArt"))
-        return pictures(pipe, PIXART, TWO)
+    return pictures(pipe, PIXART, TWO)
 
 
 def test_attention_in_three_dimensions(pool: Pool) -> None:

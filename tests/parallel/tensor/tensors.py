@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.model.anatomies import find_anatomy
-from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.sharding import ShardedTransformer, find_tensor_table, shard_weights
 from ditile.plan.layout import pick_even_chunk
@@ -32,9 +31,11 @@ def axis() -> Axis:
 @contextmanager
 def sharded(transformer: Any, scheme: str, traffic: Traffic | None = None) -> Iterator[ShardedTransformer]:
     """The model with a share of its weights; with "sequence" its chain of blocks has a share of the tokens."""
-    spec, traffic = choose_model_spec(transformer), traffic or Traffic()
-    streams = spec.tensor_tokens if scheme == "sequence" else None
-    cut = shard_weights(transformer, find_tensor_table(transformer, spec), axis(), traffic, sequence=streams, keep=True)
+    anatomy, traffic = find_anatomy(transformer), traffic or Traffic()
+    assert anatomy is not None
+    streams = anatomy.token_streams if scheme == "sequence" else None
+    table = find_tensor_table(transformer, anatomy.tensor)
+    cut = shard_weights(transformer, table, axis(), traffic, sequence=streams, keep=True)
     with _tokens_shared(transformer, cut) if streams else _nothing():
         yield cut
     cut.restore_whole_weights()

@@ -14,7 +14,7 @@ from torch import nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.model.registry import choose_model_spec
+from ditile.model.anatomies import find_derived_cuts
 from ditile.parallel.tensor.cuts import TensorCut, TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError, PlanError, StateError
@@ -25,7 +25,7 @@ FF = {"net.0.proj": "colwise", "net.2": "rowwise"}
 
 def cut(model: Any, ranks: int = 2, table: Any = None) -> None:
     """This process has no group: what is not refused before that fails with another error."""
-    table = table or find_tensor_table(model, choose_model_spec(model))
+    table = table or find_tensor_table(model, find_derived_cuts(model))
     shard_weights(model, table, Axis("tensor", tuple(range(ranks))), Traffic())
 
 
@@ -118,7 +118,7 @@ def test_projections_that_were_fused_and_unfused_are_cut(make: Callable[[], Any]
     """The right call is named, and helps. A failure means that a model stays refused, as some keep a flag for ever."""
     model = make().transformer
     model.fuse_qkv_projections()
-    table = find_tensor_table(model, choose_model_spec(model))
+    table = find_tensor_table(model, find_derived_cuts(model))
     with pytest.raises(ModelError, match=r"fused projections.* call pipe.transformer.unfuse_qkv_projections\(\)"):
         TensorCuts.match_tensor_table(model, table, 0, 2)
     model.unfuse_qkv_projections()
@@ -175,8 +175,8 @@ def test_a_norm_across_heads_must_be_in_the_table() -> None:
 def test_a_model_without_a_table_is_refused_and_one_without_streams_in_the_sequence_scheme() -> None:
     """The message says what would work."""
     model = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"Linear has no tensor table.*give ModelSpec\(tensor=\.\.\.\) one"):
-        find_tensor_table(model, None)
+    with pytest.raises(ModelError, match=r"Linear has no tensor table.*give its class a _tp_plan"):
+        find_tensor_table(model)
     with pytest.raises(ModelError, match="no table of its token streams for split_scheme=sequence; use row"):
         shard_weights(model, {"": "colwise"}, Axis("tensor", (0, 1)), Traffic(), sequence={})
 
@@ -184,7 +184,7 @@ def test_a_model_without_a_table_is_refused_and_one_without_streams_in_the_seque
 def test_weights_that_were_not_kept_cannot_be_put_back() -> None:
     """A failure: a runner would go on with shares as if they were the whole."""
     model = tiny.flux().transformer
-    sharded = shard_weights(model, find_tensor_table(model, None), Axis("tensor"), Traffic())
+    sharded = shard_weights(model, find_tensor_table(model), Axis("tensor"), Traffic())
     with pytest.raises(StateError, match="the whole weights were not kept"):
         sharded.restore_whole_weights()
 
@@ -194,5 +194,5 @@ def test_hollow_blocks_of_other_stages_are_passed_over() -> None:
     model = tiny.flux().transformer
     for block in model.transformer_blocks:
         block._modules.clear()
-    styles = TensorCuts.match_tensor_table(model, find_tensor_table(model, choose_model_spec(model)), 0, 2).styles
+    styles = TensorCuts.match_tensor_table(model, find_tensor_table(model, find_derived_cuts(model)), 0, 2).styles
     assert styles and all(path.startswith("single_transformer_blocks.") for path in styles)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.model.registry import choose_model_spec
+from ditile.model.anatomies import find_derived_cuts
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
@@ -42,7 +42,7 @@ def test_one_rank_is_the_plain_model() -> None:
     """The null case edits nothing."""
     model, call = with_heads("sd3"), inputs("sd3")
     before, weights = forward(model, call), model.state_dict()
-    cut = shard_weights(model, find_tensor_table(model, choose_model_spec(model)), Axis("tensor"), Traffic())
+    cut = shard_weights(model, find_tensor_table(model, find_derived_cuts(model)), Axis("tensor"), Traffic())
     assert cut.select_shard("transformer_blocks.0.ff.net.2.weight", (48, 192)) is None
     assert torch.equal(forward(model, call), before) and model.state_dict().keys() == weights.keys()
 

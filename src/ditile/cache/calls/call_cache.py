@@ -179,7 +179,7 @@ def prepare_policy(
         return cast(MakePolicy, EasyCachePolicy)
     if isinstance(config, GuidanceGateConfig):
         model = models[0]
-        finder = BatchDimFinder(model, None)
+        finder = BatchDimFinder(model)
         guided = GuidedModel(pipe, list_parameter_names(model), find_latents_parameter(model), finder)
         return cast(MakePolicy, functools.partial(GatedGuidance, model=guided))
     raise ModelError(f"{type(config).__name__} is not a method that leaves out calls; try FittedScheduleConfig()")

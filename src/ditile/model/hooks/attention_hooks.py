@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,21 +20,20 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ditile.model.hooks.attention_processors import uses_dispatch
-from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, LayerAttention, list_adapter_calls
+from ditile.model.hooks.block_policy import BlockHook, LayerAttention, list_adapter_calls
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.key_padding import make_pairs_error
 from ditile.model.hooks.overrides import override_attribute, replace_globals
 from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.model_spec import ModelSpec
 
 BuildAttention = Callable[..., LayerAttention]
 
 
 def install_attention(
     stack: ExitStack,
-    spec: ModelSpec,
     hook: BlockHook,
+    overlapped: Mapping[type, Callable[[Any], Any]],
     build: BuildAttention,
     choose_backend: Callable[[Any], Any],
     is_whole: Callable[[], bool] | None,
@@ -42,7 +41,7 @@ def install_attention(
     """Install cores in the layers of a block until the stack is closed.
 
     Args:
-        spec: may have processors of its own.
+        overlapped: stock processor -> what makes one that computes q, k and v one after the other for a core.
         build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
         choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
         is_whole: whether the current call is computed whole, without cores; None if none is.
@@ -67,18 +66,15 @@ def install_attention(
             stack.callback(hook.block.register_forward_hook(exclude_from_compile(turns.end_block)).remove)
         assert attend is not None
         has_further_keys = any(FURTHER in kind for _, kind in calls)
+        if attend.overlaps and type(stock) in overlapped:
+            override_attribute(stack, module, "processor", overlapped[type(stock)](attend))
         # A layer with further keys may dispatch without the processor's `_parallel_config`, and otherwise in other
         # calls.
-        if through_dispatch and is_whole is None and not has_further_keys:
-            if spec.overlapped is not None and attend.overlaps:
-                processor = spec.overlapped(attend)
-            else:
-                processor = copy.copy(stock)
-                processor._parallel_config = attend
-                processor._attention_backend = choose_backend(backend)
+        elif through_dispatch and is_whole is None and not has_further_keys:
+            processor = copy.copy(stock)
+            processor._parallel_config = attend
+            processor._attention_backend = choose_backend(backend)
             override_attribute(stack, module, "processor", processor)
-        elif spec.processor is not None and not isinstance(stock, ADAPTER_PROCESSORS):
-            override_attribute(stack, module, "processor", spec.processor(attend))
         else:
             if backend is not None:
                 # Only the native backend calls the function that is redirected.

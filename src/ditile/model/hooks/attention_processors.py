@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,9 +13,7 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.model_spec import ModelSpec
 
 UNFUSE = "call pipe.transformer.unfuse_qkv_projections()"
 """Advice that undoes diffusers' `fuse_qkv_projections`; few pipelines have a method of that name."""
@@ -70,20 +68,6 @@ def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
         signed_call.__signature__ = inspect.signature(processor.__call__)  # type: ignore[attr-defined]
         ready.__call__ = signed_call
         override_attribute(stack, module, "processor", ready)
-
-
-def replace_cross_processors(stack: ExitStack, spec: ModelSpec, block: nn.Module, now: Generation) -> None:
-    """Replace the processors of cross-attention to the text until the stack is closed; every rank has the whole
-    text."""
-
-    def get_branch_constant(key: Hashable, compute: Callable[[], Any]) -> Any:
-        # The text is the same in all steps, but differs between branches and between runs of rows.
-        return now.memory.get_constant((key, now.branch, now.micro_batch), compute)
-
-    for name, make in spec.cross.items():
-        attention: Any = getattr(block, name, None)
-        if type(getattr(attention, "processor", None)) in spec.stock:
-            override_attribute(stack, attention, "processor", make(get_branch_constant))
 
 
 def uses_dispatch(processor: Any) -> bool:

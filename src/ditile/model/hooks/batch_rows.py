@@ -3,9 +3,9 @@
 A row is one branch of guidance of one image. Rows never see each other in a transformer, so any run of them may be
 computed apart; only the shapes of matrices change, and with them the last bits.
 
-A table of positions may be as long as the batch, so a length alone says nothing. A family with a `ModelSpec` says which
-arguments have no rows. Of any other model, a copy with shapes but no data is called with another number of rows:
-this succeeds only if exactly the batched tensors change their length.
+A table of positions may be as long as the batch, so a length alone says nothing. Where the anatomy of a model does not
+tell, a copy of it with shapes but no data is called with another number of rows: this succeeds only if exactly the
+batched tensors change their length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.errors import ModelError
 
 LOG = logging.getLogger("ditile")
 TensorPath = tuple[Any, ...]
@@ -74,12 +73,10 @@ class BatchDimFinder:
 
     Args:
         model: as the user gave it.
-        table: names of the arguments without rows, where the family says so; None asks the model.
     """
 
-    def __init__(self, model: nn.Module, table: Collection[str] | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._table = table
         self._known: dict[object, BatchDims | None] = {}
 
     def find_dims(self, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
@@ -87,35 +84,19 @@ class BatchDimFinder:
 
         Args:
             noisy: the name of the noisy input.
-
-        Raises:
-            ModelError: if an argument has another number of rows.
         """
-        misfit = _find_misfit(arguments, batch_size, self._table or ())
-        if self._table is not None and misfit is None:
-            return _find_dims_by_length(arguments, batch_size, self._table)
         # The result depends only on which tensors are as long as the batch.
         key = tuple((path, x.shape[:1] == (batch_size,), x.ndim) for path, x in _list_tensors(arguments))
         if key not in self._known:
             self._known[key] = derive_batch_dims(self._model, arguments, noisy, batch_size)
-            if self._known[key] is None and self._table is None:
+            if self._known[key] is None:
                 LOG.warning(
                     "%s cannot be called with another number of rows than %d, so every rank of the axes data and cfg "
                     "computes all of them; data=1 and cfg=1 are as fast",
                     type(self._model).__name__,
                     batch_size,
                 )
-        if self._known[key] is None and self._table is not None:
-            raise ModelError(
-                f"{misfit} has {len(arguments[str(misfit)])} row(s) in a call of the model on {batch_size}, so it is "
-                "not known whose they are; give as many embeddings as images"
-            )
         return self._known[key]
-
-
-def _find_dims_by_length(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> BatchDims:
-    """Use dimension 0 of every batch-sized tensor, except in the arguments `whole` (a family's table)."""
-    return BatchDims(_exclude_arguments(_list_candidates(arguments, batch_size), whole))
 
 
 def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
@@ -153,12 +134,10 @@ def _guess_batch_dims(
 ) -> BatchDims | None:
     """Guess the batch dimensions from lengths only, for models whose forward needs values."""
     # Embeddings for another number of images: the model itself refuses them.
-    embeds = {}
     for name, x in arguments.items():
-        if isinstance(x, Tensor) and x.ndim > 2:
-            embeds[name] = x
-    if _find_misfit(embeds, batch_size, _OTHER_DIMS) is not None:
-        return None
+        is_embedding = isinstance(x, Tensor) and x.ndim > 2 and name not in _OTHER_DIMS
+        if is_embedding and x.shape[0] not in (1, batch_size):
+            return None
     mixed: set[object] = set()
     for path, x in _list_tensors(arguments):
         if x.ndim and x.shape[0] not in (1, batch_size):
@@ -186,7 +165,8 @@ def slice_batch_arguments(
         select: picks some rows of a tensor.
         whole: names of arguments that have no rows, whatever their length, such as position ids.
     """
-    return _find_dims_by_length(arguments, batch_size, whole).slice_arguments(arguments, select)
+    dims = _exclude_arguments(_list_candidates(arguments, batch_size), whole)
+    return BatchDims(dims).slice_arguments(arguments, select)
 
 
 def join_batch_results(results: Sequence[Any]) -> Any:
@@ -272,16 +252,6 @@ def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Co
     names_in_order = sorted(names, key=lambda name: (locate_argument(name) in candidates, name))
     for count in range(_MOST_TABLES + 1):
         yield from itertools.combinations(names_in_order, count)
-
-
-def _find_misfit(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> str | None:
-    """Return an argument outside `whole` that has neither one row nor `batch_size` rows."""
-    for name, value in arguments.items():
-        if name in whole or not isinstance(value, Tensor) or not value.ndim:
-            continue
-        if value.shape[0] not in (1, batch_size):
-            return name
-    return None
 
 
 def _list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:

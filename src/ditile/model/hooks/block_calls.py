@@ -29,7 +29,6 @@ from ditile.model.hooks.block_policy import (
     BlockHook,
     BlockPolicy,
     CallForm,
-    SurveyedBlocks,
     TokenState,
     advise_whole_tokens,
 )
@@ -53,12 +52,12 @@ from ditile.model.hooks.token_arguments import (
     slice_rows,
     write_runs,
 )
+from ditile.model.remembered_outputs import OutputMemoizer
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import Grid, Layout, merge_ranges
 
 Forward = Callable[..., Any]
-ReadGrid = Callable[[nn.Module, Mapping[str, Any]], Grid]
 
 FOR_ATTENTION = "attention_kwargs"
 """Ending of the names in diffusers of arguments only for attention, which cuts the masks in them itself."""
@@ -71,12 +70,6 @@ class BlockPass(Protocol):
         """Return a block's output for the arguments `call`; `forward` takes the same by name."""
 
 
-class SurveyWatch(Protocol):
-    """Remembers the outputs of modules outside of blocks, such as `OutputMemoizer`."""
-
-    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any: ...
-
-
 class BlockCalls:
     """The calls of one transformer in a pipeline's call.
 
@@ -84,8 +77,6 @@ class BlockCalls:
         anatomy: the meaning of its dimensions.
         now: the generation under way.
         memo: remembers the outputs of modules outside of blocks.
-        read_grid: (transformer, arguments) -> the rows of tokens, which patches do not cut; None where any row may be
-            cut.
     """
 
     def __init__(
@@ -95,8 +86,7 @@ class BlockCalls:
         anatomy: Anatomy,
         policy: BlockPolicy,
         now: Generation,
-        memo: SurveyWatch,
-        read_grid: ReadGrid | None = None,
+        memo: OutputMemoizer,
     ) -> None:
         self._transformer = transformer
         self._model_name = type(transformer).__name__
@@ -105,7 +95,6 @@ class BlockCalls:
         self._policy = policy
         self._now = now
         self._memo = memo
-        self._read_grid = read_grid
         self._advice = advise_whole_tokens(transformer, anatomy, policy.plan)
         self._parameter_names = list_parameter_names(transformer)
         self._latents = find_latents_parameter(transformer)
@@ -250,8 +239,8 @@ class BlockCalls:
         """Run the forward with blocks that pass their inputs on, to learn the form of a call."""
         # A family declares its rows of tokens; in any other video model they are found.
         grid = None
-        if self._read_grid is not None:
-            grid = self._read_grid(self._transformer, inputs)
+        if self._anatomy.grid:
+            grid = read_token_grid(self._transformer, inputs[self._anatomy.grid])
         if grid is None and self._policy.row_parts > 1:
             grid = self._find_video_grid(forward, inputs)
         padding = frozenset[int]()
@@ -261,7 +250,7 @@ class BlockCalls:
         poisoned = poison_latents(inputs, self._latents, *self._now.findings.live_arguments)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
-        result = self._memo.survey_call(run, self._anatomy.lists, survey)
+        result = self._memo.survey_call(run, survey.is_fed)
         form = survey.describe_call(grid)._replace(visits=self._visits, padding=padding)
         if known is not None:
             # In a second survey more than the latents is NaN, so the result says nothing about the text.
@@ -331,6 +320,21 @@ class BlockCalls:
             self._pass = self._divided
 
 
+def read_token_grid(transformer: nn.Module, shown: Tensor) -> Grid:
+    """Return the rows of image tokens, from the argument that shows them (see `Anatomy.grid`)."""
+    if shown.ndim == 4:
+        size: int = transformer.config.patch_size  # type: ignore[assignment, union-attr]
+        height, width = shown.shape[-2:]
+        return Grid(height // size, width // size)
+    # Some pipelines give each row of the batch a copy of the same positions.
+    ids = shown
+    if shown.ndim == 3:
+        ids = shown[0]
+    # Positions may be rounded, as in bfloat16 above 256, but the second row is never rounded to the first one.
+    columns = int((ids[:, 1] == ids[0, 1]).int().cumprod(0).sum())
+    return Grid(ids.shape[0] // columns, columns)
+
+
 def _keep_own_values(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
     """Return each token's own value in self-attention, so that a token's NaN does not reach other tokens."""
     return value if query.shape == value.shape else None
@@ -372,8 +376,6 @@ class _SurveyPass:
 
     Attributes:
         poisons_text: whether the text after the last block is a separate stream, which is then NaN.
-        has_begun: whether the first block was called.
-        has_ended: whether the last block has returned.
     """
 
     def __init__(self, model: str, anatomy: Anatomy, last: int, advice: str, *, checks: bool) -> None:
@@ -383,8 +385,6 @@ class _SurveyPass:
         self._checks = checks
         self._advice = advice
         self.poisons_text = False
-        self.has_begun = False
-        self.has_ended = False
         self._lengths: dict[str, int] = {}  # tokens of each kind
         self._start = 0
         self._rows = 1
@@ -408,7 +408,6 @@ class _SurveyPass:
                     # Tables of positions may be on the CPU.
                     flags.append(torch.isnan(x).any().to(image.device))
             self._fed[hook.name] = torch.stack(flags).any()
-        self.has_begun = True
         if self._before is not None and _are_new_streams(image, text, *self._before):
             self._glued.add(hook.index)
         if not hook.index:
@@ -417,7 +416,6 @@ class _SurveyPass:
             if text is not None:
                 text = torch.nan_to_num(text)
         self._before = (image, text, image._version)
-        self.has_ended = hook.index == self._last
         if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
             self.poisons_text = True
             text = torch.full_like(text, float("nan"))

@@ -18,10 +18,7 @@ from torch import Tensor, nn
 
 from ditile.model.hooks.attention_hooks import install_attention
 from ditile.model.hooks.attention_processors import (
-    UNFUSE,
     cache_signatures,
-    has_fused_projections,
-    replace_cross_processors,
 )
 from ditile.model.hooks.batch_rows import BatchDimFinder
 from ditile.model.hooks.block_calls import BlockCalls
@@ -48,10 +45,10 @@ from ditile.model.hooks.placeholders import (
     turn_into_placeholder,
 )
 from ditile.model.hooks.token_arguments import is_cut
-from ditile.model.remembered_outputs import FoundModules, OutputMemoizer
+from ditile.model.processors import find_overlapped_processors
+from ditile.model.remembered_outputs import OutputMemoizer
 from ditile.plan.anatomy import Anatomy, ListAnatomy
 from ditile.plan.errors import StateError
-from ditile.plan.model_spec import ModelSpec
 from ditile.plan.shape import Weights
 
 LOADED_ATTRIBUTE = "_loaded_by_ditile"
@@ -90,7 +87,7 @@ class TransformerHooks:
     """The hooks of the blocks of one transformer, in order.
 
     Args:
-        transformer, spec, anatomy: the model and its known structure.
+        transformer, anatomy: the model and its known structure.
         other: the hooks of another model with as many blocks, which the pipeline calls in other steps.
         label: a prefix of the names of the blocks, where the pipeline calls two models.
 
@@ -103,20 +100,15 @@ class TransformerHooks:
     def __init__(
         self,
         transformer: nn.Module,
-        spec: ModelSpec,
         anatomy: Anatomy,
         other: TransformerHooks | None = None,
         label: str = "",
     ) -> None:
         self.transformer = transformer
-        self.spec = spec
         self.anatomy = anatomy
         self.other = other
         self._label = label
-        declared_batch = None
-        if spec.example is not None:
-            declared_batch = spec.batch
-        self.batch_dims = BatchDimFinder(transformer, declared_batch)
+        self.batch_dims = BatchDimFinder(transformer)
         self.chain: list[BlockHook] = []
         for list_name, list_anatomy in anatomy.lists.items():
             for place, block in enumerate(transformer.get_submodule(list_name).children()):
@@ -125,7 +117,7 @@ class TransformerHooks:
         self.replacement_blocks: Mapping[int, ReplacementBlock] = {}
         self._stored_contents: dict[int, ModuleContents] = {}
         self.guards = ExitStack()
-        self._found_modules = FoundModules()
+        self._excluded_modules = set[str]()
         self._adapters = {hook.name: hook.list_adapter_kinds() for hook in self.chain}
 
     @property
@@ -149,7 +141,7 @@ class TransformerHooks:
             exchanges.append(tuple(exchange for path, exchange in exchanges_by_path if path.startswith(prefix)))
             own_tensors = itertools.chain(hook.block.parameters(), hook.block.buffers())
             tensors.append(tuple(map(Tensor.numel, own_tensors)))
-        last_linear = dict(self.transformer.named_modules()).get(self.spec.out)
+        last_linear = dict(self.transformer.named_modules()).get("proj_out")
         return Weights(
             blocks=tuple(blocks),
             shared=_count_parameters(self.transformer) - sum(blocks),
@@ -162,7 +154,7 @@ class TransformerHooks:
     def _find_tensor_exchanges(self) -> Iterator[tuple[str, tuple[str, str]]]:
         """Yield the tensor parallel exchanges as (path, (collective, stream)), by the family's table of token
         streams."""
-        for pattern, streams in self.spec.tensor_tokens.items():
+        for pattern, streams in self.anatomy.token_streams.items():
             for path, module in match_modules(self.transformer, pattern):
                 collective = "sum" if hasattr(module, "out_features") else "gather"
                 for stream in streams.values():
@@ -170,7 +162,7 @@ class TransformerHooks:
 
     def copy_to_meta(self) -> TransformerHooks:
         """Return the hooks of a copy of the whole model without weights, built from its config."""
-        return TransformerHooks(build_meta_model(self.transformer), self.spec, self.anatomy)
+        return TransformerHooks(build_meta_model(self.transformer), self.anatomy)
 
     @property
     def loaded_blocks(self) -> LoadedBlocks | None:
@@ -232,29 +224,13 @@ class TransformerHooks:
                         "the runner, and call parallelize with them"
                     )
                 for path, attention in hook.list_attentions():
-                    refusal = self._explain_processor(f"{hook.name}.{path}", attention)
-                    if refusal is not None:
-                        return refusal
+                    processor = getattr(attention, "processor", None)
+                    if isinstance(processor, nn.Module) and not isinstance(processor, ADAPTER_PROCESSORS):
+                        return (
+                            f"{hook.name}.{path} has the attention processor {type(processor).__name__}, which has "
+                            "weights of its own; set it back, or unload the IP-adapter that brought it"
+                        )
         return None
-
-    def _explain_processor(self, layer: str, attention: Any) -> str | None:
-        """Explain why a layer's attention processor cannot work in a divided model; None if it can."""
-        processor = getattr(attention, "processor", None)
-        if isinstance(processor, ADAPTER_PROCESSORS):
-            return None
-        if self.spec.stock and type(processor) not in self.spec.stock:
-            known = ", ".join(processor_class.__name__ for processor_class in self.spec.stock)
-        elif isinstance(processor, nn.Module):
-            known = "those without weights of their own"
-        else:
-            return None
-        remedy = "set it back, or unload the IP-adapter that brought it"
-        if has_fused_projections(attention):
-            remedy = UNFUSE
-        return (
-            f"{layer} has the attention processor {type(processor).__name__}, and known to work in a divided model: "
-            f"{known}; {remedy}"
-        )
 
     def empty_other_blocks(self, owned: range, *, keep: bool) -> None:
         """Take the weights out of all blocks except the owned ones, and store them if `keep`."""
@@ -324,7 +300,7 @@ class TransformerHooks:
             around: wraps the forward of a block that runs here, if given.
         """
         memo = self._make_memoizer(policy, owned, now)
-        calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
+        calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo)
         # This must come before the bypass below, which hides the compiler that the user chose.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
@@ -357,8 +333,7 @@ class TransformerHooks:
                     cache_signatures(stack, hook.block)
                     fuse(stack, hook)
             memo.install_hooks(stack, compiled)
-            forward = memo.watch_blocks(self.transformer.forward, own)
-            override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(forward))
+            override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(self.transformer.forward))
             yield
 
     def _make_memoizer(self, policy: BlockPolicy, owned: range, now: Generation) -> OutputMemoizer:
@@ -368,12 +343,12 @@ class TransformerHooks:
         last = owned.stop == len(self.chain) or policy.plan.tensor > 1
         return OutputMemoizer(
             self.transformer,
-            self.spec,
+            self.anatomy,
             now,
             self._label,
             first=first,
             last=last,
-            found=self._found_modules,
+            excluded=self._excluded_modules,
         )
 
     def _replace_attention(
@@ -390,8 +365,7 @@ class TransformerHooks:
         if not is_own:
             hook = replace(hook, block=self.replacement_blocks[hook.index].block)
         is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
-        install_attention(stack, self.spec, hook, core, dispatch, is_whole)
-        replace_cross_processors(stack, self.spec, hook.block, now)
+        install_attention(stack, hook, find_overlapped_processors(self.transformer), core, dispatch, is_whole)
 
     def _wrap_block(
         self,
@@ -441,8 +415,7 @@ class CallCountHooks(TransformerHooks):
             for hook in self.chain:
                 if compile_ is not None and wrap_block_call(stack, hook.block, compile_, lambda forward: forward):
                     compiled.append(hook.name)
-                replace_cross_processors(stack, self.spec, hook.block, now)
-            OutputMemoizer(self.transformer, self.spec, now, self._label).install_hooks(stack, compiled)
+            OutputMemoizer(self.transformer, self.anatomy, now, self._label).install_hooks(stack, compiled)
         wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now, self.transformer))
 
 

@@ -172,21 +172,6 @@ class BlockPolicy(Protocol):
         """End a call of the transformer, when it returns."""
 
 
-class SurveyedBlocks(Protocol):
-    """The inputs of the blocks during a survey.
-
-    Attributes:
-        has_begun: whether the first block has been called.
-        has_ended: whether the last block has returned.
-    """
-
-    has_begun: bool
-    has_ended: bool
-
-    def is_fed(self) -> bool:
-        """Return whether any block receives something other than its tokens that is computed from the latents."""
-
-
 class CallForm(NamedTuple):
     """The layout of the tokens in a call of the transformer, and the forward's operations between the blocks.
 

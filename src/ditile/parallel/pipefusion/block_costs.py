@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ditile.model.call_families import find_call_family
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.parallel.block_formats import find_compute_dtype, measure_weight
 from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.plan.plan import Plan
+from ditile.plan.shape import CallFamily
 from ditile.plan.stages import cut_stages
 
 RIDGE = {1: 256, 2: 256, 4: 32}
@@ -74,24 +76,23 @@ class CostModel:
     itemsize: int
 
     @classmethod
-    def from_model_hooks(cls, hooks: TransformerHooks) -> CostModel:
+    def from_model_hooks(cls, hooks: TransformerHooks, family: CallFamily) -> CostModel:
         """Build the cost model of a model, whose blocks may be placeholders."""
-        head: Any = hooks.transformer.get_submodule(hooks.spec.out)
+        head: Any = hooks.transformer.get_submodule(family.out)
         itemsize = min(find_compute_dtype(head).itemsize, 4)
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
-        spec = hooks.spec
         config = dict(hooks.transformer.config)  # type: ignore[arg-type]
         text = 0
-        if spec.joint != "none":
-            text = spec.conditioning({}).text
+        if family.joint != "none":
+            text = family.conditioning({}).text
         return cls(
-            blocks=[_count_block_matrices(hooks, hook) for hook in hooks.chain],
-            first=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(spec.image_tokens))),
-            last=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(spec.out))),
-            side=int(config.get("sample_size") or LATENT_SIDE) // spec.latent_per_token(config),
+            blocks=[_count_block_matrices(hooks, hook, has_text=text > 0) for hook in hooks.chain],
+            first=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(family.image_tokens))),
+            last=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(family.out))),
+            side=int(config.get("sample_size") or LATENT_SIDE) // family.latent_per_token(config),
             text=text,
-            joint=spec.joint,
+            joint=family.joint,
             width=int(config["num_attention_heads"] * config["attention_head_dim"]),
             itemsize=itemsize,
         )
@@ -137,7 +138,10 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
     """
     if plan.pipefusion == 1 or plan.stage_blocks is not None:
         return cut_stages([1.0] * len(hooks.chain), plan.pipefusion, plan.stage_blocks)
-    if cost_model is None and hooks.spec.example is None:
+    family = find_call_family(hooks.transformer)
+    if cost_model is None and family is not None:
+        cost_model = CostModel.from_model_hooks(hooks, family)
+    if cost_model is None:
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
         # Without the sizes of its images a weight costs the same in every block.
@@ -145,24 +149,23 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
         for hook in hooks.chain:
             sizes.append(float(sum(math.prod(measure_weight(weight)) for weight in hook.block.parameters())))
         return cut_stages(sizes, plan.pipefusion, None, plan.stage_weights)
-    cost_model = cost_model or CostModel.from_model_hooks(hooks)
     costs = cost_model.count_costs(plan.num_patches, RIDGE[cost_model.itemsize])
     return cut_stages(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
 
 
-def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatrices:
-    """Count the linear layers that run in every micro-step, and the attention."""
-    spec = hooks.spec
+def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook, *, has_text: bool) -> BlockMatrices:
+    """Count the linear layers that run in every micro-step, and the attention, of text too if the call `has_text`."""
+    row = hooks.anatomy
     text_modules = []
     for path, _ in hook.block.named_modules():
-        if _is_inside_any(path, spec.text_modules):
+        if _is_inside_any(path, row.text_modules):
             text_modules.append(path)
     # If no module sees only the text, a block that has the text computes it together with the image.
-    has_text = hook.anatomy.text is not None or hook.anatomy.joint != "none"
-    stream = "both" if has_text and not text_modules else "image"
+    takes_text = hook.anatomy.text is not None or hook.anatomy.joint != "none"
+    stream = "both" if takes_text and not text_modules else "image"
     matrices = Counter[str]()
     # Constants, and modules that depend only on the step, are computed once for all patches.
-    computed_once = (*spec.constant, *spec.per_step)
+    computed_once = (*row.constant, *row.per_step)
     for path, module in hook.block.named_modules():
         if module._modules or _is_inside_any(f"{hook.name}.{path}", computed_once):
             continue
@@ -171,8 +174,7 @@ def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatr
             matrices["text"] += size
         elif size:
             matrices[stream] += size
-    joint = spec.joint != "none" and spec.conditioning({}).text > 0
-    return BlockMatrices(matrices, [joint and hook.sees_text(path) for path, _ in hook.list_attentions()])
+    return BlockMatrices(matrices, [has_text and hook.sees_text(path) for path, _ in hook.list_attentions()])
 
 
 def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:

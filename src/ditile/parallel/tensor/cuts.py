@@ -377,8 +377,8 @@ def _check_sum(path: str, what: str, features: Any, sizes: Sequence[int], transf
     if sum(sizes) != features:
         raise ModelError(
             f"{path} has {features} {what}, and {' + '.join(map(str, sizes))} were expected, so this "
-            f"{type(transformer).__name__} packs features otherwise than when its cuts were derived; give "
-            "ModelSpec(tensor=...) a table, or use ulysses or ring"
+            f"{type(transformer).__name__} packs features otherwise than when its cuts were derived; use ulysses or "
+            "ring"
         )
 
 
@@ -532,8 +532,7 @@ def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle],
                 if isinstance(unwrap_lora_base(linear), nn.Linear) and linear_path not in named:
                     raise ModelError(
                         f"{linear_path} is not in the tensor table, and the heads next to it are cut, so this config "
-                        "has a Linear that the config of the table did not have; use ulysses or ring, or give "
-                        "ModelSpec(tensor=...)"
+                        "has a Linear that the config of the table did not have; use ulysses or ring"
                     )
 
 
@@ -559,7 +558,7 @@ def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> Non
         if having is not None and lacking is not None:
             raise ModelError(
                 f"{lacking} has no {name}, and {having} has, so this config has blocks of another kind than "
-                "the one that its cuts were derived from; use ulysses or ring, or give ModelSpec(tensor=...)"
+                "the one that its cuts were derived from; use ulysses or ring"
             )
 
 

@@ -1,6 +1,6 @@
 """The "sequence" scheme of tensor parallelism: between its blocks' Linears a rank has its share of the tokens.
 
-A table (`ModelSpec.tensor_tokens`) says where: module pattern -> its arguments or results with tokens -> their stream.
+A table (`Anatomy.token_streams`) says where: module pattern -> its arguments or results with tokens -> their stream.
 An argument is gathered before the module runs; "return" (or the first of several results) is gathered after it, or, for
 a row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one
 sequence, "text+image": each rank has its share of the text and then its share of the image, and the whole has the same

@@ -49,7 +49,6 @@ from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, unwrap_lora_base
 from ditile.parallel.tensor.sequence import SharedStreams, install_token_gathers
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.model_spec import ModelSpec
 
 TensorMap = Callable[[Tensor], Tensor]
 """A map from tensor to tensor, such as the sum over the ranks."""
@@ -161,25 +160,18 @@ def find_share(transformer: nn.Module) -> ShardedTransformer | None:
     return share
 
 
-def find_tensor_table(
-    transformer: nn.Module,
-    spec: ModelSpec | None,
-    derived: Mapping[str, Any] = MappingProxyType({}),
-) -> Mapping[str, Any]:
-    """Return the tensor table of a model.
-
-    It is its spec's, or a derived one, or diffusers' own, in this order.
+def find_tensor_table(transformer: nn.Module, row: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
+    """Return the tensor table of a model: that of its row, or diffusers' own.
 
     Raises:
         ModelError: if the model has no table.
     """
-    table: Mapping[str, Any] | None = spec.tensor if spec else None
-    table = table or derived or getattr(transformer, "_tp_plan", None)
+    table: Mapping[str, Any] | None = row or getattr(transformer, "_tp_plan", None)
     if not table:
         raise ModelError(
             f"{type(transformer).__name__} has no tensor table, and none was derived that two ranks prove, as where "
             f"the number of heads is not an attribute of the attention ({', '.join(HEAD_COUNTS)}); give "
-            "ModelSpec(tensor=...) one, in the format of diffusers' _tp_plan, or use ulysses or ring"
+            "its class a _tp_plan, in the format of diffusers', or use ulysses or ring"
         )
     return table
 
@@ -200,9 +192,9 @@ def shard_weights(
 
     Args:
         transformer: the model, on any device, meta included; its LoRAs are cut too.
-        table: which Linears are cut and how (`ModelSpec.tensor`).
+        table: which Linears are cut and how (`Anatomy.tensor`).
         axis, traffic: the ranks that share the weights, and the counter of their bytes, under "tensor".
-        sequence: where tokens are gathered and scattered (`ModelSpec.tensor_tokens`) for "sequence"; None for "row".
+        sequence: where tokens are gathered and scattered (`Anatomy.token_streams`) for "sequence"; None for "row".
         weights: the share of each rank, in any unit; equal by default.
         loaded: the `shares` of `TensorCuts` by which only this rank's share was read; empty if all weights were read.
         keep: whether the whole weights are kept aside, for `restore_whole_weights`.

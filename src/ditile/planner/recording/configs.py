@@ -16,10 +16,9 @@ from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.model.known import name_component_source
-from ditile.model.registry import UNKNOWN_MODEL
 from ditile.plan.errors import LoadError, ModelError, join_error_lines
-from ditile.plan.model_spec import ModelSpec
 from ditile.plan.option_classes import JsonObject
+from ditile.plan.shape import CallFamily
 from ditile.planner.recording.recorded import (
     PipelineRecorder,
     build_recorded_pipeline,
@@ -130,12 +129,12 @@ class PipelineConfigs:
             return self
         return replace(self, pipeline=kind)
 
-    def is_recorded(self, spec: ModelSpec | None) -> bool:
-        """Return whether a call must be recorded to know its shape. A spec knows it for its own pipelines."""
-        if spec is None or spec.example is None:
+    def is_recorded(self, family: CallFamily | None) -> bool:
+        """Return whether a call must be recorded to know its shape. A family knows it for its own pipelines."""
+        if family is None:
             return True
         name = self.pipeline.__name__
-        return name not in spec.pipelines and name in read_prompt_table()
+        return name not in family.pipelines and name in read_prompt_table()
 
     @property
     def has_second(self) -> bool:
@@ -176,7 +175,7 @@ class PipelineConfigs:
             if self.has_second:
                 # Both checkpoints of such a pipeline have one architecture.
                 parts["transformer_2"] = build_meta_model(transformer)
-        return parts, [build_block_hooks(part, UNKNOWN_MODEL) for name, part in parts.items() if name != "vae"]
+        return parts, [build_block_hooks(part) for name, part in parts.items() if name != "vae"]
 
     def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:
         """Make a recorder for calls of a pipeline of these models."""

@@ -40,9 +40,9 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
     # A modular pipeline may have no config.
     facts = collect_call_facts(find_call_owner(pipe), dict(getattr(pipe, "config", {})))
     call = facts.merge_arguments(request, base)
-    from ditile.model.registry import find_model_spec
+    from ditile.model.call_families import find_call_family
 
-    if find_model_spec(getattr(pipe, "transformer", None)) is not None:
+    if find_call_family(getattr(pipe, "transformer", None)) is not None:
         # Other pipelines check the size themselves; see `convert_value_errors`.
         check_image_size(call, find_size_multiple(pipe))
     check_num_frames(pipe, call)

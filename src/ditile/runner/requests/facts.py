@@ -364,14 +364,13 @@ def _find_default_size(pipe: Any, call: CallArguments) -> list[int]:
 
 
 def find_size_multiple(pipe: Any) -> int:
-    """Return the pixels of a token's side. Without a `ModelSpec` it follows from the patch in the transformer's
-    config."""
-    from ditile.model.registry import find_model_spec
+    """Return the pixels of a token's side, by the family of the transformer or by the patch in its config."""
+    from ditile.model.call_families import find_call_family
 
     transformer: Any = getattr(pipe, "transformer", None)
-    spec = find_model_spec(transformer)
-    if spec is not None:
-        return int(pipe.vae_scale_factor * spec.latent_per_token(transformer.config))
+    family = find_call_family(transformer)
+    if family is not None:
+        return int(pipe.vae_scale_factor * family.latent_per_token(transformer.config))
     scale = getattr(pipe, "vae_scale_factor_spatial", getattr(pipe, "vae_scale_factor", 1))
     patch = getattr(getattr(transformer, "config", None), "patch_size", 1)
     # For a video the patch is (frames, rows, columns).
