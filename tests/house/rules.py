@@ -22,7 +22,7 @@ LONELY_LINES = 60
 MOST_NODES = {
     "plan": 24_900,
     "distributed": 27_300,
-    "model": 64_600,
+    "model": 60_250,
     "parallel": 73_200,
     "cache": 46_900,
     "runner": 72_900,

@@ -311,7 +311,10 @@ def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList):
         raise ModelError(f"blocks is a {type(blocks).__name__}; it must be a ModuleList of {type(model).__name__}")
     members = list(blocks)
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            lists[name] = module
     owners: dict[int, str] = {}
     for name, block_list in lists.items():
         for member in block_list:

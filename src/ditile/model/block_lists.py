@@ -75,7 +75,9 @@ def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module
 def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> Flow | None:
     """Infer the common flow of a list's blocks from their sources; None if they differ."""
     classes = {type(unwrap_module(block)): block for block in blocks}
-    flows = {infer_block_flow(block, call) for block in classes.values()}
+    flows = set()
+    for block in classes.values():
+        flows.add(infer_block_flow(block, call))
     if len(flows) != 1:
         return None
     return flows.pop()
@@ -93,7 +95,9 @@ def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
         ModelError: if there is none, two are called in turns, or no flow of their blocks is known.
     """
     model = unwrap_module(transformer)
-    block_lists = [_build_discovered_list(model, *candidate) for candidate in find_candidate_lists(model)]
+    block_lists = []
+    for candidate in find_candidate_lists(model):
+        block_lists.append(_build_discovered_list(model, *candidate))
     if not block_lists:
         raise ModelError(
             f"{type(model).__name__} has no ModuleList that its forward runs its tokens through; name one with "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import json
 import logging
 import re
@@ -202,11 +201,13 @@ def _list_own_models(pipe: Any) -> list[str]:
 def find_pipeline_device(pipe: Any) -> torch.device:
     """Return the device of a pipeline. Pipelines with a plain module of torch have no attribute for it."""
     device = getattr(pipe, "device", None)
-    if device is None:
-        parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-        weights = itertools.chain.from_iterable(part.parameters() for part in parts)
-        device = next((weight.device for weight in weights), "cpu")
-    return torch.device(device)
+    if device is not None:
+        return torch.device(device)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            for weight in part.parameters():
+                return weight.device
+    return torch.device("cpu")
 
 
 def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
@@ -273,15 +274,18 @@ def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None)
     Returns:
         The number; None also if timesteps or sigmas have no length.
     """
-    schedules = [call[name] for name in ("timesteps", "sigmas") if call.get(name) is not None]
-    try:
-        lengths = [len(schedule) for schedule in schedules]
-    # It is a number, or a tensor of one: validation is left to the pipeline.
-    except TypeError:
-        return None
     if steps is None:
         return None
-    return int(max([steps, *lengths]) * getattr(pipe.scheduler, "order", 1))
+    most = steps
+    for name in ("timesteps", "sigmas"):
+        if call.get(name) is None:
+            continue
+        try:
+            most = max(most, len(call[name]))
+        # It is a number, or a tensor of one: validation is left to the pipeline.
+        except TypeError:
+            return None
+    return int(most * getattr(pipe.scheduler, "order", 1))
 
 
 def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
@@ -387,8 +391,9 @@ def explain_condition_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
         )
     transformer = getattr(pipe, "transformer", None)
     # FLUX.1 and Stable Diffusion 3 keep what reads image prompts under different names.
-    if any(getattr(transformer, name, None) is not None for name in ("encoder_hid_proj", "image_proj")):
-        return None
+    for name in ("encoder_hid_proj", "image_proj"):
+        if getattr(transformer, name, None) is not None:
+            return None
     for name in ("ip_adapter_image", "ip_adapter_image_embeds"):
         for argument in (name, f"negative_{name}"):
             if call.get(argument) is not None:

@@ -83,10 +83,13 @@ def check_plan_fits_loop(pipe: Any, plan: Plan) -> None:
 def _has_uncalled_twin(pipe: Any, model: nn.Module) -> bool:
     """Return whether a component of the model's class is not among those called in turns."""
     denoisers = find_denoisers(pipe).values()
-    alike = [part for part in pipe.components.values() if type(part) is type(model)]
-    return any(part not in denoisers for part in alike)
+    return any(type(part) is type(model) and part not in denoisers for part in pipe.components.values())
 
 
 def list_unknown_models(pipe: Any) -> list[nn.Module]:
     """Return the models of a pipeline whose anatomies are neither in the table nor derived yet."""
-    return [transformer for transformer in find_denoisers(pipe).values() if find_anatomy(transformer) is None]
+    unknown = []
+    for transformer in find_denoisers(pipe).values():
+        if find_anatomy(transformer) is None:
+            unknown.append(transformer)
+    return unknown

@@ -101,8 +101,7 @@ class OutputMemoizer:
             parts = output
             if not isinstance(output, tuple):
                 parts = (output,)
-            has_latents = [has_nan(part) for part in parts]
-            is_expected = set(has_latents) == {is_of_latents}
+            is_expected = set(map(has_nan, parts)) == {is_of_latents}
             # A second call has other inputs. The forward may write into what is no tensor, and no version counts that.
             if name in called or not is_expected or any(isinstance(part, list | dict) for part in parts):
                 self._excluded.add(name)
@@ -116,7 +115,8 @@ class OutputMemoizer:
             result = run()
         # The blocks, or the forward after them, read something made of the latents.
         if not self._first and row.embeds and (has_nan(result) or is_fed()):
-            self._excluded.update(name for name, _ in self._find_modules(row.embeds))
+            for name, _ in self._find_modules(row.embeds):
+                self._excluded.add(name)
         return result
 
     def _find_modules(self, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
