@@ -32,7 +32,6 @@ from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pipelines import (
     check_frame_count,
     convert_value_errors,
-    draws_videos,
     find_argument,
     find_frames_ratio,
     name_pipeline,
@@ -51,12 +50,18 @@ if TYPE_CHECKING:
 
 
 def draw_pictures(
-    request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, promise: JsonObject
+    request: GenerateOptions,
+    run: RunOptions,
+    plan: Plan,
+    cache: CacheOptions,
+    promise: JsonObject,
+    has_videos: bool,
 ) -> JsonObject | None:
     """Run this rank's part. Rank 0 returns the summary, the others None.
 
     Args:
         promise: the promise of bounds, in the form of `Promise.to_json_dict`; empty without bounds.
+        has_videos: whether the model makes videos.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -88,7 +93,9 @@ def draw_pictures(
         _write_trace(runner, run.trace)
         if call_result.result is None:
             return None
-        return build_outcome(request, plan, cache, [call_result], seed=seed, images=files, promise=promise)
+        return build_outcome(
+            request, plan, cache, [call_result], seed=seed, images=files, promise=promise, has_videos=has_videos
+        )
 
 
 def draw_prompt_lines(
@@ -99,11 +106,12 @@ def draw_prompt_lines(
     missing_lines: Sequence[PromptLine],
     total: int,
     promise: JsonObject,
+    has_videos: bool,
 ) -> JsonObject | None:
     """Generate the images of some lines, one on each replica at a time. Rank 0 returns the summary, the others None.
 
     Args:
-        request, run, plan, cache, promise: as in `draw_pictures`.
+        request, run, plan, cache, promise, has_videos: as in `draw_pictures`.
         missing_lines: the lines; all ranks use the list of rank 0.
         total: the number of lines in the file.
 
@@ -148,6 +156,7 @@ def draw_prompt_lines(
         images=files,
         skipped=len(files) - len(missing_lines),
         promise=promise,
+        has_videos=has_videos,
     )
 
 
@@ -161,6 +170,7 @@ def build_outcome(
     images: list[str],
     skipped: int = 0,
     promise: JsonObject | None = None,
+    has_videos: bool,
 ) -> JsonObject:
     """Summarize some calls; `skipped` is the number of images that were there before."""
     return summarize_outcome(
@@ -168,7 +178,7 @@ def build_outcome(
         model=request.model,
         seed=seed,
         images=images,
-        has_videos=draws_videos(request.model),
+        has_videos=has_videos,
         reports=sum_reports([call_result.reports for call_result in call_results]),
         skipped=skipped,
         settings=cache.describe_settings(),

@@ -340,7 +340,7 @@ def _generate_pictures(
         # The ranks of torchrun agree on a seed later. It changes the names but not the folder.
         paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)
         run.check_output_paths(paths, request, cache, video=makes_videos)
-    arguments = (request, run, plan, cache, promise)
+    arguments = (request, run, plan, cache, promise, makes_videos)
     outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.draw_pictures", plan, run, arguments)
     return outcome
 
@@ -369,8 +369,17 @@ def _generate_prompts_file(
         if not missing_lines and env.read_torchrun_place() is None:
             from ditile.cli.generate import build_outcome
 
-            return build_outcome(request, plan, cache, [], seed=request.seed or 0, images=images, skipped=len(images))
-    arguments = (request, run, plan, cache, missing_lines, len(all_lines), promise)
+            return build_outcome(
+                request,
+                plan,
+                cache,
+                [],
+                seed=request.seed or 0,
+                images=images,
+                skipped=len(images),
+                has_videos=makes_videos,
+            )
+    arguments = (request, run, plan, cache, missing_lines, len(all_lines), promise, makes_videos)
     outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.draw_prompt_lines", plan, run, arguments)
     return outcome
 
