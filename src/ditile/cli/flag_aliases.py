@@ -71,8 +71,12 @@ def list_aliases(classes: Sequence[type]) -> list[FlagAlias]:
 
     An alias of another class would be parsed without any effect.
     """
-    found = [alias for cls, _, aliases in ALIASES if cls in classes for alias in aliases]
-    return [alias for alias in found if alias.cls in classes]
+    known = []
+    for cls, _, aliases in ALIASES:
+        for alias in aliases:
+            if cls in classes and alias.cls in classes:
+                known.append(alias)
+    return known
 
 
 def add_alias_arguments(parser: argparse.ArgumentParser, classes: Sequence[type]) -> None:

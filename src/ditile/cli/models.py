@@ -93,22 +93,26 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
         ModelError: if there is none.
     """
     word = _simplify(name)
+    known = []
     models = Table("model", "where its weights are")
     for model in list_known_models():
+        known.append(model.name)
         if word and word in _simplify(f"{model.name} {model.hub_id}"):
             models.add_row(model.name, model.hub_id or "with ditile")
     families = Table("families", show_header=False)
     for family in matrix["families"]:
+        known.append(family["name"])
         names = [family["name"], family["transformer"], *family["pipelines"]]
         if word and any(word in _simplify(part) for part in names):
             families.add_row("family", family["name"])
             families.add_row("transformer", family["transformer"])
             families.add_row("pipelines", "\n".join(family["pipelines"]))
             families.add_row("support level", family["rung"], end_section=True)
-    tables = [table for table in (models, families) if table.row_count]
+    tables = []
+    for table in (models, families):
+        if table.row_count:
+            tables.append(table)
     if not tables:
-        known = [model.name for model in list_known_models()]
-        known += [family["name"] for family in matrix["families"]]
         hint = suggest_nearest(name, known, "")
         raise ModelError(f"no model or family has {name!r} in its name; {hint} ditile models lists all")
     return tables
@@ -150,7 +154,7 @@ def build_table_of_file(path: Path) -> Table:
 
 def _simplify(name: str) -> str:
     """Return the letters and digits of a name, in lower case. Qwen-Image and qwenimage are the same."""
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def group_conditions(matrix: JsonObject) -> dict[str, list[str]]:

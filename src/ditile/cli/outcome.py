@@ -111,21 +111,23 @@ def summarize_outcome(
         summary["videos"] = images
     summary["skipped"] = skipped
     summary["seconds"] = {name: first["seconds"][name] for name in SECONDS}
-    for name in ("peak_memory_bytes", "bytes_sent"):
+    # The following entries but the first two are those that only some runs have.
+    names = ["peak_memory_bytes", "bytes_sent"]
+    if first.get("recorded") is not None:
+        names.append("recorded")
+    if tracks_memory:
+        names += ["key_bytes", "cache_bytes"]
+    for name in names:
         summary[name] = [report[name] for report in reports]
-    # The following entries are those that only some runs have.
     optional = {"components": components, "promise": promise, "settings": settings, "measured_seconds": [*totals]}
-    summary |= {name: value for name, value in optional.items() if value}
+    for name, value in optional.items():
+        if value:
+            summary[name] = value
     if "cache_config" in (settings or {}):
         summary["cache"] = {"blocks_saved": _compute_saved_share(left_out), "contexts": [*left_out]}
     if first.get("reference_tokens"):
         references = {"tokens": first["reference_tokens"], "computed_steps": len(first["reference_steps"])}
         summary["references"] = references
-    if first.get("recorded") is not None:
-        summary["recorded"] = [report["recorded"] for report in reports]
-    if tracks_memory:
-        for name in ("key_bytes", "cache_bytes"):
-            summary[name] = [report[name] for report in reports]
     return summary
 
 

@@ -273,8 +273,10 @@ class RankWorker:
             for _ in range(MAX_WARM_CALLS):
                 self._generate_jobs([BatchJob(WARM_UP, Request(options=options))])
                 # Calls that occur once in an image, as in its last step, are recorded in later images.
-                recorded = [report["recorded"] for report in self._runner.reports()]
-                if not any(calls is not None and calls["recorded"] > 0 for calls in recorded):
+                num_recorded = 0
+                for report in self._runner.reports():
+                    num_recorded += (report["recorded"] or {}).get("recorded", 0)
+                if not num_recorded:
                     return
         except DitileError as error:
             if self._runner.is_broken:

@@ -248,11 +248,12 @@ class CacheOptions(Fields):
         file_config = arguments["cache_config"]
         line = self._find_cache_line()
         if line is not None:
-            flags = [format_flag(name) for name in ("cache", "prune", *_SAYS_HOW) if name in self.given]
+            others = [*self.given.intersection(("cache", "prune", *_SAYS_HOW))]
             if file_config is not None:
-                flags.append(f"--config {self.config}")
-            if flags:
-                raise ModelError(f"--cache-line {line!r} says how to cache, and {flags[0]} too; give one of them")
+                others.append("config")
+            if others:
+                flag = format_flag(min(others))
+                raise ModelError(f"--cache-line {line!r} says how to cache, and {flag} too; give one of them")
             arguments.pop("calibrator_config", None)
             arguments |= parse_cache_line(line)
             file_config = arguments["cache_config"]

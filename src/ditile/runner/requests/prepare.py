@@ -101,10 +101,10 @@ def _check_pipeline_class(source: Path | str, plan: Plan, cache: CacheOptions) -
     from ditile.model.pipeline_calls import read_guidance_rule
     from ditile.runner.load import find_pipeline_kind, read_model_index
 
-    # The first transformer has other names in some pipelines.
-    names = [choice.component for choice in cache.loras.values() if choice.component != TRANSFORMER]
-    if names:
-        refuse_unknown_components(source, read_model_index(source), names)
+    for choice in cache.loras.values():
+        # The first transformer has other names in some pipelines.
+        if choice.component != TRANSFORMER:
+            refuse_unknown_components(source, read_model_index(source), [choice.component])
     pipeline = find_pipeline_kind(source)
     # This refuses a class that returns neither images nor videos.
     returns_videos(pipeline)

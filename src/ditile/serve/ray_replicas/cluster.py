@@ -181,7 +181,7 @@ class RayReplica(Replica):
     def _watch_ranks(self, ray: Any, actors: Sequence[Any], leaves: threading.Event) -> DitileError | None:
         """Hand on what rank 0 answers until the ranks end, and return the reason; None if `leaves` was set."""
         limits = LaunchLimits(stall=self._setup.options.stall_timeout, grace=GRACE)
-        ranks = [RankState(number) for number in range(len(actors))]
+        ranks = list(map(RankState, range(len(actors))))
         polls = {actors[rank.number].poll.remote(): rank for rank in ranks}
         while not leaves.is_set():
             self._raise_if_killed()
