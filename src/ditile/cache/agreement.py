@@ -226,7 +226,7 @@ class StageAgreement(SkipAgreement):
         channel = self._previous_stage
         assert channel is not None
         channel.post_receive(None, (count,), torch.empty(0, dtype=torch.uint8))
-        return [bool(skip) for skip in channel.receive_message(None)]
+        return list(map(bool, channel.receive_message(None)))
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """Send the tokens that enter the first block to the stage that decides."""

@@ -395,7 +395,7 @@ class TransformerCache(ModelCache):
     def _decide_before(self, moment: CallPosition | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Decide on the next call with what is known before it, and return whether blocks may be left out."""
         # A call that leaves out layers itself, or does not count, runs every block.
-        leaves_out_layers = any(kwargs.get(name) for name in LAYER_SKIP_ARGUMENTS)
+        leaves_out_layers = any(map(kwargs.get, LAYER_SKIP_ARGUMENTS))
         if moment is None or leaves_out_layers:
             self._bypass_chains()
             return False

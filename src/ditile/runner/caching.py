@@ -326,7 +326,7 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
         place = [mesh["data"].index, mesh["cfg"].index, mesh.stage_index]
         reports_by_rank = []
         for rank_place, values in gather_json([place, [report.to_dict() for report in reports]], mesh.everyone):
-            reports_by_rank.append((rank_place, [ContextReport.from_dict(value) for value in values]))
+            reports_by_rank.append((rank_place, list(map(ContextReport.from_dict, values))))
         reports = merge_rank_reports(reports_by_rank)
         logging = logging and mesh.rank == 0
     if logging:

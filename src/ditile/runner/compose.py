@@ -586,7 +586,8 @@ def _take_own_weights(
     keep = options.keep_weights
     shards: list[dict[str, Any]] = []
     if plan.tensor > 1:
-        shards = [_match_shard(hooks, plan, mesh["tensor"], keep=keep) for hooks in block_hooks.models]
+        for hooks in block_hooks.models:
+            shards.append(_match_shard(hooks, plan, mesh["tensor"], keep=keep))
     own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
     # Before the guards of tensor parallelism, because those surround these and go first.

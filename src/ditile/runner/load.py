@@ -558,7 +558,7 @@ def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
     with local_torch_dtype(dtype), init_on_meta_device():
         model = cls.from_config(dict(values), **unused)
     # If all tensors are saved, all are made on the meta device: computing SD3's table takes more memory than a stage.
-    if not any(_has_unsaved_tensors(module) for module in model.modules()):
+    if not any(map(_has_unsaved_tensors, model.modules())):
         return model
     # A tensor that is not saved (a table of sines) needs its value, so only parameters are left empty, as in diffusers.
     with local_torch_dtype(dtype), no_init_weights(), accelerate.init_empty_weights():

@@ -267,7 +267,7 @@ def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
         return
     if scales:
         pipe.enable_lora()
-        pipe.set_adapters(list(scales), [float(scale) for scale in scales.values()])
+        pipe.set_adapters(list(scales), list(map(float, scales.values())))
     else:
         pipe.disable_lora()
 

@@ -62,7 +62,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         )
     num_blocks = len(job.weights.blocks)
     whole = _format_parameters(job.weights.count_stage_parameters(range(num_blocks)))
-    rows = [layout.count_rows(patch) for patch in range(layout.num_patches)]
+    rows = list(map(layout.count_rows, range(layout.num_patches)))
     parts: list[str | Table] = [
         f"{model}: {job.family.name}, {num_blocks} blocks, {whole}",
         f"plan: {plan}",

@@ -178,9 +178,9 @@ def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
     sigmas = getattr(scheduler, "sigmas", None)
     if isinstance(sigmas, Tensor) and len(sigmas) > num_steps:
         # The last sigma is what remains after the last step.
-        return [float(sigma) for sigma in sigmas.tolist()[-num_steps - 1 : -1]]
+        return list(map(float, sigmas.tolist()[-num_steps - 1 : -1]))
     # A runner's timesteps drive its loop when they are iterated, so they are read as numbers.
-    return [float(time) for time in scheduler.timesteps.tolist()[-num_steps:]]
+    return list(map(float, scheduler.timesteps.tolist()[-num_steps:]))
 
 
 def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str, tuple[float, ...] | None]:

@@ -110,7 +110,7 @@ class GatedGuidance(CallPolicy):
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
         """Keep the output of the branch with the caption, or the difference of another branch from it."""
         if self._is_doubled(call):
-            pairs = [self.model.split_rows(tensor) for tensor in output.tensors]
+            pairs = list(map(self.model.split_rows, output.tensors))
             # A further call, such as one that skips layers, is compared with the half with the caption.
             self._with_caption = [with_caption for _, with_caption in pairs]
             if not self._is_gated(call, 0):

@@ -119,11 +119,20 @@ class SpectralFeature:
 
     def list_parts(self, call: CacheCall) -> list[tuple[int, Tensor]]:
         """List the latents by patch, each filtered by itself, with the rows of the batch first."""
+        # The import is here because the settings are read where torch is missing.
+        import torch
+
         if call.kind not in self._grids:
             self._grids[call.kind] = _find_latent_grid(call)
         grid = self._grids[call.kind]
         # Each rank has all of them, also where it computes some of the tokens.
-        latents = _unpack_latents(call.sample, grid)
+        latents: Tensor = call.sample
+        if isinstance(call.sample, list | tuple):
+            # A list has images of one size.
+            latents = torch.stack(list(call.sample))
+        elif grid.shape is not None:
+            # Tokens of references come after those of the image, and are cut off.
+            latents = latents[:, : math.prod(grid.shape)].unflatten(1, grid.shape)
         power = self._power
         if power is None:
             has_frames = len(grid.dims) == 3 and latents.shape[grid.dims[0]] > 1
@@ -248,17 +257,3 @@ def _read_packed_shape(inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
     is_first_row = own[:, 1] == own[0, 1]
     columns = int(is_first_row.int().cumprod(0).sum())
     return len(own) // columns, columns
-
-
-def _unpack_latents(sample: Any, grid: LatentGrid) -> Tensor:
-    """Return latents with the axes of an image."""
-    import torch
-
-    # A list has images of one size.
-    if isinstance(sample, list | tuple):
-        return torch.stack(list(sample))
-    if grid.shape is None:
-        return sample  # type: ignore[no-any-return]
-    tokens = math.prod(grid.shape)
-    # Tokens of references come after those of the image, and are cut off.
-    return sample[:, :tokens].unflatten(1, grid.shape)  # type: ignore[no-any-return]

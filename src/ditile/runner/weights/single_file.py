@@ -358,7 +358,7 @@ class SingleFile:
                     f"{self.path}: weight {name} has the shape {list(own_shape)}, and the config says {list(shape)}"
                 )
             # Integers in place of a weight mean nothing without their scales.
-            for stored in tensors[name].list_stored() if model_tensor.is_floating_point() else ():
+            for stored in tensors[name].list_stored() if model_tensor.is_floating_point() else []:
                 # The types of a block are checked where the file is read.
                 is_packed = self.prequantized is not None and stored.stored_name in self.prequantized.library.parts
                 if stored.block is None and not is_packed and stored.stored_type not in FLOATS + FP8:
