@@ -20,7 +20,9 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 import ditile
 from ditile import BlockAdapter, TaylorSeerCalibratorConfig
 from ditile.cache.cached import find_model_cache
+from ditile.cache.step_mask import build_preset_mask
 from ditile.plan.errors import ModelError
+from ditile.runner import caching
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.families import FAMILIES, TEXT, noise
 from tests.more_families import EVERY
@@ -281,3 +283,19 @@ def test_modes_of_a_model_remember_apart() -> None:
     ditile.enable_cache(model, config, TaylorSeerCalibratorConfig())
     different(loop(), plain)
     assert skipped(model) == [[], list(range(2, STEPS))], "the first step of each mode computes"
+
+
+def test_masks_are_of_the_generation_whichever_transformer_it_calls() -> None:
+    """And what was saved is a share of the steps in which a transformer ran. A failure means that the second one of Wan
+    2.2 leaves out the last step, or that its savings are understated."""
+    pipe, call = wan_pipeline()
+    call["num_inference_steps"] = 20
+    mask = build_preset_mask("fast", 20)
+    ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask="fast", steps_computation_policy="static"))
+    pipe(**call, generator=torch.Generator().manual_seed(0))
+    first, second = caching.summary(pipe, logging=False)
+    assert first.steps + second.steps == 20 and min(first.steps, second.steps) > 4
+    for report, start in ((first, 0), (second, first.steps)):
+        wanted = [k for k in range(report.steps) if not mask[start + k] and k]
+        assert report.cached_steps == wanted
+        assert report.saved == pytest.approx(len(wanted) / report.steps * report.middle / report.blocks)

@@ -17,6 +17,7 @@ from ditile.cache.config import (
     DBPruneConfig,
     DMDCalibratorConfig,
     FoCaCalibratorConfig,
+    ParamsModifier,
     TaylorSeerCalibratorConfig,
 )
 from ditile.cache.forecast import DMD, FoCa, Reuse, TaylorSeer
@@ -266,3 +267,20 @@ def test_pictures_without_a_pipeline() -> None:
     caching.disable_cache(model)
     with pytest.raises(StateError, match="enable_cache"):
         caching.refresh_context(model, 3)
+
+
+def test_lists_may_have_settings_of_their_own() -> None:
+    """Two contexts: the second list decides by itself, with a probe of its own."""
+    name = FLOWS["text, image; then both as one"]
+    model = EVERY[name].make()
+    double, single = find_block_lists(model)
+    hand = Hand(model, [single], threshold=9e9)
+    wanted = outputs(name, hand)
+    modifiers = [
+        ParamsModifier(cache_config=DBCacheConfig(residual_diff_threshold=0.0)),
+        ParamsModifier(cache_config=DBCacheConfig(residual_diff_threshold=ALWAYS)),
+    ]
+    caching.enable_cache(model, ROUND.reset(num_inference_steps=STEPS), params_modifiers=modifiers)
+    same(outputs(name, model), wanted)
+    reports = {report.name: report for report in caching.summary(model, logging=False)}
+    assert reports[single.name].cached_steps == [1, 2, 3, 4] and double.name not in reports

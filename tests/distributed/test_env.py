@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.distributed import cpus, env, start_watcher, torchrun
+from ditile.distributed import backend, cpus, env, start_watcher, torchrun
 from ditile.distributed.mesh import build_mesh, find_process_rank
 from ditile.plan.errors import JoinError, PlanError
 from ditile.plan.plan import Plan
@@ -140,3 +140,25 @@ def test_threads_that_spin_on_a_busy_machine_are_told_of_once(
     ditile.parallelize(pipe).restore()
     assert not caplog.records
     cpus._warn_once.cache_clear()
+
+
+def test_threads_sleep_while_they_wait_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that two threads on a busy machine crawl, or that a setting of the user's is overruled."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert env.build_rank_environment(env.RankPlace(0, 1, 0, 1, 2), "d", None, 3)["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    assert "OMP_WAIT_POLICY" not in env.build_rank_environment(env.RankPlace(0, 1, 0, 1, 2), "d", None, 3)
+
+
+def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A failure means that kernels may stand behind messages, or that a setting of the user's is overruled."""
+    place, name = env.RankPlace(0, 1, 0, 1, 2), "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setattr(backend, "_identify_gpu", lambda device: "a GPU")
+    for queues in (None, "1"):
+        monkeypatch.delenv(name, raising=False)
+        if queues is not None:
+            monkeypatch.setenv(name, queues)
+        assert env.build_rank_environment(place, "d", None, 3)[name] == (queues or "32")
+        assert backend.choose_backend(dist.HashStore(), 0, 1, torch.device("cuda")) == backend.NCCL
+        assert (f"{name}=1" in caplog.text) == (queues == "1")

@@ -116,3 +116,18 @@ def test_a_standard_output_that_takes_nothing(end: str, code: int, says: str) ->
     done = subprocess.run(["sh", "-c", words, sys.executable], capture_output=True, text=True, env=environ)
     assert done.returncode == code, done.stderr
     assert says in done.stderr and len(done.stderr.splitlines()) <= 1
+
+
+def test_two_writers_of_a_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a writer takes another one's file away, and one of two runs ends with an error."""
+    path, replace = tmp_path / "rows.json", os.replace
+    path.touch()
+
+    def late(part: Path, name: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        files.write_atomically(path, "of the other")
+        replace(part, name)
+
+    monkeypatch.setattr(os, "replace", late)
+    files.write_atomically(path, "of the one")
+    assert path.read_text() == "of the one" and list(tmp_path.iterdir()) == [path]

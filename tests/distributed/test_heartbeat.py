@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 
 import pytest
+import torch
 
 from ditile.distributed import failure_detection, heartbeat
 from ditile.distributed.failure_detection import LaunchLimits, RankState, find_first_failure
-from ditile.distributed.heartbeat import COMPUTING, HEARTBEAT, PROGRESS, READING, RankSigns
+from ditile.distributed.heartbeat import COMPUTING, HEARTBEAT, PROGRESS, READING, RankSigns, describe_error
 
 LIMITS = LaunchLimits(stall=60)
 
@@ -139,3 +141,17 @@ def test_who_is_blamed(clock: Clock, first: tuple[str, str], second: tuple[str, 
     clock.now += 1
     found = find_first_failure(ranks, LIMITS, clock.now)
     assert found is not None and found[1] == blamed
+
+
+def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means "killed by SIGKILL", or a line of an allocator, and a user who looks for an enemy."""
+    assert describe_error(MemoryError()).message == "out of memory: MemoryError"
+    try:
+        torch.empty(1 << 60)
+    except RuntimeError as error:
+        assert describe_error(error).message.startswith("out of memory: RuntimeError")
+    kills = failure_detection.count_memory_kills()
+    assert failure_detection.explain_kill(-signal.SIGKILL, kills) == ""
+    monkeypatch.setattr(failure_detection, "count_memory_kills", lambda: kills + 1)
+    assert "out of memory" in failure_detection.explain_kill(-signal.SIGKILL, kills)
+    assert failure_detection.explain_kill(-signal.SIGTERM, kills) == ""

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from ditile.distributed.failure_detection import LaunchLimits
 from ditile.distributed.heartbeat import note_shared_call
@@ -323,3 +325,52 @@ def test_no_other_user_can_reach_the_ports_of_gloo() -> None:
         if network is None:
             pytest.skip("this machine lets this user make no network")
     assert launch(list_reachable_ports, 2) == [[], []]
+
+
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs are not bound")
+def test_ranks_that_fill_the_cores_keep_to_their_own() -> None:
+    """A failure means that two ranks compute on one core while another idles, or a lone one may not move."""
+    mine = cores()
+    assert sum(launch(cores, len(mine), threads=1), []) == mine
+    assert launch(cores, 1, threads=1) == [mine]
+    assert launch(cores, len(mine) + 1, threads=1) == [mine] * (len(mine) + 1)
+
+
+def test_large_values_travel_both_ways() -> None:
+    """Tens of MB per rank, far more than a pipe holds; nothing may block and nothing may change."""
+    tensor = torch.randn(2000, 2000)
+    array = np.random.default_rng(0).integers(0, 256, (2048, 2048, 3), dtype=np.uint8)
+    image = Image.fromarray(array)
+    for rank, result in enumerate(launch(echo, 2, ((tensor, array, [image, image]),))):
+        assert torch.equal(result[0], tensor)
+        assert np.array_equal(result[1], array)
+        assert all(picture.tobytes() == image.tobytes() for picture in result[2])
+        assert result[3] == rank
+
+
+def deaf(rank: int, reports: int) -> None:
+    """A Ctrl-C that comes where nothing can be raised."""
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+@pytest.fixture
+def hears_control_c() -> Iterator[None]:
+    """Tests may run where it is ignored: in the background, or as workers."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_control_c")
+def test_a_lost_interrupt_ends_the_run() -> None:
+    """Python prints what is raised in a destructor, and goes on. A failure means that Ctrl-C does nothing at times."""
+    with pytest.raises(KeyboardInterrupt):
+        launch(report, 1, (100,), progress=deaf)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -372,3 +372,12 @@ def test_ranks_that_cannot_connect_say_what_to_set(
         assert main([*command.split(), "--pipefusion", "2", "--model", "shapes-flux"]) == 2, command
     said = capsys.readouterr().err
     assert said.count("cannot connect") == 2 and "not proven" not in said
+
+
+def test_a_host_s_numbers_go_by_nccl_where_there_is_no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a world that a user made for NCCL alone. A failure: NCCL is given a tensor on the CPU."""
+    host, gpu = torch.device("cpu"), torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for config, wanted in (("cuda:nccl", (gpu, gpu)), ("cpu:gloo,cuda:nccl", (host, gpu)), ("cpu:gloo", (host, host))):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, config=config: config)
+        assert tuple(transport.choose_transfer_device(each, None) for each in (host, gpu)) == wanted  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ from ditile.planner.search import PlanSearch, SearchRequest, iterate_plans, make
 from ditile.planner.seconds import RankTokens, RooflineDevice, merge_work
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
+from ditile.runner.weights.prequantized import StoredWeights
 
 RATE = Curve((1.0,), (1e9,))
 EVEN = Profile(
@@ -392,3 +393,38 @@ def test_recorded_steps_are_priced_as_their_ranks_were_measured(side: int, plan:
     last_step_ops = ops.schedule.iter_step_ops(0, 19, job.count_calls_in_step(19))
     priced = sum(ops.get_op_seconds(0, op, free=False) for op in last_step_ops)
     assert priced == pytest.approx(measured, rel=0.125)
+
+
+@pytest.mark.parametrize("text", ["pipefusion=2 patches=2", "tensor=2"])
+def test_weights_of_gguf_are_unpacked_in_each_call(text: str) -> None:
+    """A failure means that a plan of quantized weights is priced as one of plain weights, computed or on their way."""
+    pytest.importorskip("gguf")
+    flux = subject("flux.1-dev")
+    weights = flux.parameter_counts
+    numbers = weights.shared + sum(weights.blocks)
+    # As many weights as a file of it has, in Q8_0: 34 bytes for 32 numbers.
+    stored = StoredWeights(numbers, 0, numbers // 32 * 34, {"Q8_0": (numbers, 500)})
+    packed = dataclasses.replace(flux, stored={"transformer": stored})
+    asked, profile = call("flux.1-dev", num_inference_steps=4), hardware.load_profile("rtx-4090")
+    plan = Plan.parse(text)
+    job = flux.make_plan_job(plan, flux.make_call_shape(asked, 2))
+    plain, unpacking = (OpPricer(make_pricer(one, asked, profile), job, CacheSkips()) for one in (flux, packed))
+    op = Op(OpKind.COMPUTE, 2, 0 if plan.pipefusion > 1 else None)
+    micro = plain._make_micro_step(op)
+    loads = [ops.compute_stage_load(ops._places[0], micro, op) for ops in (plain, unpacking)]
+    own = weights.shared + sum(weights.blocks[block] for block in job.stages[0])
+    # Scales and bytes are read and halves written; these are read, and bfloat16 is written.
+    num_bytes = (2 / 32 + 1 + 2) + (2 + 2)
+    rate = profile.pointwise["pointwise"].interpolate(numbers * num_bytes / 1000)
+    seconds = own * num_bytes / rate + 1000 * own / numbers * profile.kernel_gap_s
+    assert loads[1].device - loads[0].device == pytest.approx(seconds / plan.tensor)
+    assert loads[1].host - loads[0].host == pytest.approx(1000 * own / numbers * profile.kernel_s)
+    away = flux.make_plan_job(dataclasses.replace(plan, offload="blocks"), job.shape)
+    ways = [OpPricer(ops._basis, away, CacheSkips())._get_offload_seconds(0) for ops in (plain, unpacking)]
+    assert ways[1] / ways[0] == pytest.approx(34 / 32 / 2)
+    # Of two transformers in turns, whichever has the file, half of the calls unpack.
+    for name in ("transformer", "transformer_2"):
+        turns = dataclasses.replace(flux, stored={name: stored}, models=2)
+        half = OpPricer(make_pricer(turns, asked, profile), job, CacheSkips())
+        added = half.compute_stage_load(half._places[0], micro, op).device - loads[0].device
+        assert added == pytest.approx(seconds / plan.tensor / 2)

@@ -161,3 +161,60 @@ def with_kronecker_factors() -> None:
 def test_kronecker_factors_are_applied_or_refused(pool: Pool) -> None:
     """A failure means that a LoKr is compared, cut or left out as if it were a plain LoRA."""
     pool.run(with_kronecker_factors, 2)
+
+
+def order(name: str, folder: Path) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    runner = parallelize(pipe, Plan(pipefusion=2, **EXACT))
+    for adapter in ("one", "narrow"):
+        load(plain, folder, adapter, ours=False)
+        load(pipe, folder, adapter, ours=True)
+        same(run(runner, name), run(plain, name), f"{name} {adapter}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_lora_is_the_active_one_everywhere(pool: Pool, folders: dict[str, Path], name: str) -> None:
+    """A failure means that a stage without a layer of the last LoRA still applies the one before."""
+    pool.run(order, 2, name, folders[name])
+
+
+def between_calls(name: str, folder: Path, text: str) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT), text_after="offload")  # type: ignore[arg-type]
+    pictures = [run(plain, name)]
+    same(run(runner, name), pictures[0], f"{name} {text}")
+    load(plain, folder, "narrow", ours=False, file="with-text")
+    load(pipe, folder, "narrow", ours=True, file="with-text")
+    for what in ("loaded", "scaled", "disabled", "enabled", "fused", "unfused", "unloaded"):
+        EDITS.get(what, str)(plain)
+        EDITS.get(what, str)(pipe)
+        pictures.append(run(plain, name))
+        same(run(runner, name), pictures[-1], f"{name} {text} {what}")
+        assert pipe.get_list_adapters() == plain.get_list_adapters(), what
+    different(pictures[1], pictures[0], "the LoRA")
+    load(plain, folder, "narrow", ours=False, file="with-text")
+    load(pipe, folder, "narrow", ours=True, file="with-text")
+
+    def halved(each: Any, *_: Any) -> dict[str, Any]:
+        each.set_adapters("narrow", 0.5)
+        return {}
+
+    during = {"callback_on_step_end": halved, "callback_on_step_end_tensor_inputs": []}
+    same(run(runner, name, **during), run(plain, name, **during), f"{name} {text} scaled in a call")
+    same(run(runner, name), run(plain, name), f"{name} {text} after that call")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("flux", "each"),
+        ("flux", "first"),
+        ("flux", "split"),
+        ("sd3.5 medium", "split"),
+    ],
+)
+def test_encoders_that_wait_are_edited_between_calls(
+    pool: Pool, folders: dict[str, Path], name: str, text: str
+) -> None:
+    """A failure means that a LoRA misses text encoders that wait for the next call."""
+    pool.run(between_calls, 2, name, folders[name], text)

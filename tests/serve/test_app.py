@@ -205,3 +205,16 @@ def test_a_refused_job_names_its_field() -> None:
     with pytest.raises(RequestError) as refusal:
         check_done(dataclasses.replace(job, failure=Failure(code="refused", message=message)))
     assert refusal.value.param == "num_inference_steps"
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o644, True), (0o640, True), (0o600, False), (0o400, False)])
+def test_a_file_of_keys_that_others_can_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    """A failure would leave keys open to all users of a machine without a word."""
+    path = tmp_path / "keys"
+    path.write_text("ann:first-secret\n")
+    path.chmod(mode)
+    assert read_api_keys(str(path)) == [("ann", b"first-secret")]
+    lines = [f"api_key={str(path)!r} can be read by other users of this machine; try chmod 600 {path}"]
+    assert caplog.messages == (lines if warns else [])

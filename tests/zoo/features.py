@@ -158,3 +158,13 @@ def leave_out_a_block(name: str) -> str:
     except StateError as error:
         return str(error)
     return "nothing"
+
+
+def draw_padded_micro_batches(name: str) -> list[str]:
+    """What is wrong with micro-batches of two prompts of unlike length."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    want = list_tensors(entry.make()(**entry.padded_prompt()))
+    got, _ = draw(entry.make(), {**STAGES, "warmup_mode": "pipelined"}, entry.padded_prompt())
+    problem = compare_drawings(got, want, MODES["pipelined"])
+    return [problem] if problem else []

@@ -14,6 +14,7 @@ from tests.zoo.features import (
     draw_after_a_refusal,
     draw_by_rows,
     draw_in_every_mode,
+    draw_padded_micro_batches,
     draw_stale_in_mode,
     draw_with_a_longer_prompt,
     draw_with_lora,
@@ -89,3 +90,8 @@ def test_a_block_that_is_left_out(pool: Pool) -> None:
     """A failure means a wrong picture in silence: stages meet at a block that one of them does not reach."""
     assert all("ran 3 blocks at" in said and "same blocks in every call" in said
                for said in pool.run(leave_out_a_block, 2, "wan-2.1"))  # fmt: skip
+
+
+def test_rows_of_masks(pool: Pool) -> None:
+    """A failure means that a micro-batch is given the mask of another's prompts."""
+    assert not any(pool.run(draw_padded_micro_batches, 2, "qwen-image"))

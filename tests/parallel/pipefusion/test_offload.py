@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from ditile.plan.plan import Plan
 from ditile.runner import compose
 from ditile.runner import runner as runners
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, run, same
+from tests.runner import loras
+from tests.runner.cases import MAKE, different, divided, run, same
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
@@ -198,3 +200,32 @@ def test_weights_that_the_host_has_no_room_for_are_refused(pool: Pool) -> None:
     # One rank alone, refused on both.
     (first, none), (second, kept) = pool.run(refuse_for_memory, 2, -1, (1,))
     assert first == second and "keep" in first and not none and kept == results[1][1]
+
+
+def test_loras_are_streamed_with_their_blocks(tmp_path: Path, made: list[LateCopies]) -> None:
+    """Loaded, scaled, fused and unloaded between calls. A failure means that a picture has the weights of before."""
+    loras.write("flux", tmp_path, "one", 1)
+    names = ("loaded", "scaled", "fused", "unfused", "unloaded")
+    plain, wanted = MAKE["flux"](), []
+    for name in names:
+        loras.WITH_LOADER[name](plain, tmp_path)
+        wanted.append(run(plain, "flux"))
+    different(wanted[0], wanted[1])
+    with divided(MAKE["flux"](), offload="blocks") as runner:
+        run(runner, "flux")
+        for name, picture in zip(names, wanted, strict=True):
+            loras.WITH_LOADER[name](runner.pipe, tmp_path)
+            same(run(runner, "flux"), picture, name)
+
+
+@pytest.mark.parametrize("quant_type", ["float8_weight_only", "int8_weight_only", "int8"])
+def test_quantized_weights_are_streamed(quant_type: str, made: list[LateCopies]) -> None:
+    """Their numbers and scales are tensors inside of a tensor."""
+    pipe = ditile.quantize(MAKE["flux"](), quant_type)
+    wanted = run(pipe, "flux")
+    with divided(pipe, offload="blocks") as runner:
+        same(run(runner, "flux"), wanted)
+    same(run(pipe, "flux"), wanted)
+    with divided(MAKE["flux"](), offload="blocks") as runner:
+        ditile.quantize(runner.pipe, quant_type)
+        same(run(runner, "flux"), wanted)
