@@ -13,7 +13,6 @@ from torch import Tensor
 
 import ditile
 from ditile.cache.config import BlockCacheConfig
-from ditile.cache.config_text import METHOD_CONFIGS, load_cache_config, parse_cache_line
 from ditile.cache.forecast import Chebyshev
 from ditile.cache.methods.magcache import plan_computed_steps
 from ditile.cache.methods.seacache import read_noise_level
@@ -347,31 +346,3 @@ def test_stale_keys_and_methods_are_those_of_the_simulation(pool: Pool, name: st
             key = (each["branch"], each["patch"])
             assert each["skipped"] == cache.skipped.get(key, cache.skipped[key[0], 0]), f"rank {rank}, {key}"
         assert distance(latents, wanted) < 1e-6, f"rank {rank}"
-
-
-def test_lines_and_files_name_methods() -> None:
-    """A failure: a line or a file stands for another cache than the same settings in Python."""
-    assert parse_cache_line("mag=0.1 K=5 keep=0.1 ratios=flux")["cache_config"] == ditile.MagCacheConfig(
-        threshold=0.1, max_skip_steps=5, retention_ratio=0.1, mag_ratios="flux"
-    )
-    assert parse_cache_line("sea=0.3 MC=1 power_exp=3")["cache_config"] == ditile.SeaCacheConfig(
-        threshold=0.3, max_consecutive_cached=1, power_exp=3
-    )
-    assert parse_cache_line("spectrum=3.0 w=0.5")["cache_config"] == ditile.SpectrumConfig(flex_window=3.0, w=0.5)
-    assert parse_cache_line("sea")["cache_config"] == ditile.SeaCacheConfig()
-    assert parse_cache_line("mag calibrate")["cache_config"] == ditile.MagCacheConfig(calibrate=True)
-    loaded, _ = load_cache_config({"cache_config": {"cache_type": "SeaCache", "threshold": 0.3}})
-    assert loaded == ditile.SeaCacheConfig(threshold=0.3)
-    refused = {
-        "sea=0.3 taylor=1": "a forecast of its own",
-        "sea=0.3 mag=0.1": "is not a word",
-        "spectrum=1 F=1": "SpectrumConfig by their names",
-        "sea=0.3 threshold=1": "second time",
-    }
-    for line, message in refused.items():
-        with pytest.raises(ModelError, match=message):
-            parse_cache_line(line)
-    assert ditile.strify(ditile.SeaCacheConfig(threshold=0.3, max_consecutive_cached=1)) == "SeaCache_0.3_MC1"
-    assert all(word in config.WORDS for word, config in METHOD_CONFIGS.items())
-    assert parse_cache_line("steps=10")["cache_config"] == ditile.FittedScheduleConfig(steps=10)
-    assert ditile.strify(ditile.FittedScheduleConfig(steps=10)) == "FittedSchedule_10"
