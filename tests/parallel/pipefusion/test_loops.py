@@ -20,9 +20,12 @@ from diffusers import (
     DiTTransformer2DModel,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxInpaintPipeline,
     LatentConsistencyModelPipeline,
     LCMScheduler,
     PixArtSigmaPipeline,
+    SD3Transformer2DModel,
+    StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
@@ -42,15 +45,31 @@ TWO = ["a red circle", "a ring"]
 SIZE = {"height": 32, "width": 32}
 
 
-def unet_inpaint() -> Made:
+def painted(pipe: Any, **call: Any) -> Made:
     """The left half anew; between steps the right half is the picture under noise of the next step's level."""
-    pipe = tiny.stable_diffusion(StableDiffusionInpaintPipeline)
-    pipe.scheduler = EulerDiscreteScheduler(beta_end=0.004)
     mask = torch.zeros(1, 1, 32, 32, dtype=torch.float64)
     mask[..., :16] = 1
     image = torch.linspace(0, 1, 3 * 32 * 32, dtype=torch.float64).view(1, 3, 32, 32)
-    call = {"prompt": TWO, "image": image, "mask_image": mask, "strength": 0.7, "output_type": "latent"}
-    return pipe, call | SIZE
+    return pipe, {"prompt": TWO, "image": image, "mask_image": mask, "strength": 0.7, "output_type": "latent"} | call
+
+
+def unet_inpaint() -> Made:
+    pipe = tiny.stable_diffusion(StableDiffusionInpaintPipeline)
+    pipe.scheduler = EulerDiscreteScheduler(beta_end=0.004)
+    return painted(pipe, **SIZE)
+
+
+def flux_inpaint() -> Made:
+    pipe = FluxInpaintPipeline(**tiny.flux().components)
+    return painted(pipe, max_sequence_length=12, **SIZE)
+
+
+def sd3_inpaint() -> Made:
+    parts = tiny.sd3().components
+    config = {k: v for k, v in parts["transformer"].config.items() if not k.startswith("_")}
+    parts["transformer"] = tiny.randomise(SD3Transformer2DModel(**config | {"in_channels": 16, "out_channels": 16}))
+    pipe = StableDiffusion3InpaintPipeline(**parts | {"vae": tiny.vae(16)})
+    return painted(pipe, max_sequence_length=12, guidance_scale=3.0, **SIZE)
 
 
 def bar_that_is_iterated() -> Made:
