@@ -19,7 +19,7 @@ from ditile.distributed.recording.segments import (
     list_tensors,
     list_written_tensors,
 )
-from ditile.distributed.recording.tape import CURRENT, Action
+from ditile.distributed.recording.tape import CURRENT, Action, Recording
 from ditile.model.recording import kept_tapes, recorded_steps
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.parallel.tensor import cuts
@@ -31,8 +31,8 @@ from ditile.runner.graph_segments import GraphSegments, prepare_capture_stream
 class OperatorSegments(TorchDispatchMode):
     """Segments of the operators that a call makes.
 
-    A pool of CUDA graphs gives memory to others as soon as the call has dropped it. Here it is not used again, so it
-    is filled with NaN there whenever the tape is played: what reads it afterwards is seen in the image. Later segments
+    A pool of CUDA graphs gives memory to others as soon as the call has dropped it. Here it is not used again, so other
+    numbers are written there whenever the tape is played: what reads it afterwards is seen in the image. Later segments
     of the pool may be given what an earlier one has dropped, so playing that one fills all that they hold.
 
     Attributes:
@@ -65,6 +65,8 @@ class OperatorSegments(TorchDispatchMode):
             return NotImplemented
         if CURRENT.is_exchanging:
             return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
         for tensor in list_written_tensors(func, args, kwargs or {}):
             if _find_address(tensor) not in self._made:
                 self._overwritten.append((tensor, tensor.clone()))
@@ -73,7 +75,7 @@ class OperatorSegments(TorchDispatchMode):
         own_args, own_kwargs = pytree.tree_map_only(Tensor, self._keep, (args, kwargs or {}))
         inputs = {_find_address(tensor) for tensor in list_tensors((args, kwargs))}
         for tensor in list_tensors(result):
-            if _find_address(tensor) not in inputs and tensor.is_floating_point():
+            if _find_address(tensor) not in inputs and tensor.numel():
                 self._made[_find_address(tensor)] = self._keep(tensor)
                 self._made_in[_find_address(tensor)] = self._num_segments
         self._calls.append((func, own_args, own_kwargs, pytree.tree_map_only(Tensor, self._keep, result)))
@@ -146,13 +148,24 @@ class OperatorSegments(TorchDispatchMode):
                     output.copy_(result)
             later = [self._made[address] for address in self._made if self._made_in[address] > number]
             for tensor in (*dropped, *later):
-                torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).fill_(torch.nan)
+                _poison_memory(tensor)
             sys.setprofile(profile)
 
         return replay
 
     def borrow(self, tensor: Tensor) -> Tensor:
         return self._keep(tensor)
+
+
+def _poison_memory(tensor: Tensor) -> None:
+    """Write NaN into all memory behind a tensor, the largest numbers for integers, and the other values for masks."""
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    if tensor.dtype == torch.bool:
+        memory.logical_not_()
+    elif tensor.is_floating_point() or tensor.is_complex():
+        memory.fill_(torch.nan)
+    else:
+        memory.fill_(torch.iinfo(tensor.dtype).max)
 
 
 def _find_address(tensor: Tensor) -> int:
@@ -173,7 +186,11 @@ def record_on_cpu(
         made.append(RecordedSteps(segments, limit_bytes, checks=True))
         return made[-1]
 
-    with mock.patch.object(runners, "build_recorder", build):
+    def is_capturing() -> bool:
+        return isinstance(CURRENT.recording, Recording) and not CURRENT.is_exchanging
+
+    is_patched = mock.patch.object(torch.cuda, "is_current_stream_capturing", is_capturing)
+    with mock.patch.object(runners, "build_recorder", build), is_patched:
         yield made
 
 

@@ -15,15 +15,18 @@ from diffusers import Flux2Transformer2DModel
 from ditile.cli import main, verify
 from ditile.cli.verdict import Check, PlanVerdict, build_verdict_table
 from ditile.cli.verify import run_plan_checks
+from ditile.model.recording.kept_tapes import StaticInput
 from ditile.plan import cost
-from ditile.plan.errors import JoinError, StateError
+from ditile.plan.errors import JoinError, PlanError, RankError, StateError
 from ditile.plan.plan import Plan
+from ditile.runner import recorded_cases
 from ditile.runner.requests.console import LINE_WIDTH
 from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.runner import LOG, Runner
 from tests import tiny
 from tests.parallel.sequence import planned
 from tests.pool import Pool
+from tests.recorded_calls import record_on_cpu
 from tests.runner.cases import MAKE, call_of
 
 STEPS = 4
@@ -212,3 +215,77 @@ def test_keys_of_another_age_are_a_plan_that_is_not_proven(
     monkeypatch.setattr(verify, "verify_plan", fail)
     assert main.main(["verify", "--patches", "4"]) == 1
     assert capsys.readouterr().err == "ditile: the plan is not proven: blocks.0 reads keys of ages (2,)\n"
+
+
+def fill_once(static: StaticInput, source: torch.Tensor, *_: Any, **__: Any) -> None:
+    """Copy a tensor the first time only."""
+    if static._source is None:
+        static.tensor.copy_(source)
+        static._source = source
+
+
+def compare_on_cpu(folder: str, is_right: bool) -> list[tuple[str, bool, str]]:
+    """On a rank: the cases of `--recorded`, where the recorder of the tests stands for CUDA graphs."""
+    options = VerifyOptions(model=folder, steps=3, height=32, width=24, device="cpu", threads=1)
+    with record_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        if not is_right:
+            patch.setattr(StaticInput, "fill", fill_once)
+            patch.setattr(recorded_cases, "FailingCaptures", contextlib.nullcontext)
+        return verify.compare_on_rank(options, Plan(pipefusion=2, patches=2))
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_recorded_steps_are_compared_with_code(pool: Pool, is_right: bool, tmp_path: Path) -> None:
+    """Captures fail on the first rank alone. Where they do not, and tapes read old inputs, each case is crossed."""
+    tiny.flux().save_pretrained(tmp_path)
+    first, second = pool.run(compare_on_cpu, 2, str(tmp_path), is_right)
+    assert first == second
+    assert [name for name, *_ in first] == [*recorded_cases.CASES]
+    assert [ok for _, ok, _ in first] == [is_right] * len(first), first
+    assert all(says.startswith("the result differs") != is_right for *_, says in first), first
+
+
+def test_recorded_steps_need_two_cards(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure: ranks that start and cannot record."""
+    monkeypatch.setattr(main, "_run_on_ranks", lambda *_: pytest.fail("ranks start"))
+    assert main.main(["verify", "--recorded", "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("ditile: recorded=True needs 2 GPUs (3 for all)")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("ring", "code", "says"),
+    [
+        (True, 0, "all 20 checks hold, 2 do not apply"),
+        (False, 1, "failed: ring=2: a capture fails"),
+        (RankError(1, "RuntimeError", "it died"), 1, "failed: ring=2"),
+    ],
+    ids=["right", "wrong", "dead"],
+)
+def test_the_page_of_recorded_steps(
+    ring: Any, code: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cards: three stages do not run, and a plan that is refused or dies does not end the others."""
+
+    def run_plan(function: Any, plan: Plan, *_: Any) -> list[tuple[str, bool, str]]:
+        if plan.cfg == 2:
+            raise PlanError("there is no guidance")
+        if plan.ring == 2 and isinstance(ring, Exception):
+            raise ring
+        cases = [(name, True, "played 9 of 12 calls") for name in recorded_cases.CASES]
+        if plan.ring == 2:
+            cases[2] = (recorded_cases.FAILS, ring, "the result differs: played 9 of 12 calls")
+        return cases
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(verify, "describe_versions", lambda devices: "on two cards")
+    monkeypatch.setattr(main, "_run_on_ranks", run_plan)
+    assert main.main(["verify", "--recorded"]) == code
+    out = capsys.readouterr().out
+    assert says in " ".join(out.replace("│", " ").split()), out
+    assert "needs 3 GPUs" in out
+    assert "there is no guidance" in out
+    assert max(map(len, out.splitlines())) <= LINE_WIDTH
+    assert len(out.splitlines()) <= 50

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 import ditile
+from ditile.distributed.backend import explain_no_graphs
 from ditile.distributed.recording.tape import Action, Message, Recording, exchange_tensors
 from ditile.model.hooks.generation import Generation
 from ditile.model.recording import recorded_steps
@@ -21,7 +22,7 @@ from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
 from ditile.runner import graph_segments
-from ditile.runner.graph_segments import GraphSegments, explain_no_graphs
+from ditile.runner.graph_segments import GraphSegments
 from tests.recorded_calls import OperatorSegments, record_on_cpu
 from tests.zoo import ZOO
 
@@ -110,6 +111,21 @@ def test_bits_are_compared() -> None:
     for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn):
         assert has_same_bits(torch.ones(2, 3).to(dtype).T, torch.ones(3, 2).to(dtype))
     assert has_same_bits(torch.ones(()), torch.ones(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool])
+def test_memory_that_a_call_dropped_has_other_numbers(dtype: torch.dtype) -> None:
+    """A failure means that the tests of images do not see a tape that reads what others have overwritten."""
+    before = torch.ones(3)
+    segments = OperatorSegments()
+    segments.open()
+    made = before.to(dtype)
+    dropped = segments.borrow(made)
+    del made
+    replay = segments.close()
+    assert replay is not None
+    replay()
+    assert not has_same_bits(dropped, before.to(dtype))
 
 
 def test_what_is_kept_of_large_calls_is_on_the_host() -> None:

@@ -261,7 +261,7 @@ MUTANTS = (
         "model/recording/kept_tapes.py",
         "        if state != self._state or torch._C._is_cached_tensor(source):",
         "        if not self._state or torch._C._is_cached_tensor(source):",
-        ("model/test_recorded_steps.py",),
+        ("model/test_recorded_changes.py::test_an_input_is_copied_once_in_each_step",),
     ),
     Mutant(
         "stages cut by hand come in another order",
@@ -345,7 +345,7 @@ MUTANTS = (
         "model/anatomies.py",
         'return source == compute_source_hash(transformer, row["lists"])',
         "return bool(source)",
-        ("model/test_further_keys.py",),
+        ("model/test_further_keys.py::test_experts_that_choose_among_all_tokens_are_refused",),
     ),
     Mutant(
         "the first play of a tape is not compared",

@@ -65,11 +65,14 @@ class Row(NamedTuple):
         return pipe if self.cache is None else enable_cache(pipe, **self.cache)
 
     def draw(self, pipe: Any, device: torch.device = CPU) -> Tensor:
-        """What a pipeline or runner makes in the call. Embeddings are on the device, as text encoders make them."""
-        call = call_of(self.name, **self.call) if self.name in MAKE else ZOO[self.name].call() | self.call
-        call |= {name: value.to(device) for name, value in call.items() if isinstance(value, Tensor)}
-        made: Any = pipe(**call)[0]
+        """What a pipeline or runner makes in the call."""
+        made: Any = pipe(**self.make_arguments(device))[0]
         return made if isinstance(made, Tensor) else torch.as_tensor(made)
+
+    def make_arguments(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of a call. Embeddings are on the device, as text encoders make them."""
+        call = call_of(self.name, **self.call) if self.name in MAKE else ZOO[self.name].call() | self.call
+        return call | {name: value.to(device) for name, value in call.items() if isinstance(value, Tensor)}
 
 
 ROWS: list[Row] = [

@@ -25,10 +25,7 @@ from ditile.plan.schedule import MicroStep
 from ditile_lab.machine.messages import LoneGroup
 from tests.simulated_gpu.gpu import (
     AFTER,
-    ALLOCATOR,
     CALL,
-    GENERATOR,
-    POOL,
     REHEARSAL,
     SETUP,
     SimulatedGpu,
@@ -414,15 +411,6 @@ class SimulatedGenerator(torch.Generator):
     manual_seed = functools.partialmethod(_ask, "manual_seed")
     clone_state = functools.partialmethod(_ask, "clone_state")
 
-    def graphsafe_get_state(self) -> Any:
-        return self
-
-    def graphsafe_set_state(self, state: torch.Generator) -> Any:
-        """A state that no graph knows: the generator takes no capture for open any more."""
-        self.gpu.damage.discard(GENERATOR)
-        self.set_state(state.get_state())
-        return self
-
 
 def _make_generator(gpu: SimulatedGpu) -> SimulatedGenerator:
     generator = SimulatedGenerator("cpu")
@@ -430,28 +418,11 @@ def _make_generator(gpu: SimulatedGpu) -> SimulatedGenerator:
     return generator
 
 
-def _list_allocator_replacements(gpu: SimulatedGpu) -> dict[str, Any]:
-    """The functions of torch's allocator that undo what an ended capture has left, under their names in `torch._C`."""
-
-    def end_allocation(device: int, pool: Any) -> None:
-        if ALLOCATOR not in gpu.damage:
-            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        gpu.damage.remove(ALLOCATOR)
-
-    def release_pool(device: int, pool: Any) -> None:
-        if POOL not in gpu.damage:
-            raise RuntimeError("INTERNAL ASSERT FAILED: the pool is used by nothing")
-        gpu.damage.remove(POOL)
-
-    return {"_cuda_endAllocateToPool": end_allocation, "_cuda_releasePool": release_pool}
-
-
 def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, Any]:
     """Each name of torch.cuda that ditile and diffusers use, and what stands for it."""
 
     def empty_cache() -> None:
         gpu.refuse_in_capture("cudaFree")
-        gpu.refuse_while_damaged(ALLOCATOR, "INTERNAL ASSERT FAILED: captures_underway.empty()")
 
     about = SimpleNamespace(name="a simulated GPU", total_memory=memory_bytes, major=9, minor=0, uuid="simulated")
 
@@ -540,9 +511,8 @@ def simulate_gpu(
         # Within it no mode of dispatch is asked for the tensor's device.
         stack.enter_context(mock.patch.object(torch, "tensor", _make_tensor))
         stack.enter_context(mock.patch.multiple(torch.cuda, **_list_cuda_replacements(gpu, memory_bytes)))
-        for name, stand_in in _list_allocator_replacements(gpu).items():
-            # A build of torch without CUDA has none.
-            stack.enter_context(mock.patch.object(torch._C, name, stand_in, create=True))
+        # A build of torch without CUDA has none.
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_releasePool", gpu.release_pool, create=True))
         hooks: dict[str, Any] = {"enter_micro_step": enter_and_note, "become": become_and_note}
         stack.enter_context(mock.patch.multiple(Generation, **hooks))
         if messages is not None:

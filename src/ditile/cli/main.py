@@ -436,12 +436,17 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     request = proof.to_generate_options()
     if proof.plan is not None:
         plan = resolve_plan_option(proof.plan, request, RunOptions(profile=proof.profile), plan)
-    if plan == Plan():
+    if plan == Plan() and not proof.recorded:
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
     find_model_source(proof.model, components=proof.components)
     check_known_model(request, plan)
     try:
-        verdict = _run_on_ranks("ditile.cli.verify.verify_plan", plan, proof, (proof, plan))
+        if proof.recorded:
+            from ditile.cli.verify import verify_recorded_steps
+
+            verdict = verify_recorded_steps(proof, plan, _run_on_ranks)
+        else:
+            verdict = _run_on_ranks("ditile.cli.verify.verify_plan", plan, proof, (proof, plan))
     except JoinError:
         raise
     except StateError as error:

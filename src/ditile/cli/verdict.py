@@ -27,8 +27,9 @@ class PlanVerdict:
 
     @property
     def is_proven(self) -> bool:
-        """Return whether no check failed."""
-        return all(check.ok is not False for check in self.checks)
+        """Return whether some check holds, and none failed."""
+        answers = {check.ok for check in self.checks}
+        return True in answers and False not in answers
 
 
 def build_verdict_table(verdict: PlanVerdict) -> Table:
@@ -44,7 +45,7 @@ def build_verdict_table(verdict: PlanVerdict) -> Table:
         table.add_row(marks[check.ok], check.name, check.says)
         names[check.ok].append(check.name)
     if not verdict.is_proven:
-        table.add_row("✗", "not proven", f"failed: {'; '.join(names[False])}")
+        table.add_row("✗", "not proven", f"failed: {'; '.join(names[False]) or 'nothing holds'}")
         return table
     summary = f"all {len(names[True])} checks hold"
     if names[None]:

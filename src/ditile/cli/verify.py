@@ -13,13 +13,12 @@ Only rank 0 needs the whole model, for the first check. The tests run the same f
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
+import itertools
 import math
 import platform
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from ditile.cli.verdict import Check, PlanVerdict
 from ditile.distributed import backend, env
-from ditile.distributed.backend import PEER_TIMEOUT, list_host_syncs, pick_device, release_memory
+from ditile.distributed.backend import PEER_TIMEOUT, count_live_cpu_bytes, list_host_syncs, pick_device, release_memory
 from ditile.distributed.mesh import find_local_rank, find_process_rank
 from ditile.distributed.private_network import make_groups
 from ditile.distributed.torchrun import join_torchrun
@@ -48,6 +47,7 @@ from ditile.plan.schedule import PatchSchedule
 from ditile.plan.version import __version__
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
+from ditile.runner.recorded_cases import compare_plans, compare_recorded_calls, count_cards
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
 from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.requests.pipelines import convert_value_errors, find_argument
@@ -69,6 +69,39 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
     Raises:
         DitileError: if the model or the plan does not fit.
     """
+    with _prepare_calls(options, plan) as (create_pipeline, make_arguments):
+        checks, machine = run_plan_checks(create_pipeline, make_arguments, plan, options.steps, options.device)
+    return PlanVerdict(f"{options.model}, {options.steps} steps; {plan}; {machine}", checks)
+
+
+def verify_recorded_steps(options: VerifyOptions, plan: Plan, run_on_ranks: Callable[..., Any]) -> PlanVerdict:
+    """Compare recorded steps with code on each axis, or under a plan.
+
+    Args:
+        run_on_ranks: (name of a function, plan, options, arguments) -> what the first rank returns.
+
+    Raises:
+        PlanError: if there are too few GPUs.
+    """
+    num_cards = count_cards(options.device)
+    name = "ditile.cli.verify.compare_on_rank"
+    findings = compare_plans(plan, num_cards, lambda plan: run_on_ranks(name, plan, options, (options, plan)))
+    machine = describe_versions(["cuda"] * num_cards)
+    return PlanVerdict(f"{options.model}, recorded or not; {machine}", list(itertools.starmap(Check, findings)))
+
+
+def compare_on_rank(options: VerifyOptions, plan: Plan) -> Any:
+    """Return the cases of recorded steps under a plan; every rank must call it."""
+    with _prepare_calls(options, plan) as (create_pipeline, make_arguments):
+        return compare_recorded_calls(
+            lambda recorded: parallelize(create_pipeline(plan), plan, options.device, cuda_graphs=recorded),
+            lambda runner, more: _generate_first_result(runner, make_arguments(runner.pipe) | more),
+        )
+
+
+@contextlib.contextmanager
+def _prepare_calls(options: VerifyOptions, plan: Plan) -> Iterator[tuple[PipelineFactory, ArgumentsFactory]]:
+    """Join the ranks, and yield what makes a pipeline and the arguments of a call. Nothing else is printed within."""
     # Libraries print while they load, and the standard output is only for the verdict.
     with contextlib.redirect_stdout(sys.stderr), silence_advice():
         silence_libraries()
@@ -103,8 +136,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
                         call[name] = [call[name]] * plan.data
             return call
 
-        checks, machine = run_plan_checks(create_pipeline, make_arguments, plan, options.steps, options.device)
-    return PlanVerdict(f"{options.model}, {options.steps} steps; {plan}; {machine}", checks)
+        yield create_pipeline, make_arguments
 
 
 def run_plan_checks(
@@ -166,7 +198,7 @@ def run_plan_checks(
         _check_traffic_bytes(runner, sent),
         _check_memory_growth(runner, bytes_after_first, _measure_tensor_bytes(runner)),
     ]
-    return checks, _describe_environment(runner)
+    return checks, describe_versions(runner.devices)
 
 
 # The checks, each of which returns one line of the verdict.
@@ -411,30 +443,16 @@ def _measure_tensor_bytes(runner: Runner) -> int:
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    # gloo frees a sent tensor in a thread, a moment after the wait for it ends.
-    return min(_count_live_cpu_bytes(seconds) for seconds in (0.0, 0.05, 0.05))
+    return count_live_cpu_bytes()
 
 
-def _count_live_cpu_bytes(wait_seconds: float) -> int:
-    """Count the bytes of tensors on the CPU, after some seconds."""
-    time.sleep(wait_seconds)
-    sizes = {}
-    for instance in gc.get_objects():
-        # isinstance would ask proxies for their class, which may compute. A tensor of `vmap` has no storage.
-        if issubclass(type(instance), Tensor) and not torch._C._functorch.is_batchedtensor(instance):
-            storage = instance.untyped_storage()
-            if storage.device.type == "cpu":
-                sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
-
-
-def _describe_environment(runner: Runner) -> str:
-    """Describe versions and devices for a bug report."""
-    device_types = sorted({torch.device(device).type for device in runner.devices})
+def describe_versions(devices: Sequence[str]) -> str:
+    """Describe versions and the devices of the ranks for a bug report."""
+    device_types = sorted({torch.device(device).type for device in devices})
     machine = platform.machine()
     if "cuda" in device_types:
         machine = torch.cuda.get_device_name()
     return (
         f"ditile {__version__}, torch {torch.__version__}, diffusers {diffusers.__version__}, "
-        f"Python {platform.python_version()}, {len(runner.devices)} rank(s) on {', '.join(device_types)} {machine}"
+        f"Python {platform.python_version()}, {len(devices)} rank(s) on {', '.join(device_types)} {machine}"
     )

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -235,3 +236,38 @@ def list_host_syncs() -> Iterator[list[str]]:
                 places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def explain_no_graphs() -> str:
+    """Return why this torch cannot record calls in graphs, or nothing."""
+    if torch.version.hip is not None:
+        return "cuda_graphs=True needs CUDA, and this torch is built for HIP; leave it out"
+    # Since 2.13 torch undoes a capture that failed (pytorch#180395), and generators know each capture.
+    if torch.__version__ < "2.13":
+        return (
+            f"cuda_graphs=True needs torch 2.13, and this is {torch.__version__}, which cannot undo a capture that "
+            "fails; leave it out"
+        )
+    allocator = torch.cuda.get_allocator_backend()
+    if allocator != "native":
+        return f"cuda_graphs=True needs torch's own allocator of GPU memory, and this is {allocator}; leave it out"
+    return ""
+
+
+def count_live_cpu_bytes() -> int:
+    """Count the bytes of tensors on the CPU."""
+    # gloo frees a sent tensor in a thread, a moment after the wait for it ends.
+    return min(_count_cpu_bytes_after(seconds) for seconds in (0.0, 0.05, 0.05))
+
+
+def _count_cpu_bytes_after(wait_seconds: float) -> int:
+    """Count the bytes of tensors on the CPU, after some seconds."""
+    time.sleep(wait_seconds)
+    sizes = {}
+    for instance in gc.get_objects():
+        # isinstance would ask proxies for their class, which may compute. A tensor of `vmap` has no storage.
+        if issubclass(type(instance), torch.Tensor) and not torch._C._functorch.is_batchedtensor(instance):
+            storage = instance.untyped_storage()
+            if storage.device.type == "cpu":
+                sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())

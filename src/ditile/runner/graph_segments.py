@@ -43,22 +43,6 @@ def prepare_capture_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def explain_no_graphs() -> str:
-    """Return why this torch cannot record calls in graphs, or nothing."""
-    if torch.version.hip is not None:
-        return "cuda_graphs=True needs CUDA, and this torch is built for HIP; leave it out"
-    # Since 2.13 torch undoes a capture that failed (pytorch#180395), and generators know each capture.
-    if torch.__version__ < "2.13":
-        return (
-            f"cuda_graphs=True needs torch 2.13, and this is {torch.__version__}, which cannot undo a capture that "
-            "fails; leave it out"
-        )
-    allocator = torch.cuda.get_allocator_backend()
-    if allocator != "native":
-        return f"cuda_graphs=True needs torch's own allocator of GPU memory, and this is {allocator}; leave it out"
-    return ""
-
-
 class GraphSegments:
     """Segments as CUDA graphs that share their memory.
 

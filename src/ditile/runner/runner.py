@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ditile.cache.agreement import AgreementGroups
 from ditile.distributed import cpus, env
-from ditile.distributed.backend import pick_device
+from ditile.distributed.backend import explain_no_graphs, pick_device
 from ditile.distributed.heartbeat import note_shared_call
 from ditile.distributed.mesh import (
     Communicators,
@@ -95,7 +95,7 @@ from ditile.runner.compose import (
     find_loop_models,
     move_pipeline,
 )
-from ditile.runner.graph_segments import GraphSegments, explain_no_graphs, has_room_to_capture
+from ditile.runner.graph_segments import GraphSegments, has_room_to_capture
 from ditile.runner.report import CallMeter, Report
 from ditile.runner.siblings import build_sibling_pipeline, share_settings
 from ditile.runner.table import describe_derived_model, describe_plan
@@ -897,11 +897,8 @@ def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedS
     """Build the recorder of a plan's model in CUDA graphs; None if nothing is to be recorded.
 
     Raises:
-        ModelError: if the setting is not known.
         PlanError: if it is True, and the device has no graphs or weights do not stay where they are.
     """
-    if setting not in (True, False):
-        raise ModelError(f"cuda_graphs={setting!r} is not known; try True or False")
     if not setting or env.forbids_cuda_graphs():
         return None
     if device.type != "cuda":

@@ -133,8 +133,10 @@ def _label_row(row: Row) -> str:
     if not row["recorded"]:
         return row["plan"] or "the plain pipeline, without ditile"
     steps = "recorded steps"
-    if row.get("as_code"):
+    if "as_code" in row:
         steps = f"not recorded: {row['as_code']}"
+    if "problem" in row:
+        steps = f"recorded steps, WRONG: {row['problem']}"
     return f"{row['plan'] or 'one rank of ditile'}, {steps}"
 
 
@@ -154,7 +156,10 @@ def _list_notes(rows: Sequence[Row], profile: Profile | None, path: str) -> list
         "send is a copy on the device"
     ]
     if any(row["recorded"] for row in rows):
-        notes.append("recorded steps: calls of the model are played as CUDA graphs, so the host does little")
+        notes.append(
+            "recorded steps: calls of the model are played as CUDA graphs, so the host does little; results were "
+            "compared with those of code, bit for bit, with a callback and after a capture that was made to fail"
+        )
     elif rows[0].get("device_s") is None:
         notes.append(
             "all runs as code: recorded steps (cuda_graphs) need a GPU, where each rank is measured with them too"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,9 @@ from ditile.distributed.backend import release_memory, synchronize
 from ditile.distributed.mesh import Communicators
 from ditile.plan import cost
 from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
+from ditile.runner.recorded_cases import compare_recorded_calls
 from ditile.runner.runner import Runner, parallelize
 from ditile_lab.machine.messages import LoneMessages, replace_torch_distributed
 
@@ -53,6 +55,7 @@ class RankStep:
     Attributes:
         recorded: whether its calls of the model should be recorded, and played.
         as_code: why none of them was, although they should be; empty if some were.
+        problem: what is wrong with recorded steps; empty if nothing is.
         step_s: its seconds.
         host_s: seconds until the host has started everything; None on a CPU, which is host and device at once.
         device_s: seconds in which kernels run; None on a CPU.
@@ -65,6 +68,7 @@ class RankStep:
     step_s: float
     recorded: bool = False
     as_code: str = ""
+    problem: str = ""
     host_s: float | None = None
     device_s: float | None = None
     messages: float = 0.0
@@ -86,6 +90,42 @@ def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, reco
         recorded: whether calls of the model are recorded, in the untimed calls, and then played.
     """
     messages = LoneMessages(rank, plan.world, calls.device)
+    with _run_alone(pipe, plan, messages, calls, recorded=recorded) as runner:
+        step = measure_step(lambda steps: runner(**calls.make_arguments(pipe, steps), output_on="first"), calls, rank)
+        step = _count_traffic(runner, messages, calls, step)
+        if not recorded:
+            return step
+        step = replace(step, recorded=True, as_code=_explain_code(runner))
+    if step.as_code:
+        return step
+    return replace(step, problem=_find_recording_problem(pipe, plan, messages, calls))
+
+
+def _find_recording_problem(pipe: Any, plan: Plan, messages: LoneMessages, calls: MeasuredCalls) -> str:
+    """Return what is wrong with recorded steps of a rank, by the cases of `ditile verify --recorded`, or nothing."""
+
+    def call_rank(runner: Runner, more: CallArguments) -> Any:
+        return runner(**calls.make_arguments(pipe, calls.steps[0]) | more)[0]
+
+    with ExitStack() as stack:
+
+        def make_runner(recorded: bool) -> Runner:
+            # One of them at a time.
+            stack.close()
+            runner = stack.enter_context(_run_alone(pipe, plan, messages, calls, recorded=recorded))
+            # The longest message decides on the numbers of all.
+            call_rank(runner, {})
+            return runner
+
+        cases = compare_recorded_calls(make_runner, call_rank)
+    return "; ".join(f"{name}: {says}" for name, is_right, says in cases if not is_right)
+
+
+@contextmanager
+def _run_alone(
+    pipe: Any, plan: Plan, messages: LoneMessages, calls: MeasuredCalls, *, recorded: bool
+) -> Iterator[Runner]:
+    """Yield the runner of one rank of a plan, and restore its pipeline."""
     # Synchronous steps do not count, and stages that share them ask each other for facts that only a block's owner
     # knows.
     if plan.warmup_mode in ("sequence", "auto"):
@@ -97,11 +137,7 @@ def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, reco
         runner = parallelize(pipe, plan, calls.device, keep_weights=True, groups=Communicators(), cuda_graphs=recorded)
         stack.callback(pipe.to, calls.device)
         stack.callback(runner.restore)
-        step = measure_step(lambda steps: runner(**calls.make_arguments(pipe, steps), output_on="first"), calls, rank)
-        step = _count_traffic(runner, messages, calls, step)
-        if not recorded:
-            return step
-        return replace(step, recorded=True, as_code=_explain_code(runner))
+        yield runner
 
 
 def _explain_code(runner: Runner) -> str:

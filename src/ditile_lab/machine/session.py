@@ -201,6 +201,7 @@ def _make_row(task: AloneTask, cell: BenchCell, step: RankStep) -> Row:
         "rank": step.rank,
         "recorded": step.recorded,
         "as_code": step.as_code or None,
+        "problem": step.problem or None,
         "step_s": step.step_s,
         "host_s": step.host_s,
         "device_s": step.device_s,

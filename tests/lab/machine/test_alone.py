@@ -94,6 +94,7 @@ def test_a_rank_alone_sends_what_its_plan_says(text: str, recorded: bool) -> Non
             step = measure_rank(pipe, plan, rank, plan_calls(), recorded=recorded)
         assert step.recorded == recorded == any(recorder.num_played for recorder in recorders)
         assert not step.as_code
+        assert not step.problem
         formula = cost.count_traffic_in_step(job, rank, STEPS[1] - 2)
         assert step.sent_bytes == {kind: size for kind, size in formula.items() if size}
         assert step.messages > 0

@@ -30,7 +30,7 @@ class Segments(Protocol):
     """Captures what is computed on a device."""
 
     def open(self) -> None:
-        """Begin a segment; after an error none is open."""
+        """Begin a segment."""
 
     def close(self) -> Action | None:
         """End the segment, of which nothing was computed. Returns what computes it, or None if there is nothing."""
@@ -164,9 +164,9 @@ class Recording:
     @contextmanager
     def record_within(self) -> Iterator[None]:
         """Capture the work of this thread within this context."""
-        self._segments.open()
-        CURRENT.recording = self
         try:
+            self._segments.open()
+            CURRENT.recording = self
             yield
         except BaseException:
             CURRENT.recording = None

@@ -107,11 +107,13 @@ class BlockCalls:
     def wrap_transformer(self, forward: Forward) -> Forward:
         """Wrap the transformer's forward: run it in micro-batches, after a survey of each kind of call."""
 
-        def forward_from_start(*args: Any, **kwargs: Any) -> Any:
-            # A first try may have ended in the middle.
+        def forward_from_start(num_visits: int, *args: Any, **kwargs: Any) -> Any:
             self._visits = 0
             self._policy.restart_transformer_call()
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+            # Only here: a call that is played visits no block, and a capture may end in the middle.
+            self._check_visits(num_visits)
+            return result
 
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
@@ -138,19 +140,17 @@ class BlockCalls:
             micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs, form))
             self._visits = 0
             self._active_blocks = self._policy.select_active_blocks(self._all_blocks)
+            run = functools.partial(forward_from_start, form.visits)
             if len(micro_batches) > 1:
                 if now.recorder is not None:
                     now.recorder.note_code("its batch is computed in parts")
                 result = self._run_micro_batches(forward, inputs, micro_batches)
+                self._check_visits(form.visits * len(micro_batches))
             elif now.recorder is None:
-                result = forward(*args, **kwargs)
+                result = run(*args, **kwargs)
             else:
-                result = now.recorder.run_call(now, self._transformer, forward_from_start, args, kwargs)
-                # A recorded call that is played visits no block, so its visits are counted here.
-                if now.recorder.has_played:
-                    self._visits = form.visits
+                result = now.recorder.run_call(now, self._transformer, run, args, kwargs)
             self._divided.forget_tokens()
-            self._check_visits(form.visits * len(micro_batches))
             self._policy.end_transformer_call()
             return result
 

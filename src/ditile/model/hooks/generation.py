@@ -273,13 +273,7 @@ class Findings:
 
 
 class CallRecorder(Protocol):
-    """Records calls of a model, see `ditile.model.recording`.
-
-    Attributes:
-        has_played: whether the last call was played from its recording, so that none of its code ran.
-    """
-
-    has_played: bool
+    """Records calls of a model, see `ditile.model.recording`."""
 
     def run_call(self, now: Generation, model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call of a model, from a recording or not; `forward` may be called a second time after it raised."""

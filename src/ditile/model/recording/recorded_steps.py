@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,6 @@ LOOKS = 2
 """Calls of a form that are only watched if the first one has a problem, since it may be a problem of the first call
 only."""
 
-ALL_BLOCKS = ()
-"""The decision for a call without a cache: all blocks compute."""
 CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
 FIRST_STEP = "the first step"
 FIRST_KEYS = "it makes its first keys"
@@ -69,6 +67,20 @@ _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size,
 
 class CaptureError(Exception):
     """A call cannot be captured as its code was made."""
+
+
+class Invocation(NamedTuple):
+    """A call of a model in a generation, by its code."""
+
+    now: Generation
+    model: nn.Module
+    forward: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+    def run(self) -> Any:
+        """Make the call."""
+        return self.forward(*self.args, **self.kwargs)
 
 
 class BlockCache(Protocol):
@@ -101,7 +113,6 @@ class RecordedSteps:
         caches: the cache of blocks of each model.
         scopes: contexts without remembered values that would tie a tape to memory of other calls.
         kept_buffers: keys and values that stay in place from generation to generation.
-        has_played: whether the last call was played.
         num_recorded, num_played: calls so far.
         problems: why calls were not recorded, and how many.
         preparations: the same of calls that ran as code so that later ones can be recorded.
@@ -122,7 +133,6 @@ class RecordedSteps:
         self.refusal = ""
         self.caches: Mapping[nn.Module, BlockCache] = {}
         self.scopes: Sequence[Callable[[], AbstractContextManager[None]]] = ()
-        self.has_played = False
         self.num_recorded = 0
         self.num_played = 0
         self.problems: Counter[str] = Counter()
@@ -167,73 +177,61 @@ class RecordedSteps:
 
     def run_call(self, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call of a model: with its code, recorded, or played."""
-        self.has_played = False
+        model_call = Invocation(now, model, forward, args, kwargs)
         if now.is_surveyed or now.is_dry:
-            return forward(*args, **kwargs)
+            return model_call.run()
         if self.failure or self.refusal:
-            return self._run_code(self.failure or self.refusal, forward, args, kwargs)
+            return self._run_code(self.failure or self.refusal, model_call)
         reason = _explain_code(now)
         if reason:
-            return self._prepare_call(reason, forward, args, kwargs)
+            return self._prepare_call(reason, model_call)
+        decision: Hashable = ()
         if model in self.caches:
-            return self._run_cached(self.caches[model], now, model, forward, args, kwargs)
-        return self._run_decided(now, model, ALL_BLOCKS, forward, args, kwargs)
+            # A cache has nothing to reuse yet.
+            if _is_first_step(now):
+                return self._prepare_call(FIRST_STEP, model_call)
+            decision = self.caches[model].prepare_call(args, kwargs)
+            if decision is None:
+                return self._run_code(CACHE_DECIDES, model_call)
+        return self._run_decided(decision, model_call)
 
-    def _run_cached(
-        self, cache: BlockCache, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Make a call with blocks left out by a cache. Each decision has a tape."""
-        # A cache has nothing to reuse yet.
-        if _is_first_step(now):
-            return self._prepare_call(FIRST_STEP, forward, args, kwargs)
-        decision = cache.prepare_call(args, kwargs)
-        if decision is not None:
-            return self._run_decided(now, model, decision, forward, args, kwargs)
-        return self._run_code(CACHE_DECIDES, forward, args, kwargs)
-
-    def _run_decided(
-        self,
-        now: Generation,
-        model: nn.Module,
-        decision: Hashable,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Make a call with its blocks following a decision."""
+    def _run_decided(self, decision: Hashable, model_call: Invocation) -> Any:
+        """Make a call with its blocks following a decision of a cache. Each decision has a tape."""
+        now, model, _, args, kwargs = model_call
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
-            return self._run_code("an argument is neither a tensor nor a number", forward, args, kwargs)
+            return self._run_code("an argument is neither a tensor nor a number", model_call)
         place = (*_describe_place(now, model), decision)
         form = (spec, fingerprint(leaves, "memory"), now.tokens.layout, *_describe_modes())
         call = self._tapes.find_call((place, form))
         if _is_first_call(now, model) and not (call and self._can_play_at_once(call, now, model)):
-            return self._prepare_call(FIRST_STEP, forward, args, kwargs)
+            return self._prepare_call(FIRST_STEP, model_call)
         if call is None and self._unplayed[place] >= UNPLAYED_FORMS:
-            return self._run_code("its arguments are others in each step", forward, args, kwargs)
+            return self._run_code("its arguments are others in each step", model_call)
         if call is None:
             call = CallTape(place, _describe_size(leaves))
             self._tapes.add_call((place, form), call)
         self._shared.enter_call(now, model)
         if call.num_looks == 0 or (call.problem and not call.is_given_up and call.num_looks < LOOKS):
-            return self._look_at_call(call, now, forward, args, kwargs)
+            return self._look_at_call(call, model_call)
         if call.epoch is not now.memory.epoch:
             self._compare_addresses(call, now, model)
         problem = call.problem or call.model_problem
         if problem:
-            return self._run_code(problem, forward, args, kwargs)
+            return self._run_code(problem, model_call)
         if not call.constant_keys <= now.memory.constants.keys():
-            return self._look_at_call(call, now, forward, args, kwargs)
+            return self._look_at_call(call, model_call)
         problem = self._explain_missing_tape(call, now)
         if problem:
-            return self._run_code(problem, forward, args, kwargs)
+            return self._run_code(problem, model_call)
         # First, because a changed constant drops the tape, and the rest depends on it.
         self._fill_constants(call, now, model)
         if call.tape is not None and not call.makers <= self._shared.tapes:
-            return self._replace_lost_tape(call, now, forward, args, kwargs)
+            return self._replace_lost_tape(call, model_call)
         call.inputs, statics = self._fill_inputs((id(model), now.branch), leaves, _describe_moment(now))
         if call.tape is None:
-            return self._record_call(call, now, model, forward, (args, kwargs), pytree.tree_unflatten(statics, spec))
+            static_args, static_kwargs = pytree.tree_unflatten(statics, spec)
+            return self._record_call(call, model_call, model_call._replace(args=static_args, kwargs=static_kwargs))
         self._play_call(call, call.tape, now, model)
         return pytree.tree_map_only(Tensor, torch.clone, call.result)
 
@@ -244,7 +242,6 @@ class RecordedSteps:
         if model in self.caches:
             self.caches[model].end_played_call(call.stored)
         self._unplayed[call.place] = 0
-        self.has_played = True
         self.num_played += 1
 
     def _explain_missing_tape(self, call: CallTape, now: Generation) -> str:
@@ -271,35 +268,31 @@ class RecordedSteps:
         now.memory.adopt_buffers(call.addresses[1])
         return bool(call.addresses[1] == now.memory.list_addresses(now.branch, call.buffers))
 
-    def _run_code(self, problem: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_code(self, problem: str, model_call: Invocation) -> Any:
         self.problems[problem] += 1
-        return forward(*args, **kwargs)
+        return model_call.run()
 
-    def _prepare_call(self, reason: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _prepare_call(self, reason: str, model_call: Invocation) -> Any:
         self.preparations[reason] += 1
-        return forward(*args, **kwargs)
+        return model_call.run()
 
-    def _replace_lost_tape(
-        self, call: CallTape, now: Generation, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _replace_lost_tape(self, call: CallTape, model_call: Invocation) -> Any:
         """Make a call with a tape whose inputs another tape did not compute in this step."""
         call.num_lost += 1
         if call.num_lost > LOOKS:
             # From now on it computes all it needs, which is to be looked at.
             call.drop_tape()
-            return self._look_at_call(call, now, forward, args, kwargs)
+            return self._look_at_call(call, model_call)
         if self._shared.tapes:
             # Others computed it, which the next recording will read.
             call.drop_tape()
-        return self._run_code("what it shares with other patches was not played", forward, args, kwargs)
+        return self._run_code("what it shares with other patches was not played", model_call)
 
     def note_code(self, reason: str) -> None:
         """Note a call made without the recorder."""
         self.preparations[reason] += 1
 
-    def _look_at_call(
-        self, call: CallTape, now: Generation, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _look_at_call(self, call: CallTape, model_call: Invocation) -> Any:
         """Make the first call of a form. It loads kernels, and shows obstacles to recording while nothing depends on
         it."""
 
@@ -307,6 +300,7 @@ class RecordedSteps:
             call.constant_keys.add(key)
             return make()
 
+        now = model_call.now
         self.preparations[WATCHED] += 1
         call.num_looks += 1
         watch = OperatorWatch()
@@ -315,9 +309,9 @@ class RecordedSteps:
         shared: Outputs = {}
         if _shares_outputs(call, now):
             shared = self._shared.looked
-        inputs = list_tensors((args, kwargs))
+        inputs = list_tensors((model_call.args, model_call.kwargs))
         with self._hide_remembered(now, shared), constants, watch, CodeCall().listen():
-            result = forward(*args, **kwargs)
+            result = model_call.run()
         call.problem = watch.problem
         call.made_stores |= now.memory.copy_store_states(now.branch).keys() - stores
         if watch.written & {tensor.untyped_storage().data_ptr() for tensor in inputs}:
@@ -332,22 +326,21 @@ class RecordedSteps:
             self._unplayed[call.place] += 1
         return result
 
-    def _record_call(
-        self, call: CallTape, now: Generation, model: nn.Module, forward: Callable[..., Any], inputs: Any, statics: Any
-    ) -> Any:
+    def _record_call(self, call: CallTape, model_call: Invocation, static_call: Invocation) -> Any:
         """Make a call by its code, and a tape of it. Return the result of the code.
 
         Args:
-            inputs, statics: arguments and keyword arguments in their original form, and in memory that stays.
+            static_call: the same with arguments in memory that stays.
         """
+        now = model_call.now
+        model = model_call.model
         states = now.memory.copy_store_states(now.branch)
         survey = survey_model(model)
         keeper = TensorKeeper()
         watch = OperatorWatch(keeper.copy_tensor)
         code = CodeCall(keeper.copy_tensor)
-        args, kwargs = inputs
         with watch, code.listen():
-            result = forward(*args, **kwargs)
+            result = model_call.run()
         problem = watch.problem
         states_after = now.memory.copy_store_states(now.branch)
         # A tape does not make the stores of keys.
@@ -362,7 +355,7 @@ class RecordedSteps:
             first_play.wait_for_messages()
             try:
                 now.memory.restore_store_states(states)
-                problem = self._capture_call(call, now, model, forward, statics, code, first_play)
+                problem = self._capture_call(call, static_call, first_play)
             except CaptureError as error:
                 problem = str(error)
             except CAPTURE_ERRORS as error:
@@ -378,21 +371,12 @@ class RecordedSteps:
             self._fit_tape(call)
         return result
 
-    def _capture_call(
-        self,
-        call: CallTape,
-        now: Generation,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        statics: Any,
-        code: CodeCall,
-        first_play: FirstPlay,
-    ) -> str:
+    def _capture_call(self, call: CallTape, static_call: Invocation, first_play: FirstPlay) -> str:
         """Make a tape of a call made by its code, and play it once. Return why it cannot be used, or nothing."""
+        now = static_call.now
+        model = static_call.model
         memory = now.memory
-        args, kwargs = statics
-        device = list_tensors(statics)[0].device
-        recording = Recording(self._tapes.get_segments(call.size), code, device)
+        recording = Recording(self._tapes.get_segments(call.size), first_play.code, call.inputs[0].tensor.device)
         shared = self._list_shared_outputs(call, now)
         watch = OperatorWatch()
         with ExitStack() as stack:
@@ -404,7 +388,7 @@ class RecordedSteps:
                 stack.enter_context(self.caches[model].repeat_call())
             stack.enter_context(watch)
             stack.enter_context(recording.record_within())
-            result = forward(*args, **kwargs)
+            result = static_call.run()
         if now.micro_step.patch is not None:
             self._shared.keep_outputs(recording, shared)
         made = result

@@ -233,6 +233,10 @@ class VerifyOptions(PlannedOptions, DeviceOptions, CallOptions):
     # With fewer steps nothing could be stale.
     steps: Annotated[int, Field(ge=3, le=10_000)] = define_option(6, "denoising steps, at least 3", example=6)
     prompt: str = define_option("a red circle on a white background", "what to generate", metavar="TEXT")
+    recorded: bool = define_option(
+        False,
+        "calls with recorded steps (cuda_graphs) against those without, on 2 GPUs or more; each axis, or the plan",
+    )
 
 
 ALONE_HERE = "here"

@@ -1,0 +1,116 @@
+"""Calls with recorded steps against the same calls without, bit for bit, on one rank of a plan.
+
+recorded            the same call until it is played
+with a callback     a step callback that returns its tensors unchanged, as previews do
+a capture fails     on the first rank, by an operation that CUDA does not permit in a capture
+after that          recorded steps are forgotten, and recorded again on what the failed capture left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditile.distributed.recording.segments import FailingCaptures
+from ditile.distributed.transport import gather_json
+from ditile.model.recording.first_play import has_same_bits
+from ditile.plan.errors import DitileError, ModelError, PlanError
+from ditile.plan.option_classes import CallArguments
+from ditile.plan.plan import Plan
+from ditile.runner.runner import Runner
+
+PLANS = [
+    "pipefusion=2 patches=2",
+    "pipefusion=3 patches=3",
+    "ulysses=2",
+    "ring=2",
+    "tensor=2",
+    "distrifusion=2",
+    "cfg=2",
+]
+FAILS = "a capture fails"
+CASES: dict[str, CallArguments] = {
+    "recorded": {},
+    "with a callback": {"callback_on_step_end": lambda pipe, step, timestep, tensors: tensors},
+    FAILS: {},
+    "after that": {},
+}
+
+
+def compare_recorded_calls(
+    make_runner: Callable[[bool], Runner], call: Callable[[Runner, CallArguments], Tensor]
+) -> list[tuple[str, bool, str]]:
+    """Compare calls with recorded steps on this rank with those without; every rank must call it.
+
+    Returns the name of each case, whether it is right on all ranks, and what was found on the worst.
+
+    Args:
+        make_runner: (whether steps are recorded) -> a runner; the last one may be gone then.
+        call: (runner, further arguments) -> the first result of a call, the same each time.
+    """
+    runner = make_runner(False)
+    expected = {name: call(runner, more) for name, more in CASES.items()}
+    runner = make_runner(True)
+    cases = []
+    for name, more in CASES.items():
+        fails = name == FAILS and runner.mesh.rank == 0
+        runner.forget_recorded_steps()
+        with ExitStack() as stack:
+            if fails:
+                stack.enter_context(FailingCaptures())
+            # The form of a last step is watched in the first call, recorded in the second and played in the third.
+            answers = [has_same_bits(call(runner, more), expected[name]) for _ in range(3)]
+        report: Any = runner.report
+        finding = report.recorded.judge(are_equal=all(answers), fails=fails)
+        # Ranks play unlike numbers of calls, and one that failed says more than one that did not.
+        is_right, says = min(gather_json(finding, runner.mesh.everyone))
+        cases.append((name, is_right, says))
+    return cases
+
+
+def compare_plans(
+    plan: Plan, num_cards: int, run: Callable[[Plan], list[tuple[str, bool, str]]]
+) -> list[tuple[str, bool | None, str]]:
+    """Compare the calls of each axis, or of a plan, on ranks that end before the next ones start.
+
+    Returns what `compare_recorded_calls` does, and a line for each plan that cannot run.
+
+    Args:
+        plan: one rank without patches stands for all axes.
+        num_cards: of this machine.
+        run: makes the comparison on a plan's ranks.
+    """
+    findings: list[tuple[str, bool | None, str]] = []
+    plans = PLANS
+    if plan != Plan():
+        plans = [str(plan)]
+    for text in plans:
+        plan = Plan.parse(text)
+        try:
+            if plan.world > num_cards:
+                raise PlanError(f"needs {plan.world} GPUs")
+            for name, is_right, says in run(plan):
+                findings.append((f"{text}: {name}", is_right, says))
+        except (ModelError, PlanError) as error:
+            findings.append((text, None, str(error)))
+        except DitileError as error:
+            findings.append((text, False, str(error)))
+    return findings
+
+
+def count_cards(device: str | None) -> int:
+    """Return the number of GPUs; `device` is the one that was asked for.
+
+    Raises:
+        PlanError: if they are too few.
+    """
+    num_cards = torch.cuda.device_count()
+    if num_cards < 2 or device == "cpu":
+        raise PlanError(
+            f"recorded=True needs 2 GPUs (3 for all), no device=cpu; here: {num_cards}. For one: ditile bench --alone"
+        )
+    return num_cards
