@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -51,13 +52,24 @@ def list_link_plans(subject: BenchSubject, height: int | None, width: int | None
     return [plan for plan in dict.fromkeys(plans) if fits(plan)]
 
 
+def build_host_environment(rank: int, master: str, interface: str) -> dict[str, str]:
+    """The whole environment of the one rank of a host, whose connections go through `interface` to the others."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": master, "MASTER_PORT": "29577"}
+    interfaces = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    # torch warns of hosts without names, as these are.
+    quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    own = env.build_actor_environment() | {"OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **place, **meeting, **interfaces, **quiet}
+
+
 def run_across_link(words: Sequence[str], rate: str) -> None:
     """Runs a command of `ditile` with one rank at each end of a link. Raises `RankError` if a rank fails."""
     with unwind_on_signals() as check, create_two_hosts(rate) as hosts:
         ranks = [
             subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", "ditile", *words],
-                env=env.build_host_environment(rank, RANKS, hosts[0].address, host.interface),
+                env=build_host_environment(rank, hosts[0].address, host.interface),
                 stdout=subprocess.DEVNULL,
             )
             for rank, host in enumerate(hosts)

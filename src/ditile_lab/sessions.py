@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import diffusers
@@ -35,6 +36,7 @@ from ditile.runner.runner import Runner, parallelize
 Item = TypeVar("Item")
 PLAIN = ""
 """Stands in place of a plan for the plain pipeline on one rank."""
+CPUINFO = Path("/proc/cpuinfo")
 SHARED_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "vae")
 
 
@@ -227,6 +229,16 @@ def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
         bind_to_cores(own_cores)
 
 
+def read_cpu_name() -> str:
+    """Return the name of the processor."""
+    if CPUINFO.exists():
+        for line in CPUINFO.read_text("utf-8", "replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
 def collect_machine_facts(device: str | None) -> dict[str, Any]:
     """Collect processor, GPUs and versions of this machine; `device` is the user's choice, if any."""
     gpus = []
@@ -234,7 +246,7 @@ def collect_machine_facts(device: str | None) -> dict[str, Any]:
     if torch.cuda.is_available() and not (device or "cuda").startswith("cpu"):
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "processor": cpus.read_cpu_name(),
+        "processor": read_cpu_name(),
         "cores": cpus.count_usable_cores(),
         "gpus": gpus,
         "system": f"{platform.system()} {platform.machine()}",

@@ -1,31 +1,17 @@
-"""Describes this machine's processor: its name, its cores and its memory, and threads that take cores while they
-wait."""
+"""Counts this machine's cores and memory, and warns of threads that take cores while they wait."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-import platform
 import time
-from pathlib import Path
 
 from ditile.distributed import env
 
 LOG = logging.getLogger("ditile")
-CPUINFO = Path("/proc/cpuinfo")
 SPARE_CORES = 0.5
 """The number of cores that other programs may use before spinning threads hold them up."""
-
-
-def read_cpu_name() -> str:
-    """Return the name of the processor."""
-    if CPUINFO.exists():
-        for line in CPUINFO.read_text("utf-8", "replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def count_memory_bytes() -> int:

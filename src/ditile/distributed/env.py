@@ -306,15 +306,6 @@ def _merge_malloc_tunables() -> str:
     return ":".join(tunables)
 
 
-def build_host_environment(rank: int, world: int, master: str, interface: str) -> dict[str, str]:
-    """Build the whole environment of the one rank of a host. Its connections go through `interface` to the others."""
-    place = _build_place_variables(rank, world, 0, 1, interface)
-    # torch warns of hosts without names, as these are.
-    log_level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    meeting = {"MASTER_ADDR": master, "MASTER_PORT": "29577"}
-    return os.environ | place | meeting | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": log_level}
-
-
 class RankPlace(NamedTuple):
     """The place of a rank that `launch` starts.
 

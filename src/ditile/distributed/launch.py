@@ -154,20 +154,25 @@ def run_rank_process(
         # The result is not lost if the reader of the standard output has gone.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        _write_frame(report, outcome)
+        with open(report, "wb") as pipe:
+            pipe.write(len(outcome).to_bytes(HEADER, "little"))
+            pipe.write(outcome)
         # The connections stay open until all ranks are done: a peer that sees them closed would fail as well.
         dismissed.wait()
-        _destroy_process_group()
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
         # The handler must be off before its file is closed.
         faulthandler.disable()
 
 
 def _join_network(descriptors: Sequence[int]) -> int | None:
     """Return the descriptor of the run's private network, if this process may enter that."""
-    if not descriptors:
-        return None
     for fd in descriptors:
         os.set_inheritable(fd, False)
+    if not descriptors:
+        return None
     network, *users = descriptors
     # A network that root made belongs to no other user namespace.
     if users and not join_user_space(users[0]):
@@ -211,13 +216,6 @@ def pin_to_own_cores(number: int, world: int, threads: int) -> None:
         os.sched_setaffinity(0, cores[number * threads : (number + 1) * threads])
 
 
-def _destroy_process_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _wait_for_dismissal(control: int, dismissed: threading.Event) -> None:
     """Wait for the byte that lets this rank leave. Ends the process if the parent has gone."""
     if not os.read(control, 1):
@@ -234,12 +232,6 @@ def _read_bytes(fd: int, count: int) -> bytes:
             os._exit(1)
         data += part
     return bytes(data)
-
-
-def _write_frame(fd: int, payload: bytes) -> None:
-    with open(fd, "wb") as pipe:
-        pipe.write(len(payload).to_bytes(HEADER, "little"))
-        pipe.write(payload)
 
 
 def _pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:

@@ -70,7 +70,18 @@ def begin_watch(stall: float | None) -> None:
     try:
         store = open_torchrun_store(place, START_SECONDS)
         if place.rank == 0:
-            store.set(STORE_KEY, json.dumps(_start_hub(process, task)))
+            # The watcher of rank 0 becomes the hub.
+            assert process.stdout is not None
+            addresses = ["127.0.0.1"]
+            if env.read_local_world() != task["world"]:
+                addresses = [env.read_master_address()]
+                # If MASTER_ADDR is not an address of this host itself, the hub listens on all of its addresses.
+                with contextlib.suppress(OSError):
+                    addresses.append(socket.gethostbyname(socket.gethostname()))
+            secret = secrets.token_hex(32)
+            _write_line(process.stdin, task | {"secret": secret, "master": addresses[0]})
+            port = int(read_line(process.stdout.fileno()))
+            store.set(STORE_KEY, json.dumps({"addresses": addresses, "port": port, "secret": secret}))
         else:
             with explain_join_errors(place, START_SECONDS):
                 hub_address = json.loads(store.get(STORE_KEY))
@@ -132,21 +143,6 @@ def _obey_watcher(process: subprocess.Popen[bytes]) -> None:
     os._exit(code[0])
 
 
-def _start_hub(process: subprocess.Popen[bytes], task: dict[str, Any]) -> dict[str, Any]:
-    """Make the watcher of rank 0 the hub, and return its address and its secret."""
-    assert process.stdin is not None and process.stdout is not None
-    addresses = ["127.0.0.1"]
-    if env.read_local_world() != task["world"]:
-        addresses = [env.read_master_address()]
-        # If MASTER_ADDR is not an address of this host itself, the hub listens on all of its addresses.
-        with contextlib.suppress(OSError):
-            addresses.append(socket.gethostbyname(socket.gethostname()))
-    secret = secrets.token_hex(32)
-    _write_line(process.stdin, task | {"secret": secret, "master": addresses[0]})
-    port = int(read_line(process.stdout.fileno()))
-    return {"addresses": addresses, "port": port, "secret": secret}
-
-
 def _write_line(pipe: Any, value: dict[str, Any]) -> None:
     pipe.write(json.dumps(value).encode() + b"\n")
     pipe.flush()
@@ -173,10 +169,16 @@ def open_torchrun_store(place: env.Torchrun, timeout: float) -> Any:
 
 @contextlib.contextmanager
 def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
-    """Raise `JoinError` for torch's errors while ranks connect. Logs once if connecting takes long."""
+    """Raise `JoinError` for torch's errors while ranks connect. Logs once if that takes `NOTICE_SECONDS`."""
+    waits = (
+        f"rank {place.rank} of {place.world} still waits for the others at {env.describe_master()}; if torchrun did "
+        "not start this process, unset RANK and WORLD_SIZE"
+    )
+    timer = threading.Timer(NOTICE_SECONDS, LOG.warning, (waits,))
+    timer.daemon = True
+    timer.start()
     try:
-        with _notice_long_wait(place):
-            yield
+        yield
     # torch raises ValueError if MASTER_ADDR or MASTER_PORT is missing or not an address.
     except (RuntimeError, ValueError) as error:
         raise JoinError(
@@ -185,22 +187,5 @@ def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
             "between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them; "
             f"where one needs more than {timeout:g} s to fetch a model, fetch it before, or raise --stall-timeout"
         ) from error
-
-
-@contextlib.contextmanager
-def _notice_long_wait(place: env.Torchrun) -> Iterator[None]:
-    """Log once that this rank is waiting for the others, if they have not connected after `NOTICE_SECONDS`."""
-    timer = threading.Timer(
-        NOTICE_SECONDS,
-        LOG.warning,
-        (
-            f"rank {place.rank} of {place.world} still waits for the others at {env.describe_master()}; if torchrun "
-            "did not start this process, unset RANK and WORLD_SIZE",
-        ),
-    )
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
     finally:
         timer.cancel()

@@ -238,15 +238,11 @@ def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits, loo
         return
     failure, number = first_failure
     if failure.cause in (SILENT, STALLED):
-        failure = failure._replace(traceback=_collect_stacks(ranks))
+        for rank in ranks:
+            # Before the rank has made its file it has no handler, and the signal would end it.
+            if rank.process.poll() is None and rank.stacks.exists():
+                rank.process.send_signal(STACK_SIGNAL)
+        time.sleep(STACK_SECONDS)
+        stacks = [f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks]
+        failure = failure._replace(traceback="\n".join(stacks))
     raise make_error(failure, number)
-
-
-def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
-    """Collect the Python stacks of every rank at this moment."""
-    for rank in ranks:
-        # Before the rank has made its file it has no handler, and the signal would end it.
-        if rank.process.poll() is None and rank.stacks.exists():
-            rank.process.send_signal(STACK_SIGNAL)
-    time.sleep(STACK_SECONDS)
-    return "\n".join(f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks)

@@ -96,7 +96,13 @@ def decide_on_first_rank(decide: Callable[[int], Any], timeout: float) -> Any:
     answer: Any = None
     if dist.get_rank() == 0:
         try:
-            answer = {"decided": decide(_count_even_hosts(hosts))}
+            sizes = [len(ranks) for ranks in hosts]
+            if len(set(sizes)) > 1:
+                listed = ", ".join(map(str, sizes))
+                raise PlanError(
+                    f"the hosts have {listed} ranks, and a plan is chosen for hosts of one size; name a plan"
+                )
+            answer = {"decided": decide(len(hosts))}
         except DitileError as error:
             answer = {"refused": [type(error).__name__, str(error)]}
     answer = gather_json(answer, dist.group.WORLD)[0]
@@ -117,12 +123,3 @@ def list_ranks_by_host() -> tuple[tuple[int, ...], ...]:
     for rank, first in enumerate(gather_json(first_on_host, dist.group.WORLD)):
         ranks.setdefault(first, []).append(rank)
     return tuple(tuple(host) for host in ranks.values())
-
-
-def _count_even_hosts(hosts: tuple[tuple[int, ...], ...]) -> int:
-    """Count the hosts. Raises `PlanError` unless all have the same number of ranks, which the planner assumes."""
-    sizes = [len(ranks) for ranks in hosts]
-    if len(set(sizes)) > 1:
-        listed = ", ".join(map(str, sizes))
-        raise PlanError(f"the hosts have {listed} ranks, and a plan is chosen for hosts of one size; name a plan")
-    return len(hosts)

@@ -11,16 +11,17 @@ import hmac
 import json
 import os
 import select
-import selectors
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ditile.distributed import env
 from ditile.distributed.failure_detection import (
+    SILENT,
     TERMINATED,
     LaunchLimits,
     RankResult,
@@ -33,8 +34,10 @@ from ditile.distributed.failure_detection import (
 )
 from ditile.distributed.heartbeat import RankFailure
 
-LINK_ALIVE = b"\3"
-"""The byte that a watcher sends to the hub every second. It shows that the link works, and nothing about the rank."""
+HUB_ALIVE = b"\3"
+"""The byte that the hub sends to the watchers every `TICK` seconds."""
+TICK = 0.2
+CHUNK = 1 << 16
 GRACE = 0.5
 """Seconds that the hub waits after the first failure. It is short: torchrun ends a host's other ranks at once."""
 # A connection that does not know the secret may take neither time nor memory from the hub.
@@ -83,15 +86,14 @@ def print_line(message: str) -> None:
         os.write(2, f"\nditile: {message}\n".encode())
 
 
-class WatchedProcess:
-    """The rank's process, which is the parent of its watcher.
+def _start_thread(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, daemon=True).start()
 
-    Attributes:
-        has_ended: whether `read_signs` has reported that the process has ended.
-    """
+
+class WatchedProcess:
+    """The rank's process, which is the parent of its watcher."""
 
     def __init__(self, pid: int) -> None:
-        self.has_ended = False
         self._pid = pid
         self._memory_kills = count_memory_kills()
         # The pipe by itself is not enough: it stays open if a child of the rank has inherited it.
@@ -100,32 +102,21 @@ class WatchedProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._pidfd = os.pidfd_open(pid)
 
-    def register_process(self, selector: selectors.BaseSelector) -> None:
-        """Add its pipe and the descriptor for its end, if the system has one. That becomes readable at its end."""
-        os.set_blocking(0, False)
-        selector.register(0, selectors.EVENT_READ, self.read_signs)
+    def iterate_signs(self) -> Iterator[bytes]:
+        """Yield the bytes that it sends, and after its end a note about how it ended."""
+        descriptors = [0]
         if self._pidfd is not None:
-            selector.register(self._pidfd, selectors.EVENT_READ, self.read_signs)
-
-    def unregister_ended(self, selector: selectors.BaseSelector) -> None:
-        """Remove its descriptors once it has ended. They would stay readable forever."""
-        if self.has_ended:
-            own_descriptors = [key.fileobj for key in selector.get_map().values() if key.data == self.read_signs]
-            for descriptor in own_descriptors:
-                selector.unregister(descriptor)
-
-    def read_signs(self) -> bytes:
-        """Read the bytes that it has sent. After its end this is a last note about how it ended."""
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(0, 1 << 16)
-            if data:
-                return data
-            self.has_ended = True
-        if not self.has_ended and self._pidfd is not None:
-            self.has_ended = bool(select.select([self._pidfd], [], [], 0)[0])
-        if not self.has_ended:
-            return b""
-        return json.dumps({"ended": self._explain_end()}).encode() + b"\n"
+            descriptors.append(self._pidfd)
+        while True:
+            readable, _, _ = select.select(descriptors, [], [])
+            # What it sent before its end is read first.
+            data = b""
+            if 0 in readable:
+                data = os.read(0, CHUNK)
+            if not data:
+                break
+            yield data
+        yield json.dumps({"ended": self._explain_end()}).encode() + b"\n"
 
     def print_early_end(self) -> None:
         """Print how the rank ended, if a signal killed it before it had joined the other ranks."""
@@ -178,22 +169,16 @@ class WatchedRank(RankState):
 
     Attributes:
         host: its host; empty before its watcher has connected.
-        last_word: when its watcher last sent anything.
         code: the exit code of the run if this rank fails first.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.host = ""
-        self.last_word = time.monotonic()
         self.code = 1
 
-    def read_link(self, data: bytes) -> None:
+    def read_report(self, data: bytes) -> None:
         """Process bytes from its watcher."""
-        self.last_word = time.monotonic()
-        data = data.replace(LINK_ALIVE, b"")
-        if not data:
-            return
         self.signs.read_signs(data)
         last_note = self.signs.said
         if isinstance(self.outcome, RankFailure):
@@ -206,65 +191,48 @@ class WatchedRank(RankState):
         elif "ended" in last_note:
             self.outcome = RankResult(None)
 
-    def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
-        """Set `outcome` to a failure if the rank, or the link to its host, has been silent for too long."""
-        silence = looked - self.last_word
-        if self.outcome is None and self.host and silence > limits.silence:
-            self.outcome = RankFailure(time.monotonic(), "no link", _describe_lost_link(silence))
-        super().detect_silence(limits, looked)
-
-
-def _describe_lost_link(silence: float) -> str:
-    return f"no word from its host for {silence:.0f} s: the host or the link to it is gone"
-
 
 class Hub:
-    """The watcher of rank 0: it receives the reports of all ranks, and decides whether the run has failed."""
+    """The watcher of rank 0: it receives the reports of all ranks, and decides whether the run has failed.
+
+    Each link has a thread that reads it.
+    """
 
     def __init__(self, task: dict[str, Any], process: WatchedProcess) -> None:
-        self._process = process
         self._secret = task["secret"].encode()
         # A command has a time limit from its start on; a script is timed only within calls of a runner.
         self._is_command = task["stall"] is not None
         self._limits = LaunchLimits(stall=task["stall"] or SCRIPT_STALL, grace=GRACE)
         self._ranks = [WatchedRank(number) for number in range(task["world"])]
         self._ranks[0].host = task["host"]
-        self._links: dict[socket.socket, WatchedRank] = {}
-        # Connections that have not identified themselves yet -> since when they exist, and what they have sent.
-        self._strangers: dict[socket.socket, tuple[float, bytes]] = {}
-        self._server = _listen(task["master"])
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ, self._accept_stranger)
-        process.register_process(self._selector)
+        self._links: list[socket.socket] = []
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._lock = threading.Lock()
+        server = _listen(task["master"])
+        _start_thread(self._accept_links, server)
+        _start_thread(self._read_own_rank, process)
         # The rank passes the port on to the other ranks.
-        os.write(1, b"%d\n" % self._server.getsockname()[1])
+        os.write(1, b"%d\n" % server.getsockname()[1])
 
     def watch_until_end(self) -> dict[str, Any] | None:
         """Watch until all ranks have ended. If one fails, returns the line to print and the exit code."""
-        last_sent = 0.0
         while not all(isinstance(rank.outcome, RankResult) for rank in self._ranks):
+            # The time from before the wait: if this process was stopped meanwhile, all ranks seem silent until the
+            # links were read.
             looked = time.monotonic()
-            for key, _ in self._selector.select(timeout=0.2):
-                if key.data == self._process.read_signs:
-                    self._ranks[0].read_link(self._process.read_signs())
-                else:
-                    key.data(key.fileobj)
-            self._process.unregister_ended(self._selector)
-            # Rank 0 is on this host, so no link to it can break.
-            self._ranks[0].last_word = time.monotonic()
-            # Only after all links were read: if this process was stopped for a while, all ranks seem silent before.
-            for rank in self._ranks:
-                rank.detect_silence(self._limits, looked)
-            if not self._is_command:
-                self._allow_idle_script()
-            first_failure = find_first_failure(self._ranks, self._limits, looked)
+            time.sleep(TICK)
+            with self._lock:
+                for rank in self._ranks:
+                    rank.detect_silence(self._limits, looked)
+                if not self._is_command:
+                    self._allow_idle_script()
+                first_failure = find_first_failure(self._ranks, self._limits, looked)
             if first_failure is not None:
-                return self._announce_failure(*first_failure)
-            if time.monotonic() - last_sent > 1:
-                last_sent = time.monotonic()
-                self._send_to_all({"alive": True})
-                self._drop_silent_strangers()
-        self._send_to_all({"over": True})
+                verdict = self._make_verdict(*first_failure)
+                self._send_to_all(json.dumps(verdict).encode() + b"\n")
+                return verdict
+            self._send_to_all(HUB_ALIVE)
+        self._send_to_all(b"null\n")
         return None
 
     def _allow_idle_script(self) -> None:
@@ -275,85 +243,79 @@ class Hub:
             rank.signs.last_activity = time.monotonic()
             rank.signs.last_progress = time.monotonic()
 
-    def _announce_failure(self, failure: RankFailure, number: int) -> dict[str, Any]:
-        """Send the line and the exit code of the run to all watchers, and return them."""
+    def _make_verdict(self, failure: RankFailure, number: int) -> dict[str, Any]:
+        """Return the line and the exit code of the run."""
         rank = self._ranks[number]
         hosts = {state.host for state in self._ranks if state.host}
         message = str(make_error(failure, number))
         if not failure.plain and len(hosts) > 1 and rank.host:
             message = message.replace(f"rank {number}:", f"rank {number} on {rank.host}:", 1)
+            if failure.cause == SILENT:
+                message += ", or the link to its host is gone"
         if failure.cause == TERMINATED and not all(state.host for state in self._ranks):
             # torchrun ended this rank because a rank that has not connected failed; that rank's watcher prints why.
             message = ""
-        verdict = {"line": " ".join(message.split()), "code": rank.code}
-        self._send_to_all({"end": verdict})
-        return verdict
+        return {"line": " ".join(message.split()), "code": rank.code}
 
-    def _send_to_all(self, message: dict[str, Any]) -> None:
+    def _send_to_all(self, data: bytes) -> None:
         for link in list(self._links):
-            try:
-                link.sendall(json.dumps(message).encode() + b"\n")
-            except OSError:
-                self._drop_link(link)
+            # A broken link is noticed by its thread.
+            with contextlib.suppress(OSError):
+                link.sendall(data)
 
-    def _accept_stranger(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            stranger, _ = server.accept()
-            if len(self._strangers) >= MAX_STRANGERS:
-                stranger.close()
-                return
-            stranger.setblocking(False)
-            self._strangers[stranger] = time.monotonic(), b""
-            self._selector.register(stranger, selectors.EVENT_READ, self._greet_stranger)
+    def _read_own_rank(self, process: WatchedProcess) -> None:
+        for data in process.iterate_signs():
+            with self._lock:
+                self._ranks[0].read_report(data)
 
-    def _greet_stranger(self, stranger: socket.socket) -> None:
-        """Read the first line of a connection, and close it unless the line contains the secret."""
-        since, received = self._strangers[stranger]
-        data = _receive(stranger)
-        received += data
-        if data and b"\n" not in received and len(received) < HELLO_SIZE:
-            self._strangers[stranger] = since, received
-            return
-        line, _, rest = received.partition(b"\n")
-        secret, _, hello = line.partition(b" ")
-        # The secret is compared in constant time, so that it cannot be guessed letter by letter.
-        if not hmac.compare_digest(secret, self._secret):
-            self._drop_stranger(stranger)
-            return
-        del self._strangers[stranger]
-        facts = json.loads(hello)
-        rank = self._ranks[facts["rank"]]
-        rank.host = facts["host"]
-        self._links[stranger] = rank
-        # The timeout is for sending; data to receive has arrived before it is read.
-        stranger.settimeout(5)
-        self._selector.modify(stranger, selectors.EVENT_READ, self._read_link)
-        rank.read_link(rest)
-
-    def _drop_silent_strangers(self) -> None:
-        for stranger, (since, _) in list(self._strangers.items()):
-            if time.monotonic() - since > HELLO_SECONDS:
-                self._drop_stranger(stranger)
-
-    def _drop_stranger(self, stranger: socket.socket) -> None:
-        del self._strangers[stranger]
-        self._selector.unregister(stranger)
-        stranger.close()
+    def _accept_links(self, server: socket.socket) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                link, _ = server.accept()
+                if self._strangers.acquire(blocking=False):
+                    _start_thread(self._read_link, link)
+                else:
+                    link.close()
 
     def _read_link(self, link: socket.socket) -> None:
-        data = _receive(link)
-        rank = self._links[link]
-        if data:
-            rank.read_link(data)
-            return
-        self._drop_link(link)
-        if rank.outcome is None:
-            rank.outcome = RankFailure(time.monotonic(), "no watcher", "its watcher has ended, or its host is gone")
+        """Read the reports of a watcher, or close a connection that does not begin with the secret."""
+        with link:
+            line, data = _read_hello(link)
+            self._strangers.release()
+            secret, _, hello = line.partition(b" ")
+            # The secret is compared in constant time, so that it cannot be guessed letter by letter.
+            if not hmac.compare_digest(secret, self._secret):
+                return
+            facts = json.loads(hello)
+            rank = self._ranks[facts["rank"]]
+            rank.host = facts["host"]
+            self._links.append(link)
+            while True:
+                if data:
+                    with self._lock:
+                        rank.read_report(data)
+                data = _receive(link)
+                if not data:
+                    break
+            self._links.remove(link)
+        with self._lock:
+            if rank.outcome is None:
+                rank.outcome = RankFailure(time.monotonic(), "no watcher", "its watcher has ended, or its host is gone")
 
-    def _drop_link(self, link: socket.socket) -> None:
-        del self._links[link]
-        self._selector.unregister(link)
-        link.close()
+
+def _read_hello(link: socket.socket) -> tuple[bytes, bytes]:
+    """Read the first line of a connection, and what came after it. Both are empty if none comes."""
+    deadline = time.monotonic() + HELLO_SECONDS
+    received = b""
+    while b"\n" not in received and len(received) < HELLO_SIZE:
+        link.settimeout(max(deadline - time.monotonic(), 0.01))
+        data = _receive(link)
+        if not data:
+            return b"", b""
+        received += data
+    link.settimeout(None)
+    line, _, rest = received.partition(b"\n")
+    return line, rest
 
 
 def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, Any] | None:
@@ -367,41 +329,31 @@ def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, An
         return {"line": f"rank {task['rank']}: cannot connect to the watcher of rank 0 at {where}", "code": 2}
     hello = {"rank": task["rank"], "host": task["host"]}
     link.sendall(f"{task['secret']} {json.dumps(hello)}\n".encode())
+    _start_thread(_pass_on_signs, link, process)
+    silence = LaunchLimits().silence
+    link.settimeout(silence)
     received = b""
-    last_word = time.monotonic()
-    last_sent = 0.0
-    with selectors.DefaultSelector() as selector:
-        process.register_process(selector)
-        selector.register(link, selectors.EVENT_READ)
-        while True:
-            looked = time.monotonic()
-            for key, _ in selector.select(timeout=0.2):
-                if key.fileobj is not link:
-                    _pass_on(link, process.read_signs())
-                    continue
-                last_word = time.monotonic()
-                data = _receive(link)
-                if not data:
-                    return {"line": "rank 0: its watcher has ended, or its host is gone", "code": 1}
-                *lines, received = (received + data).split(b"\n")
-                for line in lines:
-                    message = json.loads(line)
-                    if "alive" not in message:
-                        # The verdict on a failed run, or None if the hub reports that all ranks have ended.
-                        verdict: dict[str, Any] | None = message.get("end")
-                        return verdict
-            process.unregister_ended(selector)
-            if time.monotonic() - last_sent > 1:
-                last_sent = time.monotonic()
-                _pass_on(link, LINK_ALIVE)
-            if looked - last_word > LaunchLimits().silence:
-                return {"line": f"rank 0: {_describe_lost_link(looked - last_word)}", "code": 1}
+    while not received.endswith(b"\n"):
+        try:
+            data = link.recv(CHUNK)
+        except TimeoutError:
+            line = f"rank 0: no word from its host for {silence:.0f} s: the host or the link to it is gone"
+            return {"line": line, "code": 1}
+        except OSError:
+            data = b""
+        if not data:
+            return {"line": "rank 0: its watcher has ended, or its host is gone", "code": 1}
+        received += data.replace(HUB_ALIVE, b"")
+    # The verdict on a failed run, or None if all ranks have ended.
+    verdict: dict[str, Any] | None = json.loads(received)
+    return verdict
 
 
-def _pass_on(link: socket.socket, data: bytes) -> None:
+def _pass_on_signs(link: socket.socket, process: WatchedProcess) -> None:
     # A broken link is noticed by the silence of the hub.
     with contextlib.suppress(OSError):
-        link.sendall(data)
+        for data in process.iterate_signs():
+            link.sendall(data)
 
 
 def _listen(address: str) -> socket.socket:
@@ -427,6 +379,6 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:
 def _receive(link: socket.socket) -> bytes:
     """Read the bytes that have arrived. Empty at the end of a connection."""
     try:
-        return link.recv(1 << 16)
+        return link.recv(CHUNK)
     except OSError:
         return b""

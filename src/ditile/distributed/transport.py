@@ -205,24 +205,18 @@ class PeerChannel:
 
 
 class AsyncReduction:
-    """A reduction under way of whole numbers of all ranks of a group, to the largest by default.
+    """A reduction under way of whole numbers of all ranks of a group, to the largest.
 
     Args:
         group: the ranks; None stands for only this rank.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        numbers: Sequence[int],
-        traffic: Traffic,
-        operation: Any = dist.ReduceOp.MAX,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, numbers: Sequence[int], traffic: Traffic) -> None:
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self._traffic = traffic
         self._work: dist.Work | None = None
         if group is not None:
-            self._work = dist.all_reduce(self._numbers, operation, group, async_op=True)
+            self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group, async_op=True)
             traffic.count_message("control", self._numbers.nbytes)
 
     def wait_for_numbers(self) -> list[int]:

@@ -293,7 +293,9 @@ def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
         for kind, size in count_traffic_in_step(job, rank, step).items():
             total[kind] += size
     if job.is_last_stage(place):
-        total["data"] = (job.plan.data - 1) * job.compute_replica_shape(place.data).latent_bytes
+        # A replica without images of its own sends none.
+        if place.data < job.shape.images:
+            total["data"] = (job.plan.data - 1) * job.compute_replica_shape(place.data).latent_bytes
         if job.plan.pipefusion > 1:
             total["result"] = job.shape.latent_bytes
     return {kind: size for kind, size in total.items() if size}
@@ -304,9 +306,6 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
     place = job.locate_rank(rank)
     total = dict.fromkeys(KINDS, 0)
     replica_shape = job.compute_replica_shape(place.data)
-    # An idle replica calls no model.
-    if not replica_shape.images:
-        return {}
     calls = job.count_calls_in_step(step)
     for micro in job.step_schedule.list_micro_steps(step):
         # Each formula is of one call, and a step makes several.

@@ -458,7 +458,7 @@ class Plan:
         fits.
 
         Each stage needs a block, each patch a row of tokens, each rank a token, each rank of the tensor axis whole
-        heads, and each half of cfg a branch of guidance. A replica may have no images; it is idle then.
+        heads, and each half of cfg a branch of guidance. A replica may have no images of its own.
         """
         lines: list[str] = []
         for check in (_check_blocks, _check_heads, _check_token_rows, _check_patch_tokens, _check_guidance_branches):

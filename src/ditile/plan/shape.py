@@ -235,7 +235,8 @@ _look_up_reference_layout = lru_cache(maxsize=1024)(Layout.cut_around_references
 
 @lru_cache(maxsize=1024)
 def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int) -> Shape:
-    images = len(pick_even_chunk(range(shape.images), data, replica))
+    # A replica without images of its own computes the first one.
+    images = len(pick_even_chunk(range(shape.images), data, replica)) or 1
     branches = shape.branches_per_call
     calls = shape.calls
     # The halves of guidance split the calls of a step, or the rows of a call.

@@ -375,7 +375,7 @@ class Composition:
                 raise ModelError(reason)
         agreement = ImageAgreement(self.mesh, batch.select_own_rows)
         forecasts = LoopForecasts(
-            caches, self.loop.generation, lambda: self.loop.is_stepping_rank, agreement, batch.num_images
+            caches, self.loop.generation, lambda: self.pipefusion.is_last_stage, agreement, batch.num_images
         )
         stack.enter_context(forecasts.use_caches())
         # Around the batch: a call that is left out exchanges no rows.

@@ -46,6 +46,7 @@ from ditile_lab.machine.comparison import measure_plans_alone
 from ditile_lab.machine.host_fit import fit_profile, read_alone_lines
 from ditile_lab.machine.session import ROWS
 from ditile_lab.machine.timings import Bench
+from ditile_lab.sessions import read_cpu_name
 
 ALONE_MODEL = "random-flux blocks=19 heads=24 head_dim=128"
 """Blocks of FLUX.1's sizes, a third of them: the host's time for one does not depend on their number."""
@@ -220,7 +221,7 @@ def _describe_device(device: torch.device) -> tuple[str, int]:
     """Return the name of a rank's hardware, and the bytes of its memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    return f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores", cpus.count_memory_bytes()
+    return f"{read_cpu_name()}, {cpus.count_usable_cores()} cores", cpus.count_memory_bytes()
 
 
 def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:

@@ -33,10 +33,10 @@ from ditile.model.hooks.overrides import list_parameter_names, override_attribut
 from ditile.model.hooks.pieces import list_predictions
 from ditile.parallel.tensor.cuts import TensorCuts, read_head_counts
 from ditile.parallel.tensor.sharding import shard_weights
-from ditile.parallel.thread_ranks import ThreadRank, run_thread_ranks
 from ditile.plan.anatomy import TOKENS, Anatomy, ListAnatomy, select_word
 from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile_lab.study.record import ChainBlock, list_chain
+from ditile_lab.study.thread_ranks import ThreadRank, run_thread_ranks
 
 LOG = logging.getLogger("ditile")
 STREAM = "stream"

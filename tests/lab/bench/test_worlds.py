@@ -43,4 +43,3 @@ def test_ranks_of_launch_meet_on_this_machine_alone(monkeypatch: pytest.MonkeyPa
 def test_a_rank_of_launch_has_its_own_machine_for_a_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
     assert env.build_rank_environment(env.RankPlace(0, 2, 0, 2, 1), "folder", None, 5)["MASTER_ADDR"] == "127.0.0.1"
-    assert env.build_host_environment(0, 2, "192.0.2.1", "eth0")["MASTER_ADDR"] == "192.0.2.1"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
-import json
 from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertModel
 
-from ditile.parallel.text.encoders import TextEncoders, _check_structure, find_text_encoders
+from ditile.parallel.text.encoders import TextEncoders, find_text_encoders
 from ditile.parallel.text.parts import assign_layer_ranks
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
@@ -214,16 +211,3 @@ def test_an_encoder_that_raises_ends_all_ranks(pool: Pool, mode: str) -> None:
     first, second = pool.run(raises_on_one_rank, 2, mode)
     assert first == "MemoryError: no memory\nleft"
     assert second == "StateError: the text encoder raised on rank 0: MemoryError: no memory left"
-
-
-@pytest.mark.parametrize("context", ['{"__enum__": true, "fqn": "wave:Wave_read", "name": "a"}', '"a"', '[{"a": 1}]'])
-def test_a_result_of_another_process_names_no_module(context: str) -> None:
-    """A failure means that a rank imports whatever module another process names."""
-    by_default = collections.defaultdict(list, a=torch.ones(1))
-    for hostile in (
-        pytree.treespec_dumps(pytree.tree_flatten(by_default)[1]),
-        json.dumps([1, {"type": "builtins.dict", "context": context, "children_spec": []}]),
-        json.dumps([1, {"type": "os.system", "context": "null", "children_spec": []}]),
-    ):
-        with pytest.raises(ModelError, match="which does not travel; use text=each"):
-            _check_structure(hostile)

@@ -13,9 +13,9 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.halo import Strip
 from ditile.parallel.vae.parallel_vae import ParallelVAE, explain_rows_refusal
-from ditile.parallel.vae.prove import simulate_ranks
 from ditile.parallel.vae.tiles import SharedCoder, install_tile_forwards
 from ditile.plan.errors import ModelError
+from ditile_lab.study.autoencoders import simulate_ranks
 from tests.parallel.vae.test_vae import axis
 from tests.pool import Pool
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.parallel.vae.halo import GroupLinks, ImageRows, Strip
+from ditile.parallel.vae.halo import GroupLinks, Strip
 from ditile.parallel.vae.layers import normalize_strip
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.errors import ModelError
@@ -41,7 +41,6 @@ class Case(NamedTuple):
     pixels: int = 72
     batch: int = 1
     block_size: int | None = None
-    gather: Literal["all", "first"] = "all"
     unlike: bool = False
 
     @property
@@ -97,19 +96,10 @@ def compared(cases: list[Case]) -> list[list[float]]:
         vae = autoencoder(case.layout)
         latents, picture = inputs(vae, case)
         decoded, *encoded = share(f"whole {case}", whole, vae, latents, picture)
-        parallel = ParallelVAE(
-            vae, axis(), Traffic(), block_size=case.block_size, gather=case.gather, weights=case.weights
-        )
+        parallel = ParallelVAE(vae, axis(), Traffic(), block_size=case.block_size, weights=case.weights)
         with parallel.install_forwards():
             mine = vae.decode(latents, return_dict=False, generator=torch.Generator())[0]
             posterior = vae.encode(picture).latent_dist
-        if case.gather == "first" and dist.get_rank() > 0:  # zeros around its own rows
-            own, scale = (
-                ImageRows.split_by_weights(case.height, case.weights).select_rank_rows(dist.get_rank()),
-                mine.shape[2] // case.height,
-            )
-            decoded[:, :, : own.start * scale] = 0
-            decoded[:, :, own.stop * scale :] = 0
         results.append([
             distance(mine, decoded), distance(posterior.mean, encoded[0]), distance(posterior.logvar, encoded[1]),
         ])  # fmt: skip
@@ -120,16 +110,16 @@ CASES = [
     Case(height=13, pixels=101),
     Case("pixart", height=11, pixels=77, block_size=7, batch=2),
     Case(height=3, pixels=24, batch=2, block_size=2),  # with more ranks than rows some have none
-    Case("shapes-flux", height=33, pixels=100, gather="first"),
+    Case("shapes-flux", height=33, pixels=100),
     Case(height=14, pixels=120, block_size=3, unlike=True),
-    Case("pixart", height=9, pixels=72, gather="first", unlike=True),
+    Case("pixart", height=9, pixels=72, unlike=True),
 ]
 MORE = [
     *(Case(layout) for layout in LAYOUTS),
     *(Case(layout, height=32, pixels=128) for layout in BUNDLED),
     Case(height=9, pixels=64, block_size=1),
     Case("pixart", height=3, pixels=24),
-    Case(height=10, gather="first"),
+    Case(height=10),
 ]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.parallel_vae import PROVEN, ParallelVAE, install_row_forwards
-from ditile.parallel.vae.prove import simulate_ranks
 from ditile.plan.errors import ModelError
+from ditile_lab.study.autoencoders import simulate_ranks
 from tests import tiny
 from tests.parallel.vae.test_vae import BOUND, distance
 

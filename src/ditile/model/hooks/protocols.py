@@ -115,14 +115,6 @@ class TokenStreams:
 class BatchShare(Protocol):
     """This rank's share of the images and calls."""
 
-    @property
-    def has_idle_replica(self) -> bool:
-        """Return whether some rank has no images."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether this rank has no images: it calls no model, but takes part in all messages."""
-
     def begin_generation(self) -> None:
         """Begin a generation."""
 

@@ -19,7 +19,7 @@ from ditile.distributed.recording.tape import note_action
 from ditile.model.hooks.compile import CustomOp
 from ditile.model.hooks.generation import Generation, LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions, FurtherKeys, KeyPaddingMask, expand_mask, make_pairs_error
-from ditile.model.hooks.kv_store import AgeChecks, KeyStore
+from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.hooks.protocols import (
     AttentionKernel,
     DeferredTensor,
@@ -148,7 +148,17 @@ class AttentionCore:
         v, further_v = _take_apart(v, place, count, 1)
         further_mask = None
         if mask is not None:
-            mask, further_mask = self._take_further_mask(mask, own, count, tokens)
+            # It becomes a mask of tokens and one of `count` further keys.
+            is_whole = mask.shape[-1] == tokens.length + count
+            if not is_whole and mask.shape[-1] != own + count:
+                raise ModelError(
+                    f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
+                    "use a plan of data or cfg"
+                )
+            length = None if is_whole else own
+            mask, further_mask = _take_apart(
+                mask, tokens.locate_further_keys(self._further, length), count, mask.ndim - 1
+            )
             further_mask = expand_mask(further_mask, q.shape[0])
             if further_mask.shape[2] > 1:
                 raise make_pairs_error(further_mask)
@@ -161,20 +171,6 @@ class AttentionCore:
             place -= min(place, tokens.dummies)
         place = min(place, own - tokens.dummies)
         return k, v, mask, FurtherKeys(further_k, further_v, further_mask, place)
-
-    def _take_further_mask(self, mask: Tensor, own: int, count: int, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-        """Split the mask into one of tokens and one of `count` further keys.
-
-        It is given for all tokens or for this rank's.
-        """
-        is_whole = mask.shape[-1] == tokens.length + count
-        if not is_whole and mask.shape[-1] != own + count:
-            raise ModelError(
-                f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
-                f"give one of {own + count} or {tokens.length + count} keys, or use a plan of data or cfg"
-            )
-        length = None if is_whole else own
-        return _take_apart(mask, tokens.locate_further_keys(self._further, length), count, mask.ndim - 1)
 
     def _attend_to_heads(
         self,
@@ -282,7 +278,14 @@ class StaleKeys:
             if self.gather is not None:
                 k, v = self.gather(k, v, tokens)
             store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
-            mask = None if extra.mask is None else self._keep_mask(store, extra.mask, tokens)
+            mask = None
+            if extra.mask is not None:
+                mask = extra.mask.join_ring_masks()
+                if not extra.mask.covers_sequence:
+                    kept_mask = store.write_mask(mask, merge_rank_runs(tokens), now.batch_range, now.batch)
+                    # It is of all keys that a patch attends to.
+                    if patch is not None:
+                        mask = kept_mask
             # The keys of a text are all written at once.
             written_patch = patch if tokens.image else None
             store.mark_written(step, written_patch)
@@ -312,15 +315,6 @@ class StaleKeys:
             # A text is computed with the first patch of the image.
             ages = (int(patch < now.schedule.num_references),) * len(ages)
         check.expect_ages(store, step, ages, f"{self.layer} at {now.micro_step} branch {now.branch}")
-
-    def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
-        """Write the mask of fresh keys into the store and return the mask of all keys that are attended to."""
-        now = self.now
-        joined = mask.join_ring_masks()
-        if mask.covers_sequence:
-            return joined
-        kept = store.write_mask(joined, merge_rank_runs(tokens), now.batch_range, now.batch)
-        return joined if now.micro_step.patch is None else kept
 
 
 def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tensor]:

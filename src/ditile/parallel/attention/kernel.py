@@ -52,44 +52,6 @@ AMPERE = (8, 0)
 """The lowest compute capability that torch's flash kernel is built for."""
 
 
-class NativeKernel:
-    """torch's scaled dot-product attention, which the stock processors of `Attention` call."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Attend from `[B, S, N, H]` to the same."""
-        out = functional.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=0.0,
-            is_causal=False,
-            scale=scale,
-            enable_gqa=k.shape[2] != q.shape[2],
-        )
-        return out.transpose(1, 2)
-
-    def attend_with_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp `[B, S, N]`, by one of torch's own fused kernels."""
-        return run_fused_kernel("", q, k, v, mask, scale)
-
-
 class DiffusersKernel:
     """A kernel that diffusers offers, called through its own dispatch.
 
@@ -154,7 +116,8 @@ class DiffusersKernel:
         return out, lse.float()
 
 
-NATIVE = NativeKernel()
+NATIVE = DiffusersKernel(AttentionBackendName.NATIVE)
+"""torch's scaled dot-product attention, which the stock processors of `Attention` call."""
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: bool) -> DiffusersKernel:

@@ -10,47 +10,48 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.overrides import override_attribute
 
 _NAME = apply_rotary_emb.__name__
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TABLE = "_ditile_rotary"
+"""The attribute of a tensor of sines that has the table made of it."""
 
 
-@dataclass(frozen=True)
-class _RotaryTable:
+class _RotaryTable(NamedTuple):
     """Cosines and sines, shaped and signed for the multiplication.
 
     Attributes:
-        source: the ids of the original sines and cosines, the dimension of tokens, and the version of the sines.
+        scope: where it was made: tables are not read from other recordings.
+        source: the original cosines.
+        version: of the original sines, which rises with each write in place: a pipeline may fill the same tensor again.
+        sequence_dim: the dimension of tokens.
         cos, sin: for `[B, S, N, H]` or `[B, N, S, H]`; the first sine of each pair is negated.
     """
 
-    source: tuple[int, int, int, int]
+    scope: object
+    source: Tensor
+    version: int
+    sequence_dim: int
     cos: Tensor
     sin: Tensor
 
 
 class RotaryEmbedding:
-    """Rotary embeddings. Each table is prepared once, and dropped when the tensor of its sines is freed."""
+    """Rotary embeddings. Each table is prepared once, for all layers, and dropped with the tensor of its sines."""
 
     def __init__(self) -> None:
-        # The keys are weak references to the tensors of sines.
-        self._tables: Any = WeakIdKeyDictionary()
-        # All layers share one table, so the last one is tried before the lookup, which is many Python calls.
-        self._latest: Callable[[], _RotaryTable | None] = lambda: None
+        self._scope = object()
         self._classes: dict[type, type] = {}
 
     @contextmanager
@@ -59,15 +60,12 @@ class RotaryEmbedding:
 
         Otherwise a recording would read a table that another recording owns.
         """
-        tables = self._tables
-        latest = self._latest
-        self._tables = WeakIdKeyDictionary()
-        self._latest = lambda: None
+        scope = self._scope
+        self._scope = object()
         try:
             yield
         finally:
-            self._tables = tables
-            self._latest = latest
+            self._scope = scope
 
     def rotate_pairs(
         self,
@@ -93,33 +91,23 @@ class RotaryEmbedding:
         ):
             return apply_rotary_emb(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
         cos, sin = freqs_cis
-        table = self._latest()
-        # `_version` rises with each write in place: a pipeline may fill the same tensor again.
-        source = (id(sin), id(cos), sequence_dim, sin._version)
-        if table is None or table.source != source:
-            table = self._find_table(source, cos, sin, x.device)
-        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        return torch.add(x * table.cos, swapped * table.sin, out=swapped)
-
-    def _find_table(
-        self,
-        source: tuple[int, int, int, int],
-        cos: Tensor,
-        sin: Tensor,
-        device: torch.device,
-    ) -> _RotaryTable:
-        table: _RotaryTable | None = self._tables.get(sin)
-        if table is None or table.source != source:
+        table: _RotaryTable | None = getattr(sin, _TABLE, None)
+        if (
+            table is None
+            or table.source is not cos
+            or table.version != sin._version
+            or table.sequence_dim != sequence_dim
+            or table.scope is not self._scope
+        ):
             evens, odds = sin.unflatten(-1, (-1, 2)).unbind(-1)
             signed = torch.stack((-evens, odds), -1).flatten(-2)
             # Adds the dimensions of batch and heads; heads stand before or after the tokens.
-            heads_dim = 2 if source[2] == 1 else 1
-            cos = cos[None].unsqueeze(heads_dim)
-            signed = signed[None].unsqueeze(heads_dim)
-            table = _RotaryTable(source, cos.to(device), signed.to(device))
-            self._tables[sin] = table
-        self._latest = weakref.ref(table)
-        return table
+            heads_dim = 2 if sequence_dim == 1 else 1
+            wide_cos, wide_sin = (part[None].unsqueeze(heads_dim).to(x.device) for part in (cos, signed))
+            table = _RotaryTable(self._scope, cos, sin._version, sequence_dim, wide_cos, wide_sin)
+            setattr(sin, _TABLE, table)
+        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return torch.add(x * table.cos, swapped * table.sin, out=swapped)
 
     def replace_processors(self, stack: ExitStack, block: nn.Module) -> None:
         """Replace a block's processors that call `apply_rotary_emb` until the stack is closed."""
@@ -138,18 +126,14 @@ class RotaryEmbedding:
         """Copy such a processor, so that it applies rotary embeddings by this object."""
         stock = type(processor)
         if stock not in self._classes:
-            self._classes[stock] = _make_processor_class(stock, self.rotate_pairs)
+            # A subclass that runs the same `__call__`, with another function under the name of `apply_rotary_emb`.
+            call: Any = stock.__call__
+            names = {**call.__globals__, _NAME: self.rotate_pairs}
+            twin_call = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+            # FunctionType does not take the defaults of arguments that are given by name only.
+            twin_call.__kwdefaults__ = call.__kwdefaults__
+            contents = {"__call__": functools.update_wrapper(twin_call, call), "__module__": stock.__module__}
+            self._classes[stock] = type(stock.__name__, (stock,), contents)
         twin = copy.copy(processor)
         twin.__class__ = self._classes[stock]
         return twin
-
-
-def _make_processor_class(stock: type, rotate: Any) -> type:
-    """Build a subclass that runs the same `__call__`, with `rotate` in place of `apply_rotary_emb`."""
-    call: Any = stock.__call__
-    names = {**call.__globals__, _NAME: rotate}
-    twin_call = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    # FunctionType does not take the defaults of arguments that are given by name only.
-    twin_call.__kwdefaults__ = call.__kwdefaults__
-    contents = {"__call__": functools.update_wrapper(twin_call, call), "__module__": stock.__module__}
-    return type(stock.__name__, (stock,), contents)

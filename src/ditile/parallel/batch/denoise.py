@@ -12,12 +12,11 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import AsyncReduction, describe_dtype, gather_json
+from ditile.distributed.transport import AsyncReduction
 from ditile.model.hooks.batch_rows import BatchDimFinder
 from ditile.model.hooks.compile import wrap_model_call
 from ditile.model.hooks.generation import Generation
@@ -39,9 +38,6 @@ from ditile.plan.anatomy import ROWS, Kinds, describe_mode
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import suggest_whole_images
 
-RowForms = tuple[list[tuple[str, list[int]]], bool]
-"""The dtype and shape of each prediction's rows, and whether the model returns a bare tensor."""
-
 
 class DataCfgBatch:
     """The batch of one call of the pipeline, split over the axes data and cfg.
@@ -54,8 +50,6 @@ class DataCfgBatch:
 
     Attributes:
         num_images: how many images the pipeline generates.
-        is_idle: whether this rank has no images.
-        has_idle_replica: whether some rank has no images.
     """
 
     def __init__(
@@ -73,8 +67,6 @@ class DataCfgBatch:
         self.num_images = images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
-        self.is_idle = self._data.has_no_images
-        self.has_idle_replica = self._data.has_idle_replica
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
         self._names = list_parameter_names(self._model)
@@ -134,8 +126,6 @@ class DataCfgBatch:
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
         self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
-        # What `_agree_on_rows` returns, by the shape of the model's noisy input.
-        self._rows: dict[tuple[int, ...], RowForms] = {}
         self._own_slice: BatchSlice | None = None  # of the last call
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
         self._deferred = DeferredWork()
@@ -175,7 +165,7 @@ class DataCfgBatch:
                     "(--negative-prompt) that some pipelines want too, or use cfg=1"
                 )
             self._deferred.end()
-        if self.is_idle or not self._is_last or not self._splits_calls(now.micro_step.step):
+        if not self._is_last or not self._splits_calls(now.micro_step.step):
             return
         # Guidance has ended: there are no more calls, so the exchange does not wait for any.
         if now.calls is not None and 0 < now.branch < now.calls and self._own_slice is not None:
@@ -264,9 +254,14 @@ class DataCfgBatch:
         if self._modes.setdefault(branch, mode) != mode:
             self._changed_steps.add(step)
         self._modes[branch] = mode
-        self._begin_deferred_work()
-        if self.is_idle:
-            return self._defer(self._make_idle_result(batch, kwargs), is_absent=False)
+        # In the first step every rank sees what cannot be repeated.
+        if not self._now.branch:
+            self._deferred = DeferredWork()
+        elif self._by_calls and self._now.calls is None and self._deferred.problem:
+            raise ModelError(
+                f"cfg={self._cfg.size} splits calls of {type(self._model).__name__}, and the pipeline "
+                f"{self._deferred.problem} before the next one is made, and so before it arrives; use cfg=1"
+            )
         # Every half computes a call that the step before did not have.
         by_calls = now.calls is not None and branch < now.calls and self._splits_calls(step)
         is_absent = False
@@ -310,9 +305,8 @@ class DataCfgBatch:
         self._num_branches[branch] = num_branches
         if self._by_calls and num_branches > 1:
             raise StateError(
-                f"the pipeline called {type(self._model).__name__} {num_branches * (branch + 1)} times in step {step} "
-                f"and {now.calls} times before; cfg=2 splits calls, whose number must not change during the run; use "
-                "cfg=1"
+                f"the pipeline asked for another number of branches of guidance in step {step} than before; cfg=2 "
+                "splits calls, whose number must not change during the run; use cfg=1"
             )
 
     def _complete_calls(self, last: int, batch_slice: BatchSlice) -> None:
@@ -322,22 +316,6 @@ class DataCfgBatch:
             self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(last, output))
         # Only after all outputs have arrived: an operation may use several of them.
         self._deferred.finish()
-
-    def _begin_deferred_work(self) -> None:
-        """Prepare for the next call of a step.
-
-        In the first step every rank sees what cannot be repeated.
-
-        Raises:
-            ModelError: if the pipeline uses the last prediction in a way that could not be repeated.
-        """
-        if not self._now.branch:
-            self._deferred = DeferredWork()
-        elif self._by_calls and self._now.calls is None and self._deferred.problem:
-            raise ModelError(
-                f"cfg={self._cfg.size} splits calls of {type(self._model).__name__}, and the pipeline "
-                f"{self._deferred.problem} before the next one is made, and so before it arrives; use cfg=1"
-            )
 
     def _defer(self, result: Any, *, is_absent: bool) -> Any:
         """Return a result whose uses are recorded if it has not arrived.
@@ -401,7 +379,6 @@ class DataCfgBatch:
                     f"{size} rows, so it is not known what of these has rows; use a plan with data=1 and cfg=1"
                 )
             predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
-        self._agree_on_rows(noisy, predictions, result)
         shapes = [(size, *prediction.shape[1:]) for prediction in predictions]
         wholes = self._predictions.get(branch)
         is_whole_step = now.micro_step.patch is None
@@ -458,49 +435,6 @@ class DataCfgBatch:
                 first_branch = batch_slice.view_as_grid(prediction)[0]
                 fill_piece(first_branch, self._find_fresh_piece(branch, output), torch.nan)
         now.advance_branch()
-
-    def _make_idle_result(self, batch: Sequence[Tensor], kwargs: dict[str, Any]) -> Any:
-        """Return zeros in the shape of the other ranks' predictions.
-
-        A rank without images does not call the model.
-        """
-        announced, returns_tensor = self._agree_on_rows(batch, None, None)
-        self._now.advance_branch()
-        # The dtype may differ from the latents': under autocast it is the dtype of the last product.
-        zeros = []
-        for dtype, row_shape in announced:
-            zeros.append(batch[0].new_zeros((len(batch), *row_shape), dtype=getattr(torch, dtype)))
-        if returns_tensor:
-            return zeros[0]
-        if not kwargs.get("return_dict", True):
-            return self._hand_on(tuple(zeros))
-        if len(zeros) > 1:
-            raise ModelError(
-                f"{type(self._model).__name__} returns {len(zeros)} tensors in an object, and a rank without images "
-                "can only make a tuple of them; use a lower data degree"
-            )
-        return self._hand_on(Transformer2DModelOutput(sample=zeros[0]))
-
-    def _agree_on_rows(self, noisy: Sequence[Tensor], predictions: Sequence[Tensor] | None, result: Any) -> RowForms:
-        """Send the form, dtypes and shapes of predictions' rows from rank 0 if some replica is idle.
-
-        All ranks call it alike. It does so once for each size of the noisy input, of which every replica has all rows.
-
-        Returns:
-            The dtype and shape of each prediction's rows, and whether the model returns a bare tensor.
-        """
-        if not self.has_idle_replica:
-            return [], False
-        # A row may be a list itself, with images and then their latents.
-        size: tuple[int, ...] = (len(noisy),)
-        for leaf in pytree.tree_leaves(noisy[0]):
-            if isinstance(leaf, Tensor):
-                size += tuple(leaf.shape)
-        if size not in self._rows:
-            rows = [[describe_dtype(x), list(x.shape[1:])] for x in predictions or ()]
-            announced = [rows, isinstance(result, Tensor)]
-            self._rows[size] = gather_json(announced, self._mesh.within_calls)[0]
-        return self._rows[size]
 
     def _find_fresh_piece(self, branch: int, output: int) -> Piece | None:
         """Return the fresh piece of a call's prediction in this micro-step; None is all of it."""

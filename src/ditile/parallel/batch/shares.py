@@ -12,7 +12,7 @@ micro-step of PipeFusion one patch of the prediction, and only on the last stage
 runs the pipeline on the latents of the whole batch, which is cheap: noise is generated once for the batch, by one
 generator or a list, also during the loop by a stochastic scheduler, and image k does not depend on the degree. In other
 replicas' rows a prediction is zero and latents are not read; they arrive after the last step. Each replica decodes its
-own images. A replica without images calls no model, but takes part in all messages.
+own images. With fewer images than replicas, those that have none compute the first image as well, and send none.
 """
 
 from __future__ import annotations
@@ -208,9 +208,7 @@ class ReplicaImages:
         traffic: counts bytes.
 
     Attributes:
-        images: this replica's images; the first replicas may have one more.
-        has_no_images: whether this replica has none.
-        has_idle_replica: whether any replica has none.
+        images: the images that this replica computes; the first replicas may have one more.
     """
 
     def __init__(self, axis: Axis, images: int, traffic: Traffic) -> None:
@@ -218,9 +216,9 @@ class ReplicaImages:
         self._traffic = traffic
         self._num_images = images
         self.size = axis.num_ranks
-        self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index)
-        self.has_no_images = not self.images
-        self.has_idle_replica = images < axis.num_ranks
+        self._counts = [len(pick_even_chunk(range(images), axis.num_ranks, rank)) for rank in range(axis.num_ranks)]
+        # Without an image of its own it computes the first one, so that all replicas make the same calls and messages.
+        self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index) or range(1)
 
     def view_own_images(self, batch: Tensor) -> Tensor:
         """Return this replica's rows of `[copies * images, ...]`, as a view if there is one copy."""
@@ -256,29 +254,20 @@ class ReplicaImages:
             if not over() or z.shape[0] != self._num_images:
                 return decode(z, *args, **kwargs)
             arguments = {"args": (z, *args), "kwargs": kwargs}
-            own = slice_batch_arguments(arguments, self._num_images, self._select_decode_inputs)
+            own = slice_batch_arguments(arguments, self._num_images, self.view_own_images)
             result = decode(*own["args"], **own["kwargs"])
             gathered = []
-            for decoded in extract_predictions(result, max(len(self.images), 1)):
-                gathered.append(self._gather_images(decoded[: len(self.images)], PICTURES, to))
+            for decoded in extract_predictions(result, len(self.images)):
+                gathered.append(self._gather_images(decoded, PICTURES, to))
             return replace_predictions(result, gathered)
 
         override_attribute(stack, vae, "decode", functools.update_wrapper(decode_own_images, decode))
 
-    def _select_decode_inputs(self, batch: Tensor) -> Tensor:
-        """Return the rows that a replica decodes.
-
-        Without images it decodes one row, to know the size of a decoded image.
-        """
-        return batch[:1] if self.has_no_images else self.view_own_images(batch)
-
     def _gather_images(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
         """Gather `own` of every replica in order; replicas that do not get it return zeros."""
         group = self._axis.group
-        shapes = []
-        for replica in range(self.size):
-            count = len(pick_even_chunk(range(self._num_images), self.size, replica))
-            shapes.append((count, *own.shape[1:]))
+        own = own[: self._counts[self._axis.index]]
+        shapes = [(count, *own.shape[1:]) for count in self._counts]
         if to == "all":
             return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait_for_tensors())
         if to == "first" and self._axis.index == 0:
@@ -286,6 +275,6 @@ class ReplicaImages:
             receives = list(enumerate(shapes))[1:]
             parts = start_exchange([], receives, own, group, self._traffic, kind).wait_for_tensors()
             return torch.cat([own, *parts])
-        if to == "first" and not self.has_no_images:
+        if to == "first" and own.numel():
             start_exchange([(0, own)], [], own, group, self._traffic, kind).wait_for_tensors()
         return own.new_zeros((self._num_images, *own.shape[1:]))

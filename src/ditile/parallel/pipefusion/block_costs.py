@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,15 +186,11 @@ def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:
             yield math.prod(measure_weight(weight))
 
 
-def _is_inside_any(path: str, patterns: Sequence[str]) -> bool:
-    return any(_is_inside_pattern(path, pattern) for pattern in patterns)
-
-
 @functools.cache
-def _is_inside_pattern(path: str, pattern: str) -> bool:
-    """Return whether a module matches a pattern or is inside a match."""
-    names = path.split(".")
-    pattern_names = pattern.split(".")
-    if len(names) < len(pattern_names):
-        return False
-    return all(part in ("*", name) for name, part in zip(names, pattern_names, strict=False))
+def _is_inside_any(path: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a module matches one of the patterns, or is inside a match."""
+    for pattern in patterns:
+        expression = re.escape(pattern).replace(r"\*", r"[^.]+")
+        if re.match(rf"{expression}(\.|$)", path):
+            return True
+    return False

@@ -4,7 +4,7 @@ Before the first step they show which latents belong to a patch, and how the pip
 (`rehearsal.py`). A pipeline for in-painting needs some between micro-steps too: it blends the latents that a step
 returned with those of a noised image, and asks which step it is in to know how much. By itself it would give all
 patches the noise of the next step as soon as one of them was stepped. So it gets further iterations, in which it
-believes to be in the step before that of the next patch: `BlendIterations`.
+believes to be in the step before that of the next patch.
 """
 
 from __future__ import annotations
@@ -27,17 +27,35 @@ from ditile.plan.schedule import MicroStep
 class DryIterations:
     """The dry iterations of one generation.
 
+    Args:
+        generators: the generators that the pipeline may use.
+
     Attributes:
         streams: the latents that schedulers step; before the first step the loop adds each when it is first stepped.
         pipeline: the name of the pipeline's class, for messages.
     """
 
-    def __init__(self, now: Generation, streams: Sequence[SteppedLatents], pipeline: str) -> None:
+    def __init__(
+        self,
+        now: Generation,
+        streams: Sequence[SteppedLatents],
+        pipe: Any,
+        timesteps: Sequence[Tensor],
+        generators: Sequence[torch.Generator],
+    ) -> None:
         self.now = now
         self.streams = streams
-        self.pipeline = pipeline
+        self.pipeline = type(pipe).__name__
+        self._timesteps = timesteps
+        self._generators = generators
+        self._random_states = rng_state.read_generator_states(generators)
+        # A guider may average predictions over steps, like adaptive projected guidance; dry ones are NaN or zero.
+        self._guiders: list[tuple[BaseGuidance, dict[str, Any]]] = []
+        for part in vars(pipe).values():
+            if isinstance(part, BaseGuidance):
+                self._guiders.append((part, copy.deepcopy(vars(part))))
 
-    def begin(self, step: int, patch: int, timestep: Tensor) -> Tensor:
+    def begin(self, step: int, patch: int) -> Tensor:
         """Begin an iteration of a step that rehearses a patch, and return the timestep for the pipeline."""
         self.now.enter_micro_step(MicroStep(step, None))
         # The pipeline counts this iteration: it may choose models, and end guidance, by it.
@@ -48,7 +66,7 @@ class DryIterations:
             stream.rehearsed_piece = None
             stream.is_stepped = False
             stream.set_step_index(step)
-        return timestep
+        return self._timesteps[step]
 
     def check_stepped(self) -> None:
         """Check that the pipeline stepped all its schedulers in the iteration."""
@@ -73,57 +91,32 @@ class DryIterations:
         self.now.dry.patch = None
         self.now.is_whole = False
 
-
-class BlendIterations:
-    """Dry iterations in which a pipeline blends the latents for a step."""
-
-    def __init__(self, dry: DryIterations, timesteps: Sequence[Tensor]) -> None:
-        self._dry = dry
-        self._timesteps = timesteps
-
     @property
-    def are_needed(self) -> bool:
+    def are_blends_needed(self) -> bool:
         """Return whether the pipeline blends latents."""
-        return any(stream.is_blended for stream in self._dry.streams)
+        return any(stream.is_blended for stream in self.streams)
 
-    def iterate_timesteps(self, step: int) -> Iterator[Tensor]:
+    def blend_for_step(self, step: int) -> Iterator[Tensor]:
         """Yield the timestep of an iteration that leaves the pipeline with a step's first latents."""
-        self._dry.now.dry.blended_step = step
-        for stream in self._dry.streams:
+        self.now.dry.blended_step = step
+        for stream in self.streams:
             stream.is_stepped = False
         # There is no step before step 0: the pipeline gets the timestep of step 0, and takes the iteration for number
         # -1.
         yield self._timesteps[max(step - 1, 0)]
-        self._dry.check_stepped()
-        self._dry.now.dry.blended_step = None
+        self.check_stepped()
+        self.now.dry.blended_step = None
 
     def restore_first_latents(self) -> Iterator[Tensor]:
         """Make the pipeline blend its first latents again after a rehearsal, and check that nothing changed."""
         # The latents that an iteration passes on are seen in the next one.
-        yield from self.iterate_timesteps(0)
-        yield from self.iterate_timesteps(0)
-        for stream in self._dry.streams:
+        yield from self.blend_for_step(0)
+        yield from self.blend_for_step(0)
+        for stream in self.streams:
             stream.check_first_latents()
 
-
-class SavedState:
-    """The state that dry iterations must leave unchanged: random states, and the memory of guiders.
-
-    Args:
-        generators: the generators that the pipeline may use.
-    """
-
-    def __init__(self, pipe: Any, generators: Sequence[torch.Generator]) -> None:
-        self._generators = generators
-        self._random_states = rng_state.read_generator_states(generators)
-        # A guider may average predictions over steps, like adaptive projected guidance; dry ones are NaN or zero.
-        self._guiders: list[tuple[BaseGuidance, dict[str, Any]]] = []
-        for part in vars(pipe).values():
-            if isinstance(part, BaseGuidance):
-                self._guiders.append((part, copy.deepcopy(vars(part))))
-
-    def restore(self) -> None:
-        """Restore the saved state."""
+    def restore_state(self) -> None:
+        """Restore the random states, and the memory of guiders, from before the iterations."""
         rng_state.restore_generators(self._generators, self._random_states)
         for guider, state in self._guiders:
             vars(guider).clear()

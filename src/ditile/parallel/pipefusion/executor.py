@@ -370,8 +370,8 @@ class PipeFusion:
         if shares.warmup_split is not None:
             if self.warmup_group is None or not self.warmup_group.may_rest:
                 raise PlanError(
-                    f"warmup_mode={self.plan.warmup_mode}: the model makes a result of two streams, as of a video and "
-                    "its sound, and ranks that split synchronous steps send one; use serial or pipelined"
+                    f"warmup_mode={self.plan.warmup_mode}: the model makes a result of two streams, as of a video "
+                    "and its sound, and ranks that split synchronous steps send one; use serial or pipelined"
                 )
             # This is the rehearsal, after which the loop goes on with a schedule without the group.
             shares.warmup_split = None

@@ -10,7 +10,6 @@ pipeline passes latents on, which depends on numbers, such as a mask that blends
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -122,18 +121,6 @@ class _Zeros:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-def _forget_numbers(results: Any) -> Any:
-    """Return results of models with `_Zeros` as tensors.
-
-    None if they have more than tensors, which may be large.
-    """
-    described = pytree.tree_map_only(Tensor, lambda x: _Zeros(x.shape, x.dtype, x.device), results)
-    for leaf in pytree.tree_leaves(described):
-        if not isinstance(leaf, _Zeros | str | int | float | None):
-            return None
-    return described
-
-
 @dataclass(frozen=True, slots=True)
 class KnownCall:
     """The findings of a call's rehearsal, without any of its numbers.
@@ -166,11 +153,17 @@ class KnownCall:
 
         None if results cannot be made from shapes, or some steps are whole.
         """
-        described = _forget_numbers((results, other_models.results))
+        described = pytree.tree_map_only(
+            Tensor, lambda x: _Zeros(x.shape, x.dtype, x.device), (results, other_models.results)
+        )
+        # Other results than tensors may be large.
+        has_others = any(
+            not isinstance(leaf, _Zeros | str | int | float | None) for leaf in pytree.tree_leaves(described)
+        )
         # A recognition sees only the first steps, and does not cut the tokens of steps that compute something else. A
         # stage asks for their messages ahead, and must know their sizes then.
         is_asked_ahead = bool(dry.now.findings.whole_steps) and dry.now.schedule.stages > 1
-        if described is None or is_asked_ahead:
+        if has_others or is_asked_ahead:
             return None
         return cls(
             calls=calls,
@@ -195,23 +188,9 @@ class KnownCall:
             stream.pieces = list(pieces)
 
 
-class KnownCalls:
-    """The calls of a pipeline that were rehearsed; all ranks keep the same, because they make the same calls."""
-
-    def __init__(self) -> None:
-        self._calls: OrderedDict[tuple[Hashable, Hashable], KnownCall] = OrderedDict()
-
-    def list_candidates(self, shapes: Hashable) -> list[KnownCall]:
-        """List the known calls with these shapes."""
-        return [call for (call_shapes, _), call in self._calls.items() if call_shapes == shapes]
-
-    def keep_call(self, shapes: Hashable, call: KnownCall) -> None:
-        """Keep a completed call as the newest."""
-        key = (shapes, call.calls)
-        self._calls[key] = call
-        self._calls.move_to_end(key)
-        if len(self._calls) > MAX_KNOWN_CALLS:
-            self._calls.popitem(last=False)
+KnownCalls = dict[tuple[Hashable, Hashable], KnownCall]
+"""(what `describe_call_shapes` returns and more, the calls of models) -> what a rehearsal found, the newest last. All
+ranks keep the same, because they make the same calls."""
 
 
 class CallRecognition:
@@ -232,7 +211,7 @@ class CallRecognition:
         self._calls: set[Hashable] = set()
         self.call: KnownCall | None = None
 
-    def iterate_timesteps(self, timestep: Tensor) -> Iterator[Tensor]:
+    def iterate_timesteps(self) -> Iterator[Tensor]:
         """Yield the timestep of each iteration.
 
         If the call is recognised, its generation then has all findings.
@@ -245,7 +224,7 @@ class CallRecognition:
             self._other_models.results.update(other_results)
             self._other_models.inputs.update(self._candidates[-1].other_inputs)
             dry.now.dry.recognises_call = self._recognise_model_call
-            yield dry.begin(0, 0, timestep)
+            yield dry.begin(0, 0)
             # From here on the pipeline may leave its loop, and call the model elsewhere.
             dry.now.dry.recognises_call = None
             if dry.is_plain_loop():

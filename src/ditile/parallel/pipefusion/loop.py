@@ -26,7 +26,7 @@ from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
 from ditile.model.hooks.protocols import BatchShare, StepForecasts
 from ditile.model.pipeline_calls import list_schedulers, replace_call_globals
-from ditile.parallel.pipefusion.dry_iterations import BlendIterations, DryIterations, SavedState
+from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.known_calls import KnownCalls
 from ditile.parallel.pipefusion.other_models import OtherModels
@@ -70,7 +70,6 @@ class Loop:
         forecasts: predicts for the next call in the steps in which the model is not called, if there are any.
         generation: the current one; not under way outside of the pipeline's loop.
         num_steps: the steps of the current generation; fewer once ranks have agreed to end early.
-        is_stepping_rank: whether this rank steps the scheduler with the model's predictions.
     """
 
     _schedule: PatchSchedule
@@ -104,9 +103,8 @@ class Loop:
         self.forecasts: StepForecasts | None = None
         self.when_over: list[Callable[[], None]] = []
         self.generation = Generation()
-        self.is_stepping_rank = True
         self._other_models = OtherModels(self.generation)
-        self._known_calls = KnownCalls()
+        self._known_calls: KnownCalls = {}
         self._rehearsal: Rehearsal | None = None
         self._owns_timesteps = True
         self._main: SteppedLatents | None = None
@@ -262,13 +260,12 @@ class Loop:
         """
         self._begin_generation(timesteps)
         generation = self.generation
-        saved = SavedState(self._pipe, self._callbacks.generators)
         main = SteppedLatents(self._scheduler, type(self._pipe).__name__)
         self._main = main
         # A rehearsal finds the streams, each when it is first stepped, so the list begins empty.
         needs_rehearsal = self._has_partial_latents or self._rehearses_changes
         self._streams = [] if needs_rehearsal else [main]
-        dry = DryIterations(generation, self._streams, type(self._pipe).__name__)
+        dry = DryIterations(generation, self._streams, self._pipe, timesteps, self._callbacks.generators)
         if needs_rehearsal:
             yield from self._rehearse(dry, timesteps)
             if not self._streams:
@@ -276,20 +273,19 @@ class Loop:
                 self._finish_generation(stopped=False)
                 yield from timesteps[1:]
                 return
-        blends = BlendIterations(dry, timesteps)
-        if blends.are_needed:
-            yield from self._drive_dry_iterations(blends.restore_first_latents())
+        if dry.are_blends_needed:
+            yield from self._drive_dry_iterations(dry.restore_first_latents())
         else:
             generation.dry.results.clear()
-        saved.restore()
+        dry.restore_state()
         self._plan_computed_steps()
         step = 0
         # An agreement may shorten the generation while it runs.
         while self._run.stop < self.num_steps:
             self._begin_step(step)
             for micro, loop_step in self._list_iterations(step):
-                if blends.are_needed and micro != self._schedule.list_micro_steps(step)[0]:
-                    yield from self._drive_dry_iterations(blends.iterate_timesteps(loop_step))
+                if dry.are_blends_needed and micro != self._schedule.list_micro_steps(step)[0]:
+                    yield from self._drive_dry_iterations(dry.blend_for_step(loop_step))
                 yield from self._run_micro_step(micro, loop_step)
                 if not main.is_stepped:
                     self._finish_generation(stopped=False)
@@ -307,9 +303,7 @@ class Loop:
         plan = self._plan
         if self._serial_plan is not None and self.lets_group_rest:
             plan = self._serial_plan
-        # A replica without images makes no micro-steps.
-        own_plan = Plan() if self._batch.is_idle else plan
-        schedule = PatchSchedule.from_plan(own_plan, len(timesteps))
+        schedule = PatchSchedule.from_plan(plan, len(timesteps))
         self._schedule = schedule
         self._timesteps = timesteps
         self.num_steps = len(timesteps)
@@ -318,12 +312,9 @@ class Loop:
         self._run = range(0)
         # Whether latents are cut into patches or denoised on another stage; otherwise the scheduler itself steps them.
         self._has_partial_latents = schedule.patches > 1 or schedule.stages > 1
-        self.is_stepping_rank = self._pipefusion.is_last_stage and not self._batch.is_idle
         self._batch.begin_generation()
         splits_images = self._mesh["data"].num_ranks > 1
-        # A replica without images makes no micro-steps, so the others must not gather in them.
-        can_gather = not (self._divides_latents and self._batch.has_idle_replica)
-        self._gathers_predictions = splits_images and can_gather and self._pipefusion.is_last_stage
+        self._gathers_predictions = splits_images and self._pipefusion.is_last_stage
         generation = self.generation
         generation.become(
             Generation(
@@ -362,7 +353,7 @@ class Loop:
         steps = self._schedule.steps if self._changes_calls else 1
         patches = self._plan.num_patches if self._has_partial_latents else 0
         references = self._plan.references is not None
-        dry_timesteps = rehearsal.iterate_timesteps(timesteps, steps=steps, patches=patches, references=references)
+        dry_timesteps = rehearsal.iterate_timesteps(steps=steps, patches=patches, references=references)
         yield from self._drive_dry_iterations(dry_timesteps)
         if self._streams:
             self._rehearsal = rehearsal
@@ -419,13 +410,6 @@ class Loop:
         findings.changed_steps = frozenset(order[step] for step in findings.changed_steps)
         self._schedule = replace(self._schedule, again=findings.changed_steps)
 
-    def _find_run(self, step: int) -> range:
-        """Return the steps of the loop from a computed one up to the next computed one."""
-        following = self.num_steps
-        if step + 1 < len(self._computed_steps):
-            following = self._computed_steps[step + 1]
-        return range(self._computed_steps[step], following)
-
     def _list_iterations(self, step: int) -> list[tuple[MicroStep, int]]:
         """List the micro-steps of a computed step and the steps after it, with the step of the loop."""
         micro_steps = self._schedule.list_micro_steps(step)
@@ -469,7 +453,10 @@ class Loop:
 
     def _begin_step(self, step: int) -> None:
         """Start the vote on stopping; the vote of the step before decides whether this is the last."""
-        self._run = self._find_run(step)
+        following = self.num_steps
+        if step + 1 < len(self._computed_steps):
+            following = self._computed_steps[step + 1]
+        self._run = range(self._computed_steps[step], following)
         if self._agreement.begin_step() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
             self.num_steps = self._run.stop
@@ -609,7 +596,7 @@ class Loop:
         if stream is None or not (self._has_partial_latents or self.generation.is_dry):
             return stock(sample, *args, **kwargs)
         patches: Sequence[int] = range(1)
-        if self.is_stepping_rank:
+        if self._pipefusion.is_last_stage:
             patches = stream.select_stepped_patches(self._schedule.list_patches(self.generation.micro_step))
         return self._get_copies(stream).scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
 
@@ -639,13 +626,13 @@ class Loop:
         """Step the patches of this micro-step on the last stage, and exchange latents for the next one."""
         micro = self.generation.micro_step
         stream.copy_new_latents(call.sample, self.generation, synced=self._synced)
-        make_step = self._step_patches if self.is_stepping_rank else self._step_on_corner
+        make_step = self._step_patches if self._pipefusion.is_last_stage else self._step_on_corner
         result = make_step(stream, call)
         stream.is_stepped = True
         # Messages have one order whatever a micro-step brings, so sends wait until all streams are stepped.
         is_stepped = self._is_stepped
         # Latents between a computed step and the next one are of no use to other stages.
-        if is_stepped and self.generation.loop_step == self._run[-1] and self.is_stepping_rank:
+        if is_stepped and self.generation.loop_step == self._run[-1] and self._pipefusion.is_last_stage:
             self._send_denoised_patches(micro)
         if self._schedule.is_last_of_step(micro):
             self._get_copies(stream).sync_step_index(stream.scheduler)
@@ -779,7 +766,7 @@ class Loop:
         """End a step; after the last step, or if a callback wants them, gather the whole latents."""
         assert stream.latents is not None
         is_last = step == self.num_steps - 1
-        if self.is_stepping_rank:
+        if self._pipefusion.is_last_stage:
             fresh = (stream.latents, *stream.held_patches.values())
             self._agreement.note_latents(step, map(self._batch.view_own_images, fresh))
         syncs = self._callbacks.wants_latents(step)
@@ -806,7 +793,7 @@ class Loop:
             )
 
     def _get_copies(self, stream: SteppedLatents) -> PatchSchedulers:
-        patches = self._plan.num_patches if self.is_stepping_rank else 1
+        patches = self._plan.num_patches if self._pipefusion.is_last_stage else 1
         timesteps = self._plain_timesteps if stream is self._main else stream.scheduler.timesteps
         return stream.get_copies(patches, timesteps, len(self._timesteps))
 

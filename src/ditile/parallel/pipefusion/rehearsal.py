@@ -23,7 +23,13 @@ from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.generation import Generation, RehearsedModel
 from ditile.model.hooks.pieces import has_nan
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
-from ditile.parallel.pipefusion.known_calls import CallRecognition, KnownCall, KnownCalls, describe_lengths
+from ditile.parallel.pipefusion.known_calls import (
+    MAX_KNOWN_CALLS,
+    CallRecognition,
+    KnownCall,
+    KnownCalls,
+    describe_lengths,
+)
 from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import suggest_whole_images
@@ -49,12 +55,15 @@ class Rehearsal:
 
     def keep_findings(self) -> None:
         """Keep the findings for calls like this one, whose steps were all made."""
-        if self._found is not None:
-            self._known_calls.keep_call(self._shapes, self._found)
+        if self._found is None:
+            return
+        key = (self._shapes, self._found.calls)
+        self._known_calls.pop(key, None)
+        self._known_calls[key] = self._found
+        if len(self._known_calls) > MAX_KNOWN_CALLS:
+            del self._known_calls[next(iter(self._known_calls))]
 
-    def iterate_timesteps(
-        self, timesteps: Sequence[Tensor], *, steps: int, patches: int, references: bool
-    ) -> Iterator[Tensor]:
+    def iterate_timesteps(self, *, steps: int, patches: int, references: bool) -> Iterator[Tensor]:
         """Yield the timestep of each iteration; stop after the first one if it did not step a scheduler.
 
         Args:
@@ -69,10 +78,10 @@ class Rehearsal:
         """
         dry = self._dry
         now = dry.now
-        candidates = self._known_calls.list_candidates(self._shapes)
+        candidates = [call for (shapes, _), call in self._known_calls.items() if shapes == self._shapes]
         if candidates:
             recognition = CallRecognition(dry, self._other_models, candidates)
-            yield from recognition.iterate_timesteps(timesteps[0])
+            yield from recognition.iterate_timesteps()
             self._found = recognition.call
             if self._found is not None or not dry.streams:
                 return
@@ -82,7 +91,7 @@ class Rehearsal:
         for step in range(steps):
             if step == 0:
                 now.dry.recognises_call = probe.note_first_call
-            yield dry.begin(step, 0, timesteps[step])
+            yield dry.begin(step, 0)
             now.dry.recognises_call = None
             if dry.is_plain_loop():
                 return
@@ -95,20 +104,19 @@ class Rehearsal:
         self._find_changed_steps(called_models)
         # Pieces are found in a step that is computed in patches.
         divided = next((step for step in range(steps) if step not in now.findings.whole_steps), 0)
-        timestep = timesteps[divided]
         if references:
-            yield from self._find_reference_rows(divided, timestep)
+            yield from self._find_reference_rows(divided)
         for patch in range(patches):
             # The first iteration has already rehearsed patch 0 of step 0.
             if patch or divided or references:
-                yield dry.begin(divided, patch, timestep)
+                yield dry.begin(divided, patch)
             self._keep_pieces()
         if steps == patches == 1:
             # The second iteration shows how the pipeline passes latents on.
-            yield dry.begin(0, 0, timestep)
+            yield dry.begin(0, 0)
             dry.check_stepped()
         if patches:
-            yield from self._find_live_arguments(probe, divided, timestep)
+            yield from self._find_live_arguments(probe, divided)
         now.findings.num_references = now.num_references
         dry.end()
         calls = frozenset(probe.first_calls)
@@ -128,9 +136,9 @@ class Rehearsal:
             rows = [model.rows for model in models.values()]
             if rows != first_rows:
                 raise StateError(
-                    f"{self._dry.pipeline} calls its model on {' + '.join(map(str, rows))} rows in step {step} and on "
-                    f"{' + '.join(map(str, first_rows))} in the first one, and guidance that begins or ends during the "
-                    f"run cannot be divided into patches; guide all steps, or use {suggest_whole_images()}"
+                    f"{self._dry.pipeline} calls its model on {rows} rows in step {step} and on {first_rows} in the "
+                    "first one, and guidance that begins or ends during the run cannot be divided into patches; guide "
+                    f"all steps, or use {suggest_whole_images()}"
                 )
 
     def _find_changed_steps(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
@@ -146,7 +154,7 @@ class Rehearsal:
         findings.whole_steps = frozenset(whole_steps)
         findings.changed_steps = frozenset(whole_steps | changed_steps)
 
-    def _find_live_arguments(self, probe: ArgumentProbe, step: int, timestep: Tensor) -> Iterator[Tensor]:
+    def _find_live_arguments(self, probe: ArgumentProbe, step: int) -> Iterator[Tensor]:
         """Run iterations without a model to find its arguments that depend on latents in each step."""
         dry = self._dry
         now = dry.now
@@ -163,7 +171,7 @@ class Rehearsal:
                 if patch is not None and not stream.pieces[patch].is_empty:
                     stream.marked_piece = stream.pieces[patch]
             now.dry.recognises_call = probe.look_at_call
-            yield dry.begin(step, 0, timestep)
+            yield dry.begin(step, 0)
             now.dry.recognises_call = None
             dry.check_stepped()
             probe.end_iteration()
@@ -171,7 +179,7 @@ class Rehearsal:
         if now.findings.live_arguments:
             # The surveys did not know these arguments, and blocks may be given values that depend on them.
             now.dry.surveys_again = True
-            yield dry.begin(step, 0, timestep)
+            yield dry.begin(step, 0)
             now.dry.surveys_again = False
             dry.check_stepped()
             for form in now.findings.forms.values():
@@ -180,7 +188,7 @@ class Rehearsal:
         for stream in dry.streams:
             stream.is_probed = False
 
-    def _find_reference_rows(self, step: int, timestep: Tensor) -> Iterator[Tensor]:
+    def _find_reference_rows(self, step: int) -> Iterator[Tensor]:
         """Run iterations to find the rows of tokens made of latents that do not reach the scheduler."""
         dry = self._dry
         now = dry.now
@@ -190,7 +198,7 @@ class Rehearsal:
         rows = now.dry.latent_rows
         for bit in range((len(rows) - 1).bit_length()):
             now.dry.bit = bit
-            yield dry.begin(step, 0, timestep)
+            yield dry.begin(step, 0)
             dry.check_stepped()
             if not row_numbers:
                 row_numbers = [stream.make_element_numbers() for stream in dry.streams]

@@ -81,8 +81,8 @@ class SteppedLatents:
             return
         if is_cut and prediction.shape != sample.shape:
             raise StateError(
-                f"{self._name} steps latents of shape {tuple(sample.shape)} with predictions of shape "
-                f"{tuple(prediction.shape)}, so these cannot be cut into patches; use {suggest_whole_images()}"
+                f"{self._name} steps latents with predictions of another shape, so these cannot be cut into patches; "
+                f"use {suggest_whole_images()}"
             )
         if is_cut and self.rehearsed_piece is not None:
             raise StateError(

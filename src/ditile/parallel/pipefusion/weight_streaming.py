@@ -110,16 +110,13 @@ class WeightStream:
         for index in self._owned:
             block = self._blocks[index]
             name = self._names[index]
-            if any(hasattr(module, "merged_adapters") for module in block.modules()):
-                return (
-                    f"{name} has LoRA layers, and warmup_mode=sequence sends plain weights to the others; fuse them "
-                    "and unload them (pipe.fuse_lora(), pipe.unload_lora_weights()), or use another warmup_mode"
-                )
-            if any(has_weight_hooks(module) for module in block.modules()):
-                return (
-                    f"{name} has hooks around forwards, such as those of enable_layerwise_casting, and "
-                    "warmup_mode=sequence sends plain weights to the others; remove them, or use another warmup_mode"
-                )
+            for module in block.modules():
+                if hasattr(module, "merged_adapters") or has_weight_hooks(module):
+                    return (
+                        f"{name} has LoRA layers, or hooks around forwards such as those of enable_layerwise_casting, "
+                        "and warmup_mode=sequence sends plain weights to the others; fuse and unload the LoRA, or use "
+                        "another warmup_mode"
+                    )
             if list_quantized_parameters(block) or _lay_out_tensors(block) != self._specs[index]:
                 return (
                     f"the weights of {name} have other names, shapes or types than when the pipeline was divided, and "

@@ -106,7 +106,17 @@ class TensorCollectives:
         # Padding is left out of the counted bytes.
         whole_bytes = batch * sum(streams) * width * x.element_size()
         exchange_tensors(partial(self._gather, whole_bytes), [mine], [received])
-        return self._unpack_streams(received, streams)
+        # It becomes `[B, S, C]`, the inverse of `_pack_streams`.
+        if len(streams) == 1 and streams[0] % self._size == 0:
+            return received.transpose(0, 1).flatten(1, 2)
+        parts = []
+        starts = [0] * self._size
+        for length in streams:
+            for index in range(self._size):
+                end = starts[index] + len(pick_even_chunk(range(length), self._size, index))
+                parts.append(received[index, :, starts[index] : end])
+                starts[index] = end
+        return torch.cat(parts, dim=1)
 
     def _gather(self, size: int, mine: Tensor, received: Tensor) -> None:
         group = self._axis.group
@@ -143,19 +153,6 @@ class TensorCollectives:
                 stream_start += length
                 own_start += len(chunk)
         return packed
-
-    def _unpack_streams(self, received: Tensor, streams: Sequence[int]) -> Tensor:
-        """Arrange `[n, B, longest, C]` as `[B, S, C]`, the inverse."""
-        if len(streams) == 1 and streams[0] % self._size == 0:
-            return received.transpose(0, 1).flatten(1, 2)
-        parts = []
-        starts = [0] * self._size
-        for length in streams:
-            for index in range(self._size):
-                end = starts[index] + len(pick_even_chunk(range(length), self._size, index))
-                parts.append(received[index, :, starts[index] : end])
-                starts[index] = end
-        return torch.cat(parts, dim=1)
 
     def _count_traffic(self, size: int) -> None:
         self._traffic.count_message(KIND, size * (self._size - 1) // self._size)

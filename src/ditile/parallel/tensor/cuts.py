@@ -291,7 +291,8 @@ def _read_row(
             "and PackedRowwiseParallel with blocks"
         )
     if kind == "rms_norm":
-        _check_norm_shardable(path, module)
+        if not isinstance(module, nn.RMSNorm | RMSNorm):
+            raise ModelError(f"{path} is a {type(module).__name__}, and rms_norm is for torch's or diffusers' RMSNorm")
     else:
         _check_linear_shardable(path, module)
     if "forward" in vars(module) or "forward" in vars(unwrap_lora_base(module)):
@@ -376,9 +377,8 @@ def _check_sum(path: str, what: str, features: Any, sizes: Sequence[int], transf
     """Raise `ModelError` if parts do not add up to all features of a Linear."""
     if sum(sizes) != features:
         raise ModelError(
-            f"{path} has {features} {what}, and {' + '.join(map(str, sizes))} were expected, so this "
-            f"{type(transformer).__name__} packs features otherwise than when its cuts were derived; use ulysses or "
-            "ring"
+            f"{path} has {features} {what}, and {sizes} were expected, so this {type(transformer).__name__} packs "
+            "features otherwise than when its cuts were derived; use ulysses or ring"
         )
 
 
@@ -388,11 +388,6 @@ def _find_value_and_gate(kind: str, transformer: nn.Module, path: str) -> Sequen
     if kind == "colwise" and isinstance(parent, GEGLU | SwiGLU):
         return (1, 1)
     return (1,)
-
-
-def _check_norm_shardable(path: str, module: nn.Module) -> None:
-    if not isinstance(module, nn.RMSNorm | RMSNorm):
-        raise ModelError(f"{path} is a {type(module).__name__}, and rms_norm is for torch's or diffusers' RMSNorm")
 
 
 def _check_linear_shardable(path: str, module: nn.Module) -> None:

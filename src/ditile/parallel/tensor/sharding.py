@@ -321,8 +321,8 @@ def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCu
             dim, counts = place
             if dim >= leaf.ndim or leaf.shape[dim] not in counts:
                 raise StateError(
-                    f"{path} was given a {name} of shape {list(leaf.shape)}, and dimension {dim} should count "
-                    f"{' or '.join(map(str, sorted(counts)))} heads or features; use a plan without tensor"
+                    f"{path} was given a {name} of shape {list(leaf.shape)}, whose dimension {dim} counts neither "
+                    "heads nor features; use a plan without tensor"
                 )
             share = cuts.locate_share(leaf.shape[dim])
             leaves[index] = leaf.narrow(dim, share.start, share.stop - share.start)

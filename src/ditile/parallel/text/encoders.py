@@ -6,7 +6,6 @@ rank; the layers of other ranks pass their input through, and the last layer of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers.utils.generic import ModelOutput
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_tensor, describe_dtype, gather_json
@@ -92,19 +90,16 @@ class TextEncoders:
         self._guards = ExitStack()
         self._away = False
         for name, encoder in self.encoders.items():
-            self._check_placement(name, encoder)
-
-    def _check_placement(self, name: str, encoder: nn.Module) -> None:
-        placement = read_placement(encoder)
-        if placement not in (None, self._place):
-            raise StateError(
-                f"{name} is what {placement} leaves, and here the plan needs {self._place}; load the pipeline for this "
-                "plan, or restore() its runner"
-            )
-        if placement is not None and self._keep:
-            raise StateError(f"keep_weights=True, and only a part of {name} was loaded; load it without a plan")
-        if self._place.mode == "split":
-            list_foreign_modules(encoder, self._place)
+            placement = read_placement(encoder)
+            if placement not in (None, self._place):
+                raise StateError(
+                    f"{name} is what {placement} leaves, and here the plan needs {self._place}; load the pipeline for "
+                    "this plan, or restore() its runner"
+                )
+            if placement is not None and self._keep:
+                raise StateError(f"keep_weights=True, and only a part of {name} was loaded; load it without a plan")
+            if self._place.mode == "split":
+                list_foreign_modules(encoder, self._place)
 
     @property
     def has_freed_encoders(self) -> bool:
@@ -214,9 +209,7 @@ class _EncoderChannel:
             result = make()
             # transformers registers its outputs, so that torch takes them apart and names their classes.
             leaves, structure = pytree.tree_flatten(result)
-            text = pytree.treespec_dumps(structure)
-            _check_structure(text)
-            header = {"structure": text, "leaves": list(map(_describe_leaf, leaves))}
+            header = {"structure": pytree.treespec_dumps(structure), "leaves": list(map(_describe_leaf, leaves))}
         except BaseException as error:
             # The others wait for a header, so one is sent whatever happens here.
             message = " ".join(str(error).split())
@@ -238,7 +231,6 @@ class _EncoderChannel:
                 empty = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=self._device)
                 leaf = self._broadcast_tensor(empty, source)
             leaves.append(leaf)
-        _check_structure(header["structure"])
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(header["structure"]))
 
     def broadcast_forward(self, source: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -316,28 +308,3 @@ def _describe_leaf(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
     raise ModelError(f"a text encoder returned a {type(leaf).__name__}, which does not travel; use text=each")
-
-
-def _check_structure(text: str) -> None:
-    """Raise `ModelError` unless a result consists only of lists, tuples, dicts and transformers' outputs.
-
-    It comes from another process, and for other classes torch would import any module that their context names.
-    """
-    nodes = [json.loads(text)[1]]
-    for node in nodes:
-        nodes += node["children_spec"]
-        kind = node["type"]
-        if kind is None:
-            continue
-        cls = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind)
-        # For a class with fields the context has their names.
-        names = node["context"]
-        if isinstance(names, str):
-            names = json.loads(names)
-        is_plain = names is None
-        if isinstance(names, list):
-            is_plain = all(isinstance(name, str) for name in names)
-        is_output = isinstance(cls, type) and issubclass(cls, ModelOutput)
-        is_known = is_output or cls in (list, tuple, dict)
-        if not (is_plain and is_known):
-            raise ModelError(f"a text encoder returned a {kind}, which does not travel; use text=each")

@@ -244,6 +244,7 @@ class Strip:
     Attributes:
         rows: the cuts of the image at the resolution of the last tensor.
         block_size: how many output rows a convolution makes at a time; None for all.
+        num_ranks: how many ranks split the rows.
 
     Args:
         weights: the share of each rank, in any unit.
@@ -253,24 +254,15 @@ class Strip:
         self._weights = weights
         self.rows = ImageRows.split_by_weights(0, weights)
         self.block_size = block_size
+        self.num_ranks = links.num_ranks
         self._links = links
         self._rank = links.index
         self._known: list[ImageRows] = []
 
     @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks that split the rows."""
-        return self._links.num_ranks
-
-    @property
     def own_height(self) -> int:
         """Return this rank's number of rows."""
         return len(self.rows.select_rank_rows(self._rank))
-
-    @property
-    def image_share(self) -> float:
-        """Return this rank's share of the image."""
-        return self.own_height / self.rows.image_height
 
     def select_own_rows(self, image: Tensor, unit: int = 1) -> Tensor:
         """Cut an image that all ranks have, and return this rank's rows.
@@ -282,8 +274,7 @@ class Strip:
         """
         # Fewer units than ranks would leave ranks without rows.
         height = image.shape[-2]
-        num_ranks = self._links.num_ranks
-        while unit > 1 and (height % unit or height < unit * num_ranks):
+        while unit > 1 and (height % unit or height < unit * self.num_ranks):
             unit //= 2
         rows = ImageRows.split_by_weights(height // unit, self._weights)
         self.rows = ImageRows(tuple(cut * unit for cut in rows.cuts))
@@ -361,26 +352,7 @@ class Strip:
         strips = self.start_strip_gather(x.movedim(-2, 0)).wait_for_tensors()
         return torch.cat(strips).movedim(0, -2).contiguous()
 
-    def gather_image_on_first(self, x: Tensor) -> Tensor:
-        """Gather the whole image on the first rank; return zeros around the own rows elsewhere."""
-        self.find_rows(x.shape[-2])
-        if self._rank == 0:
-            receives = []
-            for rank, size in enumerate(self.rows.rows_per_rank):
-                # A rank without rows sends nothing, so nothing is expected from it.
-                if rank and size:
-                    receives.append((rank, replace_height(x, size)))
-            strips = self._links.start_exchange([], receives, x).wait_for_tensors()
-            return torch.cat([x, *strips], dim=-2)
-        # The first rank expects nothing from a rank without rows.
-        sends = [(0, x)] if x.numel() else []
-        self._links.start_exchange(sends, [], x).wait_for_tensors()
-        own = self.rows.select_rank_rows(self._rank)
-        whole = x.new_zeros(replace_height(x, self.rows.image_height))
-        whole.narrow(-2, own.start, len(own)).copy_(x)
-        return whole
-
     def gather_equal_shapes(self, x: Tensor) -> Tensor:
         """Gather tensors of one shape from all ranks, `[ranks, ...]`."""
-        shapes = [tuple(x.shape)] * self._links.num_ranks
+        shapes = [tuple(x.shape)] * self.num_ranks
         return torch.stack(self._links.start_gather(x, shapes).wait_for_tensors())

@@ -153,7 +153,7 @@ def build_normalizer(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip:
     batch, channels = x.shape[:2]
     if x.ndim > 3:
         strip.find_rows(x.shape[-2])
-    moments = _compute_moments(x, norm.num_groups, strip.image_share)
+    moments = _compute_moments(x, norm.num_groups, strip.own_height / strip.rows.image_height)
     means, variances, shares = strip.gather_equal_shapes(moments).unbind(1)
     group_mean = (shares * means).sum(0)
     group_variance = (shares * (variances + (means - group_mean).square())).sum(0)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
@@ -32,9 +32,9 @@ from ditile.parallel.vae.layers import (
     is_plain_residual,
     run_residual_block,
 )
-from ditile.parallel.vae.prove import prove_rows
 from ditile.parallel.vae.tiles import install_tile_forwards
 from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.extras import import_lab
 from ditile.plan.option_classes import Count, check_value
 
 PROVEN = frozenset({
@@ -42,7 +42,7 @@ PROVEN = frozenset({
     "AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video", "AutoencoderKLLTXVideo",
     "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan",
 })  # fmt: skip
-"""Classes whose division is under test; others are tried when they are first divided."""
+"""Classes whose division is under test; the lab tries others when they are first divided."""
 LEAST_UNIT = 32
 """How many image rows make a row at an autoencoder's lowest resolution, if its config does not say it."""
 STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
@@ -58,8 +58,6 @@ class ParallelVAE:
         traffic: counts the sent bytes under "vae".
         block_size: how many rows a convolution makes at a time, to lower the peak of its kernel and of its normalized
             input rows further; None for all.
-        gather: who gets the decoded image: "all", or "first". With "first" the others get zeros around their own rows,
-            so that the rest of a pipeline runs as before. Latents always go to all.
         weights: the share of each rank of the rows or tiles, in any unit; equal by default.
 
     Raises:
@@ -74,17 +72,13 @@ class ParallelVAE:
         traffic: Traffic,
         *,
         block_size: int | None = None,
-        gather: Literal["all", "first"] = "all",
         weights: tuple[float, ...] | None = None,
     ) -> None:
         check_value(Count | None, block_size, "block_size", error=PlanError, example="64, or None for all")
-        if gather not in ("all", "first"):
-            raise PlanError(f"gather={gather!r} is not known; try all or first")
         self.vae = vae
         self.axis = axis
         self.traffic = traffic
         self.block_size = block_size
-        self.gather = gather
         self.weights = weights or (1.0,) * axis.num_ranks
         check_vae_divisible(vae)
 
@@ -102,26 +96,19 @@ class ParallelVAE:
                 install_tile_forwards(stack, self.vae, GroupLinks(self.axis, self.traffic), self.weights)
             elif self.axis.num_ranks > 1 or self.block_size is not None:
                 strip = Strip(GroupLinks(self.axis, self.traffic), self.weights, self.block_size)
-                install_row_forwards(stack, self.vae, strip, first=self.gather == "first")
+                install_row_forwards(stack, self.vae, strip)
             yield
 
 
-def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: bool = False) -> None:
-    """Override the forwards of an autoencoder's coders, on the instances, until the stack is closed.
-
-    Args:
-        first: whether only the first rank gets decoded images.
-    """
+def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip) -> None:
+    """Override the forwards of an autoencoder's coders, on the instances, until the stack is closed."""
     functions = RowFunctions(strip)
     for name, coder in _iterate_coders(vae):
-        gather = strip.gather_image
         unit = 1
         if name == "encoder":
             # The latents of every strip are whole rows.
             unit = find_row_unit(vae)
-        elif first:
-            gather = strip.gather_image_on_first
-        _install_coder_forward(stack, coder, functions, strip, gather, unit)
+        _install_coder_forward(stack, coder, functions, strip, unit)
         # Blocks are normalized and convolved together, so that no whole normalized strip is made.
         if strip.block_size is not None and isinstance(coder, Encoder | Decoder):
             for module in coder.modules():
@@ -145,7 +132,6 @@ def _install_coder_forward(
     coder: nn.Module,
     functions: RowFunctions,
     strip: Strip,
-    gather: Callable[[Tensor], Tensor],
     unit: int,
 ) -> None:
     whole = coder.forward
@@ -163,8 +149,8 @@ def _install_coder_forward(
                 result = whole(own, *args, **kwargs)
             if isinstance(result, tuple):
                 # Results beside the image, such as a cache of frames, stay on this rank.
-                return (gather(result[0]), *result[1:])
-            return gather(result)
+                return (strip.gather_image(result[0]), *result[1:])
+            return strip.gather_image(result)
 
     override_attribute(stack, coder, "forward", code_own_rows)
 
@@ -244,11 +230,16 @@ def _check_rows(vae: Any, structure: Structure) -> None:
         raise ModelError(f"{kind} has no encoder and no decoder that could be divided by rows; use vae=whole")
     for part, coder in _iterate_coders(vae):
         for name, module in coder.named_modules(prefix=part):
-            reason = _find_module_refusal(module)
+            reason = None
+            if "forward" in vars(module):
+                reason = "its forward is replaced; remove the hook that offloads or casts it"
+            elif isinstance(module, Attention) and type(module.processor) not in STOCK:
+                processor = type(module.processor).__name__
+                reason = f"{processor} is not stock; call vae.set_attn_processor(AttnProcessor2_0())"
             if reason is not None:
                 raise ModelError(f"{kind}.{name} cannot be divided by rows: {reason}, or use vae=whole")
     if kind not in PROVEN or structure != _describe_structure(build_meta_model(vae)):
-        prove_rows(vae, install_row_forwards)
+        import_lab("study.autoencoders").prove_rows(vae, install_row_forwards)
 
 
 Structure = list[tuple[Any, ...]]
@@ -275,12 +266,3 @@ def _iterate_coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
         coder = getattr(vae, name, None)
         if coder is not None:
             yield name, coder
-
-
-def _find_module_refusal(module: nn.Module) -> str | None:
-    """Return why a module cannot be divided, and what would help; None if nothing speaks against it."""
-    if "forward" in vars(module):
-        return "its forward is replaced; remove the hook that offloads or casts it"
-    if isinstance(module, Attention) and type(module.processor) not in STOCK:
-        return f"{type(module.processor).__name__} is not stock; call vae.set_attn_processor(AttnProcessor2_0())"
-    return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +28,18 @@ from ditile.plan.errors import ModelError
 CALLS = ("encode", "decode")
 
 
-class _Arriving(NamedTuple):
-    """A tile that another rank codes, and the message that brings it."""
-
-    tile: Tensor
-    message: PendingRows
-
-
 class ArrivingTiles(TorchFunctionMode):
     """A mode in which operations wait for the tiles that they read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._arriving: dict[int, _Arriving] = {}
+        # Tiles that other ranks code, and the messages that bring them.
+        self._arriving: dict[int, tuple[Tensor, PendingRows]] = {}
         self._sent: list[PendingRows] = []
 
     def expect_tile(self, tile: Tensor, message: PendingRows) -> None:
         """Register a tile whose memory has no content yet."""
-        self._arriving[id(tile)] = _Arriving(tile, message)
+        self._arriving[id(tile)] = (tile, message)
 
     def keep_sent(self, message: PendingRows) -> None:
         """Keep a message that is under way."""
@@ -136,14 +130,12 @@ class SharedCoder:
     def _find_shape(self, sample: Tensor, args: Any, kwargs: Any) -> torch.Size:
         key = (sample.shape, len(args), tuple(kwargs))
         if key not in self._shapes:
-            call = (sample, args, kwargs)
-            meta_sample, meta_args, meta_kwargs = pytree.tree_map_only(Tensor, self._move_to_meta, call)
+            # The twin may have another dtype than the coder, which may have been cast since.
+            dtype = next(self._meta.parameters()).dtype
+            call = pytree.tree_map_only(Tensor, lambda x: x.to("meta", dtype), (sample, args, kwargs))
+            meta_sample, meta_args, meta_kwargs = call
             self._shapes[key] = self._meta(meta_sample, *meta_args, **meta_kwargs).shape
         return self._shapes[key]
-
-    def _move_to_meta(self, x: Tensor) -> Tensor:
-        # The twin may have another dtype than the coder, which may have been cast since.
-        return x.to("meta", next(self._meta.parameters()).dtype)
 
 
 def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks, weights: tuple[float, ...]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditile.parallel.thread_ranks import ThreadRank, run_thread_ranks
 from ditile.parallel.vae.halo import Strip
 from ditile.plan.errors import ModelError, describe_class_and_text
+from ditile_lab.study.thread_ranks import ThreadRank, run_thread_ranks
 
 WEIGHTS = (1.0, 1.0)
 ROWS = 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.parallel.thread_ranks import ThreadRank, run_thread_ranks
+from ditile_lab.study.thread_ranks import ThreadRank, run_thread_ranks
 
 
 def test_all_ranks_get_the_tensors_of_all_in_rank_order() -> None:
