@@ -25,7 +25,7 @@ MOST_NODES = {
     "model": 60_250,
     "parallel": 69_700,
     "cache": 45_250,
-    "runner": 69_800,
+    "runner": 70_250,
     "planner": 46_800,
     "serve": 37_060,
     "cli": 13_450,
