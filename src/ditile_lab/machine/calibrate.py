@@ -6,6 +6,7 @@ helps to measure the link between the hosts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -13,7 +14,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from ditile.distributed.transport import gather_json
 from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import PatchSchedule
 from ditile.planner.profile import Link, Profile, RankDevice
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import make_pricer
@@ -131,20 +131,13 @@ def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
     profile = _launch_single_rank(options, ranks)
     if ranks == 1:
         return profile
-    links = _launch_with_progress(measure_links, ranks, options, curves.LINK_PARTS)
+    links = _launch(measure_links, ranks, options)
     return dataclasses.replace(profile, **links)
 
 
-def _launch_with_progress(measure: Callable[[str], Any], ranks: int, options: CalibrateOptions, parts: int) -> Any:
-    """Run `measure` on new ranks and show its progress; return the result of the first rank."""
-    with show_progress_bar(f"measuring {ranks} rank(s)", parts) as advance:
-
-        def advance_on_first_rank(rank: int, reports: int) -> None:
-            if rank == 0:
-                advance(reports)
-
-        dtype = _choose_dtype(options)
-        return launch(measure, ranks, (dtype,), threads=options.threads, progress=advance_on_first_rank)[0]
+def _launch(measure: Callable[[str], Any], ranks: int, options: CalibrateOptions) -> Any:
+    """Run `measure` on new ranks; return the result of the first rank."""
+    return launch(measure, ranks, (_choose_dtype(options),), threads=options.threads)[0]
 
 
 def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
@@ -164,19 +157,13 @@ def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
     dist.barrier()
     if not torch.cuda.device_count():
         torch.set_num_threads(options.threads)
-    with show_progress_bar("measuring links", curves.LINK_PARTS, shown=profile is not None):
-        links: dict[str, Any] = measure_links(_choose_dtype(options), hosts)
+    links: dict[str, Any] = measure_links(_choose_dtype(options), hosts)
     return None if profile is None else dataclasses.replace(profile, **links)
 
 
 def _launch_single_rank(options: CalibrateOptions, ranks: int) -> Profile:
     """Measure the profile with a single rank in its own process; the machine has `ranks` ranks."""
-    micro_steps = 0
-    for patches in PATCHES:
-        schedule = PatchSchedule.from_plan(Plan(patches=patches), STEPS)
-        micro_steps += sum(len(schedule.list_micro_steps(step)) for step in range(STEPS))
-    parts = curves.PARTS + len(CALLS) * ROUNDS * micro_steps
-    alone: Profile = _launch_with_progress(measure_single_rank, 1, options, parts)
+    alone: Profile = _launch(measure_single_rank, 1, options)
     return dataclasses.replace(alone, devices=ranks, name=options.name or alone.name)
 
 
@@ -186,19 +173,37 @@ def _choose_dtype(options: CalibrateOptions) -> str:
     return "bfloat16" if torch.cuda.device_count() else "float32"
 
 
+@contextlib.contextmanager
+def _show_parts(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """Show the progress of a measurement on its own rank; yield a function to call after each part."""
+    # The parent sees every report of a rank, and a call sends more of them than it has parts.
+    with show_progress_bar(title, total, shown=shown) as advance:
+
+        def end_part() -> None:
+            env.report_progress()
+            advance(1)
+
+        yield end_part
+
+
 def measure_single_rank(dtype: str) -> Profile:
     """Measure the profile of a single rank: the curves, and the costs of real calls that the curves do not show."""
     silence_libraries()
+    with _show_parts("measuring one rank", curves.PARTS + len(CALLS) * len(PATCHES) * ROUNDS) as end_part:
+        return fit_bundled_calls(_measure_curves(dtype, end_part), dtype, end_part)
+
+
+def _measure_curves(dtype: str, end_part: Callable[[], None]) -> Profile:
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
-    bench = Bench(device, getattr(torch, dtype), env.report_progress)
+    bench = Bench(device, getattr(torch, dtype), end_part)
     is_gpu = device.type == "cuda"
     if is_gpu:
         # The memory of the process itself is not on the device.
         idle = 0
     name, device_memory = _describe_device(device)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    profile = Profile(
+    return Profile(
         name=name,
         source=f"measured by ditile calibrate on {name}, torch {torch.__version__}, {today}",
         memory_bytes=device_memory,
@@ -214,7 +219,6 @@ def measure_single_rank(dtype: str) -> Profile:
         idle_bytes=idle,
         host_memory_bytes=cpus.count_memory_bytes(),
     )
-    return fit_bundled_calls(profile, dtype)
 
 
 def _describe_device(device: torch.device) -> tuple[str, int]:
@@ -239,23 +243,27 @@ def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> d
     local_rank = dist.get_rank() if place is None else place.local_rank
     device = pick_device(None, local_rank)
     interlink = None
-    if len(hosts) > 1:
-        interlink = measure_link_of_ranks(dtype, device, [ranks[0] for ranks in hosts])
-    link = interlink or NO_LINK
-    if len(hosts[0]) > 1:
-        link = measure_link_of_ranks(dtype, device, hosts[0])
-    return {"link": link, "interlink": interlink, "ranks": measure_rank_devices(dtype, device)}
+    num_links = (len(hosts) > 1) + (len(hosts[0]) > 1)
+    total = num_links * curves.LINK_PARTS + 1
+    with _show_parts(f"measuring {dist.get_world_size()} ranks", total, shown=dist.get_rank() == 0) as end_part:
+        if len(hosts) > 1:
+            interlink = measure_link_of_ranks(dtype, device, [ranks[0] for ranks in hosts], end_part)
+        link = interlink or NO_LINK
+        if len(hosts[0]) > 1:
+            link = measure_link_of_ranks(dtype, device, hosts[0], end_part)
+        devices = measure_rank_devices(dtype, device, end_part)
+    return {"link": link, "interlink": interlink, "ranks": devices}
 
 
-def measure_rank_devices(dtype: str, device: torch.device) -> tuple[RankDevice, ...]:
+def measure_rank_devices(dtype: str, device: torch.device, end_part: Callable[[], None]) -> tuple[RankDevice, ...]:
     """Compare the devices of all ranks while they compute at once; every rank must call this."""
-    rate = curves.measure_rank_rate(Bench(device, getattr(torch, dtype), env.report_progress))
+    rate = curves.measure_rank_rate(Bench(device, getattr(torch, dtype), end_part))
     measured = gather_json([*_describe_device(device), rate], dist.group.WORLD)
     _, _, first_rate = measured[0]
     return tuple(RankDevice(name=name, memory_bytes=size, speed=each / first_rate) for name, size, each in measured)
 
 
-def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
+def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int], end_part: Callable[[], None]) -> Link:
     """Measure the link between some ranks. All ranks must call this; ranks that are not in `ranks` wait."""
     group = None
     if len(ranks) < dist.get_world_size():
@@ -264,12 +272,12 @@ def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]
     if dist.get_rank() in ranks:
         # gloo can send only tensors in the host's memory.
         sends_from = device if "nccl" in dist.get_backend() else torch.device("cpu")
-        link = curves.measure_link(Bench(sends_from, getattr(torch, dtype), env.report_progress, group))
+        link = curves.measure_link(Bench(sends_from, getattr(torch, dtype), end_part, group))
     dist.barrier()
     return link
 
 
-def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
+def fit_bundled_calls(profile: Profile, dtype: str, end_part: Callable[[], None]) -> Profile:
     """Add costs that the curves do not show to a profile, from calls of the bundled models."""
     calls = []
     for model in dict.fromkeys(model for model, _ in CALLS):
@@ -277,12 +285,14 @@ def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
             pipe: Any = load(model, dtype=dtype)
             pipe.set_progress_bar_config(disable=True)
             # One of the costs is the host's time for a kernel, which recorded steps do not have.
-            runner = parallelize(pipe, Plan(patches=patches), cuda_graphs=False)
+            # The hooks that take the times change nothing.
+            runner = parallelize(pipe, Plan(patches=patches), cuda_graphs=False, trust_code=True)
             calls += [_FittedCall(runner, model, size, patches) for name, size in CALLS if name == model]
     # The calls take turns, so that a machine that slows down over time slows all of them alike.
     for _ in range(ROUNDS):
         for call in calls:
             call.times.append(call.time_denoising_loop())
+            end_part()
     measured = []
     outside: list[float] = []
     for call in calls:

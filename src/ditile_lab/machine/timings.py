@@ -34,8 +34,8 @@ HEAD = 64
 WIDTH = 256
 HEAD_SIZES = (16, 32, 64, 128)
 PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
-LINK_PARTS = 11
-"""The numbers of parts in a progress bar, for the curves, and for a link and the ranks."""
+LINK_PARTS = 10
+"""The numbers of parts in a progress bar, for the curves and for a link."""
 LARGEST = 2**33
 """Operations of the largest timed call."""
 BUDGET = 0.03

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,24 @@ def shrink_command(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(command, name, value)
 
 
+def note_progress(patch: pytest.MonkeyPatch) -> list[int]:
+    """What is left of each bar: a 0 if as much was done as it says there is."""
+    left = list[int]()
+
+    @contextlib.contextmanager
+    def show_progress_bar(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+        place = len(left)
+        left.append(total)
+
+        def advance(count: int) -> None:
+            left[place] -= count
+
+        yield advance
+
+    patch.setattr(command, "show_progress_bar", show_progress_bar)
+    return left
+
+
 def plan_with_profile(profile: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["plan", "--profile", str(profile), "--height", "64", "--steps", "4", "--json", "-", *words]) == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -40,11 +60,13 @@ def test_the_command_writes_what_plan_reads(
 ) -> None:
     """One rank, in this process. A failure means that a user who calibrates cannot plan."""
     shrink_command(monkeypatch)
+    left = note_progress(monkeypatch)
     monkeypatch.setattr(command, "launch", lambda fn, ranks, args, **_: [fn(*args)])
     out = tmp_path / "here.json"
     words = ["calibrate", "--ranks", "1", "--name", "here", "--out", str(out)]
     assert main(words) == 0
     assert capsys.readouterr().out.strip() == str(out)
+    assert left == [0]
     written = Profile.from_json_file(out)
     assert (written.name, written.devices, written.interlink) == ("here", 1, None)
     assert written.micro_s > 0 and written.matmul.interpolate(64, 128) > 1e6
@@ -71,7 +93,10 @@ def _calibrate_as_host(ranks: int, out: str | None) -> tuple[Any, set[tuple[int,
         patch.setenv("LOCAL_RANK", str(local))
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         if out is None:
-            return command.measure_links("float32", list_ranks_by_host()), pairs
+            left = note_progress(patch)
+            links = command.measure_links("float32", list_ranks_by_host())
+            assert dist.get_rank() > 0 or left == [0]
+            return links, pairs
         with pytest.raises(PlanError, match=f"ranks=9, and torchrun started {ranks} on each host; leave it out"):
             command.calibrate_machine(CalibrateOptions(ranks=9, out=out))
         return command.calibrate_machine(CalibrateOptions(out=out, dtype="float32")), pairs

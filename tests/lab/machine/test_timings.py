@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 SMALL = {
     "ROWS": (1, 64), "WIDTHS": (128,), "LENGTHS": (16, 64), "SIZES": (2**12, 2**14), "REPEATS": 2,
     "MESSAGES": (1 << 10, 1 << 12, 1 << 14, 1 << 16), "RATED_SECONDS": 0.01,
+    "PARTS": 7,
 }  # fmt: skip
 """All that is measured, in a second, also beside others."""
 

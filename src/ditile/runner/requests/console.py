@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -101,7 +102,7 @@ def show_progress_bar(
 ) -> Iterator[Callable[[int], None]]:
     """Show progress on the standard error: a bar on a terminal, otherwise a line now and then.
 
-    Yields a function that advances it by a count. Where more is done than the total, what is left is not known.
+    Yields a function that advances it by a count.
     """
     if not shown:
         yield lambda count: None
@@ -115,13 +116,7 @@ def show_progress_bar(
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(title, total=total, completed=completed)
-
-            def advance_bar(count: int) -> None:
-                progress.advance(task, count)
-                if progress.tasks[0].completed > total:
-                    progress.update(task, total=None)
-
-            yield advance_bar
+            yield functools.partial(progress.advance, task)
 
 
 @contextlib.contextmanager
@@ -139,9 +134,7 @@ def _print_progress_lines(title: str, total: int, completed: int) -> Iterator[Ca
         while not ended.wait(LINE_PERIOD):
             seconds = time.monotonic() - began
             line = f"{title}: {done} of {total} after {seconds:.0f} s"
-            if done > total:
-                line = f"{title}: {done} after {seconds:.0f} s"
-            elif done > completed:
+            if done > completed:
                 line += f", about {seconds * (total - done) / (done - completed):.0f} s left"
             print(line, file=sys.stderr, flush=True)
 
