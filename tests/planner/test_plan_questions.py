@@ -107,6 +107,14 @@ def test_what_is_written_down_of_a_decoder_is_what_its_config_comes_to(name: str
     )
 
 
+def test_the_last_plan_is_for_one_device() -> None:
+    """To compare with, unless all devices are asked for. A failure means a second command."""
+    question = PlanQuestion(model="flux.1-dev", hardware="rtx-4090", devices=2)
+    *others, last = answer_question(question).result.prices
+    assert str(last.plan) == "offload=blocks" and all(price.plan.world == 2 for price in others)
+    assert all(price.plan.world == 2 for price in answer_question(question, all_devices=True).result.prices)
+
+
 def test_the_answer_says_what_a_host_must_hold(capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks that divide tokens keep the weights twice, and those of stages once.
 

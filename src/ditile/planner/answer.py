@@ -197,12 +197,16 @@ class PlanAnswer:
         return tables
 
     def _make_title(self) -> str:
-        plans = "1 plan" if self.result.legal == 1 else f"{self.result.legal} plans searched"
+        plans = f"{self.result.legal} plans searched"
+        if self.result.legal == 1:
+            plans = "1 plan"
         machine = self.hardware if self.is_unlike else f"{self.devices} x {self.hardware}"
         title = f"on {machine}: {plans}"
         if self.result.too_large:
             title += f", {self.result.too_large} of the fastest do not fit as they are"
-        return title
+        if self.result.prices[0].plan.offload == "blocks":
+            title += "; with weights of blocks in the host's memory (offload=blocks) those below fit"
+        return "\n".join(wrap(title, 80))
 
     def _iterate_remarks(self) -> Iterator[str]:
         """Yield the remarks below the tables, except warnings."""

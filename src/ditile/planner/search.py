@@ -132,7 +132,7 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        prices: of the plans that fit, the fastest first.
+        prices: of the plans that fit, the fastest first. The last one is of one device, if that fits.
         too_large: how many plans need more memory than there is, of those that were looked at before enough fitted.
         legal: how many plans were searched: all that the model and the call allow.
         equal_shares: None if devices are alike, or the shares of the first plan are equal.
@@ -242,6 +242,9 @@ class PlanSearch:
                 if sized.lacks <= 0:
                     self._insert_price(prices, sized)
         prices = self._complete_prices(prices)
+        # A reader asks first what many devices are better than.
+        if not self.request.all_devices and all(price.plan.world > 1 for price in prices):
+            prices += self._price_one_device()
         allowed = prices
         limit = self.request.max_latency_s
         if limit is not None:
@@ -253,6 +256,14 @@ class PlanSearch:
             )
         equal_shares = self._find_equal_shares(allowed[0])
         return SearchResult(tuple(allowed), equal_shares, len(too_large), len(jobs_by_bound))
+
+    def _price_one_device(self) -> list[Price]:
+        """Return the price of the plan for one device; none if it does not fit."""
+        for plan in (Plan(), Plan(offload="blocks")):
+            sized = self._size_job(self._make_job(plan), records=False)
+            if sized.lacks <= 0:
+                return [self._complete_price(self.pricer.price_call(sized.job, self.skips, sized.memory))]
+        return []
 
     def price_plan(self, plan: Plan) -> SearchResult:
         """Return the price of one plan, without changing it.
