@@ -208,3 +208,23 @@ def test_a_refresh_changes_what_it_is_given() -> None:
     for wrong in (3, {"max_warmup_step": 4}):
         with pytest.raises(ModelError):
             cache_dit.refresh_context(model, cache_config=wrong)
+
+
+def test_details_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = flux()
+    cache_dit.enable_cache(pipe)
+    picture(pipe)
+    cache_dit.summary(pipe, details=True)
+    out = capsys.readouterr().out
+    assert "p95" in out and "branch 0, patch 0, image 0: " in out
+    assert max(len(line) for line in out.splitlines() if "│" in line) <= 80
+
+
+def test_a_generation_in_which_nothing_was_left_out_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure means that a cache which does nothing is taken for one that works."""
+    pipe = flux()
+    cache_dit.enable_cache(pipe, "F=1 W=1 R=1e-9")
+    for _ in range(2):
+        picture(pipe)
+    [line] = caplog.messages
+    assert "left out nothing: the smallest difference was 0." in line

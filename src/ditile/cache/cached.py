@@ -9,12 +9,14 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -40,6 +42,7 @@ from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute,
 from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.errors import ModelError, StateError
 
+LOG = logging.getLogger("ditile")
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)
 """Arguments by which a transformer leaves out blocks itself: the cache does nothing in such a call."""
 
@@ -306,6 +309,8 @@ class TransformerCache(ModelCache):
         self._chains: list[tuple[CacheContext, Chain]] = []
         self._loop_step = -1
         self._step = -1  # counted from the first step in which the transformer was called
+        self._num_steps = 0
+        self._has_warned = False
         self._keep: KeepMemory | None = None
         # What the blocks of the prepared call may read and store; nothing where all of them run.
         self._described: list[Residuals] = []
@@ -352,11 +357,13 @@ class TransformerCache(ModelCache):
         self._forget_reports()
         self._loop_step = -1
         self._step = -1
+        self._num_steps = steps
         # `enable_cache` has warned of the other contexts.
         active = [context for context in self.contexts if context.idle is None]
         # Contexts with the same reason warn once.
         for reason in dict.fromkeys(explain_idle_steps(context.config, steps) for context in active):
             if reason is not None:
+                self._has_warned = True
                 warnings.warn(reason, IdleCacheWarning, stacklevel=2)
         for context in self.contexts:
             chain = context.build_chain(steps, self._agreement, self._keep)
@@ -367,6 +374,7 @@ class TransformerCache(ModelCache):
     def end_generation(self) -> None:
         """End the generation, and drop everything remembered except the numbers that `summary` shows."""
         self.update_reports()
+        self._warn_if_nothing_was_left_out()
         self._bypass_chains()
         self._chains = []
         self._described = []
@@ -380,6 +388,20 @@ class TransformerCache(ModelCache):
         self.kept_bytes = self.memory_bytes
         for context, chain in self._chains:
             self.reports.append(build_context_report(context, chain, self._step + 1, self.kept_bytes))
+
+    def _warn_if_nothing_was_left_out(self) -> None:
+        """Log a line once if a whole generation compared steps and computed every block."""
+        is_over = self._step + 1 >= self._num_steps
+        if self._has_warned or not is_over or any(report.saved for report in self.reports):
+            return
+        # One rank speaks for those that decide alike.
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+        for report in self.reports:
+            if report.differences:
+                self._has_warned = True
+                smallest = report.differences[0]
+                LOG.warning("%s left out nothing: the smallest difference was %.3g", report.settings, smallest)
 
     @property
     def memory_bytes(self) -> int:

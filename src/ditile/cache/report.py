@@ -162,42 +162,43 @@ def _count_known(decisions: Sequence[Decisions]) -> tuple[int, int]:
     return known, len(decisions)
 
 
-def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Table:
-    """Build a table with a line for each context. With `details` it has one for each image, branch and patch, and
-    percentiles of differences."""
+def build_report_parts(reports: Iterable[ContextReport], *, details: bool) -> list[Table | str]:
+    """Build a table of 80 columns with a row for each context, and below it lines that name the rows. With `details`
+    it has a row for each image, branch and patch, and percentiles of differences."""
     from rich.table import Table
 
-    columns = ["context", "settings", "steps", "left out", "blocks saved"]
+    percentiles: tuple[int, ...] = (50,)
     if details:
-        columns += ["branch", "patch", "image", *(f"p{percent}" for percent in PERCENTILES)]
-    else:
-        columns.append("median difference")
-    # A measured table of ratios is shown in the caption, from where users copy it.
-    reports = list(reports)
-    caption = ""
-    for report in reports:
-        if report.mag_ratios:
-            ratios = ",".join(f"{ratio:.5f}" for ratio in report.mag_ratios)
-            caption += f"ratios={ratios}\n"
-    report_table = Table(*columns, title="what the cache left out", caption=caption or None)
+        percentiles = PERCENTILES
+    table = Table("", "left out", "saved", *(f"p{percent}" for percent in percentiles), title="what the cache left out")
+    lines: list[str] = []
     for report in reports:
         name = report.name
         if report.stage:
             name += f" @{report.stage}"
-        head = [name, report.settings, str(report.steps)]
-        if not details:
-            median = _format_percentile(report.differences, 50)
-            report_table.add_row(*head, format_steps(report.cached_steps), f"{report.saved:.0%}", median)
-            continue
-        for decision in report.decisions:
-            differences = sorted(difference for _, difference in decision.differences)
-            share = len(decision.skipped) / max(report.steps, 1)
-            saved = share * report.middle / report.blocks
-            place = [str(decision.branch), str(decision.patch), str(decision.unit)]
-            numbers = [_format_percentile(differences, percent) for percent in PERCENTILES]
-            report_table.add_row(*head, format_steps(decision.skipped), f"{saved:.0%}", *place, *numbers)
-            head = ["", "", ""]
-    return report_table
+        name += f", {report.settings}, {report.steps} steps"
+        rows = [(name, report.cached_steps, report.saved, report.differences)]
+        if details:
+            rows = [_describe_decision(name, report, decision) for decision in report.decisions]
+        for label, skipped, saved, differences in rows:
+            number = table.row_count + 1
+            numbers = [_format_percentile(differences, percent) for percent in percentiles]
+            table.add_row(str(number), str(len(skipped)), f"{saved:.0%}", *numbers)
+            lines.append(f"{number:>2}  {label}: {format_steps(skipped)}")
+        # Users copy a measured table of ratios from here.
+        if report.mag_ratios:
+            lines.append("ratios=" + ",".join(f"{ratio:.5f}" for ratio in report.mag_ratios))
+    return [table, *lines, "saved: share of the work of blocks; p50: median of the measured differences"]
+
+
+def _describe_decision(
+    name: str, report: ContextReport, decision: Decisions
+) -> tuple[str, list[int], float, list[float]]:
+    """Return the name of a decision's row, the steps and the share of blocks that were left out, and differences."""
+    label = f"{name}, branch {decision.branch}, patch {decision.patch}, image {decision.unit}"
+    share = len(decision.skipped) / max(report.steps, 1)
+    differences = [difference for _, difference in decision.differences]
+    return label, decision.skipped, share * report.middle / report.blocks, differences
 
 
 def _format_percentile(differences: Sequence[float], percent: float) -> str:

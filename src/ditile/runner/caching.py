@@ -43,7 +43,7 @@ from ditile.cache.config import (
 )
 from ditile.cache.config import format_cache_config as config_text
 from ditile.cache.config_text import load_configs, parse_cache_line
-from ditile.cache.report import ContextReport, build_report_table, merge_rank_reports
+from ditile.cache.report import ContextReport, build_report_parts, merge_rank_reports
 from ditile.distributed import cpus
 from ditile.distributed.transport import gather_json
 from ditile.model.adapter import (
@@ -70,9 +70,6 @@ from ditile.runner.runner import Runner, parallelize
 LOG = logging.getLogger("ditile")
 _ENABLED = "_enabled_by_ditile"
 """The attribute of a pipeline and of its transformers that holds the `_Enabled` of `enable_cache`."""
-
-_PIPED = 160
-"""Columns of a table that goes to a file or a pipe, and not to a terminal."""
 
 _NOTHING = "there is no cache on it; call ditile.enable_cache first"
 
@@ -330,10 +327,9 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
         reports = merge_rank_reports(reports_by_rank)
         logging = logging and mesh.rank == 0
     if logging:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=_PIPED)
-        console.print(build_report_table(reports, details=details))
+        console = Console(highlight=False, markup=False)
+        for part in build_report_parts(reports, details=details):
+            console.print(part, soft_wrap=isinstance(part, str))
     return reports
 
 
