@@ -155,3 +155,13 @@ def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(failure_detection, "count_memory_kills", lambda: kills + 1)
     assert "out of memory" in failure_detection.explain_kill(-signal.SIGKILL, kills)
     assert failure_detection.explain_kill(-signal.SIGTERM, kills) == ""
+
+
+def test_memory_that_ends_in_an_import_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `ulimit -v`. A failure means that a user looks for a broken installation."""
+    unmapped = ImportError("libtorch_cpu.so: failed to map segment from shared object")
+    assert describe_error(unmapped).message.startswith("out of memory: ImportError: libtorch_cpu.so")
+    silent = SystemError("initialization of _C raised unreported exception")
+    assert describe_error(silent).message.startswith("SystemError")
+    monkeypatch.setattr(heartbeat.resource, "getrlimit", lambda kind: (1 << 30, 1 << 30))
+    assert describe_error(silent).message.startswith("out of memory: SystemError")

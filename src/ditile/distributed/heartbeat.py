@@ -44,12 +44,15 @@ PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError", "JoinError
 BUSY = 0.05
 """The smallest share of a core that a rank uses while it computes. One that waits uses less."""
 MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
-MEMORY_MESSAGE = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory|[Cc]an't allocate memory")
+MEMORY_MESSAGE = re.compile(
+    r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory|[Cc]an't allocate memory|failed to map segment"
+)
 LIMIT_MESSAGE = re.compile(
     "Too many open files|No space left on device|quota exceeded|Read-only file system|temporarily unavailable"
     "|can't start new thread"
 )
 SYSTEM_REFUSED = "the system refused: "
+OUT_OF_MEMORY = "out of memory: "
 _NOTE = re.compile(rb"\{[^\n]*\n")
 # Letters of a note that are kept. A write of up to 4096 bytes (PIPE_BUF) is not mixed with one of another thread.
 _TRACEBACK_SIZE = 2500
@@ -96,7 +99,7 @@ def describe_error(error: BaseException) -> RankFailure:
 def name_surroundings(error: BaseException) -> str:
     """Return the beginning of a line about an error of the system, such as a full disk; "" for any other error."""
     if is_out_of_memory(error):
-        return "out of memory: "
+        return OUT_OF_MEMORY
     return SYSTEM_REFUSED if LIMIT_MESSAGE.search(str(error)) else ""
 
 
@@ -108,7 +111,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     # The error is recognized by its name, so that torch need not be imported for its OutOfMemoryError.
     names = {base.__name__ for base in type(error).__mro__}
-    return not names.isdisjoint(MEMORY_ERRORS) or MEMORY_MESSAGE.search(str(error)) is not None
+    if not names.isdisjoint(MEMORY_ERRORS) or MEMORY_MESSAGE.search(str(error)) is not None:
+        return True
+    # A library in C that gets no memory while it is imported may forget to say why.
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return isinstance(error, SystemError) and is_limited
 
 
 class RankSigns:
