@@ -28,7 +28,7 @@ class Hole(NamedTuple):
 
 TABLE = (
     Hole(
-        "makes pictures without guidance, in one call of one row",
+        "makes images without guidance, in one call of one row",
         ("cfg",),
         """
         qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
@@ -38,7 +38,7 @@ TABLE = (
     """,
     ),
     Hole(
-        "has pictures of a batch at places of their own in the sequence, unlike in each branch of guidance",
+        "has images of a batch at places of their own in the sequence, unlike in each branch of guidance",
         ("proof",),
         "z-image-omni",
     ),
@@ -58,12 +58,12 @@ TABLE = (
         "ace-step",
     ),
     Hole(
-        "pads pictures that are not square to the tokens of the largest",
+        "pads images that are not square to the tokens of the largest",
         BLOCKS,
         "hidream",
     ),
     Hole(
-        "makes other numbers of rows than pictures",
+        "makes other numbers of rows than images",
         ("cfg", "data"),
         "cosmos cosmos-video-to-world",
     ),
@@ -163,12 +163,12 @@ TABLE = (
         "chrono-edit-reasoning",
     ),
     Hole(
-        "predicts at the places of its pictures, or steps them like latents and puts them back",
+        "predicts at the places of its images, or steps them like latents and puts them back",
         ("references",),
         "minimax-h3-keyframes minimax-h3-references joyimage-edit joyimage-edit-plus",
     ),
     Hole(
-        "keeps the keys of its pictures itself, exactly",
+        "keeps the keys of its images itself, exactly",
         ("references",),
         "qwen-image-2.1-edit flux-2-klein-kv",
     ),
@@ -182,7 +182,7 @@ REFERRING = """
     flux-kontext flux-kontext-inpaint qwen-image-edit qwen-image-edit-2509 qwen-image-edit-2511 qwen-image-edit-inpaint
     flux-2-klein-edit z-image-omni flux-3-edit longcat-image-edit
 """
-"""Entries that hold `references`, of those that refer to pictures; the others have a hole."""
+"""Entries that hold `references`, of those that refer to images; the others have a hole."""
 HOLES = {(name, row): hole for hole in TABLE for name in hole.names.split() for row in hole.rows}
 
 

@@ -13,7 +13,7 @@ from tests.zoo import ZOO
 from tests.zoo.holes import find_hole, has_row
 from tests.zoo.rows import ROWS
 
-ONE_PICTURE = "makes one picture at a time"
+ONE_PICTURE = "makes one image at a time"
 """Why a pipeline has no call for the column `data`."""
 TABLE = ASSETS / "families.json"
 COLUMNS = ("proof", *ROWS)

@@ -213,10 +213,10 @@ def _returns_frames(pipeline: Any) -> bool:
 
 def describe_condition(call: CallConditions, name: str) -> str:
     """What a class takes for an option, for people; with a star if it cannot run without."""
-    words = {"image": "picture", "control_image": "control picture", "last_image": "last frame"}
+    words = {"control_image": "control image", "last_image": "last frame"}
     text = words.get(name, name)
     if name == "image" and call.max_pictures > 1:
-        text = "pictures"
+        text = "images"
     if name in call.needed:
         text += "*"
     return text

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
 
-from ditile.cli.models import group_conditions, read_matrix
+from ditile.cli.models import SUPPORT_REASONS, group_conditions, read_matrix
 from ditile.model.known import ASSETS
 from ditile.plan.option_classes import JsonObject
 from tests.zoo.matrix import ONE_PICTURE
@@ -31,11 +34,18 @@ def format_page(matrix: JsonObject, proven: JsonObject) -> str:
         shown = f"`{flag}`" if flag else ""
         cells[2].append(shown)
     cells += [[family, *row] for family, row in matrix["cells"].items()]
-    known = [["family", "transformer", "pipelines", "support level", "why"], ["---"] * 5]
+    known = [["family", "transformer", "support level"], ["---"] * 3]
+    pipelines: dict[str, list[str]] = {}
+    remarks: dict[str, list[str]] = {}
     for family in matrix["families"]:
-        pipelines = ", ".join(family["pipelines"])
-        known.append([family["name"], family["transformer"], pipelines, family["rung"], family["note"]])
-    parts = [_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(cells), _END]
+        known.append([family["name"], family["transformer"], family["rung"]])
+        if family["pipelines"]:
+            pipelines[family["name"]] = family["pipelines"]
+        for remark in family["note"].split("; "):
+            if remark and remark not in SUPPORT_REASONS:
+                remarks.setdefault(remark, []).append(family["name"])
+    parts = [_HEAD, *_format_markdown_rows(known), _PIPELINES, *_format_lists(pipelines)]
+    parts += [_REMARKS, *_format_lists(remarks), _MIDDLE, *_format_markdown_rows(cells), _END]
     return "\n".join([*parts, *_format_families(proven), *_format_conditions(matrix)])
 
 
@@ -50,10 +60,14 @@ def _format_families(proven: JsonObject) -> list[str]:
     # Transformer -> the columns that hold for none of its pipelines.
     missing: dict[str, set[str]] = {}
     single_image: set[str] = set()
+    num_calls = Counter(family["pipeline"] for family in proven["families"])
     num_whole = 0
     for family in proven["families"]:
         holes = family["holes"]
-        row = [f"{family['pipeline']} ({family['name']})"]
+        row = [family["pipeline"]]
+        # Several calls of one class differ by what they are given.
+        if num_calls[family["pipeline"]] > 1:
+            row = [f"{family['pipeline']} ({family['name']})"]
         for reason in holes.values():
             numbers.setdefault(reason, f"({len(numbers) + 1})")
         for column in columns:
@@ -85,18 +99,22 @@ def _format_references(proven: JsonObject) -> list[str]:
     for name, reason in proven["references"].items():
         answer = f"no, it {reason}" if reason else "+"
         answers.setdefault(answer, []).append(pipelines[name])
-    rows = [["references", "pipelines"], ["---", "---"]]
-    rows += [[answer, ", ".join(names)] for answer, names in answers.items()]
-    return [_REFERENCES, *_format_markdown_rows(rows)]
+    return [_REFERENCES, *_format_lists(answers)]
 
 
 def _format_conditions(matrix: JsonObject) -> list[str]:
-    rows = [["starts from", "pipelines"], ["---", "---"]]
-    for words, names in group_conditions(matrix).items():
-        # Markdown would read an asterisk as emphasis.
-        escaped = words.replace("*", "\\*")
-        rows.append([escaped, ", ".join(names)])
-    return [_CONDITIONS, *_format_markdown_rows(rows)]
+    # Markdown would read an asterisk as emphasis.
+    groups = {words.replace("*", "\\*"): names for words, names in group_conditions(matrix).items()}
+    return [_CONDITIONS, *_format_lists(groups)]
+
+
+def _format_lists(groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Format an item for each group of names; in a table the longest would be a row of hundreds of letters."""
+    lines = []
+    for title, names in groups.items():
+        item = f"- {title}: {', '.join(names)}"
+        lines += wrap(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return lines
 
 
 def _format_markdown_rows(table: list[list[str]]) -> list[str]:
@@ -109,7 +127,7 @@ _FAMILIES = """
 Made from `model/assets/families.json`; `make nightly` proves each cell on tiny models. Of {pipelines} calls of
 pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
 classes {proven_classes} hold every column, and {but_data} more every one but `data`, because its pipelines make one
-picture at a time. If a class also has distilled models, which are called without guidance, its call with guidance
+image at a time. If a class also has distilled models, which are called without guidance, its call with guidance
 counts for `cfg`.
 
 - proof: a call computed patch by patch, with keys that do not change, gives the same result as the whole call
@@ -133,6 +151,13 @@ _HEAD = """# Which models work with which methods
 
 Made by `python -m tests.zoo.page` from `model/assets/matrix.json`, which is made from the families' tables (`model/`).
 A test fails if this page is not up to date.
+"""
+_PIPELINES = """
+The anatomy of a family with PipeFusion is derived; a family with caches alone has blocks that are listed.
+The pipelines of each family:
+"""
+_REMARKS = """
+Remarks about families:
 """
 _MIDDLE = """
 What a family has:

@@ -22,7 +22,7 @@ from ditile.plan.option_classes import JsonObject
 from ditile.runner.model_files import FORMATS, TRANSFORMER, check_model_file
 from ditile.runner.requests.options import ModelsOptions
 
-_REASONS = ("its anatomy is derived", "its blocks are listed", "nothing need be known")
+SUPPORT_REASONS = ("its anatomy is derived", "its blocks are listed", "nothing need be known")
 """What a family of each support level has."""
 
 
@@ -60,7 +60,7 @@ def build_matrix_tables(matrix: JsonObject) -> list[Table]:
             continue
         names_by_level.setdefault(family["rung"], []).append(family["name"])
         for remark in family["note"].split("; "):
-            if remark and remark not in _REASONS:
+            if remark and remark not in SUPPORT_REASONS:
                 names_by_remark.setdefault(remark, []).append(family["name"])
     for k, (method, _) in enumerate(matrix["methods"]):
         methods.add_row(method, *(cells[k] for cells in matrix["cells"].values()))
