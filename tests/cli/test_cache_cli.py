@@ -145,7 +145,7 @@ def test_several_loras_with_their_scales(capsys: pytest.CaptureFixture[str], mod
     for words, says in (
         (("--lora", f"{one}:much"), "'much' is not a scale; try .*one.safetensors:0.8"),
         (("--lora", f"{one}:nan"), "'nan' is not a scale"),
-        (("--lora", r"C:\loras\style.safetensors"), r"lora='C:\\\\loras\\\\style.safetensors' is no"),
+        (("--lora", r"C:\loras\style.safetensors"), r"lora='C:\\\\loras\\\\style.safetensors' is not a file"),
         (("--lora", f"{one}:0.5", "--lora", "./nothing:1"), "lora='./nothing' is not a file"),
         (("--lora", f"{one}:0.5", "--out", one), "one.safetensors"),
     ):

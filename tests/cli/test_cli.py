@@ -283,7 +283,8 @@ def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureF
 def test_a_scale_that_the_model_does_not_embed(capsys: pytest.CaptureFixture[str]) -> None:
     """A failure: the image is unguided, and nothing says so."""
     tiny.flux().save_pretrained("model")
-    capsys.readouterr()  # a progress bar
+    assert main.main(["models", "model"]) == 0
+    assert "tokens (at most " in capsys.readouterr().out
     words = ["generate", "a circle", "--model", "model", "--height", "32", "--width", "32", *SMALL]
     said = "FluxTransformer2DModel embeds no guidance here, so FluxPipeline would ignore it; try --true-cfg 4"
     assert said in refused(capsys, *words, "--guidance", "4").replace("true_cfg=", "--true-cfg ")
@@ -371,6 +372,30 @@ def test_memory_that_is_used_up_while_a_model_is_loaded_is_told_as_such(
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", lambda *_, **__: allocate())
     assert main.main(["generate", "a red ring"]) == 1
     assert re.fullmatch(r"ditile: out of memory: (MemoryError|.*DefaultCPUAllocator.*)\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            ImportError("IMPORTANT:\n\nread this\n\nx.so: failed to map segment from shared object\n"),
+            "x.so: failed to map",
+        ),
+        (RankError(1, "MemoryError", "out of memory: MemoryError", "Traceback"), "rank 1: out of memory: MemoryError"),
+    ],
+)
+def test_memory_that_ends_in_an_import_is_one_line(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `ulimit -v`. A failure means a traceback and advice on how to install numpy."""
+
+    def launch(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(main, "launch", launch)
+    assert main.main(["generate", "a", "--pipefusion", "2"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "out of memory: " in err and line in err
 
 
 def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,7 +251,7 @@ def test_bitsandbytes(tmp_path: Path) -> None:
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", [*EXTRAS, "docs", "dev"])
 def test_no_extra_moves_torch(wheel: Path, tmp_path: Path, extra: str) -> None:
     """With the oldest torch that is supported, which a driver may ask for. A failure means that the GPUs are gone."""
     venv.create(tmp_path / "environment", symlinks=True)

@@ -176,7 +176,7 @@ def test_measured_ranks_count_where_they_differ_by_a_tenth(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(choose, "_decide_on_first_rank", lambda decide, run: decide(1))
     request = GenerateOptions(height=256, width=256, steps=8)
-    plan = choose.resolve_plan_option("auto", request, RunOptions(), Plan())
+    plan = choose.resolve_plan_option("auto", request, RunOptions(), Plan())[0]
     assert plan.world == 2
     assert bool(plan.stage_weights or plan.stage_blocks or plan.token_weights) == is_used
     assert bool(load_machine_profile(PlanQuestion()).by_rank) == is_used

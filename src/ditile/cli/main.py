@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import ditile
 from ditile.cli import flag_aliases
 from ditile.distributed import env, files
-from ditile.distributed.heartbeat import RankFailure, describe_error, name_surroundings
+from ditile.distributed.heartbeat import OUT_OF_MEMORY, RankFailure, describe_error, describe_surroundings
 from ditile.distributed.launch import launch
 from ditile.distributed.start_watcher import begin_watch, needs_watch, report_failure, start_watcher
 from ditile.model.known import find_known_model
@@ -37,7 +37,6 @@ from ditile.plan.errors import (
     StateError,
     escape_controls,
     find_nearest,
-    join_error_lines,
     suggest_nearest,
 )
 from ditile.plan.extras import import_lab
@@ -54,7 +53,7 @@ from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.choose import choose_within_bounds, resolve_plan_option
 from ditile.planner.promise import Bounds
 from ditile.planner.question import PlanQuestion
-from ditile.runner.model_files import check_model_file, defaults, find_model_source
+from ditile.runner.model_files import check_model_file, defaults, find_index_file, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import (
     LINE_WIDTH,
@@ -118,15 +117,16 @@ def _run_and_report(argv: Sequence[str]) -> int:
         arguments = _parse_arguments(words)
         return list_commands()[arguments.command].run(arguments)
     except RankError as error:
-        print(escape_controls(error.traceback.rstrip()), file=sys.stderr)
+        # Where memory ended is chance, and the line says all.
+        if not error.message.startswith(OUT_OF_MEMORY):
+            print(escape_controls(error.traceback.rstrip()), file=sys.stderr)
         return _print_error(str(error), 1)
     except DitileError as error:
         return _end_with_error(describe_error(error), str(error), 2)
-    except (MemoryError, RuntimeError, OSError, ImportError) as error:
-        surroundings = name_surroundings(error)
-        if not surroundings:
+    except (MemoryError, RuntimeError, OSError, ImportError, SystemError) as error:
+        line = describe_surroundings(error)
+        if not line:
             raise
-        line = surroundings + join_error_lines(error)
         return _end_with_error(RankFailure(time.monotonic(), type(error).__name__, line), line, 1)
     except KeyboardInterrupt:
         # 128 + 2 is a shell's exit code for SIGINT.
@@ -240,19 +240,18 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     plan = _build_plan(arguments, cache)
     request = build_options(GenerateOptions, arguments)
     run = build_options(RunOptions, arguments)
-    if run.plan is not None:
-        plan = resolve_plan_option(run.plan, request, run, plan)
-    else:
+    plan, chosen = resolve_plan_option(run.plan, request, run, plan)
+    if run.plan is None:
         plan = _share_short_warmup(plan, arguments, request.model)
     promise = None
     if bounds.is_given:
         promise, cache = choose_within_bounds(bounds, request, run, plan, cache)
         plan = promise.plan
+        chosen.append(f"promised: {promise}")
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     check_options(request, run, plan, cache)
     run, makes_videos = _name_output(request, run)
-    if promise is not None and is_writing_process():
-        print_parts(make_console(stderr=run.json == "-"), [f"promised: {promise}"])
+    _print_choice(chosen, to_stderr=run.json == "-")
     if run.dry_run:
         return _print_dry_run(request, run, plan, cache)
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
@@ -270,6 +269,12 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         print_tables_and_json(list_outcome_lines(outcome), json.dumps(outcome, indent=2), run.json)
         _print_note_on_prompts(request)
     return 0
+
+
+def _print_choice(lines: list[str], *, to_stderr: bool = False) -> None:
+    """Print what was chosen for the user. It comes after all that may refuse it."""
+    if is_writing_process():
+        print_parts(make_console(stderr=to_stderr), lines)
 
 
 def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -> Plan:
@@ -434,12 +439,12 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     plan = _build_plan(arguments)
     proof = build_options(VerifyOptions, arguments)
     request = proof.to_generate_options()
-    if proof.plan is not None:
-        plan = resolve_plan_option(proof.plan, request, RunOptions(profile=proof.profile), plan)
+    plan, chosen = resolve_plan_option(proof.plan, request, RunOptions(profile=proof.profile), plan)
     if plan == Plan() and not proof.recorded:
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
     find_model_source(proof.model, components=proof.components)
     check_known_model(request, plan)
+    _print_choice(chosen)
     try:
         if proof.recorded:
             from ditile.cli.verify import verify_recorded_steps
@@ -466,19 +471,22 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     cache = build_options(CacheOptions, arguments)
     plan = _build_plan(arguments, cache)
     request = GenerateOptions(model=options.model, transformer=options.transformer, component=options.component)
-    if options.plan is not None:
-        run = RunOptions(cuda_graphs=options.cuda_graphs, profile=options.profile)
-        plan = resolve_plan_option(options.plan, request, run, plan, options.num_groups)
-    else:
+    run = RunOptions(cuda_graphs=options.cuda_graphs, profile=options.profile)
+    plan, chosen = resolve_plan_option(options.plan, request, run, plan, options.num_groups)
+    if options.plan is None:
         plan = _share_short_warmup(plan, arguments, options.model)
     check_known_model(request, plan)
+    _print_choice(chosen)
     return serve_model(options, plan, cache)
 
 
 def _run_models_command(arguments: argparse.Namespace) -> int:
     from ditile.cli.models import show_models
 
-    show_models(build_options(ModelsOptions, arguments), make_console(piped_width=LINE_WIDTH))
+    shown = build_options(ModelsOptions, arguments)
+    if shown.name and find_index_file(Path(os.path.expanduser(shown.name))):
+        return _print_dry_run(GenerateOptions(model=shown.name), RunOptions(), Plan(), CacheOptions())
+    show_models(shown, make_console(piped_width=LINE_WIDTH))
     return 0
 
 

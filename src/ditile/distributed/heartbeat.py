@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ditile.distributed import env
-from ditile.plan.errors import StoppedError
+from ditile.plan.errors import StoppedError, join_error_lines
 
 _PR_SET_PDEATHSIG = 1
 HEARTBEAT = b"\0"
@@ -90,13 +90,24 @@ def describe_error(error: BaseException) -> RankFailure:
             if base.__name__ in PLAIN_ERRORS:
                 return RankFailure(time.monotonic(), cause, str(error), text, base.__name__)
             break
-    surroundings = name_surroundings(error)
+    surroundings = _name_surroundings(error)
     message = surroundings + "".join(traceback.format_exception_only(error)).strip()
     plain = "StateError" if surroundings == SYSTEM_REFUSED else ""
     return RankFailure(time.monotonic(), cause, message, text, plain)
 
 
-def name_surroundings(error: BaseException) -> str:
+def describe_surroundings(error: Exception) -> str:
+    """Return a line about an error of the system; "" for any other error."""
+    surroundings = _name_surroundings(error)
+    if not surroundings:
+        return ""
+    # Libraries put a page of advice on their installation before the reason.
+    if isinstance(error, ImportError):
+        return surroundings + str(error).rstrip().rpartition("\n")[2]
+    return surroundings + join_error_lines(error)
+
+
+def _name_surroundings(error: BaseException) -> str:
     """Return the beginning of a line about an error of the system, such as a full disk; "" for any other error."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY

@@ -116,13 +116,15 @@ def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT
         validate: Callable[..., None] = built.__init__
 
         # pydantic has no setting for the type of error that a dataclass raises.
-        @functools.wraps(validate)
         def initialize(self: Any, *nameless: Any, **values: Any) -> None:
+            """Set each attribute by its name, and check it."""
             try:
                 validate(self, *nameless, **values)
             except ValidationError as invalid:
                 raise _convert_error(invalid, built, values, error) from None
 
+        initialize.__name__ = "__init__"
+        initialize.__qualname__ = f"{cls.__qualname__}.__init__"
         built.__init__ = initialize
         built.__doc__ = _build_docstring(built, error)
         return cast(type[OptionsT], built)

@@ -280,13 +280,17 @@ def _print_on_first_rank(line: str) -> None:
 
 
 def resolve_plan_option(
-    text: str, options: GenerateOptions, run: RunOptions, plan_of_flags: Plan, replicas: int = 1
-) -> Plan:
-    """Return the plan of `--plan`. For `auto` it is the first plan of `ditile plan`, and is printed.
+    text: str | None, options: GenerateOptions, run: RunOptions, plan_of_flags: Plan, replicas: int = 1
+) -> tuple[Plan, list[str]]:
+    """Return the plan of `--plan`, and lines to print once it is accepted.
+
+    For `auto` it is the first plan of `ditile plan`; without a text it is that of the flags.
 
     Raises:
         DitileError: if flags say a plan too, this machine was not measured, or not all replicas have such devices.
     """
+    if text is None:
+        return plan_of_flags, []
     if plan_of_flags != Plan():
         raise PlanError(f"plan={text!r} is a whole plan, and flags say '{plan_of_flags}' too; leave one of them out")
     if not text.strip():
@@ -294,17 +298,17 @@ def resolve_plan_option(
     if text != AUTO and "=" not in text:
         raise PlanError(f"plan={text!r} is not a plan; write name=value, such as pipefusion=2, or auto for the fastest")
     if text != AUTO:
-        return Plan.parse(text)
+        return Plan.parse(text), []
 
-    def find_fastest_plan(hosts: int) -> str:
+    def find_fastest_plan(hosts: int) -> list[str]:
         question = _make_question(options, hosts, run.cuda_graphs, run.profile)
         plan_answer = answer_question(question, all_devices=question.devices is not None)
         plan = plan_answer.result.prices[0].plan
         check_devices_of_replicas(plan, replicas, run.profile)
-        make_console(stderr=run.json == "-").print(plan_answer.describe_choice(), soft_wrap=True)
-        return str(plan)
+        return [str(plan), plan_answer.describe_choice()]
 
-    return Plan.parse(_decide_on_first_rank(find_fastest_plan, run))
+    plan_text, line = _decide_on_first_rank(find_fastest_plan, run)
+    return Plan.parse(plan_text), [line]
 
 
 def _make_question(

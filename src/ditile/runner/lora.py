@@ -210,7 +210,11 @@ def _undo_on_failure(pipe: Any, label: str) -> Iterator[None]:
             layer.enable_adapters(not is_disabled)
         if isinstance(error, (*_LOAD_ERRORS, safetensors.SafetensorError)) and not isinstance(error, DitileError):
             refuse_out_of_memory(error)
-            raise ModelError(f"lora={label!r} cannot be loaded: {join_error_lines(error, 300)}") from error
+            reason = join_error_lines(error, 300)
+            # A converter of diffusers takes a tensor without asking whether it is there.
+            if isinstance(error, KeyError):
+                reason = f"its names are those of a trainer whose files have {reason} too; save it by save_lora_weights"
+            raise ModelError(f"lora={label!r} cannot be loaded: {reason}") from error
         raise
 
 

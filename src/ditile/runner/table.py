@@ -66,7 +66,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
     parts: list[str | Table] = [
         f"{model}: {job.family.name}, {num_blocks} blocks, {whole}",
         f"plan: {plan}",
-        f"image: {shape.width} x {shape.height} px, {shape.num_tokens} tokens ({shape.text} of text), "
+        f"image: {shape.width} x {shape.height} px, {shape.num_tokens} tokens (at most {shape.text} of text), "
         f"{shape.steps} steps, batch {shape.batch}, {shape.calls} call(s) per step",
         f"patches: {len(rows)} of {', '.join(map(str, rows))} token rows",
         table,

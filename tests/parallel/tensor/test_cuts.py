@@ -175,8 +175,11 @@ def test_a_norm_across_heads_must_be_in_the_table() -> None:
 def test_a_model_without_a_table_is_refused_and_one_without_streams_in_the_sequence_scheme() -> None:
     """The message says what would work."""
     model = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"Linear has no tensor table.*give its class a _tp_plan"):
-        find_tensor_table(model)
+    for lack in ("needs its number of heads as an attribute", r"what may be missing is the width of a head .*head_dim"):
+        with pytest.raises(ModelError, match=rf"Linear has no tensor table.*{lack}.*give its class a _tp_plan"):
+            find_tensor_table(model)
+        model.heads = 2  # type: ignore[assignment]
+    model = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="no table of its token streams for split_scheme=sequence; use row"):
         shard_weights(model, {"": "colwise"}, Axis("tensor", (0, 1)), Traffic(), sequence={})
 

@@ -46,7 +46,13 @@ from ditile.model.hooks.protocols import TokenStreams
 from ditile.parallel.block_formats import make_parameter_like, measure_weight, take_pieces, unpack_weight
 from ditile.parallel.tensor.adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.collectives import TensorCollectives
-from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, unwrap_lora_base
+from ditile.parallel.tensor.cuts import (
+    HEAD_COUNTS,
+    TensorCuts,
+    find_sharded_attentions,
+    read_head_counts,
+    unwrap_lora_base,
+)
 from ditile.parallel.tensor.sequence import SharedStreams, install_token_gathers
 from ditile.plan.errors import ModelError, StateError
 
@@ -168,10 +174,15 @@ def find_tensor_table(transformer: nn.Module, row: Mapping[str, Any] = MappingPr
     """
     table: Mapping[str, Any] | None = row or getattr(transformer, "_tp_plan", None)
     if not table:
+        lack = f"its attention needs its number of heads as an attribute ({', '.join(HEAD_COUNTS)})"
+        if any(read_head_counts(module) for module in transformer.modules()):
+            lack = (
+                "its attention has its number of heads, so what may be missing is the width of a head as an attribute "
+                "(head_dim): the width of the input over the heads is not that of a rank with some of the heads"
+            )
         raise ModelError(
-            f"{type(transformer).__name__} has no tensor table, and none was derived that two ranks prove, as where "
-            f"the number of heads is not an attribute of the attention ({', '.join(HEAD_COUNTS)}); give "
-            "its class a _tp_plan, in the format of diffusers', or use ulysses or ring"
+            f"{type(transformer).__name__} has no tensor table, and none was derived that two ranks prove: {lack}; or "
+            "give its class a _tp_plan, in the format of diffusers', or use ulysses or ring"
         )
     return table
 

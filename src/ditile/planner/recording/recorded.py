@@ -155,7 +155,10 @@ class PipelineRecorder:
                 self._watch_model(stack, hooks, calls)
             override_attribute(stack, self.pipe.scheduler, "step", end_step)
             stack.enter_context(silence_libraries())
-            stack.enter_context(convert_build_errors(type(self.pipe).__name__, "cannot be called for its sizes alone"))
+            refusal = (
+                f"cannot be called for its sizes alone, with the most tokens of text ({self.count_text_tokens(call)})"
+            )
+            stack.enter_context(convert_build_errors(type(self.pipe).__name__, refusal))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sizes)
             # Only the first step is run; guidance and rows are the same in the others.

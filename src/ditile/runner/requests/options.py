@@ -301,6 +301,6 @@ class ModelsOptions:
 
     name: str | None = define_option(
         None,
-        "show only what has this in its name, such as qwen; or what is in a file; everything by default",
+        "show only what has this in its name, such as qwen; or what is in a file or a folder; everything by default",
         positional=True,
     )
