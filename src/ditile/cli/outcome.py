@@ -111,7 +111,6 @@ def summarize_outcome(
         summary["videos"] = images
     summary["skipped"] = skipped
     summary["seconds"] = {name: first["seconds"][name] for name in SECONDS}
-    # The following entries but the first two are those that only some runs have.
     names = ["peak_memory_bytes", "bytes_sent"]
     if first.get("recorded") is not None:
         names.append("recorded")
