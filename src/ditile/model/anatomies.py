@@ -42,8 +42,11 @@ def _add_columns(transformer: nn.Module, anatomy: Anatomy) -> Anatomy:
     """Add the columns written by hand, which subclasses share."""
     for cls in type(transformer).__mro__:
         if cls.__name__ in read_columns():
-            columns = dict(read_columns()[cls.__name__])
-            columns.pop("blocks", None)
+            columns = {}
+            for name, value in read_columns()[cls.__name__].items():
+                if name != "blocks":
+                    # Functions remember what they find by these, so they are hashable.
+                    columns[name] = tuple(value) if isinstance(value, list) else value
             return replace(anatomy, **columns)
     return anatomy
 
