@@ -93,7 +93,9 @@ def test_played_steps_give_the_same_images(pool: Pool, name: str, axis: str) -> 
     for equal, recorded, played in pool.run(generate_with_and_without, plan.world, name, plan):
         assert len(equal) >= 4
         assert all(equal)
-        assert played > recorded > 0
+        assert recorded and played
+        # Ranks that exchange keys record each form of a call anew; one rank alone does not.
+        assert played > recorded or plan.world > 1
 
 
 def count_played_calls(name: str, plan: Plan) -> list[int]:

@@ -109,7 +109,8 @@ def test_the_fastest_of_all_simulated_plans_are_found(name: str, interlink: str 
         simulated.append(pricer.predict_latency(job))
         assert 0 < pricer.bound_latency(job) <= simulated[-1] * 1.0001, plan
     result = PlanSearch(one, arguments, profile, wanted).find_fastest_plans()
-    first = [price.latency_s for price in result.prices if price.plan.warmup_mode == "serial"]
+    # The last one is of one device, whatever is faster.
+    first = [price.latency_s for price in result.prices[:-1] if price.plan.warmup_mode == "serial"]
     assert first == pytest.approx(sorted(simulated)[: len(first)], rel=0.01)
     assert first and result.prices[0].latency_s <= min(simulated) * 1.0001
 
@@ -176,8 +177,10 @@ def test_blocks_are_offloaded_where_nothing_else_fits() -> None:
     asked = call("flux.1-dev", **shape)
     profile = hardware.load_profile("rtx-4090")
     whole = PlanSearch(flux, asked, profile, given).find_fastest_plans()
-    assert all(price.plan.offload == "none" for price in whole.prices)
-    least = min(price.memory_bytes for price in whole.prices)
+    # The last one is of one device, which has no room for all blocks.
+    *whole_prices, alone_price = whole.prices
+    assert alone_price.plan.offload == "blocks" and all(price.plan.offload == "none" for price in whole_prices)
+    least = min(price.memory_bytes for price in whole_prices)
     tight = PlanSearch(
         flux, asked, profile, dataclasses.replace(given, memory_bytes=least - 4 * 10**9)
     ).find_fastest_plans()

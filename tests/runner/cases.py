@@ -57,10 +57,10 @@ def draw_plain(name: str, **changes: Any) -> Any:
 
 
 @contextmanager
-def divided(pipe: Any, **plan: Any) -> Iterator[Runner]:
+def divided(pipe: Any, *, trusts: bool = True, **plan: Any) -> Iterator[Runner]:
     """The pipeline under a plan; it is whole again afterwards."""
     # Tests look at models by hooks of their own.
-    runner = parallelize(pipe, Plan(**plan), keep_weights=True, trust_code=True)
+    runner = parallelize(pipe, Plan(**plan), keep_weights=True, trust_code=trusts)
     yield runner
     runner.restore()
 
