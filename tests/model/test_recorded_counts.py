@@ -23,7 +23,7 @@ LIMITS = {
     "patches=1": 620,
     "ulysses=2": 4200,
     "ring=2": 3970,
-    "tensor=2": 3700,
+    "tensor=2": 3360,
     "distrifusion=2 warmup=1": 5060,
     "pipefusion=2 patches=4 warmup=1": 3800,
 }

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ditile.distributed import env
+from ditile.distributed.backend import explain_no_graphs
 from ditile.distributed.recording.segments import FailingCaptures
 from ditile.distributed.transport import gather_json
 from ditile.model.recording.first_play import has_same_bits
@@ -106,11 +108,16 @@ def count_cards(device: str | None) -> int:
     """Return the number of GPUs; `device` is the one that was asked for.
 
     Raises:
-        PlanError: if they are too few.
+        PlanError: if they are too few, or nothing can be recorded here.
     """
     num_cards = torch.cuda.device_count()
     if num_cards < 2 or device == "cpu":
         raise PlanError(
             f"recorded=True needs 2 GPUs (3 for all), no device=cpu; here: {num_cards}. For one: ditile bench --alone"
         )
+    if env.forbids_cuda_graphs():
+        raise PlanError("recorded=True records steps, and DITILE_CUDA_GRAPHS=0 forbids it; unset it")
+    problem = explain_no_graphs()
+    if problem:
+        raise PlanError(problem)
     return num_cards
