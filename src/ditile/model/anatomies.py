@@ -42,7 +42,7 @@ def _add_columns(transformer: nn.Module, anatomy: Anatomy) -> Anatomy:
     """Add the columns written by hand, which subclasses share."""
     for cls in type(transformer).__mro__:
         if cls.__name__ in read_columns():
-            columns = {}
+            columns: dict[str, Any] = {}
             for name, value in read_columns()[cls.__name__].items():
                 if name != "blocks":
                     # Functions remember what they find by these, so they are hashable.
