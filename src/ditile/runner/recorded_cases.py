@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ditile.distributed import env
-from ditile.distributed.backend import explain_no_graphs
 from ditile.distributed.recording.segments import FailingCaptures
 from ditile.distributed.transport import gather_json
 from ditile.model.recording.first_play import has_same_bits
@@ -108,7 +107,7 @@ def count_cards(device: str | None) -> int:
     """Return the number of GPUs; `device` is the one that was asked for.
 
     Raises:
-        PlanError: if they are too few, or nothing can be recorded here.
+        PlanError: if they are too few, or the environment forbids to record.
     """
     num_cards = torch.cuda.device_count()
     if num_cards < 2 or device == "cpu":
@@ -117,7 +116,4 @@ def count_cards(device: str | None) -> int:
         )
     if env.forbids_cuda_graphs():
         raise PlanError("recorded=True records steps, and DITILE_CUDA_GRAPHS=0 forbids it; unset it")
-    problem = explain_no_graphs()
-    if problem:
-        raise PlanError(problem)
     return num_cards
