@@ -370,6 +370,8 @@ def write_hostile(folder: Path) -> dict[str, str]:
         "infinite": good | {name: factor / 0 for name, factor in down.items()},
         "late": add_text_factors(good) | late,
         "half": down,
+        "loha": {"transformer.transformer_blocks.0.attn.to_q.hada_w1_a": torch.ones(4, 4)},
+        "ia3": {"transformer.transformer_blocks.0.attn.to_q.ia3_l": torch.ones(4, 1)},
         "wan": name_as_diffusers("wan-2.1", make_factors(ZOO["wan-2.1"].make().transformer, "wan-2.1")),
     }
     for file, state in files.items():
@@ -385,6 +387,8 @@ def write_hostile(folder: Path) -> dict[str, str]:
         "late.safetensors": "cannot be loaded: Target module LayerNorm",
         "wan.safetensors": "changes nothing of this FluxPipeline: no layer takes its ",
         "half.safetensors": "changes nothing of this FluxPipeline: no layer takes its ",
+        "loha.safetensors": "has no LoRA or LoKr factors for the transformer: transformer.transformer_blocks.0",
+        "ia3.safetensors": "has no LoRA or LoKr factors for the transformer: transformer.transformer_blocks.0",
     }
 
 

@@ -235,7 +235,7 @@ class LoraKeyFilter:
             metadata: the configs of all components in the file.
 
         Raises:
-            ModelError: if ranks hold shares of a layer, and the adapter is not a sum of two factors.
+            ModelError: if nothing is a factor, or ranks hold shares of a layer, and the adapter is not a sum of two.
         """
         part = self._parts[component]
         factors = {}
@@ -243,6 +243,10 @@ class LoraKeyFilter:
             # A control LoRA has norms too, which diffusers takes out first.
             if _names_factor(key):
                 factors[key] = value
+        if not factors:
+            # LoHa, IA3 and others, which diffusers does not load either.
+            named = ", ".join(sorted(state)[:NUM_NAMED])
+            raise ModelError(f"lora={self._label!r} has no LoRA or LoKr factors for the {component}: {named}")
         own_alphas: dict[str, Any] = {}
         for table in alphas:
             own_alphas |= _strip_component(component, table or {})
