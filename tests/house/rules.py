@@ -22,7 +22,7 @@ LONELY_LINES = 60
 MOST_NODES = {
     "plan": 24_900,
     "distributed": 26_650,
-    "model": 60_250,
+    "model": 59_650,
     "parallel": 69_700,
     "cache": 45_250,
     "runner": 70_250,

@@ -136,28 +136,6 @@ def test_what_is_kept_of_large_calls_is_on_the_host() -> None:
     assert all(torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr() for copy in copies)
 
 
-@torch.no_grad()
-def test_a_capture_that_asks_for_other_constants_makes_none() -> None:
-    """A failure means a constant in memory of a tape that was dropped."""
-    recorder = RecordedSteps(OperatorSegments)
-    generation = Generation(calls=1, micro_step=MicroStep(1, None))
-    memory = generation.memory
-    model = torch.nn.Linear(2, 2)
-    calls: list[int] = []
-
-    def forward(x: Tensor) -> Tensor:
-        calls.append(1)
-        # The capture is the third time that the code runs.
-        return model(x) * memory.get_constant("a" if len(calls) < 3 else "b", lambda: torch.ones(2))
-
-    for _ in range(4):
-        assert torch.equal(
-            recorder.run_call(generation, model, forward, (torch.ones(1, 2),), {}), model(torch.ones(1, 2))
-        )
-    assert recorder.problems["its constants are others than in its first call"]
-    assert not recorder.failure
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, TypeError, StateError, torch.OutOfMemoryError])
 def test_no_error_of_a_capture_reaches_a_call(error: type[Exception]) -> None:
     """Also after a message was sent. A failure means that an image dies, and under NCCL all ranks."""

@@ -267,25 +267,6 @@ def test_operators_that_cannot_be_recorded_are_seen(function: Callable[[Tensor],
     assert all(reason in problem for problem in recorder.problems)
 
 
-@torch.no_grad()
-def test_constants_of_another_generation_are_read() -> None:
-    """Two prompts of one shape: a failure means that the mask of the first one stays."""
-    recorder = RecordedSteps(OperatorSegments)
-    model = torch.nn.Linear(2, 2)
-    x = torch.ones(1, 2)
-    for number in range(4):
-        generation = Generation(calls=1, micro_step=MicroStep(1, None))
-        constant = torch.full((2,), float(number))
-
-        def forward(x: Tensor, now: Generation = generation, constant: Tensor = constant) -> Tensor:
-            return model(x) * now.memory.get_constant("key", lambda: constant)
-
-        for _ in range(3):
-            generation.memory.get_constant("key", lambda constant=constant: constant)
-            assert torch.equal(recorder.run_call(generation, model, forward, (x,), {}), model(x) * constant)
-    assert recorder.num_played == 10
-
-
 def test_the_scale_of_an_ip_adapter_is_seen() -> None:
     images = []
     for recorded in (False, True):

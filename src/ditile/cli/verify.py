@@ -315,7 +315,7 @@ def _check_memory_growth(runner: Runner, before: int, after: int) -> Check:
 class _HostSyncCounter:
     """A counter of the host's waits for the device in the micro-steps after the first stale step.
 
-    Earlier micro-steps may wait, since they create constants and schedulers look up their step.
+    Earlier micro-steps may wait, since they compute what is remembered, and schedulers look up their step.
     """
 
     def __init__(self, runner: Runner, steps: int) -> None:

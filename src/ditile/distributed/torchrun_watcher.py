@@ -270,12 +270,16 @@ class Hub:
 
     def _accept_links(self, server: socket.socket) -> None:
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 link, _ = server.accept()
-                if self._strangers.acquire(blocking=False):
-                    _start_thread(self._read_link, link)
-                else:
-                    link.close()
+            except OSError:
+                # Too few descriptors, for instance: a connection that waits would be tried again at once.
+                time.sleep(TICK)
+                continue
+            if self._strangers.acquire(blocking=False):
+                _start_thread(self._read_link, link)
+            else:
+                link.close()
 
     def _read_link(self, link: socket.socket) -> None:
         """Read the reports of a watcher, or close a connection that does not begin with the secret."""

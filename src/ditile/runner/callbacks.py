@@ -2,7 +2,7 @@
 
 A callback without tensors sends nothing. One with tensors makes the end of its steps a synchronisation point: every
 rank gets the whole latents and calls its callback, and all ranks use the result of rank 0's callback. After any
-callback, constants are computed again, because the callback may have changed the prompt or the scale of a LoRA.
+callback, all is computed again, because the callback may have changed the prompt or the scale of a LoRA.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class StepEndCallbacks:
             self._watcher.on_latents(number, latents)
         if self._legacy is not None and step % self._legacy_period == 0:
             self._legacy(number, timestep, latents)
-            self.loop.forget_constants()
+            self.loop.forget_remembered()
 
     def _is_step_visible(self, step: int) -> bool:
         """Return whether the stock pipelines show this iteration. They show all, or every second one with two-stage
@@ -220,7 +220,7 @@ class StepEndCallbacks:
             if isinstance(returned, dict):
                 answer = returned
         # The callback may have changed the prompt, or the scale of a LoRA.
-        self.loop.forget_constants()
+        self.loop.forget_remembered()
         if not self._gathers_tensors:
             return answer
         mesh = self._mesh

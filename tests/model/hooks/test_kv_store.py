@@ -72,14 +72,6 @@ def test_stores_belong_to_branch_and_layer() -> None:
     assert memory.key_bytes == 2 * TOKENS * 8
 
 
-def test_what_is_remembered_and_for_how_long() -> None:
-    """Constants for a generation, or until a callback changes them."""
-    memory, made = GenerationMemory(), iter(range(100))
-    assert [memory.get_constant("x", lambda: next(made)) for _ in range(2)] == [0, 0]
-    memory.forget_constants()
-    assert memory.get_constant("x", lambda: next(made)) == 1
-
-
 def test_slices_follow_their_source() -> None:
     """A part is cut anew when it comes from another tensor, even of the same values."""
     memory, made = GenerationMemory(), iter(range(100))

@@ -296,7 +296,7 @@ class Generation:
         is_under_way: whether the pipeline's loop is running.
         shares: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
-        memory: keys, values and constants.
+        memory: keys, values, and what is remembered.
         is_read: whether the model's result is read, as on the last stage.
         recorder: records calls of the model and plays them in later steps; None where each runs its code.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.

@@ -1,4 +1,4 @@
-"""The memory that survives a step: stale keys and values, and constants. One per generation.
+"""The memory that survives a step: stale keys and values, and what is remembered. One per generation.
 
 Keys and values of the whole image are kept in one buffer `[B, S, N, H]` each, in the order of the sequence, so that a
 patch attends to them without a copy; the memory of a head is contiguous, which attention reads faster. Every segment (a
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ditile.distributed.recording.tape import hide_from_recording
 from ditile.distributed.transport import PendingMessages
 from ditile.model.hooks.token_arguments import group_runs, view_frames, write_runs
 from ditile.plan.errors import StateError
@@ -374,13 +373,12 @@ def _describe_memory(values: Any) -> list[Any]:
 
 
 class GenerationMemory:
-    """Key stores, predictions and constants of one generation.
+    """Key stores, and what is remembered, of one generation.
 
     Args:
         kept_buffers: where keys and values stay from one generation to the next, if they do.
 
     Attributes:
-        constants: values made in this generation that do not change in it, see `get_constant`.
         outputs: of modules that need not compute them again.
         epoch: replaced by another object after anything that may have changed the model.
         begun_models: models and branches of guidance that were called, as recorded calls note them.
@@ -392,12 +390,10 @@ class GenerationMemory:
         self._buffers: dict[Hashable, Tensor] = {}
         self._messages: dict[Hashable, Tensor] = {}
         self._asked_buffers: set[Hashable] | None = None
-        self.constants: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, RememberedOutput] = {}
         self.epoch = object()
         self.begun_models: set[Hashable] = set()
         self._slices: dict[Hashable, SliceEntry] = {}
-        self._read_constant: Callable[[Hashable, Any], Any] | None = None
 
     def get_key_store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:
         """Return the keys and values of a layer."""
@@ -475,27 +471,6 @@ class GenerationMemory:
         assert self._kept_buffers is not None
         self._messages[key] = self._kept_buffers.get_memory(key, shape, like)
         return self._messages[key]
-
-    def get_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return a value that does not change during the generation, made once."""
-        if self._read_constant is not None:
-            return self._read_constant(key, functools.partial(self._make_constant, key, make))
-        return self._make_constant(key, make)
-
-    def _make_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        if key not in self.constants:
-            with hide_from_recording():
-                self.constants[key] = make()
-        return self.constants[key]
-
-    @contextmanager
-    def read_constants_with(self, read: Callable[[Hashable, Callable[[], Any]], Any]) -> Iterator[None]:
-        """Make `get_constant` return `read(key, make)` within the context, such as a copy for a recorded call."""
-        self._read_constant = read
-        try:
-            yield
-        finally:
-            self._read_constant = None
 
     # Below is the information about keys that a recorded call needs.
 
@@ -575,7 +550,7 @@ class GenerationMemory:
     def hide_remembered(self, shared: dict[Hashable, RememberedOutput]) -> Iterator[None]:
         """Hide remembered outputs and slices for a time, except the outputs in `shared`, which also collects new ones.
 
-        Keys, values and constants are still remembered.
+        Keys and values are still remembered.
         """
         outputs = self.outputs
         slices = self._slices
@@ -587,9 +562,8 @@ class GenerationMemory:
             self.outputs = outputs
             self._slices = slices
 
-    def forget_constants(self) -> None:
-        """Forget the constants of the generation, because a callback may have changed their inputs."""
-        self.constants.clear()
+    def forget_remembered(self) -> None:
+        """Forget remembered outputs and slices, because a callback may have changed what they were made of."""
         self.outputs.clear()
         self._slices.clear()
         # Calls that were recorded before must look at the model again.

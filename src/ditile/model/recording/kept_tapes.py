@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary, proxy, ref
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import list_tensors
 from ditile.distributed.recording.tape import Segments, Tape
@@ -67,35 +66,6 @@ class StaticInput:
 
 
 @dataclass(slots=True)
-class ConstantInput:
-    """A value that is constant in a generation, in the form read by a tape.
-
-    Attributes:
-        leaves: its parts: numbers, and memory that stays for each tensor.
-        statics: the same value in that memory.
-    """
-
-    leaves: list[Any]
-    statics: Any
-
-    def fill(self, value: Any, moment: Hashable, *, checks: bool = False) -> bool:
-        """Copy the value of another generation. Return False if its numbers or shapes are different."""
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != len(self.leaves):
-            return False
-        for own, leaf in zip(self.leaves, leaves, strict=True):
-            if not isinstance(own, StaticInput):
-                if own != leaf:
-                    return False
-                continue
-            form = (own.tensor.shape, own.tensor.dtype)
-            if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != form:
-                return False
-            own.fill(leaf, moment, checks=checks)
-        return True
-
-
-@dataclass(slots=True)
 class CallTape:
     """The calls of one form.
 
@@ -109,8 +79,6 @@ class CallTape:
         model_problem: why they cannot be recorded now, as adapters and hooks come and go.
         tape: their recording; None until there is one.
         inputs: memory for each tensor that a call is given.
-        constant_keys: of values that are constant in a generation, read by the watched call.
-        constants: the same as the tape reads it.
         marks: (branch and layer, segment, age) of the keys that are in the store after a call.
         result: the result of a call, in the tape's memory.
         stored: the state of a cache of blocks after a call, listed like in `BlockCache`.
@@ -131,8 +99,6 @@ class CallTape:
     model_problem: str = ""
     tape: Tape | None = None
     inputs: list[StaticInput] = field(default_factory=list)
-    constant_keys: set[Hashable] = field(default_factory=set)
-    constants: dict[Hashable, ConstantInput] = field(default_factory=dict)
     marks: list[SegmentMark] = field(default_factory=list)
     result: Any = None
     stored: Sequence[Any] = ()
@@ -153,7 +119,6 @@ class CallTape:
         """Run such calls as code from now on."""
         self.drop_tape()
         self.inputs = []
-        self.constants = {}
         self.problem = problem
         self.is_given_up = True
 
@@ -234,22 +199,6 @@ class KeptTapes:
             static = StaticInput(like)
             self._statics[key] = static
         return static
-
-    def make_constant(self, owner: Hashable, value: Any, moment: Hashable) -> ConstantInput:
-        """Copy a value into memory that stays."""
-        leaves, spec = pytree.tree_flatten(value)
-        own: list[Any] = []
-        statics: list[Any] = []
-        for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                own.append(leaf)
-                statics.append(leaf)
-                continue
-            static = self.get_static((owner, index), leaf)
-            static.fill(leaf, moment)
-            own.append(static)
-            statics.append(static.tensor)
-        return ConstantInput(own, pytree.tree_unflatten(statics, spec))
 
     def enforce_limit(self) -> bool:
         """Count the memory of all tapes after one was added or dropped. False if those of this generation hold too

@@ -4,7 +4,7 @@ A call is known by its place (model, branch, patch, stale keys or not) and its f
 its arguments). The first call of a form runs with a watch that looks for obstacles to recording. The second one is made
 by its code and then captured, without its messages; the first play is compared with the code. Later ones are played.
 Arguments of a call are copied to memory that stays, and its result is cloned. The first step of a generation is never
-recorded: it finds the forms of calls and the constants. Blocks skipped by a cache are part of the place; if numbers of
+recorded: it finds the forms of calls. Blocks skipped by a cache are part of the place; if numbers of
 the call decide on them, the call runs as code.
 """
 
@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,10 +62,6 @@ CAPTURE_ERRORS = (
 
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Arguments and results that are told apart by their values."""
-
-
-class CaptureError(Exception):
-    """A call cannot be captured as its code was made."""
 
 
 class Invocation(NamedTuple):
@@ -219,13 +214,9 @@ class RecordedSteps:
         problem = call.problem or call.model_problem
         if problem:
             return self._run_code(problem, model_call)
-        if not call.constant_keys <= now.memory.constants.keys():
-            return self._look_at_call(call, model_call)
         problem = self._explain_missing_tape(call, now)
         if problem:
             return self._run_code(problem, model_call)
-        # First, because a changed constant drops the tape, and the rest depends on it.
-        self._fill_constants(call, now, model)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, model_call)
         call.inputs, statics = self._fill_inputs((id(model), now.branch), leaves, _describe_moment(now))
@@ -257,7 +248,7 @@ class RecordedSteps:
 
     def _can_play_at_once(self, call: CallTape, now: Generation, model: nn.Module) -> bool:
         """Return whether a call in the first step of a generation equals an earlier one except for its arguments."""
-        if call.tape is None or call.constant_keys or call.marks:
+        if call.tape is None or call.marks:
             return False
         # Code that enters blocks in the first step learns the form of messages between stages.
         if now.schedule.stages > 1:
@@ -296,21 +287,16 @@ class RecordedSteps:
         """Make the first call of a form. It loads kernels, and shows obstacles to recording while nothing depends on
         it."""
 
-        def note_constant(key: Hashable, make: Callable[[], Any]) -> Any:
-            call.constant_keys.add(key)
-            return make()
-
         now = model_call.now
         self.preparations[WATCHED] += 1
         call.num_looks += 1
         watch = OperatorWatch()
         stores = now.memory.copy_store_states(now.branch).keys()
-        constants = now.memory.read_constants_with(note_constant)
         shared: Outputs = {}
         if _shares_outputs(call, now):
             shared = self._shared.looked
         inputs = list_tensors((model_call.args, model_call.kwargs))
-        with self._hide_remembered(now, shared), constants, watch, CodeCall().listen():
+        with self._hide_remembered(now, shared), watch, CodeCall().listen():
             result = model_call.run()
         call.problem = watch.problem
         call.made_stores |= now.memory.copy_store_states(now.branch).keys() - stores
@@ -356,8 +342,6 @@ class RecordedSteps:
             try:
                 now.memory.restore_store_states(states)
                 problem = self._capture_call(call, static_call, first_play)
-            except CaptureError as error:
-                problem = str(error)
             except CAPTURE_ERRORS as error:
                 self._end_recording(error)
                 problem = self.failure
@@ -383,7 +367,6 @@ class RecordedSteps:
             stack.enter_context(self._hide_remembered(now, shared))
             marks = stack.enter_context(memory.list_marks(now.micro_step.step))
             call.buffers = stack.enter_context(memory.note_asked_buffers())
-            stack.enter_context(memory.read_constants_with(partial(_read_static_constant, call)))
             if model in self.caches:
                 stack.enter_context(self.caches[model].repeat_call())
             stack.enter_context(watch)
@@ -462,16 +445,6 @@ class RecordedSteps:
                 statics[index] = static.tensor
         return inputs, statics
 
-    def _fill_constants(self, call: CallTape, now: Generation, model: nn.Module) -> None:
-        """Copy the constants of this generation, before any segment: a tape only reads them."""
-        moment = _describe_moment(now)
-        for key in call.constant_keys:
-            value = now.memory.constants[key]
-            if key not in call.constants or not call.constants[key].fill(value, moment, checks=self._checks):
-                # The results of the tape may depend on the numbers of a constant.
-                call.drop_tape()
-                call.constants[key] = self._tapes.make_constant((id(model), key), value, moment)
-
     def _compare_addresses(self, call: CallTape, now: Generation, model: nn.Module) -> None:
         """Forget a tape if memory read or written by it has moved, and look at the model again."""
         call.epoch = now.memory.epoch
@@ -496,13 +469,6 @@ class RecordedSteps:
             addresses, problem = survey_model(model)
             self._models[id(model)] = (now.memory.epoch, addresses, problem)
         return addresses, problem
-
-
-def _read_static_constant(call: CallTape, key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return a constant in memory that stays."""
-    if key not in call.constants:
-        raise CaptureError("its constants are others than in its first call")
-    return call.constants[key].statics
 
 
 def _shares_outputs(call: CallTape, now: Generation) -> bool:

@@ -189,9 +189,9 @@ class Loop:
         synchronous = filter(schedule.is_synchronous, range(schedule.steps))
         return [self._computed_steps[step] for step in synchronous], schedule.mode
 
-    def forget_constants(self) -> None:
-        """Forget what was constant, because a callback may have changed it."""
-        self.generation.memory.forget_constants()
+    def forget_remembered(self) -> None:
+        """Forget what was computed once, because a callback may have changed what it was made of."""
+        self.generation.memory.forget_remembered()
 
     def drop_generation(self) -> None:
         """Forget the generation, and its unsent messages if it ended with an error."""
