@@ -1,32 +1,40 @@
-"""Writes which modules of each class are computed once in a step, into the columns of its row:
+"""Finds modules that could be computed once in a step, and that no column of their class's row names:
 
     python -m tests.zoo.once
 
 Each pipeline of the collection draws with patches and nothing remembered. A module whose output has the same numbers in
-every patch of each step does not see the latents; that a later run sees the same is under test for some of them.
+every patch of each step does not see the latents. Columns also name modules of calls that the collection has not.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ditile.model.anatomies import find_anatomy
 from ditile.model.hooks.block_hooks import TransformerHooks
-from ditile.model.known import ASSETS
+from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import build_single_runner
 from tests.zoo import ZOO
 
-COLUMNS = ("per_step", "embeds", "head")
+OF_LATENTS = {
+    "JoyImageEditPlusTransformer3DModel": ["img_in"],
+    "LTX2VideoTransformer3DModel": ["audio_proj_in", "audio_norm_out", "audio_proj_out"],
+    "Kandinsky6Transformer3DModel": ["audio_embeddings", "audio_out_layer"],
+    "LongCatAudioDiTTransformer": ["latent_embed"],
+    "WanVACETransformer3DModel": ["vace_blocks.*.proj_in"],
+}
+"""Modules that see tokens of a patch, which these small calls have alike in all patches, such as those of a sound."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -97,39 +105,53 @@ def draw(name: str) -> dict[str, tuple[nn.Module, dict[str, str]]]:
 
 
 def list_patterns(model: nn.Module, judged: dict[str, str], column: str) -> set[str]:
-    """Patterns of the outermost modules in a column; one without weights counts beside one that has some."""
+    """Patterns of the outermost modules in a column; those without weights cost nothing."""
     names = {name for name, each in judged.items() if each == column}
     outermost = {name for name in names if not any(name.startswith(f"{other}.") for other in names)}
     heavy = {name for name in outermost if next(model.get_submodule(name).parameters(), None) is not None}
-    parents = {name.rpartition(".")[0] for name in heavy}
-    return {NUMBER.sub("*", name) for name in outermost if name in heavy or name.rpartition(".")[0] in parents}
+    return {NUMBER.sub("*", name) for name in heavy}
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    found: dict[str, dict[str, set[str]]] = {}
-    others: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+def is_inside(pattern: str, others: Iterable[str]) -> bool:
+    """Whether a pattern names what another one has."""
+    return any(f"{pattern}.".startswith(f"{other}.") for other in others)
+
+
+def find_missing() -> dict[str, list[str]]:
+    """Class of a transformer -> patterns that its row lacks, of modules that are computed once in each of its calls."""
+    found: dict[str, set[str]] = defaultdict(set)
+    others: dict[str, set[str]] = defaultdict(set)
+    rows: dict[str, Anatomy] = {}
     for name in ZOO:
         try:
             drawn = draw(name)
         except DitileError as error:
+            # Not every pipeline can be computed in patches.
             print(f"{name}: {error}", flush=True)
             continue
         for cls, (model, judged) in drawn.items():
-            row = found.setdefault(cls, {column: set() for column in COLUMNS})
-            for column in COLUMNS:
-                row[column] |= list_patterns(model, judged, column)
-                others[cls][column] |= {NUMBER.sub("*", key) for key, each in judged.items() if each != column}
-            print(name, {column: len(row[column]) for column in COLUMNS}, flush=True)
-    table = json.loads((ASSETS / "columns.json").read_text("utf-8"))
-    for cls, row in sorted(found.items()):
-        for column in COLUMNS:
-            # Modules that another call of the class computes for each patch are in no column.
-            patterns = sorted(row[column] - others[cls][column])
-            if patterns:
-                table.setdefault(cls, {})[column] = patterns
-    (ASSETS / "columns.json").write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+            found[cls] |= list_patterns(model, judged, "per_step")
+            others[cls] |= {NUMBER.sub("*", key) for key, each in judged.items() if each != "per_step"}
+            row = find_anatomy(model)
+            assert row is not None
+            rows[cls] = row
+    missing = {}
+    for cls, patterns in sorted(found.items()):
+        row = rows[cls]
+        known = {*row.constant, *row.per_step, *row.embeds, *row.head, *OF_LATENTS.get(cls, ())}
+        lacking = sorted(each for each in patterns - others[cls] if not is_inside(each, known))
+        if lacking:
+            missing[cls] = lacking
+    return missing
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    missing = find_missing()
+    for cls, patterns in missing.items():
+        print(f"{cls} lacks {', '.join(patterns)}")
+    return int(bool(missing))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
