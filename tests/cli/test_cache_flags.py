@@ -14,7 +14,6 @@ from ditile import Plan
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
 from ditile.cache.config_text import parse_cache_line
 from ditile.cli import main
-from ditile.cli.flag_aliases import merge_alias_values
 from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile.plan.flag_parser import collect_arguments, list_flags, normalize_flags
 from ditile.runner.requests.cache_options import CacheOptions, LoraChoice
@@ -31,8 +30,7 @@ def read(*words: str) -> CacheOptions:
 
 
 def made(kind: type, *words: str) -> dict[str, Any]:
-    arguments = parsed(*words)
-    return merge_alias_values(arguments, kind, collect_arguments(kind, arguments))
+    return collect_arguments(kind, parsed(*words))
 
 
 LONG = """--cache --prune --Fn 1 --Bn 2 --rdt 0.12 --max-warmup-steps 4 --warmup-interval 2 --max-cached-steps 8
@@ -100,15 +98,6 @@ def test_flags_that_are_other_options() -> None:
     assert made(Plan, "a", "--ulysses-anything") == {"uaa": True} == made(Plan, "a", "--uaa")
     assert made(Plan, "a") == {} == made(RunOptions, "a")
     assert RunOptions().attention is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"), [(GenerateOptions, ("a", "--prompt", "b")), (Plan, ("a", "--ulysses-anything", "--no-uaa"))]
-)
-def test_a_flag_and_its_alias_may_not_disagree(kind: type, words: tuple[str, ...]) -> None:
-    with pytest.raises(DitileError, match="give one of them"):
-        made(kind, *words)
-    assert made(RunOptions, "a", "--attn", "flash", "--attention", "flash") == {"attention": "flash"}
 
 
 def test_degrees_of_a_parallel_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ditile
-from ditile.cli import flag_aliases
 from ditile.distributed import env, files
 from ditile.distributed.heartbeat import OUT_OF_MEMORY, RankFailure, describe_error, describe_surroundings
 from ditile.distributed.launch import launch
@@ -44,7 +43,6 @@ from ditile.plan.flag_parser import (
     FlagParser,
     add_arguments,
     collect_arguments,
-    format_flag,
     list_flags,
     normalize_flags,
 )
@@ -168,7 +166,6 @@ def build_parser() -> argparse.ArgumentParser:
         )
         for cls, title in command.options.items():
             add_arguments(parser, cls, title=title, left_out=command.left_out)
-        flag_aliases.add_alias_arguments(parser, list(command.options))
     return top
 
 
@@ -195,10 +192,8 @@ def _explain_unknown_word(word: str, command: str | None) -> str:
     flags = ["--help", "--help-all", "--version"]
     if command is not None:
         program = f"ditile {command}"
-        classes = list_commands()[command].options
-        for cls in classes:
+        for cls in list_commands()[command].options:
             flags += list_flags(cls)
-        flags += [format_flag(alias.name) for alias in flag_aliases.list_aliases(list(classes))]
     # Compared without the dashes, which would make any two short flags similar.
     by_name = {flag.lstrip("-"): flag for flag in flags}
     nearest = find_nearest(name.lstrip("-"), by_name)
@@ -208,7 +203,7 @@ def _explain_unknown_word(word: str, command: str | None) -> str:
 
 
 def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None) -> Plan:
-    values = _collect_values(Plan, arguments)
+    values = collect_arguments(Plan, arguments)
     if cache is not None:
         values = cache.collect_plan_values(values)
     return Plan(**values)
@@ -216,7 +211,7 @@ def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None
 
 def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
     """Return the options of a class that were given, by flags and by aliases."""
-    options: Any = cls(**_collect_values(cls, arguments))
+    options: Any = cls(**collect_arguments(cls, arguments))
     model = getattr(options, "model", None)
     # A file given as the model is the transformer of a published one.
     if model is not None and hasattr(options, "transformer") and os.path.isfile(model):
@@ -227,11 +222,6 @@ def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
         base, files = split_model_file(model, options.components)
         options = dataclasses.replace(options, model=base, transformer=files["transformer"])
     return options  # type: ignore[no-any-return]
-
-
-def _collect_values(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the values given for a class of options, by flags and by aliases."""
-    return flag_aliases.merge_alias_values(arguments, cls, collect_arguments(cls, arguments))
 
 
 def _run_generate_command(arguments: argparse.Namespace) -> int:
@@ -281,7 +271,7 @@ def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -
     """Return the plan with warmup_mode=auto for a model of few steps, since a server does not know the steps of a
     request.
     """
-    if _collect_values(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
+    if collect_arguments(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
         return plan
     can_share = min(plan.pipefusion, plan.num_patches) > 1 and plan.token_ranks * plan.tensor == 1
     if can_share and defaults(model).get("num_inference_steps", FEW_STEPS + 1) <= FEW_STEPS:

@@ -40,11 +40,15 @@ class FlagParser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         formatter.add_usage(" ".join([self.prog, *arguments, "[flags]"]), self._actions, [])
         formatter.add_text(self.description)
+        shown: set[str] = set()
         for group in self._action_groups:
             formatter.start_section(group.title)
             for action in group._group_actions:
-                if action.dest in self.essential:
+                # Aliases of a flag follow it.
+                if action.dest in self.essential and action.dest not in shown:
+                    shown.add(action.dest)
                     short = copy.copy(action)
+                    short.option_strings = action.option_strings[:1]
                     short.help = re.split(r"; | \(default ", action.help or "")[0]
                     formatter.add_argument(short)
             formatter.end_section()
@@ -96,9 +100,16 @@ def add_arguments(parser: argparse.ArgumentParser, cls: Any, *, title: str, left
     types = get_option_types(cls)
     for field in dataclasses.fields(cls):
         # With SUPPRESS a flag that is not used leaves the default to the class.
-        if field.name not in left_out:
-            names, settings = _describe_argument(cls, field, types[field.name])
-            group.add_argument(*names, default=argparse.SUPPRESS, **settings)
+        if field.name in left_out:
+            continue
+        names, settings = _describe_argument(cls, field, types[field.name])
+        group.add_argument(*names, default=argparse.SUPPRESS, **settings)
+        if field.metadata["positional"]:
+            for flag in field.metadata["aliases"]:
+                group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, type=str, help=f"as {names[0]}")
+        for flag, value in field.metadata["switches"].items():
+            switch: dict[str, Any] = {"action": "store_const", "const": value, "help": f"as {names[0]} {value}"}
+            group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, **switch)
 
 
 def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> tuple[list[str], dict[str, Any]]:
@@ -174,7 +185,8 @@ def list_flags(cls: Any) -> list[str]:
     flags = []
     for field in dataclasses.fields(cls):
         if not field.metadata["positional"]:
-            flags += [format_flag(field.name), *field.metadata["aliases"]]
+            flags.append(format_flag(field.name))
+        flags += [*field.metadata["aliases"], *field.metadata["switches"]]
     return flags
 
 
@@ -185,8 +197,12 @@ def format_flag(name: str) -> str:
 
 def normalize_flags(argv: list[str]) -> list[str]:
     """Turn `--stage_blocks=1,2` into `--stage-blocks=1,2`: `-` and `_` are the same in a flag's name."""
-    words = []
+    words: list[str] = []
     for word in argv:
+        # xDiT's flag for this field has blanks between its numbers.
+        if words and words[-1].startswith("--attn-layer-num-for-pp") and word.replace(",", "").isdecimal():
+            words[-1] += ("," if "=" in words[-1] else "=") + word
+            continue
         if word.startswith("--") and word != "--":
             name, equals, value = word.partition("=")
             word = name.replace("_", "-") + equals + value

@@ -16,6 +16,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
@@ -80,6 +81,7 @@ def define_option(
     metavar: str | None = None,
     positional: bool = False,
     aliases: tuple[str, ...] = (),
+    switches: Mapping[str, Any] = MappingProxyType({}),
     example: Any = None,
     reads: bool | Callable[[str], str] = False,
     implied: str | bool | None = None,
@@ -93,7 +95,8 @@ def define_option(
         doc: the text of `--help`, on one line.
         metavar: as in `argparse`; by default it says the type.
         positional: whether it is an argument without a flag.
-        aliases: other spellings of the flag, with their dashes.
+        aliases: other spellings of the flag, with their dashes, such as those of xDiT and cache-dit.
+        switches: flags without a value of their own -> the value that each sets.
         example: the value that an error proposes; without one, the limit that was exceeded, or the default.
         reads: whether the value names a file or folder that is read, so that no output may overwrite it; or what takes
             that name out of the value.
@@ -102,7 +105,7 @@ def define_option(
     """
     # pydantic reads limits from the types; it ignores metadata with other names.
     metadata: dict[str, Any] = {"doc": doc, "metavar": metavar, "positional": positional, "aliases": aliases}
-    metadata |= {"example": example, "reads": reads, "implied": implied, "repeats": repeats}
+    metadata |= {"switches": switches, "example": example, "reads": reads, "implied": implied, "repeats": repeats}
     return dataclasses.field(default=default, metadata=metadata)
 
 

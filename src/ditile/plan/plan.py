@@ -77,17 +77,30 @@ class Plan:
         PlanError: if a field is unknown, a value is out of its range, or two values contradict each other.
     """
 
-    data: Count = define_option(1, "replicas that split prompts and images", metavar="N")
-    cfg: Count = define_option(1, "1, or 2: each half computes one branch of guidance", metavar="N")
-    pipefusion: Count = define_option(1, "stages that the blocks are cut into, one rank each", metavar="N")
-    ring: Count = define_option(1, "ranks that share the tokens, keys and values passed round", metavar="N")
-    distrifusion: Count = define_option(1, "ranks that own a patch each, the others' keys one step stale", metavar="N")
-    ulysses: Count = define_option(1, "ranks that share the tokens, and the heads in attention", metavar="N")
-    tensor: Count = define_option(1, "ranks that share the weights of every block", metavar="N")
-    patches: Count | None = define_option(
-        None, "patches that the image is cut into; as many as stages by default", metavar="M"
+    data: Count = define_option(1, "replicas that split prompts and images", aliases=("--data-parallel-degree",))
+    cfg: Count = define_option(
+        1, "1, or 2: each half computes one branch of guidance", switches={"--use-cfg-parallel": 2}
     )
-    warmup: NumSteps = define_option(1, "synchronous steps before stale keys are used", metavar="W")
+    pipefusion: Count = define_option(
+        1, "stages that the blocks are cut into, one rank each", aliases=("--pipefusion-parallel-degree",)
+    )
+    ring: Count = define_option(
+        1, "ranks that share the tokens, keys and values passed round", aliases=("--ring-degree",)
+    )
+    distrifusion: Count = define_option(1, "ranks that own a patch each, the others' keys one step stale")
+    ulysses: Count = define_option(
+        1, "ranks that share the tokens, and the heads in attention", aliases=("--ulysses-degree",)
+    )
+    tensor: Count = define_option(
+        1, "ranks that share the weights of every block", aliases=("--tensor-parallel-degree",)
+    )
+    patches: Count | None = define_option(
+        None,
+        "patches that the image is cut into; as many as stages by default",
+        metavar="M",
+        aliases=("--num-pipeline-patch",),
+    )
+    warmup: NumSteps = define_option(1, "synchronous steps before stale keys are used", aliases=("--warmup-steps",))
     warmup_mode: Literal["serial", "pipelined", "sequence", "separate", "auto"] = define_option(
         "serial",
         f"how the synchronous steps run; auto: sequence, with {SHARED_WARMUP} steps or more, if possible, or serial",
@@ -105,6 +118,7 @@ class Plan:
         None,
         "blocks of each stage, such as 7,7,8; balanced by their cost by default",
         metavar="A,B,..",
+        aliases=("--attn-layer-num-for-pp",),
         example="7,7,8",
     )
     stage_weights: Speeds | None = define_option(
@@ -129,7 +143,9 @@ class Plan:
         metavar="A,B,..",
         example="2,1",
     )
-    uaa: bool | None = define_option(None, "force or forbid lengths and heads that ulysses does not divide")
+    uaa: bool | None = define_option(
+        None, "force or forbid lengths and heads that ulysses does not divide", switches={"--ulysses-anything": True}
+    )
     async_ulysses: bool = define_option(False, "exchange each projection while the next one is computed")
     split_scheme: Literal["row", "sequence"] = define_option(
         "row", "tensor: all-reduce, or reduce-scatter and all-gather"
@@ -141,7 +157,9 @@ class Plan:
     text: Literal["each", "first", "split"] = define_option(
         "each", "text encoders on each rank, on the first one, or their layers split"
     )
-    vae: Literal["whole", "rows"] = define_option("whole", "decode whole, or rows on every rank")
+    vae: Literal["whole", "rows"] = define_option(
+        "whole", "decode whole, or rows on every rank", switches={"--use-parallel-vae": "rows"}
+    )
     vae_block_size: Count | None = define_option(
         None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default", metavar="N"
     )

@@ -49,7 +49,11 @@ class SourceOptions:
     """The places of the weights of a command's model."""
 
     model: ModelName = define_option(
-        "shapes-pixart", "a bundled or published model, a folder or a hub id", metavar="NAME", reads=True
+        "shapes-pixart",
+        "a bundled or published model, a folder or a hub id",
+        metavar="NAME",
+        aliases=("--model-path",),
+        reads=True,
     )
     transformer: str | None = define_option(None, "short for --component transformer=FILE", reads=True)
     component: Paths | None = define_option(
@@ -134,7 +138,10 @@ class EngineOptions(DeviceOptions):
     """The way ranks compute, besides the plan and the cache."""
 
     attention: str | None = define_option(
-        None, "attention kernel: native, flash, sage, ..; by default the model's own", metavar="NAME"
+        None,
+        "attention kernel: native, flash, sage, ..; by default the model's own",
+        metavar="NAME",
+        aliases=("--attn",),
     )
     text_after: Literal["keep", "offload", "free"] = define_option(
         "keep", "text encoders when denoising begins: keep them, offload to the CPU, or free"
@@ -166,7 +173,7 @@ _NEEDS = {
 class GenerateOptions(CallOptions):
     """What to generate. None leaves a value to the model's `generation.json`, or to its pipeline."""
 
-    prompt: str | None = define_option(None, "what to generate", positional=True)
+    prompt: str | None = define_option(None, "what to generate", positional=True, aliases=("--prompt",))
     prompts_file: str | None = define_option(
         None, "generate an image for each line of a file; resumes where it stopped", reads=True
     )
