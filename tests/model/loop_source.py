@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ditile.model.source import parse_function, read_name, read_own_attribute
+from ditile_lab.study.flows import parse_function, read_name, read_own_attribute
 
 _NUMBER_FUNCTIONS = ("float", "int", "bool", "min", "max", "abs", "round")
 """Functions of plain numbers, whose result depends on the step if an argument does."""

@@ -11,16 +11,11 @@ import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
-from ditile.model.block_lists import (
-    discover_block_lists,
-    find_block_lists,
-    map_pipeline_components,
-    supported_pipelines,
-)
+from ditile.model.block_lists import find_block_lists, map_pipeline_components, supported_pipelines
 from ditile.model.block_table import BlockList, find_diffusers_class, find_table_entry, read_transformer_table
-from ditile.model.source import infer_block_flow, read_block_calls
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
+from ditile_lab.study.flows import discover_block_lists, infer_block_flow, read_block_calls
 from tests.families import Family
 from tests.more_families import EVERY
 

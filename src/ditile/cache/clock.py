@@ -17,7 +17,7 @@ from typing import Any
 
 from ditile.model.hooks.overrides import WatchedMethod, give_own_class, override_attribute
 from ditile.model.hooks.protocols import CallPosition, LabelledModel
-from ditile.model.source import list_pipeline_parts
+from ditile.model.pipeline_calls import list_pipeline_parts
 from ditile.plan.errors import StateError
 
 MAX_CALLS_PER_STEP = 32

@@ -15,22 +15,18 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ditile.model.block_lists import (
-    find_block_lists,
-    find_candidate_lists,
-    find_list_flow,
-    get_module_list,
-    look_up_block_lists,
-)
-from ditile.model.block_table import BlockList, find_table_entry
-from ditile.model.source import (
+from ditile.model.block_lists import find_block_lists, find_list_flow, get_module_list, look_up_block_lists
+from ditile.model.block_table import (
+    BlockList,
+    find_table_entry,
     find_token_parameters,
     list_forward_parameters,
-    list_pipeline_parts,
     unwrap_module,
 )
+from ditile.model.pipeline_calls import list_pipeline_parts
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
+from ditile.plan.extras import import_lab
 from ditile.plan.option_classes import check_values
 
 PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")
@@ -337,7 +333,7 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
     others = []
     prefixes = tuple(adapter.allow_prefixes)
     suffixes = tuple(adapter.allow_suffixes)
-    for name, blocks, call in find_candidate_lists(model):
+    for name, blocks, call in import_lab("study.flows").find_candidate_lists(model):
         flow = find_list_flow(model, name, blocks)
         classes = [type(unwrap_module(block)).__name__ for block in blocks]
         is_named = not adapter.check_prefixes or name.startswith(prefixes)

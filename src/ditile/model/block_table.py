@@ -9,6 +9,7 @@ image, and there is no text.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,13 @@ import diffusers
 from diffusers.models import transformers
 from torch import nn
 
+from ditile.model.hooks.overrides import find_first_input
 from ditile.model.known import ASSETS
-from ditile.model.source import TEXT_PARAMETERS
 from ditile.plan.anatomy import Flow
+
+IMAGE_PARAMETER = "hidden_states"
+TEXT_PARAMETERS = ("encoder_hidden_states", "context", "text_embed", "text", "txt")
+"""Parameters that take text in blocks that do not return it."""
 
 AnatomyRow = Mapping[str, Any]
 """An anatomy as JSON, see `anatomies.py`."""
@@ -119,3 +124,32 @@ def find_table_entry(transformer: type[nn.Module]) -> TransformerEntry | None:
         if cls.__name__ in table and find_diffusers_class(cls.__name__) is cls:
             return table[cls.__name__]
     return None
+
+
+def unwrap_module(module: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of torch.compile or peft."""
+    # Either may wrap the other; four is more than anybody nests.
+    for _ in range(4):
+        unwrap = getattr(module, "get_base_model", None)
+        module = unwrap() if callable(unwrap) else getattr(module, "_orig_mod", module)
+    return module
+
+
+def list_forward_parameters(block: nn.Module) -> list[str]:
+    """Return the named parameters of a block's forward."""
+    parameters = list(inspect.signature(type(unwrap_module(block)).forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def find_token_parameters(parameters: Sequence[str]) -> tuple[str, str | None]:
+    """Return the parameters for the image tokens ("" if there is no parameter) and the text (None if there is none)."""
+    if IMAGE_PARAMETER in parameters:
+        image = IMAGE_PARAMETER
+    elif parameters:
+        image = find_first_input(parameters)
+    else:
+        image = ""
+    for name in TEXT_PARAMETERS:
+        if name in parameters and name != image:
+            return image, name
+    return image, None

@@ -151,6 +151,13 @@ def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **call}
 
 
+def list_pipeline_parts(pipe: Any) -> dict[str, Any]:
+    """Return the parts of a pipeline by name, also those that `components` leaves out because its class can make
+    them."""
+    components = getattr(pipe, "components", None) or {}
+    return {**components, **getattr(pipe, "__dict__", {})}
+
+
 def list_progress_bar_owners(pipe: Any) -> list[Any]:
     """Return the objects that show the progress of a pipeline's loop: the pipeline, or its blocks."""
     return [owner for owner in (pipe, *iterate_blocks(pipe)) if hasattr(owner, "progress_bar")]

@@ -54,10 +54,11 @@ from ditile.model.adapter import (
     resolve_adapter,
 )
 from ditile.model.block_lists import find_model_entry
+from ditile.model.block_table import unwrap_module
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.compile import find_compiler
 from ditile.model.hooks.overrides import give_own_class, override_attribute
-from ditile.model.source import list_pipeline_parts, unwrap_module
+from ditile.model.pipeline_calls import list_pipeline_parts
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.parallel.tensor.sharding import find_share
 from ditile.plan.errors import ModelError, StateError

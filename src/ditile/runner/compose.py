@@ -39,10 +39,10 @@ from ditile.model.pipeline_calls import (
     find_offload_devices,
     is_guidance_timed,
     list_denoiser_names,
+    list_pipeline_parts,
     read_call_values,
 )
 from ditile.model.recording.recorded_steps import RecordedSteps
-from ditile.model.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
     FreshKeys,

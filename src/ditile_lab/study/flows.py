@@ -1,25 +1,25 @@
-"""Reads the flow of blocks from source: from a block's forward, and from the transformer that calls it.
+"""Reads the lists of a transformer's blocks and their flow from source, for caches of a class that is in no table.
 
-Nothing is guessed: if the source does not show the flow, it is None, and the caller asks the user for a pattern.
+The sources are those of a block's forward, and of the transformer that calls it. Nothing is guessed: if they do not
+show the flow, a `BlockAdapter` with a `forward_pattern` has to say it.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ditile.model.hooks.overrides import find_first_input
+from ditile.model.block_table import BlockList, find_token_parameters, list_forward_parameters, unwrap_module
 from ditile.plan.anatomy import Flow
+from ditile.plan.errors import ModelError
 
-IMAGE_PARAMETER = "hidden_states"
-TEXT_PARAMETERS = ("encoder_hidden_states", "context", "text_embed", "text", "txt")
-"""Parameters that take text in blocks that do not return it."""
 NONE = "None"
 """The name that stands for a missing stream in the result of a block."""
 
@@ -45,40 +45,96 @@ class BlockCall:
         return {**dict(zip(parameters, self.positional, strict=False)), **self.named}
 
 
-def list_pipeline_parts(pipe: Any) -> dict[str, Any]:
-    """Return the parts of a pipeline by name, also those that `components` leaves out because its class can make
-    them."""
-    components = getattr(pipe, "components", None) or {}
-    return {**components, **getattr(pipe, "__dict__", {})}
+_PREPARES = re.compile(r"refiner|(^|_)(text|txt|context|caption|prompt)(_|$)")
+"""Names of lists that prepare tokens once, ahead of the chain."""
 
 
-def unwrap_module(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of torch.compile or peft."""
-    # Either may wrap the other; four is more than anybody nests.
-    for _ in range(4):
-        unwrap = getattr(module, "get_base_model", None)
-        module = unwrap() if callable(unwrap) else getattr(module, "_orig_mod", module)
-    return module
+def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
+    """Discover the lists of blocks of a transformer from its source.
+
+    Raises:
+        ModelError: if there is none, two are called in turns, or no flow of their blocks is known.
+    """
+    model = unwrap_module(transformer)
+    block_lists = []
+    for candidate in find_candidate_lists(model):
+        block_lists.append(_build_discovered_list(model, *candidate))
+    if not block_lists:
+        raise ModelError(
+            f"{type(model).__name__} has no ModuleList that its forward runs its tokens through; name one with "
+            "BlockAdapter(transformer=..., blocks=..., forward_pattern=...)"
+        )
+    return block_lists
 
 
-def list_forward_parameters(block: nn.Module) -> list[str]:
-    """Return the named parameters of a block's forward."""
-    parameters = list(inspect.signature(type(unwrap_module(block)).forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.ModuleList, BlockCall | None]]:
+    """Yield the lists that may form a transformer's chain, in order of execution, with their calls."""
+    calls = read_block_calls(transformer)
+    lists: dict[str, nn.ModuleList] = {}
+    for name, child in transformer.named_children():
+        if isinstance(child, nn.ModuleList) and _has_custom_blocks(child):
+            lists[name] = child
+    called = [name for name in calls if name in lists]
+    # If no call can be read, the order of the attributes is used.
+    for name in called or lists:
+        if not _only_prepares_tokens(name, lists[name], calls.get(name)):
+            yield name, lists[name], calls.get(name)
 
 
-def find_token_parameters(parameters: Sequence[str]) -> tuple[str, str | None]:
-    """Return the parameters for the image tokens ("" if there is no parameter) and the text (None if there is none)."""
-    if IMAGE_PARAMETER in parameters:
-        image = IMAGE_PARAMETER
-    elif parameters:
-        image = find_first_input(parameters)
-    else:
-        image = ""
-    for name in TEXT_PARAMETERS:
-        if name in parameters and name != image:
-            return image, name
-    return image, None
+def read_list_flow(model: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
+    """Read the flow of a list's blocks; None if they differ, or their source does not show it."""
+    return _infer_common_flow(blocks, read_block_calls(model).get(name))
+
+
+def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> Flow | None:
+    """Infer the common flow of a list's blocks from their sources; None if they differ."""
+    classes = {type(unwrap_module(block)): block for block in blocks}
+    flows = set()
+    for block in classes.values():
+        flows.add(infer_block_flow(block, call))
+    if len(flows) != 1:
+        return None
+    return flows.pop()
+
+
+def _build_discovered_list(model: nn.Module, name: str, blocks: nn.ModuleList, call: BlockCall | None) -> BlockList:
+    """Build a list with the common flow of its blocks."""
+    if call is not None and not call.alone:
+        raise ModelError(
+            f"{type(model).__name__} calls the blocks of {name} and of another list in turns, so none can be left out; "
+            "run it without a cache"
+        )
+    flow = _infer_common_flow(blocks, call)
+    if flow is None:
+        classes = ", ".join(sorted({type(unwrap_module(block)).__name__ for block in blocks}))
+        raise ModelError(
+            f"{type(model).__name__}.{name}: the source of {classes} does not say in which order its blocks return "
+            "image and text; say it with BlockAdapter(transformer=..., blocks=..., forward_pattern=ForwardPattern....)"
+        )
+    return BlockList(name, tuple(blocks), flow)
+
+
+def _has_custom_blocks(modules: nn.ModuleList) -> bool:
+    """Return whether the modules of a list are more than PyTorch's own layers."""
+    classes = {type(unwrap_module(module)): module for module in modules}
+    for cls, module in classes.items():
+        if cls.__module__.startswith("torch.") or cls.forward is nn.Module.forward:
+            return False
+        if not list_forward_parameters(module):
+            return False
+    return bool(classes)
+
+
+def _only_prepares_tokens(name: str, blocks: nn.ModuleList, call: BlockCall | None) -> bool:
+    """Return whether a list only prepares tokens for the lists after it, or does not pass on its own tokens."""
+    if _PREPARES.search(name):
+        return True
+    if call is None or not call.results:
+        return False
+    parameters = list_forward_parameters(blocks[0])
+    image, _ = find_token_parameters(parameters)
+    tokens = call.bind_arguments(parameters).get(image, "")
+    return tokens == "encoder_hidden_states" or _PREPARES.search(tokens) is not None or tokens not in call.results
 
 
 def infer_block_flow(block: nn.Module, call: BlockCall | None) -> Flow | None:
