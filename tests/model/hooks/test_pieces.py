@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from ditile.model.hooks.attention_hooks import CallsInTurn, MaskOfRealPairs
 from ditile.model.hooks.pieces import Piece, RehearsedPrediction, list_predictions
-from ditile.plan.errors import ModelError
+from ditile.model.hooks.placeholders import is_placeholder, restore_contents, turn_into_placeholder
+from ditile.model.hooks.token_arguments import Frames, group_runs, take_runs, write_runs
+from ditile.plan.anatomy import ListAnatomy
+from ditile.plan.errors import ModelError, StateError
+from ditile.plan.layout import Grid
+from ditile_lab.study.merge import merge_lists
 
 NAN = float("nan")
 PACKED, GRID, VIDEO = (2, 12, 4), (2, 4, 6, 8), (1, 4, 3, 6, 8)
@@ -80,3 +88,120 @@ def test_predictions_are_found_in_what_a_model_returns() -> None:
     one, rows = torch.randn(2, 3), [torch.randn(3), torch.randn(3)]
     assert [x.shape for x in list_predictions((one, rows, None))] == [(2, 3), (2, 3)]
     assert list_predictions({"sample": one})[0] is one and list_predictions(one)[0] is one
+
+
+def test_a_placeholder_keeps_what_is_computed_with_outside_of_it() -> None:
+    """A failure means that a stage holds weights of others, or lacks some that its forward needs."""
+    norm = nn.ModuleDict({"emb": nn.Linear(2, 3), "linear": nn.Linear(3, 4)})
+    block = nn.ModuleDict({"norm": norm, "ff": nn.Linear(4, 4)})
+    names = list(block.state_dict())
+    contents = turn_into_placeholder(block, ["norm.emb"])
+    assert is_placeholder(block) and is_placeholder(block.get_submodule("norm"))
+    assert list(block.state_dict()) == ["norm.emb.weight", "norm.emb.bias"]
+    assert block.get_submodule("norm.emb") is norm["emb"]
+    restore_contents(block, contents)
+    assert list(block.state_dict()) == names and not is_placeholder(block) and not is_placeholder(norm)
+    assert block.get_submodule("norm") is norm
+
+
+RUNS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda at: range(at[0], at[0] + at[1])), min_size=1
+)
+
+
+@given(RUNS)
+def test_runs_are_taken_one_after_the_other(runs: list[range]) -> None:
+    x = torch.arange(2 * 40).view(2, 40)
+    want = torch.cat([x[:, run.start : run.stop] for run in runs], dim=1)
+    assert torch.equal(take_runs(x, runs, 1), want)
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.data())
+def test_rows_of_frames_are_written_where_they_were_taken(
+    frames: int, rows: int, width: int, data: st.DataObject
+) -> None:
+    grid = Grid(rows, width, frames)
+    start = data.draw(st.integers(0, rows - 1))
+    text = range(grid.num_tokens, grid.num_tokens + 3)
+    runs = (*grid.locate_rows(start, data.draw(st.integers(start + 1, rows))), text)
+    x = torch.randn(2, grid.num_tokens + 3, 5)
+    whole = torch.zeros_like(x)
+    write_runs(whole, take_runs(x, runs, 1), runs, 1)
+    at = torch.tensor([token for run in runs for token in run])
+    assert torch.equal(whole[:, at], x[:, at]) and whole.count_nonzero() == x[:, at].count_nonzero()
+
+
+@pytest.mark.parametrize("frames", [2, 3, 21])
+def test_the_same_rows_of_every_frame_are_one_copy(frames: int) -> None:
+    """A failure costs a GPU's host as many copies as a video has frames, in every layer."""
+    assert group_runs(Grid(5, 4, frames).locate_rows(1, 3)) == (Frames(range(4, 12), frames, 20),)
+
+
+def test_runs_that_overlap_or_go_back_stay_apart() -> None:
+    for runs in ((range(1), range(1)), (range(5, 7), range(2, 4)), (range(4), range(2, 6))):
+        assert len(group_runs(runs)) == 2
+
+
+class Noted:
+    """Attention that keeps the mask it was given."""
+
+    overlaps = False
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        self.mask = mask
+        return q
+
+
+def test_only_a_boolean_mask_of_pairs_is_one_of_keys() -> None:
+    """A failure means that padded keys, to which an additive mask of ones and zeros attends, are left out."""
+    core, q, real = Noted(), torch.zeros(1, 3, 1, 2), torch.tensor([True, True, False])
+    pairs = real[None, None, None] & real[None, None, :, None]
+    MaskOfRealPairs(core).attend(q, q, q, mask=pairs)
+    assert core.mask is not None and core.mask.equal(real[None, None, None])
+    with pytest.raises(ModelError, match="tells queries apart"):
+        MaskOfRealPairs(core).attend(q, q, q, mask=pairs.float())
+
+
+def test_a_mask_that_one_pipeline_needs_whole_is_whole() -> None:
+    """A failure means that a family whose pipelines give boolean and additive masks can be divided in none of them."""
+
+    def make_list(kinds: str, attention: str) -> ListAnatomy:
+        return ListAnatomy(
+            image="x", text=None, returns=("image",), is_tuple=False, tokens=1, has_no_batch=False, joint="none",
+            arguments={"mask": (kinds,)}, attention={"attn": (attention,)},
+        )  # fmt: skip
+
+    whole, cut = make_list("BK", "J"), make_list("BJ", "J&")
+    assert merge_lists("blocks", whole, cut) == whole == merge_lists("blocks", cut, whole)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 4])
+def test_turns_of_a_call(turns: int) -> None:
+    """A failure means that a layer that attends once more, or once less, reads the keys of another call of it."""
+    layer, x = CallsInTurn("blocks.0.attn", [None, None], 2), torch.zeros(1, 2, 1, 4)
+    for _ in range(turns):
+        layer.attend(x, x, x)
+    if turns in (0, 2):
+        layer.end_block()
+    else:
+        with pytest.raises(StateError, match=f"blocks.0.attn attended {turns} times in a call and 2 times"):
+            layer.end_block()
+    layer.attend(x, x, x)
+    layer.attend(x, x, x)
+    layer.end_block()
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_turns_of_adapters_are_the_same_in_all_calls(turns: int) -> None:
+    """There may be none of them, but not now and then. A failure: keys of a picture are read as another's."""
+    layer, x = CallsInTurn("blocks.0.attn", [None, None], 1), torch.zeros(1, 2, 1, 4)
+    for _ in range(2):
+        for _ in range(turns):
+            layer.attend(x, x, x)
+        layer.end_block()
+    for _ in range(3 - turns):
+        layer.attend(x, x, x)
+    with pytest.raises(StateError, match=f"attended {3 - turns} times in a call and {turns} times"):
+        layer.end_block()

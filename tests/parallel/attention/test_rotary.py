@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,18 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
+from benchmarks.frames import (
+    LIMITS,
+    MICRO_STEP_LIMIT,
+    PLANS,
+    FrameCounts,
+    count_frames,
+    find_attention_frames,
+    find_micro_step_frames,
+)
 from ditile.parallel.attention.rotary import RotaryEmbedding
 from tests.model.hooks.count_ops import OpCounter
+from tests.pool import Pool
 
 
 def make_table(tokens: int = 6, channels: int = 8) -> tuple[Any, Any]:
@@ -72,3 +84,19 @@ def test_only_processors_that_call_it_are_copied() -> None:
     assert not rotary.is_applied_by(made)
     assert not rotary.is_applied_by(WanAttnProcessor())
     assert not rotary.is_applied_by(FluxIPAdapterAttnProcessor(8, 8))
+
+
+def count_without_checks(plan: dict[str, Any]) -> FrameCounts:
+    """On a rank: what is counted where no ages are asserted."""
+    with mock.patch.dict(os.environ, {"DITILE_CHECK": ""}):
+        return count_frames(plan)
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_one_attention_and_one_micro_step_stay_within_their_frames(pool: Pool, name: str) -> None:
+    """A failure means that something is derived anew in each layer or call, or a closure made, that could be kept."""
+    counts = pool.run(count_without_checks, 2, dict(PLANS[name]))
+    for each in counts:
+        assert find_attention_frames(each) <= LIMITS[name]
+    if name == "pipefusion":
+        assert find_micro_step_frames(counts[0]) <= MICRO_STEP_LIMIT

@@ -1,5 +1,7 @@
-"""In-painting: a pipeline blends what is kept of a picture into the latents between steps, at the noise of the next.
+"""Pipelines that do more than call a transformer, on one, two and three ranks.
 
+In-painting blends what is kept of a picture into the latents between steps, at the noise of the next. Models beside the
+transformer, such as a ControlNet, read the latents on every stage; IP-adapters have keys of their own.
 Nothing stale: bit for bit the pipeline. Stale keys: bit for bit the same on one, two and three ranks, and a picture
 whose kept part is that of the pipeline.
 """
@@ -13,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import FluxInpaintPipeline
-from torch import Tensor
+from diffusers import FluxInpaintPipeline, ZImageControlNetInpaintPipeline
+from torch import Tensor, nn
 
 from ditile.plan.errors import StateError
 from ditile.runner.load import load
@@ -23,12 +25,15 @@ from tests.parallel.pipefusion.test_loops import flux_inpaint, sd3_inpaint
 from tests.pool import Pool
 from tests.runner.cases import divided, same
 from tests.zoo import ZOO
+from tests.zoo.conditions import filled, z_image_controlnet
 
 STEPS, PATCHES = 5, 3
 
-
-IN_PAINTING = (
+NAMES = (
     "z-image-inpaint", "flux-kontext-inpaint", "flux-2-klein-inpaint", "qwen-image-edit-inpaint", "chroma-inpaint",
+    "flux-controlnet", "flux-controlnet-inpaint", "qwen-image-controlnet", "qwen-image-controlnet-inpaint",
+    "stable-diffusion-3-controlnet", "z-image-controlnet", "wan-vace", "flux-ip-adapter",
+    "stable-diffusion-3-ip-adapter",
 )  # fmt: skip
 
 
@@ -56,14 +61,24 @@ def paint(make: Callable[[], Any], stages: int) -> tuple[Tensor, Tensor]:
         return draw(runner, call), want
 
 
-MAKES = {"flux-inpaint": flux_inpaint, "sd3-inpaint": sd3_inpaint} | {
-    name: partial(make_entry, name) for name in IN_PAINTING
+def z_image_controlnet_inpaint() -> tuple[Any, dict[str, Any]]:
+    """Its ControlNet is shown the picture, the mask, and the picture without what is drawn anew."""
+    pipe, call = make_entry("z-image-controlnet")
+    pipe = ZImageControlNetInpaintPipeline(**pipe.components | {"controlnet": z_image_controlnet(channels=9)})
+    return pipe, call | filled(28, 44)
+
+
+MAKES = {
+    "flux-inpaint": flux_inpaint,
+    "sd3-inpaint": sd3_inpaint,
+    "z-image-controlnet-inpaint": z_image_controlnet_inpaint,
 }
+MAKES |= {name: partial(make_entry, name) for name in NAMES}
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_in_painting_on_one_two_and_three_ranks(pool: Pool, make: Callable[[], Any]) -> None:
-    """A failure means that a patch is blended with the noise of another step, or a stage with other latents."""
+def test_one_two_and_three_ranks_draw_the_same(pool: Pool, make: Callable[[], Any]) -> None:
+    """A failure means that a patch is blended with the noise of another step, or a stage computes with other latents."""
     drawn = [pair for ranks in (1, 2, 3) for pair in pool.run(paint, ranks, make, ranks)]
     for stale, want in drawn:
         same(stale, drawn[0][0])
@@ -111,3 +126,22 @@ def test_what_is_kept_of_a_picture() -> None:
     same(got[:, :kept], want[:, :kept])
     error, power = (got - want)[:, kept:].square().mean(), want[:, kept:].square().mean()
     assert 0 < error < 0.05 * power, float(error / power)
+
+
+def count_calls(stages: int) -> tuple[int, float]:
+    """How often a ControlNet runs, and how much it changes the stale picture."""
+    pipe, call = make_entry("flux-controlnet")
+    calls: list[nn.Module] = []
+    embedder = tiny.quiet(pipe).controlnet.controlnet_x_embedder
+    embedder.register_forward_hook(lambda module, *_: calls.append(module))
+    with divided(pipe, pipefusion=stages, patches=PATCHES, warmup=1) as runner:
+        got = draw(runner, call)
+        counted = len(calls)
+        without = draw(runner, call | {"controlnet_conditioning_scale": 0.0})
+    return counted, float((got - without).abs().max())
+
+
+def test_a_controlnet_runs_once_in_a_step(pool: Pool) -> None:
+    """And once in the rehearsal. A failure means that it is computed for each patch."""
+    for counted, change in pool.run(count_calls, 1, 1):
+        assert counted == STEPS + 1 and change > 0
