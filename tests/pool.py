@@ -3,6 +3,10 @@
     def test_sum(pool):
         assert pool.run(summed, 2, 1.0) == [2.0, 2.0]
 
+    @on_ranks(2)
+    def test_rank(name):  # the body runs on each of two ranks
+        assert dist.get_world_size() == 2
+
 Each case gets a fresh process group of exactly `ranks` workers. A worker that failed, or whose peers did, may
 hold half of a collective: after a failure all workers of the case are replaced.
 """
@@ -14,6 +18,8 @@ import datetime
 import faulthandler
 import functools
 import gc
+import importlib
+import inspect
 import io
 import multiprocessing
 import os
@@ -157,6 +163,32 @@ class Pool:
         for worker in self._workers[:ranks]:
             worker.end()
         del self._workers[:ranks]
+
+
+class RankBody(NamedTuple):
+    """The body of a test of `on_ranks`, by its names: a worker finds the test under them, and not the function."""
+
+    module: str
+    name: str
+
+    def __call__(self, arguments: dict[str, Any]) -> None:
+        getattr(importlib.import_module(self.module), self.name).__wrapped__(**arguments)
+
+
+def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let the body of a test run on each of so many ranks, with the test's arguments."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(pool: Pool, **arguments: Any) -> None:
+            pool.run(RankBody(body.__module__, body.__name__), ranks, arguments)
+
+        signature = inspect.signature(body)
+        pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = signature.replace(parameters=[pool, *signature.parameters.values()])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 class ForkedProcess:

@@ -20,7 +20,7 @@ from ditile.model.hooks.kv_store import KeyStore
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, call_of, divided, run
 from tests.zoo import ZOO
 
@@ -126,7 +126,9 @@ def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:
     assert seen or isinstance(case.config, DBPruneConfig) or plan.data > 1
 
 
-def at_the_decode() -> None:
+@on_ranks(2)
+def test_nothing_is_remembered_while_the_picture_is_decoded() -> None:
+    """A failure means that keys of all layers are in memory where it is needed most."""
     pipe, held = MAKE["flux"](), []
     caching.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2))
     decode = pipe.vae.decode
@@ -141,11 +143,6 @@ def at_the_decode() -> None:
     runner(**call_of("flux", output_type="pt"))
     assert held == [(0, 0)]
     assert all(report.kept_bytes for report in caching.summary(pipe, logging=False)), "and what it was is still told"
-
-
-def test_nothing_is_remembered_while_the_picture_is_decoded(pool: Pool) -> None:
-    """A failure means that keys of all layers are in memory where it is needed most."""
-    pool.run(at_the_decode, 2)
 
 
 def groups_left() -> tuple[int, int]:

@@ -22,7 +22,7 @@ from ditile.runner import caching
 from tests.cache.hand import by_hand
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.parallel.sequence.planned import wan_pipeline
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import NAMES, edits, folder_of
 from tests.tiny import WIDTH, quiet, randomise
@@ -312,8 +312,9 @@ UNLIKE: list[DBCacheConfig | None] = [
 ]
 
 
-def unlike() -> None:
-    """On a rank: caches of which rank 1 has another."""
+@on_ranks(2)
+def test_ranks_with_different_caches_are_refused() -> None:
+    """A failure means that ranks decide differently, on a part of the image each: a hang, or a wrong picture."""
     pipe = MAKE["flux"]()
     runner = ditile.parallelize(pipe, Plan(ulysses=2))
     plain = draw(runner, "flux")
@@ -326,8 +327,3 @@ def unlike() -> None:
             draw(runner, "flux")
     ditile.disable_cache(pipe)
     same(draw(runner, "flux"), plain)
-
-
-def test_ranks_with_different_caches_are_refused(pool: Pool) -> None:
-    """A failure means that ranks decide differently, on a part of the image each: a hang, or a wrong picture."""
-    pool.run(unlike, 2)

@@ -23,7 +23,7 @@ from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.preflight import check_request_by_files
 from ditile.runner.runner import parallelize
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.zoo import ZOO
 from tests.zoo.page import read_families
 
@@ -153,7 +153,9 @@ def test_negative_prompts_are_heeded_at_the_scales_of_the_family() -> None:
             facts.merge_arguments(GenerateOptions(prompt="x", negative_prompt="a square", guidance=0.0), {})
 
 
-def call_unguided() -> None:
+@on_ranks(2)
+def test_a_runner_refuses_a_call_before_its_first_step() -> None:
+    """And draws the next one. A failure means that a group of ranks is lost by a prompt that was forgotten."""
     pipe = ZOO["qwen-image"].make()
     call = ZOO["qwen-image"].call()
     alone = {name: value for name, value in call.items() if not name.startswith("negative_")}
@@ -166,8 +168,3 @@ def call_unguided() -> None:
     assert not ran
     runner(**call)
     assert ran
-
-
-def test_a_runner_refuses_a_call_before_its_first_step(pool: Pool) -> None:
-    """And draws the next one. A failure means that a group of ranks is lost by a prompt that was forgotten."""
-    pool.run(call_unguided, 2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, different, divided, run, same
 
 STEPS = 4
@@ -45,7 +45,10 @@ def observed(pipe: Any, name: str, tensors: list[str], change: str = "") -> list
     return [picture, notes.seen, *notes.latents]
 
 
-def as_plain(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_once_per_step_and_as_the_plain_pipeline(name: str) -> None:
+    """A failure means that a callback sees patches instead of steps, or what it returns is lost on some rank."""
     pipe = MAKE[name]()
     wishes = [([], ""), (["latents"], ""), (["latents"], "latents"), (["latents", "prompt_embeds"], "prompt")]
     wanted = [observed(pipe, name, *wish) for wish in wishes]
@@ -64,23 +67,14 @@ def as_plain(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_once_per_step_and_as_the_plain_pipeline(pool: Pool, name: str) -> None:
-    """A failure means that a callback sees patches instead of steps, or what it returns is lost on some rank."""
-    pool.run(as_plain, 2, name)
-
-
-def whole_model(name: str) -> None:
+@on_ranks(1)
+def test_a_changed_prompt_is_read_where_models_are_whole(name: str) -> None:
+    """A failure means that `data` and `cfg` go on with what they remember of the first prompt."""
     pipe = MAKE[name]()
     wanted = observed(pipe, name, ["prompt_embeds"], "prompt")
     different(wanted[0], observed(pipe, name, ["latents"])[0], "a changed prompt")
     with divided(pipe) as runner:
         same(observed(runner, name, ["prompt_embeds"], "prompt")[0], wanted[0], name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_changed_prompt_is_read_where_models_are_whole(pool: Pool, name: str) -> None:
-    """A failure means that `data` and `cfg` go on with what they remember of the first prompt."""
-    pool.run(whole_model, 1, name)
 
 
 def changed(name: str, stages: int) -> list[Any]:
@@ -99,7 +93,10 @@ def test_changes_under_stale_keys(pool: Pool, name: str) -> None:
                 same([one[0], *one[2:]], [other[0], *other[2:]], name)
 
 
-def on_rank_0(name: str) -> None:
+@on_ranks(2)
+def test_a_callback_on_rank_0_only() -> None:
+    """A failure means that the ranks without the callback hang, or go on with other latents."""
+    name = "flux"
     pipe = MAKE[name]()
     wanted = observed(pipe, name, ["latents"], "latents")
     with divided(pipe, **EXACT) as runner:
@@ -112,11 +109,6 @@ def on_rank_0(name: str) -> None:
         same(picture, wanted[0], "a callback on rank 0 only")
 
 
-def test_a_callback_on_rank_0_only(pool: Pool) -> None:
-    """A failure means that the ranks without the callback hang, or go on with other latents."""
-    pool.run(on_rank_0, 2, "flux")
-
-
 def legacy(pipe: Any, every: int) -> list[Any]:
     seen: list[Any] = []
     picture = run(
@@ -125,7 +117,9 @@ def legacy(pipe: Any, every: int) -> list[Any]:
     return [picture, [s[:2] for s in seen], *(s[2] for s in seen)]
 
 
-def legacy_as_plain() -> None:
+@on_ranks(2)
+def test_the_callback_of_pixart() -> None:
+    """The older `callback`, `callback_steps`. A failure means that it sees patches, or latents that are not whole."""
     pipe = MAKE["pixart sigma"]()
     for every in (1, 2):
         wanted = legacy(pipe, every)
@@ -135,11 +129,6 @@ def legacy_as_plain() -> None:
             same([got[0], *got[2:]], [wanted[0], *wanted[2:]], f"every {every}")
         with divided(pipe, **STALE) as runner:
             assert legacy(runner, every)[1] == wanted[1]
-
-
-def test_the_callback_of_pixart(pool: Pool) -> None:
-    """The older `callback`, `callback_steps`. A failure means that it sees patches, or latents that are not whole."""
-    pool.run(legacy_as_plain, 2)
 
 
 def interrupted(name: str, plan: dict[str, Any], rank: int, stop: int) -> list[Any]:

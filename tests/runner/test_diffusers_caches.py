@@ -21,7 +21,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import run, same
 
 STEPS = 8
@@ -92,7 +92,9 @@ def test_which_plans_a_cache_fits(kind: str) -> None:
         assert reason is None or ("ditile.enable_cache(pipe)" in reason and len(reason) < 400)
 
 
-def enabled_afterwards() -> None:
+@on_ranks(2)
+def test_a_cache_that_is_enabled_between_calls() -> None:
+    """A failure means that ranks wait for each other as soon as one of them leaves blocks out."""
     pipe = tiny.flux()
     runner = parallelize(pipe, Plan(ulysses=2))
     wanted = run(runner, "flux")
@@ -105,12 +107,9 @@ def enabled_afterwards() -> None:
     same(run(runner, "flux"), wanted, "without the cache")
 
 
-def test_a_cache_that_is_enabled_between_calls(pool: Pool) -> None:
-    """A failure means that ranks wait for each other as soon as one of them leaves blocks out."""
-    pool.run(enabled_afterwards, 2)
-
-
-def branches_apart() -> None:
+@on_ranks(2)
+def test_caches_that_do_not_tell_branches_apart() -> None:
+    """A failure means another picture in silence: attention of one branch was used again for the other."""
     pipe = tiny.flux()
     _enable(pipe.transformer, "taylor")
     wanted = run(pipe, "flux true cfg", num_inference_steps=STEPS)
@@ -120,11 +119,6 @@ def branches_apart() -> None:
     _enable(pipe.transformer, "pab")
     with pytest.raises(ModelError, match="PyramidAttentionBroadcastHook, which takes the calls of all branches"):
         run(runner, "flux true cfg")
-
-
-def test_caches_that_do_not_tell_branches_apart(pool: Pool) -> None:
-    """A failure means another picture in silence: attention of one branch was used again for the other."""
-    pool.run(branches_apart, 2)
 
 
 def drawn(kind: str, plan: dict[str, Any]) -> tuple[float, float]:

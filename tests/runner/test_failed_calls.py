@@ -22,7 +22,7 @@ from ditile.distributed.mesh import BROKEN_WORLDS
 from ditile.plan.errors import RankError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import Runner, parallelize
-from tests.pool import Pool, fork_ranks
+from tests.pool import Pool, fork_ranks, on_ranks
 from tests.runner.cases import MAKE, draw_plain, run, same
 
 NAME, STEPS, LAST = "flux true cfg", 6, 3
@@ -159,7 +159,9 @@ def test_an_error_of_one_rank_ends_the_run(rank: int, monkeypatch: pytest.Monkey
     assert time.monotonic() - float(caught.value.message.split("ValueError: ")[1].split()[0]) < 10
 
 
-def break_nccl() -> None:
+@on_ranks(2)
+def test_receives_on_a_gpu_cannot_be_taken_back() -> None:
+    """A failure means that a new runner's kernels wait behind receives of NCCL that wait for ever."""
     runner = parallelize(MAKE[NAME](), Plan(pipefusion=2, warmup=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "has_nccl", lambda _: True)
@@ -172,8 +174,3 @@ def break_nccl() -> None:
                 again()
     finally:
         BROKEN_WORLDS.clear()
-
-
-def test_receives_on_a_gpu_cannot_be_taken_back(pool: Pool) -> None:
-    """A failure means that a new runner's kernels wait behind receives of NCCL that wait for ever."""
-    pool.run(break_nccl, 2)

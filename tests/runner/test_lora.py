@@ -13,7 +13,7 @@ import pytest
 
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from tests.pool import Pool, share
+from tests.pool import Pool, on_ranks, share
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import NAMES, edits, folders_of, load
 
@@ -61,7 +61,11 @@ def test_every_state_of_loras_is_the_plain_pipelines(
     pool.run(in_every_state, ranks, name, folders[name], ranks, before)
 
 
-def scaled_in_the_call(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
+@on_ranks(2)
+def test_scales_of_a_call_and_of_its_steps(folders: dict[str, Path], name: str) -> None:
+    """A failure means that what is remembered of an earlier step outlives a LoRA that a callback changed."""
+    folder = folders[name]
     pipe = MAKE[name]()
     load("one")(pipe, folder)
 
@@ -82,9 +86,3 @@ def scaled_in_the_call(name: str, folder: Path) -> None:
     for call, wanted in zip([{}, *calls], pictures, strict=True):
         pipe.set_adapters("one", 1.0)
         same(run(runner, name, **call), wanted, f"{name} {list(call)}")
-
-
-@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
-def test_scales_of_a_call_and_of_its_steps(pool: Pool, folders: dict[str, Path], name: str) -> None:
-    """A failure means that what is remembered of an earlier step outlives a LoRA that a callback changed."""
-    pool.run(scaled_in_the_call, 2, name, folders[name])

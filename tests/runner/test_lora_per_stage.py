@@ -18,7 +18,7 @@ import ditile
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from tests.pool import Pool, share
+from tests.pool import on_ranks, share
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import folders_of
 from tests.zoo import ZOO
@@ -84,7 +84,12 @@ def draw_edited(name: str, folder: Path) -> list[tuple[Any, dict[str, list[str]]
     return drawn
 
 
-def after_the_cut(name: str, folder: Path, ranks: int) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(3)
+def test_a_lora_of_one_block_is_loaded_after_the_cut(folders: dict[str, Path], name: str) -> None:
+    """A failure means that a LoRA cannot be loaded on the stages that it does not touch, or has no effect there."""
+    folder = folders[name]
+    ranks = 3
     drawn, pipe = share(f"{name} with LoRAs of one block", draw_edited, name, folder), MAKE[name]()
     for (one, _), (other, _) in itertools.pairwise(drawn[:3]):
         different(one, other, f"{name}: a LoRA has no effect")
@@ -95,13 +100,14 @@ def after_the_cut(name: str, folder: Path, ranks: int) -> None:
         assert pipe.get_list_adapters() == adapters, what
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_lora_of_one_block_is_loaded_after_the_cut(pool: Pool, folders: dict[str, Path], name: str) -> None:
-    """A failure means that a LoRA cannot be loaded on the stages that it does not touch, or has no effect there."""
-    pool.run(after_the_cut, 3, name, folders[name], 3)
-
-
-def with_text(name: str, folder: Path, text: str, file: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "file", "text"),
+    [("flux", "with-text", "each"), ("flux", "hub-text", "split"), ("sd3.5 medium", "with-text", "split")],
+)
+@on_ranks(2)
+def test_a_lora_of_a_text_encoder(folders: dict[str, Path], name: str, file: str, text: str) -> None:
+    """A failure means that the text encoder's part of a LoRA is lost, or refused where the encoder is not."""
+    folder = folders[name]
     plain, pipe = MAKE[name](), MAKE[name]()
     before = run(plain, name)
     load(plain, folder, "narrow", ours=False)
@@ -120,16 +126,9 @@ def with_text(name: str, folder: Path, text: str, file: str) -> None:
     same(run(runner, name), before, f"{name} {text} unloaded")
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "text"),
-    [("flux", "with-text", "each"), ("flux", "hub-text", "split"), ("sd3.5 medium", "with-text", "split")],
-)
-def test_a_lora_of_a_text_encoder(pool: Pool, folders: dict[str, Path], name: str, file: str, text: str) -> None:
-    """A failure means that the text encoder's part of a LoRA is lost, or refused where the encoder is not."""
-    pool.run(with_text, 2, name, folders[name], text, file)
-
-
-def with_kronecker_factors() -> None:
+@on_ranks(2)
+def test_kronecker_factors_are_applied_or_refused() -> None:
+    """A failure means that a LoKr is compared, cut or left out as if it were a plain LoRA."""
     family = ZOO["z-image"]
     plain = family.make()
     random = torch.Generator().manual_seed(3)
@@ -158,12 +157,11 @@ def with_kronecker_factors() -> None:
         ditile.load_lora(ZOO["flux-2"].make(), fused)
 
 
-def test_kronecker_factors_are_applied_or_refused(pool: Pool) -> None:
-    """A failure means that a LoKr is compared, cut or left out as if it were a plain LoRA."""
-    pool.run(with_kronecker_factors, 2)
-
-
-def order(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_the_last_lora_is_the_active_one_everywhere(folders: dict[str, Path], name: str) -> None:
+    """A failure means that a stage without a layer of the last LoRA still applies the one before."""
+    folder = folders[name]
     plain, pipe = MAKE[name](), MAKE[name]()
     runner = parallelize(pipe, Plan(pipefusion=2, **EXACT))
     for adapter in ("one", "narrow"):
@@ -172,13 +170,19 @@ def order(name: str, folder: Path) -> None:
         same(run(runner, name), run(plain, name), f"{name} {adapter}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_last_lora_is_the_active_one_everywhere(pool: Pool, folders: dict[str, Path], name: str) -> None:
-    """A failure means that a stage without a layer of the last LoRA still applies the one before."""
-    pool.run(order, 2, name, folders[name])
-
-
-def between_calls(name: str, folder: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("flux", "each"),
+        ("flux", "first"),
+        ("flux", "split"),
+        ("sd3.5 medium", "split"),
+    ],
+)
+@on_ranks(2)
+def test_encoders_that_wait_are_edited_between_calls(folders: dict[str, Path], name: str, text: str) -> None:
+    """A failure means that a LoRA misses text encoders that wait for the next call."""
+    folder = folders[name]
     plain, pipe = MAKE[name](), MAKE[name]()
     runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT), text_after="offload")  # type: ignore[arg-type]
     pictures = [run(plain, name)]
@@ -202,19 +206,3 @@ def between_calls(name: str, folder: Path, text: str) -> None:
     during = {"callback_on_step_end": halved, "callback_on_step_end_tensor_inputs": []}
     same(run(runner, name, **during), run(plain, name, **during), f"{name} {text} scaled in a call")
     same(run(runner, name), run(plain, name), f"{name} {text} after that call")
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("flux", "each"),
-        ("flux", "first"),
-        ("flux", "split"),
-        ("sd3.5 medium", "split"),
-    ],
-)
-def test_encoders_that_wait_are_edited_between_calls(
-    pool: Pool, folders: dict[str, Path], name: str, text: str
-) -> None:
-    """A failure means that a LoRA misses text encoders that wait for the next call."""
-    pool.run(between_calls, 2, name, folders[name], text)

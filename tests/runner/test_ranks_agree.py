@@ -21,7 +21,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.digest import describe_call, describe_value
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runner.cases import divided, run, same
 
 
@@ -181,7 +181,10 @@ STATES: dict[str, tuple[Callable[[Any, int], contextlib.AbstractContextManager[N
 """How the pipeline of rank 1 is made unlike, and what all ranks say."""
 
 
-def called_unlike(plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize("plan", [{"ulysses": 2}, {"pipefusion": 2, "patches": 2, "warmup": 1}])
+@on_ranks(2)
+def test_ranks_that_are_called_unlike(plan: dict[str, Any]) -> None:
+    """A failure means a picture of neither call, or a process that gloo aborts, in place of one line."""
     pipe, rank = tiny.flux(), dist.get_rank()
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "one")
     pipe.transformer.set_adapter("one")
@@ -202,23 +205,17 @@ def called_unlike(plan: dict[str, Any]) -> None:
             runner.write_trace("nowhere")
 
 
-@pytest.mark.parametrize("plan", [{"ulysses": 2}, {"pipefusion": 2, "patches": 2, "warmup": 1}])
-def test_ranks_that_are_called_unlike(pool: Pool, plan: dict[str, Any]) -> None:
-    """A failure means a picture of neither call, or a process that gloo aborts, in place of one line."""
-    pool.run(called_unlike, 2, plan)
-
-
-def planned_unlike() -> None:
+@on_ranks(2)
+def test_ranks_with_different_plans() -> None:
+    """A failure means that ranks wait for each other in different groups."""
     with pytest.raises(PlanError, match="rank 1 has a plan with ring=2 and rank 0 one with ring=1"):
         parallelize(tiny.flux(), Plan(ring=2) if dist.get_rank() else Plan(ulysses=2))
 
 
-def test_ranks_with_different_plans(pool: Pool) -> None:
-    """A failure means that ranks wait for each other in different groups."""
-    pool.run(planned_unlike, 2)
-
-
-def called_directly(plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize("plan", [{"pipefusion": 2}, {"tensor": 2, "split_scheme": "sequence"}])
+@on_ranks(2)
+def test_the_pipeline_in_place_of_the_runner(plan: dict[str, Any]) -> None:
+    """A failure means an AttributeError from a block without weights, for users who call what they always called."""
     pipe = tiny.flux()
     wanted = run(pipe, "flux")
     runner = parallelize(pipe, Plan(**plan), keep_weights=True)
@@ -230,9 +227,3 @@ def called_directly(plan: dict[str, Any]) -> None:
     runner.restore()
     same(run(pipe, "flux"), wanted, "restored")
     assert got.shape == wanted.shape
-
-
-@pytest.mark.parametrize("plan", [{"pipefusion": 2}, {"tensor": 2, "split_scheme": "sequence"}])
-def test_the_pipeline_in_place_of_the_runner(pool: Pool, plan: dict[str, Any]) -> None:
-    """A failure means an AttributeError from a block without weights, for users who call what they always called."""
-    pool.run(called_directly, 2, plan)

@@ -20,7 +20,7 @@ from ditile.plan.errors import ModelError, PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.pool import CaseError, Pool
+from tests.pool import CaseError, Pool, on_ranks
 from tests.runner.cases import MAKE, divided, run, same
 
 STALE = {"patches": 3, "warmup": 1}
@@ -99,19 +99,16 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 """A call, and how it is refused."""
 
 
-def refused_arguments(name: str) -> None:
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+@on_ranks(2)
+def test_arguments_that_cannot_be_honoured(name: str) -> None:
+    """A failure means a wrong picture in silence, or a runner that a refusal has spoiled."""
     with divided(MAKE[name](), pipefusion=2, **STALE | {"patches": 5}) as runner:
         wanted = run(runner, name)
         for _, changes, error, says in (row for row in ARGUMENTS if row[0] == name):
             with pytest.raises(error, match=says):
                 run(runner, name, **changes)
             same(run(runner, name), wanted, f"{name}, after {changes}")
-
-
-@pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_arguments_that_cannot_be_honoured(pool: Pool, name: str) -> None:
-    """A failure means a wrong picture in silence, or a runner that a refusal has spoiled."""
-    pool.run(refused_arguments, 2, name)
 
 
 DIFFERING: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -125,7 +122,9 @@ DIFFERING: list[tuple[dict[str, Any], type[Exception], str]] = [
 """What rank 1 alone is called with, and what all ranks say."""
 
 
-def called_differently() -> None:
+@on_ranks(2)
+def test_what_one_rank_cannot_do_no_rank_does() -> None:
+    """A failure means that the other ranks hang, or make a picture of two prompts."""
     pipe = tiny.flux()
     with divided(pipe, trusts=False, pipefusion=2, **STALE | {"patches": 5}) as runner:
         wanted = run(runner, "flux")
@@ -140,11 +139,6 @@ def called_differently() -> None:
         if dist.get_rank() == 1:
             pipe.transformer.single_transformer_blocks[2].attn.set_processor(FluxAttnProcessor())
         same(run(runner, "flux"), wanted, "the processor set back")
-
-
-def test_what_one_rank_cannot_do_no_rank_does(pool: Pool) -> None:
-    """A failure means that the other ranks hang, or make a picture of two prompts."""
-    pool.run(called_differently, 2)
 
 
 def mixed() -> None:

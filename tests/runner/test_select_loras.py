@@ -10,7 +10,7 @@ import pytest
 import ditile
 from ditile.plan.errors import ModelError
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import folders_of
 
@@ -42,7 +42,15 @@ def draw_fresh(name: str, folder: Path, plan: dict[str, Any], scales: dict[str, 
     return run(runner, name)
 
 
-def switched(name: str, folder: Path, plan: dict[str, Any]) -> None:
+PLANS: list[dict[str, Any]] = [{"pipefusion": 2, "warmup": 1}, {"ulysses": 2}, {"data": 2}]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
+@on_ranks(2)
+def test_each_call_has_its_own_loras(folders: dict[str, Path], name: str, plan: dict[str, Any]) -> None:
+    """A failure means that the LoRA of one request changes the picture of another, or that memory grows."""
+    folder = folders[name]
     wanted = [draw_fresh(name, folder, plan, scales) for scales in CHOICES]
     plain = draw_fresh(name, folder, plan, {})
     pipe = MAKE[name]()
@@ -68,16 +76,6 @@ def switched(name: str, folder: Path, plan: dict[str, Any]) -> None:
     load(pipe, folder, "two")
     select_loras(runner, CHOICES[1])
     same(run(runner, name), wanted[1], f"{name} {plan}: loaded again")
-
-
-PLANS: list[dict[str, Any]] = [{"pipefusion": 2, "warmup": 1}, {"ulysses": 2}, {"data": 2}]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
-def test_each_call_has_its_own_loras(pool: Pool, folders: dict[str, Path], name: str, plan: dict[str, Any]) -> None:
-    """A failure means that the LoRA of one request changes the picture of another, or that memory grows."""
-    pool.run(switched, 2, name, folders[name], plan)
 
 
 def test_what_is_not_loaded_is_refused(folders: dict[str, Path]) -> None:

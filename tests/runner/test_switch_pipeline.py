@@ -20,7 +20,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
 PICTURE = Image.radial_gradient("L").resize((24, 32)).convert("RGB")
@@ -78,17 +78,14 @@ def test_other_classes_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> No
     pool.run(switched, 2, plan, [FluxInpaintPipeline, FluxImg2ImgPipeline])
 
 
-def unlike() -> None:
+@on_ranks(2)
+def test_ranks_switch_alike() -> None:
+    """A failure means that ranks draw by different classes, and wait for each other."""
     with divided(MAKE["flux"](), data=2) as runner:
         if dist.get_rank() == 1:
             runner.switch_pipeline(FluxImg2ImgPipeline)
         with pytest.raises(StateError, match='rank 1 was called with pipeline="FluxImg2ImgPipeline"'):
             runner(**(call_of("flux") if dist.get_rank() == 0 else call_with_picture()))
-
-
-def test_ranks_switch_alike(pool: Pool) -> None:
-    """A failure means that ranks draw by different classes, and wait for each other."""
-    pool.run(unlike, 2)
 
 
 def test_modules_stay_as_they_are() -> None:

@@ -26,7 +26,7 @@ from ditile.runner.caching import enable_cache
 from ditile.runner.runner import parallelize
 from ditile.runner.user_code import explain_code_refusal, list_user_code
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import call_of, run
 from tests.zoo.own import FrameTransformer, of_own
 
@@ -158,7 +158,8 @@ REFUSED: list[dict[str, Any]] = [
 """Also where no step has stale keys: some ranks do not see all tokens, rows, heads or blocks."""
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_every_axis_refuses_before_the_first_step() -> None:
     pipe = tiny.flux()
     handles = []
     steps: list[int] = []
@@ -174,10 +175,6 @@ def refused() -> None:
             handle.remove()
         runner.restore()
     assert not steps
-
-
-def test_every_axis_refuses_before_the_first_step(pool: Pool) -> None:
-    pool.run(refused, 2)
 
 
 def scale(pipe: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runner.cases import MAKE, divided, run, same
 from tests.runner.loras import NAMES, Edit, edits, folders_of
 
@@ -36,7 +36,11 @@ def list_names(model: Any) -> list[str]:
     return [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
 
 
-def untouched(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_the_pipeline_is_untouched(folders: dict[str, Path], name: str) -> None:
+    """A failure means that a LoRA, a saved state or another tool meets other names than the model has."""
+    folder = folders[name]
     pipe = MAKE[name]()
     edits(name)["loaded"](pipe, folder)
     everything = list_names(pipe.transformer)
@@ -70,12 +74,6 @@ def untouched(name: str, folder: Path) -> None:
             assert equal and type(value) is type(was), f"{path}.{key}: {value}, and was {was}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_pipeline_is_untouched(pool: Pool, folders: dict[str, Path], name: str) -> None:
-    """A failure means that a LoRA, a saved state or another tool meets other names than the model has."""
-    pool.run(untouched, 2, name, folders[name])
-
-
 def tensors(pipe: Any) -> dict[str, torch.Tensor]:
     return {path: tensor.clone() for path, tensor in pipe.transformer.state_dict().items()}
 
@@ -106,7 +104,11 @@ def activate(adapter: str) -> Edit:
     return lambda pipe, _: pipe.set_adapters(adapter)
 
 
-def histories(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
+@on_ranks(2)
+def test_restore_knows_of_loras(folders: dict[str, Path], name: str) -> None:
+    """A failure means that `restore` joins blocks of one state with blocks of another: a wrong picture, in silence."""
+    folder = folders[name]
     todo = edits(name) | {"back": activate("one"), "two": activate("two")}
     for what, (before, since, back) in HISTORIES.items():
         pipe = MAKE[name]()
@@ -128,13 +130,10 @@ def histories(name: str, folder: Path) -> None:
             as_it_was(pipe, f"{name}, {what}", weights, picture)
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
-def test_restore_knows_of_loras(pool: Pool, folders: dict[str, Path], name: str) -> None:
-    """A failure means that `restore` joins blocks of one state with blocks of another: a wrong picture, in silence."""
-    pool.run(histories, 2, name, folders[name])
-
-
-def cut_for_good(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_what_is_cut_says_so(name: str) -> None:
+    """A failure means that a pipeline without some of its weights passes for a whole one."""
     pipe = MAKE[name]()
     plan = Plan(pipefusion=2, **EXACT)
     runner = parallelize(pipe, plan)
@@ -153,13 +152,11 @@ def cut_for_good(name: str) -> None:
         same(run(again, name), wanted, "a second runner")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_cut_says_so(pool: Pool, name: str) -> None:
-    """A failure means that a pipeline without some of its weights passes for a whole one."""
-    pool.run(cut_for_good, 2, name)
-
-
-def other_model(name: str, plan: dict[str, int]) -> None:
+@pytest.mark.parametrize("plan", [{"pipefusion": 2, **EXACT}, {"ulysses": 2}, {"data": 2}], ids=str)
+@on_ranks(2)
+def test_another_model_is_noticed(plan: dict[str, int]) -> None:
+    """A failure means that a model that the user put in is drawn with as if it were divided."""
+    name = "flux"
     pipe, model = MAKE[name](), MAKE[name]().transformer
     divided_model = pipe.transformer
     call = {"num_images_per_prompt": 2} if "data" in plan else {}
@@ -171,9 +168,3 @@ def other_model(name: str, plan: dict[str, int]) -> None:
             run(runner, name, **call)
     pipe.transformer = divided_model
     same(run(runner, name, **call), wanted, "put back")
-
-
-@pytest.mark.parametrize("plan", [{"pipefusion": 2, **EXACT}, {"ulysses": 2}, {"data": 2}], ids=str)
-def test_another_model_is_noticed(pool: Pool, plan: dict[str, int]) -> None:
-    """A failure means that a model that the user put in is drawn with as if it were divided."""
-    pool.run(other_model, 2, "flux", plan)

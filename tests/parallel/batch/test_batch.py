@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ditile.model.hooks.batch_rows import slice_batch_arguments
 from ditile.parallel.batch.shares import BatchSlice
 from ditile.plan.errors import ModelError, PlanError
-from tests.pool import Pool, share
+from tests.pool import Pool, on_ranks, share
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
 TOLERANCE = 1e-10
@@ -219,7 +219,10 @@ def test_callbacks_see_all_images(pool: Pool) -> None:
 # Saying no
 
 
-def autocast(name: str, plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "plan"), [("flux", {"data": 2}), ("flux true cfg", {"cfg": 2})])
+@on_ranks(2)
+def test_a_prediction_may_have_another_dtype_than_latents(name: str, plan: dict[str, Any]) -> None:
+    """One image under autocast. A failure means noise or NaN where a rank takes bytes of one dtype for another."""
     pipe = MAKE[name]()
     with torch.autocast("cpu", torch.bfloat16):
         wanted = run(pipe, name)
@@ -229,13 +232,11 @@ def autocast(name: str, plan: dict[str, Any]) -> None:
     same(got.float(), wanted.float(), f"{name} {plan} rank {dist.get_rank()}")
 
 
-@pytest.mark.parametrize(("name", "plan"), [("flux", {"data": 2}), ("flux true cfg", {"cfg": 2})])
-def test_a_prediction_may_have_another_dtype_than_latents(pool: Pool, name: str, plan: dict[str, Any]) -> None:
-    """One image under autocast. A failure means noise or NaN where a rank takes bytes of one dtype for another."""
-    pool.run(autocast, 2, name, plan)
-
-
-def unguided(name: str) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3"])
+@on_ranks(2)
+def test_guidance_that_is_off(name: str) -> None:
+    """xDiT crashes at guidance of 1 or less. A failure means that so do we, or that half of the ranks do nothing."""
     pipe = made(name)
     off: dict[str, Any] = {"true_cfg_scale": 1.0} if name == "flux true cfg" else {"guidance_scale": 1.0}
     if name == "flux":
@@ -248,13 +249,6 @@ def unguided(name: str) -> None:
             run(runner, name)
     with divided(pipe, data=2) as runner:
         same(run(runner, name, **off), wanted, "guidance off")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3"])
-def test_guidance_that_is_off(pool: Pool, name: str) -> None:
-    """xDiT crashes at guidance of 1 or less. A failure means that so do we, or that half of the ranks do nothing."""
-    pool.run(unguided, 2, name)
 
 
 def test_rows() -> None:

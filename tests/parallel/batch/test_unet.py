@@ -21,7 +21,7 @@ from tests import tiny
 from tests.families import FAMILIES, noise
 from tests.more_families import RUN
 from tests.parallel.batch.test_batch import close
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import divided, same
 from tests.zoo.methods import list_families
 
@@ -99,7 +99,9 @@ def own() -> Own:
     return Own(tiny.stable_diffusion().unet.to(torch.float64), DDIMScheduler())
 
 
-def calls_in_turn() -> None:
+@on_ranks(2)
+def test_calls_in_turn() -> None:
+    """A failure means that a half's prediction does not arrive where the pipeline holds it."""
     pipe = own()
     plain = {
         way: pipe(["a", "b"], way, torch.Generator().manual_seed(1)) for way in ("both", "late", "early", "one", "more")
@@ -116,11 +118,6 @@ def calls_in_turn() -> None:
         with divided(pipe, data=2) as runner:
             got = runner(["a", "b"], way, torch.Generator().manual_seed(1))
             close(got, plain[way], f"{way} under data")
-
-
-def test_calls_in_turn(pool: Pool) -> None:
-    """A failure means that a half's prediction does not arrive where the pipeline holds it."""
-    pool.run(calls_in_turn, 2)
 
 
 def refused(way: str) -> None:

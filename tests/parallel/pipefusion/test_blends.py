@@ -22,7 +22,7 @@ from ditile.plan.errors import StateError
 from ditile.runner.load import load
 from tests import tiny
 from tests.parallel.pipefusion.test_loops import flux_inpaint, sd3_inpaint
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import divided, same
 from tests.zoo import ZOO
 from tests.zoo.conditions import filled, z_image_controlnet
@@ -78,7 +78,7 @@ MAKES |= {name: partial(make_entry, name) for name in NAMES}
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_one_two_and_three_ranks_draw_the_same(pool: Pool, make: Callable[[], Any]) -> None:
-    """A failure means that a patch is blended with the noise of another step, or a stage computes with other latents."""
+    """A failure: a patch is blended with the noise of another step, or a stage computes with other latents."""
     drawn = [pair for ranks in (1, 2, 3) for pair in pool.run(paint, ranks, make, ranks)]
     for stale, want in drawn:
         same(stale, drawn[0][0])
@@ -96,16 +96,13 @@ class Doubled(FluxInpaintPipeline):  # type: ignore[misc]
         return False
 
 
-def refuse_unlike_blends() -> None:
+@on_ranks(1)
+def test_a_blend_that_cannot_be_made_again_is_refused() -> None:
+    """A failure means that patches are blended otherwise than the pipeline does it, in silence."""
     pipe, call = flux_inpaint()
     with divided(tiny.quiet(Doubled(**pipe.components)), patches=3) as runner, pytest.raises(StateError) as refusal:
         draw(runner, call)
     assert "makes different latents of the same ones" in str(refusal.value)
-
-
-def test_a_blend_that_cannot_be_made_again_is_refused(pool: Pool) -> None:
-    """A failure means that patches are blended otherwise than the pipeline does it, in silence."""
-    pool.run(refuse_unlike_blends, 1)
 
 
 def test_what_is_kept_of_a_picture() -> None:

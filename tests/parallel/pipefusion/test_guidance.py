@@ -33,7 +33,7 @@ from ditile.runner import runner as runner_module
 from tests import tiny
 from tests.model.loop_source import find_latent_cuts, find_timed_guidance
 from tests.parallel.batch.test_batch import close, made
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, different, divided, run, same
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
@@ -217,7 +217,9 @@ def test_a_call_asks_for_other_steps_by_its_arguments() -> None:
     assert refusal is not None and "enable_temporal_reasoning=False" in refusal
 
 
-def truncated() -> None:
+@on_ranks(2)
+def test_lumina_2_ends_guidance_by_an_argument() -> None:
+    """A failure means that a call which any of these plans can compute is refused, or refused in mid-run."""
     entry = ZOO["lumina-2"]
 
     def draw(pipe: Any, **changes: Any) -> Any:
@@ -240,12 +242,10 @@ def truncated() -> None:
         assert runner.report.synchronous == [0, 3]
 
 
-def test_lumina_2_ends_guidance_by_an_argument(pool: Pool) -> None:
-    """A failure means that a call which any of these plans can compute is refused, or refused in mid-run."""
-    pool.run(truncated, 2)
+@on_ranks(2)
+def test_a_callback_ends_guidance() -> None:
+    """A failure means that keys of two branches are kept for one, or that a callback is met in mid-run alone."""
 
-
-def cut_off() -> None:
     def ends() -> dict[str, Any]:
         callback = SD3CFGCutoffCallback(cutoff_step_ratio=0.5)
         return {"callback_on_step_end": callback, "num_inference_steps": TIMED_STEPS}
@@ -261,19 +261,15 @@ def cut_off() -> None:
             run(runner, "sd3", **ends())
 
 
-def test_a_callback_ends_guidance(pool: Pool) -> None:
-    """A failure means that keys of two branches are kept for one, or that a callback is met in mid-run alone."""
-    pool.run(cut_off, 2)
-
-
 def end_by_attribute(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
     if step == 2:
         pipe._guidance_scale = 1.0
     return {}
 
 
-def ended_by_the_user() -> None:
-    """Met when it is done: nothing is known of a callback of the user's before it is called."""
+@on_ranks(2)
+def test_a_callback_of_the_user_ends_guidance() -> None:
+    """A failure means an error of shapes, or that stages wait for a branch that is not computed."""
     call = {"callback_on_step_end": end_by_attribute, "num_inference_steps": TIMED_STEPS}
     pipe = made("sd3")
     expected = run(pipe, "sd3", **call)
@@ -282,11 +278,6 @@ def ended_by_the_user() -> None:
             run(runner, "sd3", **call)
     with divided(pipe, ulysses=2) as runner:
         close(run(runner, "sd3", **call), expected, "whole steps")
-
-
-def test_a_callback_of_the_user_ends_guidance(pool: Pool) -> None:
-    """A failure means an error of shapes, or that stages wait for a branch that is not computed."""
-    pool.run(ended_by_the_user, 2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.pool import Pool, share
+from tests.pool import Pool, on_ranks, share
 from tests.runner.cases import MAKE, call_of, different, divided, draw_plain, equal_over_ranks, run, same
 
 SMALL = {"height": 40, "width": 56}  # 10 token rows of 14
@@ -145,7 +145,11 @@ def test_output_types(pool: Pool, name: str) -> None:
     pool.run(like_plain, 2, name, [{"pipefusion": 2, "patches": 3, "warmup": STEPS}], calls)
 
 
-def tuples_and_first(name: str) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["flux", "pixart sigma"])
+@on_ranks(2)
+def test_tuples_and_the_first_rank_alone(name: str) -> None:
+    """A failure means that the runner's result is not what the pipeline returns."""
     pipe = MAKE[name]()
     wanted = pipe(**call_of(name, output_type="np")).images
     with divided(pipe, pipefusion=2, warmup=STEPS) as runner:
@@ -157,13 +161,6 @@ def tuples_and_first(name: str) -> None:
             same(first.images, wanted, "output='first'")
         call = call_of(name, output_type="np")
         same(runner(call.pop("prompt"), **call).images, wanted, "a positional prompt")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["flux", "pixart sigma"])
-def test_tuples_and_the_first_rank_alone(pool: Pool, name: str) -> None:
-    """A failure means that the runner's result is not what the pipeline returns."""
-    pool.run(tuples_and_first, 2, name)
 
 
 @pytest.mark.nightly

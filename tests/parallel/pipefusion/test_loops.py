@@ -39,7 +39,7 @@ from ditile.plan.plan import Plan
 from tests import tiny
 from tests.families import FAMILIES, noise
 from tests.parallel.batch.test_batch import close
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import different, divided, same
 
 Made = tuple[Any, dict[str, Any]]
@@ -159,16 +159,13 @@ class Unpacking(PixArtSigmaPipeline):  # type: ignore[misc]
         return super().prepare_extra_step_kwargs(*args)
 
 
-def of_one_patch() -> None:
+@on_ranks(1)
+def test_what_a_scheduler_made_of_a_patch_is_refused() -> None:
+    """A failure means that a pipeline goes on with a patch and takes it for the whole."""
     pipe = tiny.quiet(Unpacking(**tiny.pixart().components | {"scheduler": DDIMScheduler(beta_end=0.004)}))
     says = "takes more than latents from its scheduler.*use a plan without pipefusion and patches"
     with divided(pipe, patches=2) as runner, pytest.raises(StateError, match=says):
         runner(**tiny.arguments("pixart"))
-
-
-def test_what_a_scheduler_made_of_a_patch_is_refused(pool: Pool) -> None:
-    """A failure means that a pipeline goes on with a patch and takes it for the whole."""
-    pool.run(of_one_patch, 1)
 
 
 class Indexed(DiffusionPipeline):  # type: ignore[misc]
@@ -195,7 +192,10 @@ class Indexed(DiffusionPipeline):  # type: ignore[misc]
         return latents
 
 
-def indexed() -> None:
+@on_ranks(1)
+def test_an_iteration_has_the_number_of_its_step() -> None:
+    """A failure means that a pipeline takes the number of a micro-step for that of a step, or that its module keeps
+    what was put under it."""
     family = FAMILIES["FluxTransformer2DModel"]
     pipe = tiny.quiet(Indexed(family.make(), FlowMatchEulerDiscreteScheduler()))
     inputs, seen = family.inputs(), []
@@ -212,12 +212,6 @@ def indexed() -> None:
                 same(got, wanted, bar)
             assert torch.isfinite(got).all()
     assert "enumerate" not in vars(sys.modules[__name__])
-
-
-def test_an_iteration_has_the_number_of_its_step(pool: Pool) -> None:
-    """A failure means that a pipeline takes the number of a micro-step for that of a step, or that its module keeps
-    what was put under it."""
-    pool.run(indexed, 1)
 
 
 class OwnSteps(PixArtSigmaPipeline):  # type: ignore[misc]
@@ -337,7 +331,11 @@ def test_what_is_made_of_all_latents(pool: Pool, kind: str) -> None:
         pool.run(paint_made, ranks, kind, ranks, True)
 
 
-def refuse_last_prediction(stages: int) -> None:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_what_is_made_of_the_last_prediction() -> None:
+    """Other stages than the last have none. A failure means a picture that is silently another one."""
+    stages = 2
     pipe, inputs = make("conditioned on itself")
     for warmup in (1, STEPS):
         with (
@@ -345,9 +343,3 @@ def refuse_last_prediction(stages: int) -> None:
             pytest.raises(StateError, match="hidden_states for its model from what the model predicted last"),
         ):
             runner(inputs)
-
-
-@pytest.mark.nightly
-def test_what_is_made_of_the_last_prediction(pool: Pool) -> None:
-    """Other stages than the last have none. A failure means a picture that is silently another one."""
-    pool.run(refuse_last_prediction, 2, 2)

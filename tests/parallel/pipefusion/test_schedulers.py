@@ -19,7 +19,7 @@ from ditile import Plan
 from ditile.parallel.pipefusion.patch_schedulers import StepSignature, is_custom_scheduler
 from ditile.plan.errors import ModelError, StateError
 from tests.parallel.batch.test_batch import close
-from tests.pool import Pool, share
+from tests.pool import Pool, on_ranks, share
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
@@ -214,7 +214,9 @@ def with_scheduler(name: str, scheduler: Any) -> Any:
     return pipe
 
 
-def replaced_methods() -> None:
+@on_ranks(2)
+def test_methods_that_the_user_replaced_are_called() -> None:
+    """A failure means that they are not called, are gone afterwards, or see a part of what the pipeline gives them."""
     pipe = MAKE["flux"]()
     stock = run(pipe, "flux", **TWO)
     replacements = {name: normalise(getattr(pipe.scheduler, name)) for name in ("step", "scale_noise")}
@@ -238,11 +240,6 @@ def replaced_methods() -> None:
     says = "data=2 is more than the 1 image.*use data=1, or a plan without pipefusion and patches"
     with divided(pipe, data=2, patches=2, warmup=99) as runner, pytest.raises(ModelError, match=says):
         run(runner, "flux")
-
-
-def test_methods_that_the_user_replaced_are_called(pool: Pool) -> None:
-    """A failure means that they are not called, are gone afterwards, or see a part of what the pipeline gives them."""
-    pool.run(replaced_methods, 2)
 
 
 def forms() -> dict[str, Any]:

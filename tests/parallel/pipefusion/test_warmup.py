@@ -19,7 +19,7 @@ from ditile.plan.simulate import bound_speedup
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.sequence.test_tokens import TOLERANCE, close
-from tests.pool import CaseError, Pool
+from tests.pool import CaseError, Pool, on_ranks
 from tests.runner.cases import MAKE, divided, draw_plain, run, same
 from tests.runner.loras import folder_of, load
 
@@ -221,7 +221,11 @@ def casting(transformer: Any) -> None:
     transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
 
 
-def cast(mode: str) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["serial", "pipelined", "sequence", "separate"])
+@on_ranks(2)
+def test_weights_that_are_cast_for_each_use(mode: str) -> None:
+    """A failure means that a rank computes with weights as they are stored, or raises while others wait for it."""
     pipe = MAKE["flux"]()
     casting(pipe.transformer)
     wanted = run(pipe, "flux")
@@ -232,13 +236,6 @@ def cast(mode: str) -> None:
     for _ in range(2):  # a second call is not one after a picture that broke off
         with pytest.raises(ModelError, match="enable_layerwise_casting.* use another warmup_mode"):
             run(runner, "flux")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["serial", "pipelined", "sequence", "separate"])
-def test_weights_that_are_cast_for_each_use(pool: Pool, mode: str) -> None:
-    """A failure means that a rank computes with weights as they are stored, or raises while others wait for it."""
-    pool.run(cast, 2, mode)
 
 
 def draw_chosen(folder: Path) -> None:

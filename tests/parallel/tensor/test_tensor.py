@@ -18,14 +18,18 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.tensor.tensors import SCHEMES, error, forward, inputs, sharded, with_heads
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.zoo import ZOO
 
 TOLERANCE = 1e-5  # sums over ranks are in another order than sums within a matrix product
 
 
-def draw_with_adapter(name: str, scheme: str) -> None:
-    """On a rank: the picture, with the scale that a pipeline sets now, too; and what is there when it is undone."""
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["flux-ip-adapter", "stable-diffusion-3-ip-adapter"])
+@on_ranks(2)
+def test_ip_adapters(name: str, scheme: str) -> None:
+    """A failure: what an adapter adds is of this rank's heads alone, or a scale that is set later does not count."""
     pipe, entry = ZOO[name].make(), ZOO[name]
     scales = [0.3] * 2 if name.startswith("flux") else 0.3
     processor = next(iter(pipe.transformer.attn_processors.values()))
@@ -42,14 +46,6 @@ def draw_with_adapter(name: str, scheme: str) -> None:
     plain.append(torch.as_tensor(pipe(**entry.call())[0]))
     assert all(torch.equal(x, whole[key]) for key, x in pipe.transformer.state_dict().items())
     assert max(map(error, drawn, plain)) < TOLERANCE < error(*plain)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["flux-ip-adapter", "stable-diffusion-3-ip-adapter"])
-def test_ip_adapters(pool: Pool, name: str, scheme: str) -> None:
-    """A failure: what an adapter adds is of this rank's heads alone, or a scale that is set later does not count."""
-    pool.run(draw_with_adapter, 2, name, scheme)
 
 
 def divided_forward(family: str, heads: int, changes: dict[str, Any]) -> list[tuple[float, Tensor]]:

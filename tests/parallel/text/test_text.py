@@ -15,7 +15,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.pool import Pool, share
+from tests.pool import Pool, on_ranks, share
 from tests.runner.cases import MAKE, call_of, different, run, same
 
 NAMES = ("flux true cfg", "pixart sigma", "sd3.5 medium")
@@ -100,7 +100,11 @@ def parallelize_error(pipe: Any, plan: Plan, **options: Any) -> str:
     return str(caught.value)
 
 
-def left(name: str, after: str) -> None:
+@pytest.mark.parametrize("after", ["offload", "free"])
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
+@on_ranks(2)
+def test_encoders_leave_before_denoising(name: str, after: str) -> None:
+    """A failure means that the encoders take memory while denoising, or do not come back."""
     pipe = deeper(name)
     wanted, embeds = run(pipe, name), call_of(name, embeds=12)
     with_embeds = run(pipe, name, embeds=12)
@@ -132,13 +136,6 @@ def left(name: str, after: str) -> None:
         runner.restore()
 
 
-@pytest.mark.parametrize("after", ["offload", "free"])
-@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
-def test_encoders_leave_before_denoising(pool: Pool, name: str, after: str) -> None:
-    """A failure means that the encoders take memory while denoising, or do not come back."""
-    pool.run(left, 2, name, after)
-
-
 def test_encoders_wait_on_the_cpu() -> None:
     """A failure means that the encoders are on the device while denoising or between calls, or not for the next call.
 
@@ -164,7 +161,9 @@ def test_encoders_wait_on_the_cpu() -> None:
         moves.clear()
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_what_cannot_be_split_is_refused() -> None:
+    """A failure means that layers of an unknown encoder are lost in silence."""
     pipe = MAKE["flux"]()
     pipe.text_encoder_2.encoder.block[0].layer[0].SelfAttention.extra = torch.nn.Linear(2, 2)
     runner = parallelize(pipe, Plan(pipefusion=2, text="split", warmup=99))  # inside a layer all is the layer's
@@ -182,11 +181,6 @@ def refusals() -> None:
     assert "should be 'keep', 'offload' or 'free'" in parallelize_error(pipe, Plan(pipefusion=2), text_after="drop")
     whole = sum(p.numel() for p in MAKE["flux"]().transformer.parameters())
     assert sum(p.numel() for p in pipe.transformer.parameters()) == whole, "a refusal changed the transformer"
-
-
-def test_what_cannot_be_split_is_refused(pool: Pool) -> None:
-    """A failure means that layers of an unknown encoder are lost in silence."""
-    pool.run(refusals, 2)
 
 
 def raises_on_one_rank(mode: str) -> str:

@@ -21,7 +21,7 @@ from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.errors import ModelError
 from ditile.planner.footprint import LiveBytes
 from tests import tiny
-from tests.pool import Pool, share
+from tests.pool import Pool, on_ranks, share
 
 ASSETS = Path(ditile.__file__).parent / "model" / "assets"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -190,7 +190,9 @@ def test_statistics_are_of_the_whole_picture(pool: Pool, ranks: int) -> None:
         assert max(distances) < BOUND
 
 
-def untouched() -> None:
+@on_ranks(2)
+def test_nothing_is_left_behind() -> None:
+    """A failure means that an autoencoder stays divided after a call, or after an interrupt."""
     vae = autoencoder("pixart")
     before = {name: dict(vars(module)) for name, module in vae.named_modules()}
     keys, processors = list(vae.state_dict()), dict(vae.attn_processors)
@@ -200,11 +202,6 @@ def untouched() -> None:
         raise KeyboardInterrupt
     assert {name: dict(vars(module)) for name, module in vae.named_modules()} == before
     assert vae.attn_processors == processors
-
-
-def test_nothing_is_left_behind(pool: Pool) -> None:
-    """A failure means that an autoencoder stays divided after a call, or after an interrupt."""
-    pool.run(untouched, 2)
 
 
 def adapted(vae: AutoencoderKL) -> None:
