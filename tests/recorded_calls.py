@@ -176,6 +176,8 @@ def _find_address(tensor: Tensor) -> int:
 def record_on_cpu(
     segments: Callable[[], OperatorSegments] = OperatorSegments,
     limit_bytes: int = sys.maxsize,
+    *,
+    checks: bool = True,
 ) -> Iterator[list[RecordedSteps]]:
     """Within it `cuda_graphs=True` records on a CPU; gives the recorders that are made."""
     made: list[RecordedSteps] = []
@@ -183,7 +185,7 @@ def record_on_cpu(
     def build(setting: bool, plan: Plan, device: torch.device) -> RecordedSteps | None:
         if not setting:
             return None
-        made.append(RecordedSteps(segments, limit_bytes, checks=True))
+        made.append(RecordedSteps(segments, limit_bytes, checks=checks))
         return made[-1]
 
     def is_capturing() -> bool:

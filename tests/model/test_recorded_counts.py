@@ -23,11 +23,13 @@ LIMITS = {
     "patches=1": 620,
     "ulysses=2": 4200,
     "ring=2": 3970,
-    "tensor=2": 3360,
-    "distrifusion=2 warmup=1": 5060,
-    "pipefusion=2 patches=4 warmup=1": 3800,
+    "tensor=2": 3680,
+    "distrifusion=2 warmup=1": 5150,
+    "pipefusion=2 patches=4 warmup=1": 3850,
 }
-"""Of the slowest rank, pipeline and scheduler included."""
+"""Of the slowest rank, pipeline and scheduler included.
+
+Three calls for each sum and each receive raise the version of its memory: 342 calls of tensor=2."""
 
 
 class CallCounter:
@@ -50,9 +52,9 @@ def count_step_calls(plan: Plan) -> int:
         counts.append(counter.count)
         begin_step(self, step)
 
-    # Checks of ages, which other tests turn on, are calls too.
+    # Checks, which other tests turn on, are calls too.
     unchecked = mock.patch.object(env, "should_check_key_ages", lambda: False)
-    with record_on_cpu(), unchecked, mock.patch.object(Loop, "_begin_step", note_step):
+    with record_on_cpu(checks=False), unchecked, mock.patch.object(Loop, "_begin_step", note_step):
         runner = ditile.parallelize(tiny.flux(19, 38), plan, cuda_graphs=True)
         call = tiny.arguments("flux") | {"height": 64, "width": 64, "num_inference_steps": 6, "output_type": "latent"}
         for is_counted in (False, False, True):
