@@ -6,7 +6,7 @@ memory    calls whose tensors also have equal layouts, and whose numbers are equ
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -18,10 +18,10 @@ def fingerprint(value: Any, depth: Literal["shape", "memory"]) -> Hashable:
         if depth == "shape":
             return value.shape
         return value.shape, value.dtype, value.stride(), value.device
-    if isinstance(value, Mapping):
-        return tuple([(name, fingerprint(item, depth)) for name, item in value.items()])
     if isinstance(value, list | tuple):
         return tuple([fingerprint(item, depth) for item in value])
+    if isinstance(value, dict):
+        return tuple([(name, fingerprint(item, depth)) for name, item in value.items()])
     # Words name modes of a model; numbers such as the time change from step to step.
     if isinstance(value, str) or depth == "memory":
         return type(value), value
