@@ -26,7 +26,7 @@ PLANS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"pipefusion": 2}, {"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"},
         {"data": 2, "patches": 3}, {"cfg": 2}, {"cfg": 2, "patches": 3},
-        {"pipefusion": 2, "warmup_mode": "sequence"}, {"pipefusion": 2, "warmup_mode": "separate", "warmup": 2},
+        {"pipefusion": 2, "warmup_mode": "sequence"},
         {"pipefusion": 2, "warmup_mode": "pipelined"}, {"distrifusion": 2, "warmup": 0},
         {"ulysses": 2, "async_ulysses": True}, {"ring": 2, "patches": 3, "warmup": 2},
         {"ring": 2, "token_weights": (2, 1)}, {"ulysses": 2, "token_weights": (1, 3)},
@@ -37,7 +37,6 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"pipefusion": 3, "patches": 4, "warmup": 2}, {"ulysses": 3, "patches": 3},
         {"pipefusion": 3, "patches": 4, "warmup": 2, "warmup_mode": "sequence"},
         {"pipefusion": 3, "warmup": 4, "warmup_mode": "sequence"},
-        {"pipefusion": 3, "warmup": 2, "warmup_mode": "separate", "warmup_ranks": 2},
         {"ring": 3}, {"distrifusion": 3, "warmup": 2},
         {"ring": 3, "patches": 2, "token_weights": (1, 2, 4)}, {"ulysses": 3, "token_weights": (2, 1, 1)},
     ],

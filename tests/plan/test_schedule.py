@@ -29,9 +29,8 @@ def schedules(draw: st.DrawFn, most: int = 5) -> PatchSchedule:
     numbers = st.integers(1, most)
     stages, patches, steps = draw(numbers), draw(numbers), draw(numbers)
     mode = draw(st.sampled_from(get_args(get_type_hints(Plan)["warmup_mode"])))
-    group_size = {"sequence": stages, "separate": draw(st.integers(1, stages))}.get(mode, 0)
     again = draw(st.frozensets(st.integers(0, steps)))
-    options = {"mode": mode, "warmup_group_size": group_size, "batch": draw(numbers)}
+    options = {"mode": mode, "batch": draw(numbers)}
     return PatchSchedule(stages, patches, steps, draw(st.integers(0, steps)), again=again, **options)
 
 
@@ -72,8 +71,7 @@ def test_bounds_by_hand() -> None:
     assert bound_speedup(PatchSchedule(**base)) == pytest.approx(20 / 10.625)
     assert bound_speedup(PatchSchedule(**base, mode="pipelined")) == pytest.approx(20 / 10.375)
     assert round(bound_speedup(PatchSchedule(**base, mode="pipelined")), 2) == 1.93
-    assert bound_speedup(PatchSchedule(**base, mode="sequence", warmup_group_size=2)) == pytest.approx(20 / 10.125)
-    assert bound_speedup(PatchSchedule(**base, mode="separate", warmup_group_size=1)) == pytest.approx(20 / 10.625)
+    assert bound_speedup(PatchSchedule(**base, mode="sequence")) == pytest.approx(20 / 10.125)
 
 
 def test_useful_share_is_the_papers() -> None:
@@ -157,17 +155,17 @@ def test_channels_carry_the_same_in_every_mode(schedule: PatchSchedule, calls: i
 
 
 def test_a_warmup_group_hands_over() -> None:
-    """By hand: 3 stages, a warmup group of 2, one synchronous step of two calls before an asynchronous one.
+    """By hand: 3 stages, one synchronous step of two calls before an asynchronous one.
 
-    A failure means that a stage would read keys that it never got, or that the last one steps without a prediction.
+    A failure means that the last stage steps without a prediction.
     """
-    schedule = PatchSchedule(3, 2, 2, 1, mode="separate", warmup_group_size=2)
+    schedule = PatchSchedule(3, 2, 2, 1, mode="sequence")
     ops = [[op for op in schedule.iter_step_ops(stage, 0, 2) if op.kind is not OpKind.STEP] for stage in range(3)]
     words = [" ".join(f"{op.kind.value}{op.branch}" for op in of_stage) for of_stage in ops]
     assert words == [
-        "compute0 give0 predict0 compute1 give1 predict1",
         "compute0 predict0 compute1 predict1",
-        "keep0 collect0 collect0 keep1 collect1 collect1 return0 return0",
+        "compute0 predict0 compute1 predict1",
+        "compute0 collect0 collect0 compute1 collect1 collect1 return0 return0",
     ]
 
 
@@ -211,13 +209,13 @@ def test_ages(schedule: PatchSchedule) -> None:
 def test_ages_agree_with_time(schedule: PatchSchedule, calls: int) -> None:
     """On each stage, keys that should be fresh are there before they are read, and stale ones are not yet replaced.
 
-    Micro-batches of one call read their own rows alone. Where a warmup group computes a step, the owners of other
-    layers get keys. A failure means that the ages assert something that no order of work can give.
+    Micro-batches of one call read their own rows alone. A failure means that the ages assert something that no order of
+    work can give.
     """
     when: dict[tuple[int, int, int, int], Span] = {}
     spans = simulate_schedule(schedule, calls=calls)
     computed = [span for span in spans if span.op.kind is OpKind.COMPUTE]
-    for span in [*computed, *(span for span in spans if span.op.kind is OpKind.RECEIVE_KEYS)]:
+    for span in computed:
         for patch in schedule.list_patches(MicroStep(span.op.step, span.op.patch)):
             when[span.stage, span.op.branch, span.op.step, patch] = span
     for span in computed:

@@ -90,7 +90,6 @@ ROWS: list[Row] = [
     Row("pixart sigma", "cfg=2 distrifusion=2", waits="survey run index"),
     Row("pixart sigma", "data=3 vae=rows", TWO | {"output_type": "pt"}, waits="index"),
     Row("sd3.5 medium", "data=2 cfg=2", TWO, waits="index"),
-    Row("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=separate warmup_ranks=2"),
     Row("flux", "data=2 pipefusion=2 patches=2"),
     Row("sd3.5 medium", "data=2 ring=2", LARGE, waits="survey text index"),
     Row("pixart sigma", "pipefusion=2 patches=2", FIVE, {"cache_config": CACHE}, waits="decision"),

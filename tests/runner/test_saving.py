@@ -30,7 +30,7 @@ DIVIDED = [
     {"pipefusion": 2},
     {"tensor": 2},
     {"tensor": 2, "split_scheme": "sequence"},
-    {"pipefusion": 2, "warmup_mode": "separate", "patches": 2},
+    {"pipefusion": 2, "warmup_mode": "sequence", "patches": 2},
     {"ulysses": 2, "text": "first"},
     {"ulysses": 2, "text": "split"},
 ]

@@ -19,7 +19,7 @@ STAGES = {"pipefusion": 2, "warmup": ENOUGH}
 PATCHES = {"qwen-image": 20, "wan-2.1": 64}
 """More than the tokens of an entry's call, and not more than those of its larger one."""
 NUMBERS = {"output_type": "np", "return_dict": True}
-MODES: dict[str, float] = {"serial": 0.0, "separate": 0.0, "sequence": 1e-5, "pipelined": 1e-5}
+MODES: dict[str, float] = {"serial": 0.0, "sequence": 1e-5, "pipelined": 1e-5}
 """How far a picture may be from the plain one: ranks of `sequence`, and micro-batches, add up in another order."""
 
 

@@ -174,7 +174,7 @@ guiders) uses a prediction of which a part is one step old. A line of the log na
 value is given or the pipeline's default. Guiders that remember earlier predictions are refused there. With `warmup`
 equal to the steps both are exact, as they are with all other axes. Schedulers with `thresholding=True` or
 a `noise_sampler_seed` are refused with patches. SD3's skip-layer guidance goes with data and cfg alone. IP-adapters
-of FLUX.1 and SD3 that are loaded before `parallelize` go with every plan, but SD3's with `warmup_mode=separate`.
+of FLUX.1 and SD3 that are loaded before `parallelize` go with every plan.
 Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop goes with every plan; in a step
 of patches it is computed once, of the latents as they are when the step begins ([pipefusion.md](pipefusion.md)).
 Wan-Animate 2 (modular) goes with cfg alone: its blocks attend to keys that a call in front of the loop kept, and not

@@ -36,11 +36,11 @@ def test_warmup_modes(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "variant"),
     [
-        ("wan-2.1", "separate", "call"),
-        ("flux-2-klein", "separate", "call"),
-        ("lumina-2", "separate", "call"),
-        ("stable-audio-3", "separate", "call"),
-        ("qwen-image", "separate", "padded_prompt"),
+        ("wan-2.1", "sequence", "call"),
+        ("flux-2-klein", "sequence", "call"),
+        ("lumina-2", "sequence", "call"),
+        ("stable-audio-3", "sequence", "call"),
+        ("qwen-image", "sequence", "padded_prompt"),
     ],
 )
 def test_stale_keys_of_warmup_modes(pool: Pool, name: str, mode: str, variant: str) -> None:

@@ -133,9 +133,8 @@ class Mesh:
         """List the groups in which a plan starts several messages at once. Tensor parallelism never does."""
         axes = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)]
         axes.append(self.sequence)
-        # Stages exchange such messages in these warmup modes; in the others they have channels, which connect one by
-        # one.
-        if plan.warmup_mode in ("sequence", "separate"):
+        # Stages exchange such messages in this warmup mode; in the others they have channels, which connect one by one.
+        if plan.warmup_mode == "sequence":
             axes.append(self.axes["pipefusion"])
         if plan.vae == "rows":
             axes.append(self.image)

@@ -41,7 +41,6 @@ from ditile.plan.layout import (
 from ditile.plan.plan import Plan, compute_coordinates
 from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.plan.shape import CallFamily, Shape, Weights
-from ditile.plan.stages import select_local_blocks
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -198,7 +197,7 @@ class PlannedCall:
 
     def select_resident_blocks(self, place: RankCoordinates) -> range:
         """Select the blocks whose weights a rank holds."""
-        return select_local_blocks(self.stages, place.stage, self.plan.num_whole_stages)
+        return self.stages[place.stage]
 
     def locate_rank(self, rank: int) -> RankCoordinates:
         """Return the place of a rank."""
@@ -349,12 +348,6 @@ def count_group_key_bytes(job: PlannedCall, place: RankCoordinates, *, joint: bo
     """Count the bytes of a layer's keys and values that a stage of a warmup group sends to each other one, in one
     call."""
     return 2 * job.warmup_shards[place.stage].count_tokens(joint=joint) * _count_sent_key_bytes(job, place)
-
-
-def count_owner_key_bytes(job: PlannedCall, owner: int, *, joint: bool) -> int:
-    """Count the bytes of a layer's keys and values that a warmup group sends to the layer's stage, in one call."""
-    place = RankCoordinates(0, 0, owner, 0, 0, 0, 0)
-    return 2 * job.image_layout.count_layer_tokens(joint=joint) * _count_sent_key_bytes(job, place)
 
 
 def count_prediction_bytes(job: PlannedCall, place: RankCoordinates) -> int:
@@ -516,7 +509,7 @@ def _iterate_prediction_exchanges(
 def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
     """Yield the weights that a stage sends. It sends its own blocks to all others, which keep none of them for the next
     call."""
-    if job.step_schedule.mode == "sequence" and job.step_schedule.select_warmup_group(micro):
+    if job.step_schedule.select_warmup_group(micro):
         for block in job.stages[place.stage]:
             yield RepeatedExchange("weights", (job.plan.pipefusion - 1) * count_weight_stream_bytes(job, block))
 
@@ -524,20 +517,15 @@ def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: M
 def _iterate_warmup_group_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
-    """Yield the messages of a warmup group in a call: keys of all layers to its members, and to other stages what these
-    need."""
-    warmup_group = job.step_schedule.select_warmup_group(micro)
+    """Yield the messages of a warmup group in a call: keys of all layers to all stages, and the prediction to the
+    last."""
     last = job.plan.pipefusion - 1
-    if place.stage in warmup_group:
-        for joint, times in Counter(itertools.chain(*job.weights.layers)).items():
-            size = (len(warmup_group) - 1) * count_group_key_bytes(job, place, joint=joint)
-            yield RepeatedExchange("keys", size, times)
-        if place.stage != last:
-            yield RepeatedExchange("prediction", count_prediction_bytes(job, place))
-    if warmup_group and place.stage == 0 and job.step_schedule.keeps_keys(micro.step):
-        for owner in range(len(warmup_group), last + 1):
-            for joint, times in job.count_layers(place._replace(stage=owner)).items():
-                yield RepeatedExchange("keys", count_owner_key_bytes(job, owner, joint=joint), times)
+    if not job.step_schedule.select_warmup_group(micro):
+        return
+    for joint, times in Counter(itertools.chain(*job.weights.layers)).items():
+        yield RepeatedExchange("keys", last * count_group_key_bytes(job, place, joint=joint), times)
+    if place.stage != last:
+        yield RepeatedExchange("prediction", count_prediction_bytes(job, place))
 
 
 def _count_latent_receivers(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:

@@ -101,12 +101,9 @@ class Plan:
         aliases=("--num-pipeline-patch",),
     )
     warmup: NumSteps = define_option(1, "synchronous steps before stale keys are used", aliases=("--warmup-steps",))
-    warmup_mode: Literal["serial", "pipelined", "sequence", "separate", "auto"] = define_option(
+    warmup_mode: Literal["serial", "pipelined", "sequence", "auto"] = define_option(
         "serial",
         f"how the synchronous steps run; auto: sequence, with {SHARED_WARMUP} steps or more, if possible, or serial",
-    )
-    warmup_ranks: Count | None = define_option(
-        None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
     )
     references: NumSteps | None = define_option(
         None,
@@ -262,7 +259,7 @@ class Plan:
         mode = f"warmup_mode={self.warmup_mode}"
         if self.warmup_mode not in ("serial", AUTO) and stages == 1:
             yield f"{mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
-        if self.warmup_mode in ("sequence", "separate"):
+        if self.warmup_mode == "sequence":
             for name in ("ring", "ulysses", "tensor"):
                 degree = getattr(self, name)
                 if degree > 1:
@@ -270,10 +267,6 @@ class Plan:
                         f"{mode} splits the tokens over the stages, and {name}={degree} splits tokens or weights "
                         "already; use pipelined or serial"
                     )
-        if self.warmup_ranks is not None and self.warmup_mode != "separate":
-            yield f"warmup_ranks={self.warmup_ranks} belongs to warmup_mode=separate; leave it out"
-        if self.warmup_ranks is not None and self.warmup_ranks > stages:
-            yield f"warmup_ranks={self.warmup_ranks} exceeds pipefusion={stages}; try 1 to {stages}"
 
     @property
     def world(self) -> int:
@@ -349,13 +342,6 @@ class Plan:
         if not streams or self.pipefusion == 1 or self.warmup == 0 or self.token_ranks * self.tensor > 1:
             return dataclasses.replace(self, warmup_mode="serial")
         return dataclasses.replace(self, warmup_mode="sequence", warmup=max(self.warmup, SHARED_WARMUP))
-
-    @property
-    def num_whole_stages(self) -> int:
-        """Return the number of stages that hold the weights of all blocks, for warmup_mode=separate."""
-        if self.warmup_mode != "separate":
-            return 0
-        return self.warmup_ranks or 1
 
     @property
     def can_be_recorded(self) -> bool:

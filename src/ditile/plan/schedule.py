@@ -8,8 +8,8 @@ processes: it prices them, proves that no stage waits forever, and shows them as
 
 The channels carry the same messages in both kinds of step: M patches per step and branch, in patch order. (Branches
 come one after the other in a synchronous step, and take turns in an asynchronous one.) A `pipelined` synchronous step
-sends them for each micro-batch. Where stages split the tokens of a synchronous step (`sequence`, `separate`), this
-warmup group computes it without the channels, and its predictions go to the last stage.
+sends them for each micro-batch. Where all stages split the tokens of a synchronous step (`sequence`), this warmup group
+computes it without the channels, and its predictions go to the last stage.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class OpKind(Enum):
     RECEIVE_WHOLE_LATENTS = "adopt"  # the same, on that stage
     SEND_PREDICTION = "predict"  # the prediction of the tokens of a member of the warmup group, to the last stage
     RECEIVE_PREDICTION = "collect"  # the same, on the last stage
-    SEND_KEYS = "give"  # keys and values of a stage's layers, from the warmup group to that stage
-    RECEIVE_KEYS = "keep"  # the same, on that stage
 
 
 SEND_OF_RECEIVE = {
@@ -53,7 +51,6 @@ SEND_OF_RECEIVE = {
     OpKind.RECEIVE_STEPPED_PATCH: OpKind.SEND_STEPPED_PATCH,
     OpKind.RECEIVE_WHOLE_LATENTS: OpKind.SEND_WHOLE_LATENTS,
     OpKind.RECEIVE_PREDICTION: OpKind.SEND_PREDICTION,
-    OpKind.RECEIVE_KEYS: OpKind.SEND_KEYS,
 }
 """The op that receives a message -> the op that sends it."""
 
@@ -83,7 +80,6 @@ class PatchSchedule:
         stages, patches, steps, warmup: N, M, S, W.
         distrifusion: patches, one per rank; an asynchronous step is then one micro-step on every rank.
         mode: how a synchronous step runs; see `Plan.warmup_mode`.
-        warmup_group_size: how many first stages compute a synchronous step together (`sequence`, `separate`).
         batch: rows of a transformer call, which a pipelined synchronous step computes in micro-batches.
         again: later steps that are synchronous too.
         references: in which asynchronous steps patches of reference images are computed; see `Plan.references`.
@@ -101,7 +97,6 @@ class PatchSchedule:
     warmup: int
     distrifusion: int = 1
     mode: str = "serial"
-    warmup_group_size: int = 0
     batch: int = 1
     again: frozenset[int] = frozenset()
     references: int | None = None
@@ -115,9 +110,6 @@ class PatchSchedule:
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> PatchSchedule:
         """Build the schedule of a plan over `steps` steps, with `batch` rows in each transformer call."""
         plan = plan.resolve_warmup()
-        warmup_group_size = plan.num_whole_stages
-        if plan.warmup_mode == "sequence":
-            warmup_group_size = plan.pipefusion
         return cls(
             stages=plan.pipefusion,
             patches=plan.num_patches,
@@ -125,7 +117,6 @@ class PatchSchedule:
             warmup=min(plan.warmup, steps),
             distrifusion=plan.distrifusion,
             mode=plan.warmup_mode,
-            warmup_group_size=warmup_group_size,
             batch=batch,
             references=plan.references,
             uneven_latents=plan.references is not None,
@@ -187,6 +178,11 @@ class PatchSchedule:
         is_split = self.mode == "pipelined" and micro.patch is None and self.distrifusion == 1
         parts = self.stages if is_split else 1
         return split_batch_evenly(self.batch, parts)
+
+    @property
+    def warmup_group_size(self) -> int:
+        """Return how many stages compute a synchronous step together: all, or none."""
+        return self.stages if self.mode == "sequence" else 0
 
     def select_warmup_group(self, micro: MicroStep) -> range:
         """Select the stages that compute a micro-step together, each its share of the tokens. Empty if all compute in
@@ -336,27 +332,14 @@ class PatchSchedule:
                 yield Op(OpKind.SEND, micro.step, patch, branch, stage + 1, micro_batch)
 
     def _iterate_warmup_group_ops(self, stage: int, micro: MicroStep, branch: int) -> Iterator[Op]:
-        """Yield the ops of a warmup group's call: predictions go to the last stage, keys to the stages that own their
-        layers."""
+        """Yield the ops of a warmup group's call: predictions go to the last stage."""
         step = micro.step
         last = self.stages - 1
-        warmup_group = self.select_warmup_group(micro)
-        key_owners = range(0)
-        if self.keeps_keys(step):
-            key_owners = range(len(warmup_group), self.stages)
-        if stage in warmup_group:
-            yield Op(OpKind.COMPUTE, step, None, branch)
-        # Members have all keys, so one of them is enough to send an owner its own.
-        if stage == 0:
-            for owner in key_owners:
-                yield Op(OpKind.SEND_KEYS, step, None, branch, owner)
-        if stage in key_owners:
-            yield Op(OpKind.RECEIVE_KEYS, step, None, branch, 0)
+        yield Op(OpKind.COMPUTE, step, None, branch)
         if stage == last:
-            for member in warmup_group:
-                if member != last:
-                    yield Op(OpKind.RECEIVE_PREDICTION, step, None, branch, member)
-        elif stage in warmup_group:
+            for member in range(last):
+                yield Op(OpKind.RECEIVE_PREDICTION, step, None, branch, member)
+        else:
             yield Op(OpKind.SEND_PREDICTION, step, None, branch, last)
 
     def iter_ops_after_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:

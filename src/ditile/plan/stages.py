@@ -105,13 +105,6 @@ def _round_weights(speeds: Sequence[float]) -> tuple[float, ...] | None:
     return tuple(round(speed / lowest, 2) for speed in speeds)
 
 
-def select_local_blocks(stages: Sequence[range], stage: int, warmup_group_size: int) -> range:
-    """Select the blocks whose weights a stage holds. These are its own, or all if it is in a warmup group."""
-    if stage < warmup_group_size:
-        return range(stages[-1].stop)
-    return stages[stage]
-
-
 def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple[float, float]) -> list[range]:
     """Solve the linear partition problem, by dynamic programming over (stages, blocks)."""
     costs_before = [0.0, *accumulate(costs)]

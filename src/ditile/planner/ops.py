@@ -43,8 +43,7 @@ TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
 """A segment of a recorded call ends at the start of a message and at the wait for it; for most, the wait follows at
 once."""
-SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION, OpKind.SEND_KEYS}
-PACKED_SENDS = {OpKind.SEND, OpKind.SEND_KEYS}
+SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION}
 """Messages that are sent in eight bits a number with `Plan.wire_dtype`."""
 
 
@@ -211,14 +210,12 @@ class OpPricer:
         """Return for each stage the first one with the same work."""
         first_stages: dict[Any, int] = {}
         last = self.job.plan.pipefusion - 1
-        group_size = self.schedule.warmup_group_size
-
         alike = []
         for stage, blocks in enumerate(self.job.stages):
             num_skippable = 0
             if self.skips.steps:
                 num_skippable = sum(map(self._is_skippable_block, blocks))
-            place = stage == 0, stage == last, stage < group_size
+            place = stage == 0, stage == last
             kind = self._basis.fingerprint_work(blocks), num_skippable, self.skips.has_probe(blocks), place
             alike.append(first_stages.setdefault(kind, stage))
         return alike
@@ -296,7 +293,7 @@ class OpPricer:
         size = self._count_message_bytes(stage, op)
         # The sender is busy for the part of a message that does not overlap with its next work.
         seconds = (1 - link.overlap) * size / link.bandwidth
-        if op.kind in PACKED_SENDS:
+        if op.kind is OpKind.SEND:
             seconds += self._compute_packing_load(size, 1).get_busy_seconds(self._profile)
         return seconds
 
@@ -362,14 +359,6 @@ class OpPricer:
         if op.kind is OpKind.SEND and op.patch is not None:
             num_micro_batches = len(self.schedule.split_micro_batches(self._make_micro_step(op)))
             size = cost.count_activation_bytes(job, place, op.patch) / num_micro_batches
-        elif op.kind is OpKind.SEND_KEYS:
-            # Stages get messages of different sizes, but the schedule has one op for all: it gets the mean.
-            owners = range(self.schedule.warmup_group_size, job.plan.pipefusion)
-            size = 0.0
-            for owner in owners:
-                for joint, layers in job.count_layers(self._places[owner]).items():
-                    size += layers * cost.count_owner_key_bytes(job, owner, joint=joint)
-            size /= len(owners)
         elif op.kind is OpKind.SEND_PREDICTION:
             size = cost.count_prediction_bytes(job, place)
         else:
@@ -527,7 +516,6 @@ class OpPricer:
         keys of each layer."""
         job = self.job
         work = self._basis.transformer_work
-        streams_weights = self.schedule.mode == "sequence"
         link = self.get_axis_link("pipefusion")
         n = len(self.schedule.select_warmup_group(micro))
         rate = link.bandwidth * get_bandwidth_share(link, "pipefusion", n)
@@ -538,13 +526,10 @@ class OpPricer:
             whole = self._basis.compute_load(work.blocks[block], tokens).device * self._slowdown
             before = self._basis.compute_load(work.before[block], tokens).device * self._slowdown
             sent = (n - 1) * sum(cost.count_group_key_bytes(job, place, joint=joint) for joint in layers)
-            gathers = len(layers) if n > 1 else 0
-            weights = 0.0
-            if streams_weights:
-                weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s
-            keys = sent / rate + gathers * link.latency_s
+            weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s
+            keys = sent / rate + len(layers) * link.latency_s
             blocks.append(WarmupBlock(weights, before, keys, after=whole - before))
-            exchanges += gathers + streams_weights
+            exchanges += len(layers) + 1
         alone = sum(block.before + block.after for block in blocks)
         together = compute_warmup_seconds(blocks, BLOCKS_AHEAD, link.overlap)
         packing = self._compute_packing_load(sum(block.keys for block in blocks) * rate, exchanges)

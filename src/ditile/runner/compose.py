@@ -69,13 +69,12 @@ from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import ShardedTransformer, check_unsharded, find_tensor_table, shard_weights
 from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.parallel_vae import ParallelVAE
-from ditile.plan.anatomy import LOCAL, Anatomy
+from ditile.plan.anatomy import Anatomy
 from ditile.plan.cost import make_token_split
 from ditile.plan.errors import ModelError, PlanError, StateError, StoppedError
 from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import CallFamily, Weights, count_images
-from ditile.plan.stages import select_local_blocks
 from ditile.runner.user_code import list_user_code
 
 
@@ -142,7 +141,7 @@ class Composition:
     @property
     def resident_blocks(self) -> range:
         """Return the blocks with weights on this rank."""
-        return select_local_blocks(self.stages, self.mesh.stage_index, self.plan.num_whole_stages)
+        return self.stages[self.mesh.stage_index]
 
     @property
     def calls_whole_model(self) -> bool:
@@ -184,7 +183,7 @@ class Composition:
     def explain_streaming_refusal(self) -> str | None:
         """Return why the weights of this rank's blocks cannot be sent to the other stages now, or None."""
         warmup_group = self.pipefusion.warmup_group
-        if warmup_group is None or warmup_group.weight_stream is None:
+        if warmup_group is None:
             return None
         reason = warmup_group.weight_stream.explain_refusal()
         return reason or explain_manager_refusal(self.pipe, self.device, "warmup_mode=sequence")
@@ -588,7 +587,7 @@ def _take_own_weights(
     if plan.tensor > 1:
         for hooks in block_hooks.models:
             shards.append(_match_shard(hooks, plan, mesh["tensor"], keep=keep))
-    own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
+    own = stages[mesh.stage_index]
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
     # Before the guards of tensor parallelism, because those surround these and go first.
     if plan.divides_blocks:
@@ -802,26 +801,16 @@ def _build_warmup_group(
     pipe: Any, block_hooks: TransformerHooks, stages: list[range], plan: Plan, mesh: Mesh, *, may_rest: bool
 ) -> WarmupGroup | None:
     """Build the group of stages for shared synchronous steps, if the plan has some."""
-    if plan.warmup_mode not in ("sequence", "separate"):
+    if plan.warmup_mode != "sequence":
         return None
     if block_hooks.other is not None:
         raise ModelError(
-            f"warmup_mode={plan.warmup_mode}: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
+            f"warmup_mode=sequence: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
         )
-    if plan.warmup_mode == "separate":
-        adapter_kinds: set[str] = set()
-        for hook in block_hooks.chain:
-            adapter_kinds.update(hook.list_adapter_kinds())
-        if adapter_kinds - {LOCAL}:
-            raise ModelError(
-                "warmup_mode=separate: IP-adapters attend to the image once more where a call has images for them, "
-                "which the other stages do not know; use sequence, serial or pipelined"
-            )
-        return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)
     # In a synchronous step they run instead of the blocks of other stages.
     block_hooks.replacement_blocks = weight_stream.streamed_blocks
-    return WarmupGroup(mesh, block_hooks, stages, plan.pipefusion, weight_stream, may_rest=may_rest)
+    return WarmupGroup(mesh, block_hooks, stages[mesh.stage_index], weight_stream, may_rest=may_rest)
 
 
 def _match_shard(hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool) -> dict[str, Any]:

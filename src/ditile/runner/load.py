@@ -42,7 +42,6 @@ from ditile.plan.errors import DitileError, LoadError, ModelError, join_error_li
 from ditile.plan.extras import require_torchvision
 from ditile.plan.option_classes import checked
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
-from ditile.plan.stages import select_local_blocks
 from ditile.runner.compose import divide_into_stages
 from ditile.runner.model_files import (
     DENOISERS,
@@ -517,7 +516,7 @@ def _read_share(
     block_hooks = build_block_hooks(model)
     coordinates = compute_coordinates(plan, rank)
     stages = divide_into_stages(block_hooks, plan)
-    owned = select_local_blocks(stages, coordinates["pipefusion"], plan.num_whole_stages)
+    owned = stages[coordinates["pipefusion"]]
     # Before blocks are emptied: it describes the blocks of every stage.
     weights = block_hooks.describe_weights()
     index = coordinates["tensor"]

@@ -21,7 +21,7 @@ Fits = Callable[[Plan], bool]
 
 PATCHES = (1, 2, 4, 8, 16, 32)
 WARMUPS = (0, 1, 2, 4)
-WARMUP_MODES = ("serial", "pipelined", "sequence", "separate")
+WARMUP_MODES = ("serial", "pipelined", "sequence")
 CACHES = ("F=1 W=4 R=0.12", "F=1 W=4 R=0.2 MC=4 taylor=1", "F=1 mask=fast policy=static taylor=1")
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ditile.parallel.pipefusion.prefetch import MessageForm, MessageKey, ReceivePrefetcher
-from ditile.parallel.pipefusion.shared_warmup import KEYS, LATENTS, PREDICTION, SHAPES
+from ditile.parallel.pipefusion.shared_warmup import LATENTS, PREDICTION
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 
 ACTIVATIONS, STEPPED, EXCHANGED = "activations", "stepped", "exchanged"
-KINDS = {ACTIVATIONS, STEPPED, EXCHANGED, KEYS, PREDICTION, LATENTS, SHAPES}
+KINDS = {ACTIVATIONS, STEPPED, EXCHANGED, PREDICTION, LATENTS}
 LAUNCH, SEND, RECEIVE, WAIT = "launch", "send", "receive", "wait"
 HERE = torch.empty(0)
 NONE: Mapping[int, int] = {}
@@ -271,14 +271,8 @@ class HostProgram:
             self._launch()
             assert self._activations_out is not None
             self._send_activations(op)
-        elif op.peer is not None and op.kind is OpKind.SEND_KEYS:
-            self._open_channel(SHAPES, self._stage, op.peer).send_tensor()
-            self._open_channel(KEYS, self._stage, op.peer).send_tensor()
         elif op.peer is not None and op.kind is OpKind.SEND_PREDICTION:
             self._open_channel(PREDICTION, self._stage, op.peer).send_tensor()
-        elif op.peer is not None and op.kind is OpKind.RECEIVE_KEYS:
-            self._receive_tensor(SHAPES, op.peer)
-            self._receive_tensor(KEYS, op.peer)
         elif op.peer is not None and op.kind is OpKind.RECEIVE_PREDICTION:
             self._receive_tensor(PREDICTION, op.peer)
 

@@ -32,17 +32,16 @@ from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided
 from tests.zoo import ZOO
 
-MODES = ("serial", "pipelined", "sequence", "separate")
+MODES = ("serial", "pipelined", "sequence")
 
 
 def list_schedules(mode: str) -> Iterator[PatchSchedule]:
     """Up to four stages and patches, two to four steps, any warmup and group, and steps that are whole again."""
     for stages, patches, steps in itertools.product(range(2, 5), range(1, 5), range(2, 5)):
-        groups = {"sequence": [stages], "separate": range(1, stages)}.get(mode, [0])
-        for warmup, group in itertools.product(range(min(steps, 3) + 1), groups):
+        for warmup in range(min(steps, 3) + 1):
             if warmup or mode == "serial":
                 rows = 2 if mode == "pipelined" else 1
-                yield PatchSchedule(stages, patches, steps, warmup, mode=mode, warmup_group_size=group, batch=rows)
+                yield PatchSchedule(stages, patches, steps, warmup, mode=mode, batch=rows)
             if warmup and mode == "serial" and steps > 3:
                 for again in (frozenset({3}), frozenset({2, 3})):
                     yield PatchSchedule(stages, patches, steps, warmup, again=again)

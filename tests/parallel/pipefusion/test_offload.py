@@ -127,7 +127,6 @@ def test_blocks_are_streamed_under_every_axis(pool: Pool) -> None:
     plans: list[dict[str, Any]] = [
         {"pipefusion": 2, "patches": 3},
         {"pipefusion": 2, "patches": 2, "warmup": 2, "warmup_mode": "sequence"},
-        {"pipefusion": 2, "patches": 2, "warmup": 2, "warmup_mode": "separate"},
         {"pipefusion": 2, "patches": 2, "warmup": 2, "warmup_mode": "pipelined"},
         {"tensor": 2},
         {"tensor": 2, "split_scheme": "sequence"},

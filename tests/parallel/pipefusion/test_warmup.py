@@ -115,29 +115,18 @@ def test_branches_may_change_where_nothing_is_stale(pool: Pool) -> None:
             close(got, wanted, plan)
 
 
-SEQUENCE, ALONE = {"warmup_mode": "sequence"}, {"warmup_mode": "separate"}
-PAIR = {"warmup_mode": "separate", "warmup_ranks": 2}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg"])
-def test_one_rank_apart(pool: Pool, name: str) -> None:
-    """The first stage computes whole steps alone, bit for bit as serially.
-
-    A failure means that a stage got the keys of another layer, or the last one another prediction.
-    """
-    as_serial(pool, name, 3, ALONE, exact=True, **ODD)
+SEQUENCE = {"warmup_mode": "sequence"}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pixart sigma", "sd3.5 medium", "flux true cfg"])
 def test_shared_tokens(pool: Pool, name: str) -> None:
-    """Two of three ranks apart, or all with blocks lent; nothing divides, and one rank has no text of PixArt's kind.
+    """Blocks are lent; nothing divides, and one rank has no text of PixArt's kind.
 
     A failure means that a token is computed nowhere or twice, or a block with the weights of another.
     """
-    as_serial(pool, name, 3, PAIR, **ODD)
-    as_serial(pool, name, 2, SEQUENCE, **ODD)
+    for ranks in (2, 3):
+        as_serial(pool, name, ranks, SEQUENCE, **ODD)
 
 
 def weights(mode: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
@@ -155,16 +144,12 @@ def test_who_holds_and_sends_what(pool: Pool) -> None:
 
     A failure in the first means that `sequence` costs the memory that it is there to spare.
     """
-    serial, sequence, separate = (pool.run(weights, 2, mode) for mode in ({}, SEQUENCE, ALONE))
+    serial, sequence = (pool.run(weights, 2, mode) for mode in ({}, SEQUENCE))
     share = serial[0][0]
     assert [blocks for blocks, _, _ in serial] == [blocks for blocks, _, _ in sequence] == [share, share]
-    assert [blocks for blocks, _, _ in separate] == [2 * share, share]
-    for results in (sequence, separate):
-        assert [keys for _, keys, _ in results] == [keys for _, keys, _ in serial]
+    assert [keys for _, keys, _ in sequence] == [keys for _, keys, _ in serial]
     lent = [sent["weights"] for _, _, sent in sequence]
     assert lent[0] >= 2 * share * FLOAT and max(lent) < 1.1 * 2 * share * FLOAT, "two steps, to one other rank"
-    assert "weights" not in separate[0][2]
-    assert separate[0][2]["keys"] == separate[1][1], "once, after the last synchronous step"
 
 
 def with_loras(folder: Path) -> None:
@@ -180,11 +165,6 @@ def with_loras(folder: Path) -> None:
     load("one")(plain, folder)
     plain.fuse_lora(lora_scale=0.7)
     close(run(runner, "flux"), run(plain, "flux"), "fused, and lent")
-    apart = MAKE["flux"]()
-    runner = parallelize(apart, Plan(**plan, **ALONE))
-    load("one")(apart, folder)
-    apart.fuse_lora(lora_scale=0.7)
-    close(run(runner, "flux"), run(plain, "flux"), "held")
 
 
 def test_loras_are_lent_fused_or_refused(pool: Pool, tmp_path: Path) -> None:
@@ -192,29 +172,27 @@ def test_loras_are_lent_fused_or_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(with_loras, 2, folder_of("flux", tmp_path))
 
 
-def read_in_part(folder: Path, mode: dict[str, Any]) -> None:
-    plan = Plan(pipefusion=2, patches=3, warmup=2, **mode)
+def read_in_part(folder: Path) -> None:
+    plan = Plan(pipefusion=2, patches=3, warmup=2, warmup_mode="sequence")
     serial = Plan(pipefusion=2, patches=3, warmup=2)
     wanted = run(parallelize(tiny.flux(), serial), "flux")
     pipe: Any = ditile.load(str(folder), dtype=torch.float32, plan=plan)
-    close(run(parallelize(tiny.quiet(pipe), plan), "flux"), wanted, mode)
+    close(run(parallelize(tiny.quiet(pipe), plan), "flux"), wanted, "read in part")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
-def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path, mode: dict[str, Any]) -> None:
-    """The structure of blocks that were never read comes from the config; who holds all blocks reads all."""
+def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path) -> None:
+    """The structure of blocks that were never read comes from the config."""
     tiny.flux().save_pretrained(tmp_path)
-    pool.run(read_in_part, 2, tmp_path, mode)
+    pool.run(read_in_part, 2, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("also", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}])
-@pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
-def test_a_crew_with_shared_tokens_is_refused(mode: dict[str, Any], also: dict[str, int]) -> None:
+def test_a_group_with_shared_tokens_is_refused(also: dict[str, Any]) -> None:
     """A failure means that ranks would split what is split already."""
     with pytest.raises(PlanError, match=f"{next(iter(also))}=2 splits tokens"):
-        Plan(pipefusion=2, **mode, **also)
+        Plan(pipefusion=2, warmup_mode="sequence", **also)
 
 
 def casting(transformer: Any) -> None:
@@ -222,7 +200,7 @@ def casting(transformer: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["serial", "pipelined", "sequence", "separate"])
+@pytest.mark.parametrize("mode", ["serial", "pipelined", "sequence"])
 @on_ranks(2)
 def test_weights_that_are_cast_for_each_use(mode: str) -> None:
     """A failure means that a rank computes with weights as they are stored, or raises while others wait for it."""

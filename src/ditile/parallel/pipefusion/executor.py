@@ -163,8 +163,9 @@ class PipeFusion:
     @property
     def reads_latents(self) -> bool:
         """Return whether this stage embeds the latents, at least in some steps."""
-        is_member = self.warmup_group is not None and self.warmup_group.is_member
-        return self.stage == 0 or is_member or self.generation.findings.reads_latents_everywhere
+        if self.stage == 0 or self.warmup_group is not None:
+            return True
+        return self.generation.findings.reads_latents_everywhere
 
     def begin_generation(self, schedule: PatchSchedule, generation: Generation) -> None:
         """Reset the state for a new generation."""
@@ -464,7 +465,7 @@ class PipeFusion:
         self._has_begun = True
         group = self.warmup_group
         if group is not None and self._active_warmup_group is not None:
-            return group.run_block(index, block, state, self.generation)
+            return group.run_block(index, block, state)
         if index == self.owned.start:
             state = self._receive_activations(state)
         elif index == self.owned.stop:

@@ -331,8 +331,7 @@ class Loop:
         warmup_group = self._pipefusion.warmup_group
         if warmup_group is not None and plan is self._plan:
             generation.shares.warmup_split = Split(warmup_group.size)
-            if warmup_group.is_member:
-                generation.shares.warmup_index = warmup_group.stage
+            generation.shares.warmup_index = warmup_group.stage
         # Replicas exchange latents at the end, so they must stop at the same step.
         stop_group = self._mesh.within_calls if splits_images else self._mesh.control
         self._agreement = StepAgreement(stop_group, self._mesh.traffic, self._callbacks.is_stopped)
