@@ -65,7 +65,7 @@ def test_flags_of_other_methods() -> None:
             assert read(*given).build_cache_arguments() == arguments
     for words, message in (
         (("--sea", "0.3", "--spectrum", "3"), "there is one cache in one line"),
-        (("--sea", "0.3", "--taylorseer"), "and --taylorseer too"),
+        (("--sea", "0.3", "--cache", "--taylorseer"), "and --cache too"),
         (("--mag-ratios", "flux"), "is for --mag"),
         (("--mag", "0.1"), "no mag_ratios"),
     ):
@@ -139,9 +139,9 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
     ("words", "says"),
     [
         ("--Fn 1", "--Fn 1 is for --cache or --prune or --config, which is not given"),
-        ("--cache --taylorseer --foca", "--taylorseer and --foca"),
+        ("--cache --taylorseer --foca", "enable_taylorseer and enable_foca"),
         ("--cache -order 2", "is for --taylorseer"),
-        ("-q --quantize-type int3", "quantize_type='int3'"),
+        ("-q --quantize-type int3", "'int3' should be 'float8'"),
         ("--config nothing.yaml", "nothing.yaml"),
     ],
 )

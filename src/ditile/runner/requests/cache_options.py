@@ -12,22 +12,23 @@ from typing import Any, Literal, NamedTuple, get_args
 from ditile.cache.cache_dit import parse_quantize_config
 from ditile.cache.config import (
     CACHE_WORDS,
-    CacheConfig,
-    Calibration,
-    DBCacheConfig,
-    DBPruneConfig,
     Fields,
     FittedScheduleConfig,
-    TaylorSeerCalibratorConfig,
     merge_configs,
 )
-from ditile.cache.config_text import CACHE_METHODS, CALIBRATOR_CONFIGS, load_configs, parse_cache_line
+from ditile.cache.config_text import (
+    CACHE_METHODS,
+    CALIBRATOR_CONFIGS,
+    load_configs,
+    parse_cache_line,
+    parse_cache_section,
+)
 from ditile.cache.fitted.schedule import Schedule
 from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra, require_quantizer
 from ditile.plan.flag_parser import format_flag
-from ditile.plan.option_classes import CallArguments, JsonObject, check_value, define_option
+from ditile.plan.option_classes import CallArguments, JsonObject, define_option
 from ditile.plan.plan import AXES, Plan
 from ditile.runner.model_files import DENOISERS, TRANSFORMER
 
@@ -48,7 +49,7 @@ QuantizeType = Literal[
     "int4_w4a16_wo",
     "int4_w4a4_dq",
 ]
-"""The values of --quantize-type; only `quantize` knows whether a type runs on this device."""
+"""The types of quantization; only `quantize` knows whether one runs on this device."""
 
 CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
 """The fields of `CacheOptions` that are fields of a config."""
@@ -186,7 +187,9 @@ class CacheOptions(Fields):
         reads=True,
     )
     quantize: bool = define_option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
-    quantize_type: str = define_option("float8_weight_only", f"how: {', '.join(get_args(QuantizeType))}")
+    quantize_type: QuantizeType = define_option(
+        "float8_weight_only", f"how: {', '.join(get_args(QuantizeType))}", metavar="TYPE"
+    )
     parallel_type: Literal["tp", "ulysses", "ring"] | None = define_option(
         None, "divide over all ranks that torchrun started", aliases=("--parallel",)
     )
@@ -211,15 +214,11 @@ class CacheOptions(Fields):
     )
 
     def __post_init__(self) -> None:
+        Fields.__post_init__(self)
         for name, needed in _NEEDS.items():
             if name in self.given and self.given.isdisjoint(needed):
                 flags = " or ".join(map(format_flag, needed))
                 raise ModelError(f"{format_flag(name)} {getattr(self, name)} is for {flags}, which is not given")
-        # One forecast at a time: each keeps its own history of every block.
-        calibrators = [name for name in CALIBRATOR_CONFIGS if getattr(self, name)]
-        if len(calibrators) > 1:
-            raise ModelError(f"{' and '.join(map(format_flag, calibrators))}: there is one forecast; give one of them")
-        check_value(QuantizeType, self.quantize_type, "quantize_type")
         for choice in self.loras.values():
             require_extra("lora", f"lora={choice.source!r}")
         # A wrong file of --config, or a missing package, is refused before ranks start.
@@ -245,33 +244,47 @@ class CacheOptions(Fields):
         arguments = self._load_config_file()
         # This entry belongs to `collect_plan_values`.
         arguments.pop("parallelism_config", None)
-        file_config = arguments["cache_config"]
         line = self._find_cache_line()
         if line is not None:
-            others = [*self.given.intersection(("cache", "prune", *_SAYS_HOW))]
-            if file_config is not None:
-                others.append("config")
+            others = self.given.intersection(("cache", "prune", *_SAYS_HOW))
             if others:
-                flag = format_flag(min(others))
-                raise ModelError(f"--cache-line {line!r} says how to cache, and {flag} too; give one of them")
+                raise ModelError(
+                    f"--cache-line {line!r} says how to cache, and {format_flag(min(others))} too; give one of them"
+                )
             arguments.pop("calibrator_config", None)
             arguments |= parse_cache_line(line)
-            file_config = arguments["cache_config"]
         if self.schedule is not None:
-            arguments["cache_config"] = self._build_schedule_config(file_config)
-        elif self.cache or self.prune or isinstance(file_config, DBCacheConfig):
-            values = {}
-            for name, row in CACHE_FLAGS.items():
-                if row.config is DBCacheConfig and name in self.given:
-                    values[str(row.field)] = getattr(self, name)
-            config = DBPruneConfig(**values) if self.prune else DBCacheConfig(**values)
-            arguments["cache_config"] = merge_configs(file_config, config)
-        calibrator = self._build_calibrator_config(arguments.get("calibrator_config"))
-        if calibrator is not None:
-            arguments["calibrator_config"] = calibrator
+            config = arguments["cache_config"]
+            if config is not None and not isinstance(config, FittedScheduleConfig):
+                raise ModelError(
+                    f"--schedule {self.schedule} is a cache, and another one is given too; give one of them"
+                )
+            # A file that is not a schedule is refused before ranks start.
+            Schedule.read(self.schedule)
+        section = self._collect_section()
+        if section:
+            for name, config in parse_cache_section(section).items():
+                arguments[name] = merge_configs(arguments.get(name), config)
         if self.quantize:
             arguments["quantize_config"] = arguments.get("quantize_config", {}) | {"quant_type": self.quantize_type}
         return arguments
+
+    def _collect_section(self) -> JsonObject:
+        """Collect the flags of a cache, as the cache_config of a file."""
+        section: JsonObject = {}
+        for name in CALIBRATOR_CONFIGS:
+            if getattr(self, name):
+                section[f"enable_{name}"] = True
+        for name, row in CACHE_FLAGS.items():
+            if name in self.given:
+                section[str(row.field)] = getattr(self, name)
+        if "taylorseer_order" in section:
+            section["enable_taylorseer"] = True
+        if self.schedule is not None:
+            section |= {"cache_type": "schedule", "schedule": self.schedule}
+        elif section or self.cache or self.prune:
+            section["cache_type"] = "dbprune" if self.prune else "dbcache"
+        return section
 
     def _find_cache_line(self) -> str | None:
         """Find the cache in one line. Raises `ModelError` if there are several."""
@@ -285,16 +298,6 @@ class CacheOptions(Fields):
         if len(lines) > 1:
             raise ModelError(f"{' and '.join(map(repr, lines))}: there is one cache in one line; give one of them")
         return next(iter(lines), None)
-
-    def _build_schedule_config(self, config: CacheConfig | None) -> FittedScheduleConfig:
-        """Build the config of --schedule, with the steps of --cache-line or --config."""
-        if config is None and not (self.cache or self.prune):
-            config = FittedScheduleConfig()
-        if not isinstance(config, FittedScheduleConfig):
-            raise ModelError(f"--schedule {self.schedule} is a cache, and another one is given too; give one of them")
-        # Reading also refuses a file that is not a schedule, before ranks start.
-        Schedule.read(str(self.schedule))
-        return config.reset(schedule=self.schedule)
 
     @property
     def loras(self) -> dict[str, LoraChoice]:
@@ -380,14 +383,3 @@ class CacheOptions(Fields):
                 if config is not None:
                     arguments[name] = config
         return arguments
-
-    def _build_calibrator_config(self, file_config: Calibration | None) -> Calibration | None:
-        order: dict[str, Any] = {}
-        if "taylorseer_order" in self.given:
-            order["taylorseer_order"] = self.taylorseer_order
-        for name, config in CALIBRATOR_CONFIGS.items():
-            if getattr(self, name):
-                return merge_configs(file_config, config(**order))
-        if order and not isinstance(file_config, TaylorSeerCalibratorConfig):
-            raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
-        return None if file_config is None else file_config.reset(**order)
