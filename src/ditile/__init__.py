@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from ditile.planner.choose import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
     from ditile.runner.callbacks import StepWatch
+    from ditile.runner.diffusers_configs import enable_parallelism
     from ditile.runner.load import load
     from ditile.runner.lora import load_lora
     from ditile.runner.quantize import quantize
@@ -82,10 +83,10 @@ __all__ = [
     "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan", "PlanError",
     "QuantizeConfig", "RankError", "Report", "Runner", "Schedule", "SeaCacheConfig", "SpectrumConfig", "StateError",
     "StepWatch", "StoppedError", "TaylorSeerCalibratorConfig",
-    "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
-    "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
-    "parallelize", "plan_for", "quantize", "refresh_context", "set_compile_configs", "steps_mask",
-    "strify", "summary", "supported_pipelines",
+    "__version__", "defaults", "disable_cache", "enable_cache", "enable_parallelism", "launch", "load",
+    "load_attn_backend_config", "load_cache_config", "load_configs", "load_lora", "load_parallelism_config",
+    "load_quantize_config", "parallelize", "plan_for", "quantize", "refresh_context", "set_compile_configs",
+    "steps_mask", "strify", "summary", "supported_pipelines",
 ]  # fmt: skip
 
 _LAZY = {
@@ -115,6 +116,7 @@ _LAZY = {
         "ditile.planner.choose": "plan_for",
         "ditile.runner.caching": "disable_cache enable_cache refresh_context strify summary",
         "ditile.runner.callbacks": "StepWatch",
+        "ditile.runner.diffusers_configs": "enable_parallelism",
         "ditile.runner.load": "load",
         "ditile.runner.lora": "load_lora",
         "ditile.runner.quantize": "quantize",

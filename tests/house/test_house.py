@@ -203,10 +203,10 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan", "PlanError",
         "QuantizeConfig", "RankError", "Report", "Runner", "Schedule", "SeaCacheConfig", "SpectrumConfig",
         "StateError", "StepWatch", "StoppedError", "TaylorSeerCalibratorConfig",
-        "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
-        "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
-        "parallelize", "plan_for", "quantize", "refresh_context", "set_compile_configs", "steps_mask",
-        "strify", "summary", "supported_pipelines",
+        "__version__", "defaults", "disable_cache", "enable_cache", "enable_parallelism", "launch", "load",
+        "load_attn_backend_config", "load_cache_config", "load_configs", "load_lora", "load_parallelism_config",
+        "load_quantize_config", "parallelize", "plan_for", "quantize", "refresh_context", "set_compile_configs",
+        "steps_mask", "strify", "summary", "supported_pipelines",
     ]  # fmt: skip
     assert ditile.__all__ == sorted(names) == dir(ditile)
     for name in names:
