@@ -29,7 +29,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "pipefusion": ("tests/parallel/pipefusion",),
     "planner": ("tests/plan", "tests/planner"),
     "processes": (
-        "tests/distributed/test_faults.py",
         "tests/distributed/test_launch.py",
         "tests/lab/bench/test_worlds.py",
         "tests/runner/test_slow_loads.py",
@@ -38,7 +37,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "recorded": (
         "tests/cache/test_cache_recorded.py",
         "tests/model/test_recorded_calls.py",
-        "tests/model/test_recorded_counts.py",
         "tests/model/test_recorded_memory.py",
         "tests/model/test_recorded_steps.py",
         "tests/model/test_recorded_weights.py",

@@ -10,21 +10,24 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from ditile.cache.cached import find_model_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig
+from ditile.cache.forecast import Reuse
+from ditile.cache.segment import Residuals
+from ditile.cache.skip_decision import WHOLE_BATCH, CacheCall
 from ditile.model.block_lists import find_block_lists
+from ditile.model.hooks.protocols import CallPosition
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune
 from tests.more_families import EVERY
 from tests.parallel.pipefusion.moves import RUN, STEPS, calls, enable, outputs, skipped, tensors, untouched
 from tests.runner.cases import different, same
 
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 CACHED, MIDDLE, ALWAYS = [1, 3], 0.06, 1.0
-
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for float32
-
 F1 = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=0)
 F2B1 = F1.reset(Fn_compute_blocks=2, Bn_compute_blocks=1)
 PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0)
@@ -97,3 +100,20 @@ def test_pruned_blocks_add_what_they_added_before(made: Made) -> None:
     same(outputs(name, model), by_hand, name)
     assert skipped(model) == [hand.cached.get(index, []) for index in range(len(hand.segments))]
     assert any(hand.cached.values()) and len(hand.segments) >= 3
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("start", [None, torch.full((1, 3, 2), 2.0)], ids=["no start", "start"])
+def test_tokens_that_are_written_in_place_are_not_what_is_remembered(hidden: bool, start: Tensor | None) -> None:
+    """A failure would mean pictures that drift with each step that is left out."""
+    kept, call = Residuals(lambda stream: Reuse(), hidden=hidden), CacheCall(CallPosition(0), 0, [WHOLE_BATCH], 1)
+    out = torch.full((1, 3, 2), 5.0)
+    kept.store_residuals("image", call, start, out, [False])
+    out.add_(1.0)
+    later = call._replace(step=1)
+    behind = kept.forecast_tokens("image", later, start)
+    assert torch.equal(behind, torch.full((1, 3, 2), 5.0))
+    behind.add_(1.0)
+    assert torch.equal(kept.forecast_tokens("image", later, start), torch.full((1, 3, 2), 5.0)), (
+        "nor is what is handed out"
+    )

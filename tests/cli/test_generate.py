@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from PIL import Image
+from rich.table import Table
+from safetensors.torch import load_file, save_file
 
 from ditile import ModelError, Plan
 from ditile.cli import main
@@ -23,7 +27,7 @@ from ditile.model.known import ASSETS
 from ditile.plan.shape import check_image_size
 from ditile.planner.dry_run import describe_dry_run
 from ditile.runner import runner as dividing
-from ditile.runner.requests import arguments
+from ditile.runner.requests import arguments, console
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pictures import read_picture_texts
@@ -31,6 +35,7 @@ from ditile.runner.requests.pipelines import convert_value_errors
 from tests import tiny
 from tests.cli.test_cli import ROOT, opened, refused
 from tests.parallel.sequence import planned
+from tests.runner.single_files import COMFY, write_sparse_flux
 
 SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
 
@@ -266,3 +271,101 @@ def test_a_pipeline_of_sound_is_refused_before_it_is_loaded(
         "StableAudioPipeline returns audios, and only images and videos are written here; in Python, ditile.para"
         in line
     )
+
+
+def test_long_work_says_what_is_done_and_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure means a log of an hour without a line. Short work says nothing."""
+    monkeypatch.setattr(console, "LINE_PERIOD", 0.02)
+    with console.show_progress_bar("prompts", 5, completed=1) as advance:
+        time.sleep(0.1)
+        advance(2)
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "prompts: 1 of 5 after 0 s"
+    assert lines[-1].startswith("prompts: 3 of 5 after 0 s, about ") and lines[-1].endswith(" s left")
+    with console.show_progress_bar("prompts", 5, shown=False) as advance:
+        advance(1)
+        time.sleep(0.05)
+    monkeypatch.setattr(console, "LINE_PERIOD", 10.0)
+    with console.show_progress_bar("prompts", 5) as advance:
+        advance(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wide_table_is_continued_below(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means cells that are cut, or a plan that a line break parts."""
+    plan = "pipefusion=8 patches=32 warmup_mode=sequence ulysses=2 cfg=2 vae=rows text=split split_scheme=sequence"
+    columns = {f"column {k}": ["1.00", "12345.67 GB"] for k in range(9)}
+    parts = console.make_numbered_tables(["pipefusion=2", f"{plan}\nwhy"], columns)
+    assert sum(isinstance(part, Table) for part in parts) == 2
+    console.print_parts(console.make_console(), parts)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == [" 1  pipefusion=2", f" 2  {plan}", "    why"]
+    assert max(map(len, lines[:-3])) <= console.LINE_WIDTH and "12345.67 GB" in lines[4]
+
+
+WORDS = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of FLUX.1-dev at its own size."""
+    path = tmp_path_factory.mktemp("flux") / "flux.safetensors"
+    write_sparse_flux(path)
+    return str(path)
+
+
+def generate(*words: str) -> np.ndarray:
+    command = [sys.executable, "-m", "ditile", *WORDS, *words, "--out", "a.png"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    with Image.open("a.png") as image:
+        return np.asarray(image)
+
+
+def test_the_image_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that ranks of the command read something else than the file has."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ASSETS / "shapes-flux", "model")
+    (own,) = Path("model", "transformer").glob("*.safetensors")
+    save_file({COMFY + name: tensor for name, tensor in load_file(own).items()}, "file.safetensors")
+    own.unlink()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    images = [
+        generate("--model", "shapes-flux", "--pipefusion", "2"),
+        generate("--model=~/model", "--transformer", "file.safetensors", "--pipefusion", "2"),
+    ]
+    assert np.array_equal(*images)
+    with Image.open("a.png") as image:
+        components = image.text["components"]  # type: ignore[attr-defined]
+    size = os.path.getsize("file.safetensors")
+    assert re.fullmatch(rf'{{"transformer": "file.safetensors: {size} bytes of 20..-..-..T.*"}}', components)
+
+
+def test_what_is_said_of_a_file(flux: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that a file is taken for another model, or cannot be planned for without its weights."""
+    assert main.main(["models", flux]) == 0
+    shown = capsys.readouterr().out
+    assert "flux.1-dev" in shown and "BF16 100%" in shown and "--model FOLDER --transformer FILE" in shown
+    for name in ("text_encoder", "vae"):
+        (own,) = (ASSETS / "shapes-flux" / name).glob("*.safetensors")
+        assert main.main(["models", str(own)]) == 0
+        assert f"--model FOLDER --component {name}=FILE" in capsys.readouterr().out
+        assert main.main(["generate", "a", "--model", str(own), "--dry-run"]) == 2
+        assert f"has no transformer; give --model FOLDER --component {name}=" in capsys.readouterr().err
+    assert main.main(["plan", "--model", flux, "--hardware", "l40-pcie", "--devices", "2"]) == 0
+    assert "flux.1-dev" in capsys.readouterr().out
+    assert main.main(["generate", "a", "--model", flux, "--pipefusion", "2", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"transformer: {flux}" in shown and "57 blocks" in shown
+
+
+@pytest.mark.parametrize("words", [("generate", "a")])
+def test_what_a_file_lacks_is_said(flux: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means a traceback, or a reader who does not know what to give."""
+    assert main.main([*words, "--model", flux]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and f"--model FOLDER --component transformer={flux}" in line, line

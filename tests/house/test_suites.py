@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import ditile
+from tests.mutants.table import MUTANTS, Mutant
 from tests.nightly import PARTS, find_part
 from tests.suites import find_lost_names, read_commit_list, split_suites
 
@@ -76,3 +78,22 @@ def test_every_test_of_a_commit_is_there() -> None:
         if f"def {test}(" not in text and (test or not text):
             lost.append(name)
     assert lost == []
+
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_fits_the_package(mutant: Mutant) -> None:
+    """A failure means that a line was changed: write the mutant for the new one."""
+    text = (Path(ditile.__file__).parent / mutant.path).read_text("utf-8")
+    assert text.count(mutant.right) == 1
+    compile(text.replace(mutant.right, mutant.wrong), mutant.path, "exec")
+    assert all((TESTS / test.partition("::")[0]).is_file() for test in mutant.tests)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_killed_on_a_commit(mutant: Mutant) -> None:
+    """A failure means that none of its tests is in tests/commit.txt."""
+    files = {name.partition("::")[0] for name in read_commit_list()}
+    assert files & {f"tests/{test.partition('::')[0]}" for test in mutant.tests}

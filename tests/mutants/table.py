@@ -205,7 +205,7 @@ MUTANTS = (
         "cache/skip_decision.py",
         "        return change / size\n",
         "        return change\n",
-        ("cache/test_residuals.py", *CACHE),
+        ("cache/test_cache_limits.py", *CACHE),
     ),
     Mutant(
         "a forecast counts from the wrong step",

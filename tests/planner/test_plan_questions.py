@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,11 +15,14 @@ from ditile.model.known import ASSETS, CONFIGS, list_known_models
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question
-from ditile.planner.footprint import count_decoder_numbers
+from ditile.planner.footprint import DecodeWork, count_decoder_numbers
 from ditile.planner.ops import CacheSkips, OpPricer
+from ditile.planner.profile import Link, Profile
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import PlanSearch, SearchRequest, make_pricer
+from ditile.planner.search import PlanSearch, SearchRequest, SearchResult, make_pricer
+from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from ditile.planner.subject import PlanSubject
+from tests.planner.test_planner import EVEN, call, subject
 
 FLUX = "--model flux.1-dev --hardware l40-pcie"
 
@@ -187,3 +191,58 @@ def test_text_encoders_are_split_where_their_parts_are_known(capsys: pytest.Capt
     words = ["plan", "--model", "qwen-image", "--hardware", "h100-nvlink", "--price", "ulysses=2 text=split"]
     assert main(words) == 2
     assert "text=split cannot cut a Qwen2_5_VLForConditionalGeneration" in capsys.readouterr().err
+
+
+TURBO = "shapes-flux-turbo"
+
+
+def search(profile: Profile) -> SearchResult:
+    arguments = call(TURBO, height=512, width=512)
+    return PlanSearch(subject(TURBO), arguments, profile, SearchRequest(devices=4)).find_fastest_plans()
+
+
+def slow_down(bandwidth: float) -> Profile:
+    return dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=bandwidth))
+
+
+@pytest.mark.parametrize(
+    ("profile", "warmup", "mode"),
+    [(EVEN, None, "auto"), (slow_down(1e6), None, "sequence"), (EVEN, 1, "sequence"), (EVEN, 3, "auto")],
+)
+def test_how_stages_share_synchronous_steps(profile: Profile, warmup: int | None, mode: str) -> None:
+    """A second one is taken where it is nearly free, and where nobody asked for another number."""
+    one, arguments = subject(TURBO), call(TURBO, height=512, width=512)
+    shape, plan = one.make_call_shape(arguments, 4), Plan(pipefusion=4, patches=4, warmup=warmup or 1)
+    search = PlanSearch(one, arguments, profile, SearchRequest(devices=4, warmup=warmup))
+    others = list(search.iterate_other_warmups(one.make_plan_job(plan, shape)))
+    assert others == [dataclasses.replace(plan, warmup_mode=mode)]
+
+
+def test_the_price_of_auto_is_that_of_what_it_takes() -> None:
+    one, arguments = subject(TURBO), call(TURBO)
+    pricer, shape = make_pricer(one, arguments, slow_down(1e9)), one.make_call_shape(arguments, 4)
+    auto, taken = (
+        pricer.price_call(one.make_plan_job(Plan.parse(f"pipefusion=4 patches=4 {rest}"), shape))
+        for rest in ("warmup_mode=auto", "warmup=2 warmup_mode=sequence")
+    )
+    assert dataclasses.replace(auto, plan=taken.plan) == taken
+
+
+def test_text_and_decode_are_in_the_call() -> None:
+    """A decode of twice the pixels takes twice as long, and rows share it out; a short call under a plan of several
+    ranks is decoded by rows, and a plan that is to be priced stays as it is."""
+    assert compute_text_seconds(1000, 50, EVEN) == pytest.approx(2 * 1000 * 50 / 1e9)
+    work = DecodeWork(operations=1e6, exchanges=10)
+    waits = dataclasses.replace(EVEN, link=Link(latency_s=0.01, bandwidth=1e18, call_s=0.02))
+    assert compute_decode_seconds(work, 1000, 1, EVEN) == pytest.approx(1.0)
+    assert compute_decode_seconds(work, 2000, 1 / 4, waits) == pytest.approx(2 / 4 + 10 * 0.03)
+    assert subject(TURBO).count_decode_work().operations > 1e5
+    for price in search(EVEN).prices:
+        assert price.call_s == price.text_s + price.latency_s + price.decode_s > price.latency_s > 0
+        assert price.plan.vae == ("rows" if price.plan.world > 1 else "whole")
+    plan_search = PlanSearch(subject(TURBO), call(TURBO), EVEN, SearchRequest(devices=4))
+    result = plan_search.price_plan(Plan(pipefusion=4))
+    priced = result.prices[0]
+    assert priced.plan == Plan(pipefusion=4) and priced.decode_s > 0
+    late = dataclasses.replace(EVEN, link=Link(latency_s=10.0, bandwidth=1e18))
+    assert {price.plan.vae for price in search(late).prices} == {"whole"}

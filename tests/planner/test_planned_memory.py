@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from ditile.model.hooks.fused import can_fuse_gelu
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.model.known import CONFIGS
+from ditile.plan import cost
+from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
+from ditile.plan.shape import Shape
 from ditile.planner import hardware
+from ditile.planner.choose import answer_question
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.profile import FUSED
+from ditile.planner.question import PlanQuestion
 from ditile.planner.search import make_pricer
+from ditile.planner.subject import PlanSubject
 from ditile.runner.runner import parallelize
 from ditile_lab.bench.cells import BenchCell
 from ditile_lab.bench.options import Workload
 from ditile_lab.bench.session import count_weight_bytes
 from ditile_lab.bench.subjects import RandomSubject
+from tests import tiny
 from tests.pool import Pool
+from tests.zoo import ZOO
+from tests.zoo.encoders import in_large_squares
+from tests.zoo.entry import picture
 
 MODELS = {"pixart": "random-pixart blocks=4 heads=8 head_dim=32", "flux": "random-flux blocks=6 heads=4 head_dim=64"}
 
@@ -111,7 +129,6 @@ OF_TWO_STREAMS = (
 )  # fmt: skip
 """What blocks of text and image, and blocks of both in one, hold in another way than PixArt's."""
 
-
 ROWS = [*(("pixart", plan) for plan in PLANS), *(("flux", plan) for plan in OF_TWO_STREAMS)]
 
 
@@ -126,3 +143,126 @@ def test_memory_is_what_was_foretold(pool: Pool, family: str, plan: str) -> None
     for most, foretold in compared if unlike else compared[-1:]:
         said = f"{family}, {plan}: {most / 1e6:.1f} MB, foretold {foretold / 1e6:.1f} MB"
         assert abs(foretold / most - 1) <= 0.1, said
+
+
+REFERENCE_STEPS = 5
+SIZES = {"height": 24, "width": 32}
+KONTEXT = SIZES | {"max_area": 24 * 32, "_auto_resize": False, "image": picture(16, 16)}
+
+
+def make_tiny(name: str) -> Any:
+    if name == "flux-kontext":
+        return tiny.quiet(diffusers.FluxKontextPipeline(**tiny.flux().components))
+    return ZOO[name].make()
+
+
+def make_tiny_call(name: str) -> dict[str, Any]:
+    call = tiny.arguments("flux", **KONTEXT) if name == "flux-kontext" else ZOO[name].call()
+    # Branches of one length, as a planner that knows no text takes them to be.
+    same = {name: call[name.removeprefix("negative_")] for name in call if name.startswith("negative_prompt_embeds")}
+    return call | same | {"num_inference_steps": REFERENCE_STEPS}
+
+
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Name of a tiny pipeline -> its subject, of configs that were saved with it."""
+
+    @functools.cache
+    def read_subject(name: str) -> PlanSubject:
+        path = tmp_path_factory.mktemp("tiny") / name
+        make_tiny(name).save_pretrained(path)
+        subject = PlanSubject.from_configs(name, path, ["image"])
+        if name == "qwen-image-edit":  # its autoencoder is none that a config describes
+            assert subject.recorder is not None
+            with init_on_meta_device():
+                in_large_squares(subject.recorder.pipe.vae)
+        return subject
+
+    return read_subject
+
+
+def make_shape(subject: PlanSubject, name: str) -> Shape:
+    """As the planner is asked for it: sizes, pictures, and how long the text is."""
+    call = make_tiny_call(name)
+    given = {key: value for key, value in call.items() if isinstance(value, int | float | Image.Image | list)}
+    text = call["prompt_embeds"].shape[1] if "prompt_embeds" in call else 12
+    negative = {"negative_prompt": ""} if any(key.startswith("negative_prompt") for key in call) else {}
+    return subject.make_call_shape({"prompt": "", **given, **negative, "max_sequence_length": text})
+
+
+def run_plans(name: str, plans: list[str]) -> list[tuple[dict[str, int], int, list[int], int]]:
+    """On a rank: bytes by kind, tokens of references, the steps that computed them, and bytes of keys."""
+    result = []
+    for text in plans:
+        runner = parallelize(make_tiny(name), Plan.parse(text))
+        runner(**make_tiny_call(name))
+        report = runner.report
+        counted = dict(runner.mesh.traffic.bytes), report.reference_tokens, report.reference_steps, report.key_bytes
+        result.append(counted)
+    return result
+
+
+REFERENCE_PLANS = {
+    "flux-kontext": [
+        "pipefusion=2 references=0", "pipefusion=2 references=1 patches=5", "pipefusion=2 references=2 patches=3",
+        "distrifusion=2 references=0", "ulysses=2 references=2 patches=2", "ring=2 references=0 patches=2",
+        "pipefusion=2 patches=4", "pipefusion=2 references=0 patches=3 warmup=2 warmup_mode=sequence",
+    ],
+    "qwen-image-edit": ["pipefusion=2 references=0", "cfg=2 references=0 patches=2", "distrifusion=2 references=2"],
+    "flux-2-klein-edit": ["pipefusion=2 references=0", "ulysses=2 references=0 patches=3"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFERENCE_PLANS)
+def test_foretold_bytes_and_tokens_are_counted(pool: Pool, subject_of: Any, name: str) -> None:
+    """Exactly, of every rank. A failure means that plans with references are priced from other messages than travel."""
+    subject = subject_of(name)
+    shape = make_shape(subject, name)
+    for rank, of_plans in enumerate(pool.run(run_plans, 2, name, REFERENCE_PLANS[name])):
+        for text, (sent, tokens, steps, keys) in zip(REFERENCE_PLANS[name], of_plans, strict=True):
+            job = subject.make_plan_job(Plan.parse(text), shape)
+            foretold = cost.count_traffic_bytes(job, rank)
+            assert foretold == {kind: sent[kind] for kind in foretold}, f"{text}, rank {rank}: {sent}"
+            schedule = job.step_schedule
+            if job.plan.cfg == 1:  # in step 0 each half makes the calls of both
+                assert keys == cost.count_key_store_bytes(job, rank), text
+            if job.plan.references is not None:
+                assert tokens == job.image_layout.count_reference_tokens() == shape.references
+                assert steps == [step for step in range(REFERENCE_STEPS) if schedule.computes_references(step)]
+
+
+KNOWN = [
+    ("flux.1-kontext-dev", ["1024x1024"], 4096, Grid(128, 64)),
+    ("flux.1-kontext-dev", ["500x900"], (752 // 16) * (1392 // 16), Grid(64 * 64 + 47 * 87, 1)),  # its own sizes
+    ("flux.2-dev", ["1024x1024", "640x512"], 4096 + 40 * 32, Grid(2 * 4096 + 1280, 1)),
+    ("flux.2-klein-4b", ["512x512"], 1024, Grid(4096 + 1024, 1)),
+    ("qwen-image-edit", ["1024x1024"], 4096, Grid(2 * 4096, 1)),
+    ("qwen-image-edit-2511", ["1024x1024", "64x64"], 2 * 4096, Grid(3 * 4096, 1)),  # each has a megapixel
+]
+
+
+@pytest.mark.parametrize(("name", "pictures", "references", "grid"), KNOWN)
+def test_pictures_of_published_models_have_their_tokens(
+    name: str, pictures: list[str], references: int, grid: Grid
+) -> None:
+    """By hand. A failure means that an edit is priced as if it had fewer pictures."""
+    question = PlanQuestion(model=name, hardware="h200-nvlink", image=tuple(pictures), devices=1, steps=20)
+    answer = answer_question(question)
+    assert (answer.call["references"], answer.call["pictures"]) == (references, len(pictures))
+    assert f"{references} tokens of references" in answer.describe_call()
+    subject = PlanSubject.from_configs(name, CONFIGS / name, ["image"])
+    shape = subject.make_call_shape(question.fill_call_arguments() | subject.bind_pictures(question.read_pictures()))
+    assert (shape.grid, shape.references, shape.text) == (grid, references, 512)
+
+
+def test_what_is_not_known_is_refused(subject_of: Any, tmp_path: Path) -> None:
+    subject = subject_of("flux-kontext")
+    shape = replace(make_shape(subject, "flux-kontext"), references=0)
+    with pytest.raises(PlanError, match="references=0: no tokens of reference images are known"):
+        subject.make_plan_job(Plan(references=0, patches=2), shape)
+    for image, said in ((("0x5",), "should be greater than or equal to 1"), (("no.png",), "no.png")):
+        with pytest.raises(ModelError, match=said):
+            PlanQuestion(model="flux.2-dev", image=image).read_pictures()
+    many = PlanQuestion(model="flux.1-kontext-dev", hardware="h200-nvlink", image=("64x64",) * 3)
+    with pytest.raises(ModelError, match="starts from 1 at most, and not from 3 images"):
+        answer_question(many)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.loading import KINDS, measured, write_pipeline
 from ditile.plan.plan import Plan
 from ditile.runner.runner import Runner, parallelize
 from tests import tiny
 from tests.pool import Pool
-from tests.runner.cases import MAKE, run
+from tests.runner.cases import MAKE, divided, run
 
 SIZE = {"height": 40, "width": 56}
 TOKENS, FLOAT = 10 * 14, 4
@@ -142,3 +146,54 @@ def test_nothing_outlives_the_call(pool: Pool, name: str) -> None:
     """A failure means that a picture's keys or constants stay in memory, or the pipeline is left seated."""
     for first, second, third in pool.run(left_behind, 2, name):
         assert first == second == third
+
+
+def headers(ranks: int, steps: int) -> int:
+    with divided(MAKE["flux"](), pipefusion=ranks, patches=3) as runner:
+        run(runner, "flux", num_inference_steps=steps)
+        assert runner.report is not None
+        return runner.report.sent["control"]
+
+
+def test_headers_are_eight_bytes_a_step(pool: Pool) -> None:
+    """A failure means that more than the vote on stopping is agreed in every step."""
+    short, long = (pool.run(headers, 3, 3, steps) for steps in (2, 7))
+    assert [b - a for a, b in zip(short, long, strict=True)] == [5 * 8] * 3
+    states = torch.Generator().get_state().numel() + torch.get_rng_state().numel()
+    # Of two steps, and whether the latents are numbers, at the end; the first rank's states before, the last's after.
+    assert [count - 3 * 8 for count in short] == [states, 0, states]
+
+
+def alone(name: str) -> dict[str, int]:
+    with divided(MAKE[name](), patches=3) as runner:
+        run(runner, name)
+        assert runner.report is not None
+        return runner.report.sent
+
+
+@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
+def test_one_rank_sends_nothing(pool: Pool, name: str) -> None:
+    """A failure means that a world of one talks to itself."""
+    assert pool.run(alone, 1, name) == [{}]
+
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[tuple[str, int]]:
+    """A FLUX pipeline of 1024 channels in bfloat16, about 400 MB in one file, and its bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder, write_pipeline(Path(folder), heads=8, double=2, single=8, layers=0, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_a_rank_holds_its_share_while_it_loads(pool: Pool, model: tuple[str, int], dtype: str, size: int) -> None:
+    """A failure means that a rank reads, keeps or casts weights that are not its own. float32 is a cast."""
+    folder, whole = model
+    actual: list[dict[str, Any]] = pool.run(measured, RANKS, folder, "first", dtype)
+    for rank, of_rank in enumerate(actual):
+        assert of_rank["transformer_read"] == of_rank["transformer"] * 2 // size
+        for kind in KINDS:
+            assert of_rank[kind] <= of_rank["limit"] < 0.75 * whole * size // 2, (rank, kind, of_rank)
+        assert of_rank["RssAnon"] > 0.8 * of_rank["transformer"], "the peak was not seen"

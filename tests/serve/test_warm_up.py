@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from ditile.plan.plan import Plan
+from ditile.planner.promise import Bounds
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
-from ditile.serve.jobs import Request
+from ditile.serve.jobs import Job, JobResult, Request
 from ditile.serve.link import BatchJob, WorkerSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.worker import MAX_WARM_CALLS, RankWorker
@@ -54,3 +56,58 @@ def test_the_image_of_the_first_user_is_played(pool: Pool, axis: str, num_code: 
         # The synchronous step makes the keys of two branches, which no tape does.
         assert recorded.played == recorded.calls - num_code
         assert 2 <= num_warm <= MAX_WARM_CALLS
+
+
+class Answers(NoServer):
+    """A link that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send_message(self, message: dict[str, Any], files: Any = None) -> None:
+        self.sent.append(message)
+
+
+def serve_requests(
+    plan: Plan, requests: list[dict[str, Any]], prompt: str | None = None, **cache: Any
+) -> list[dict[str, Any]]:
+    """The last answer of a rank to each of some requests; of ranks that answer nothing, no answers."""
+    link = Answers()
+    options = ServeOptions(model="shapes-flux", device="cpu")
+    setup = WorkerSetup(options=options, plan=plan, cache=CacheOptions(**cache))
+    worker = RankWorker(setup, link)
+    answers = []
+    for number, changes in enumerate(requests):
+        wanted = GenerateOptions(model="shapes-flux", prompt=prompt or worker._facts.example, seed=1)
+        worker._running_id = f"batch_{number}"
+        worker._generate_batch([BatchJob("image_x", Request(options=wanted, **changes))])
+        answers += link.sent[-1:]
+    return answers
+
+
+def test_a_promise_that_leaves_no_step_out(pool: Pool) -> None:
+    """A bound on PSNR that no schedule keeps is kept by the image of all steps, and the next bound by fewer steps.
+
+    A failure means that a request for the best image is refused, because it has no cache to tell of. A refusal names
+    the field that was sent.
+    """
+    requests = [{"bounds": Bounds(min_psnr=500.0)}, {"bounds": Bounds(min_psnr=40.0)}, {"computed_steps": 30}]
+    [(best, fewer, refused)] = pool.run(serve_requests, 1, Plan(), requests)
+    assert best["kind"] == "done", best
+    assert best["result"]["facts"]["promise"]["computed_steps"] == 20 and best["result"]["facts"]["left_out"] == []
+    assert fewer["result"]["facts"]["promise"]["computed_steps"] < 20 and fewer["result"]["facts"]["left_out"]
+    assert refused["failure"]["message"] == "computed_steps=30 is more than the 20 steps of the call; give 20 or less"
+
+
+def test_the_client_of_a_long_prompt_is_told_how_much_is_read(pool: Pool) -> None:
+    options = GenerateOptions(model="shapes-flux", prompt="a red circle")
+    request = Request(options=options, client={"warnings": ["an earlier one"]})
+    [(answer,)] = pool.run(serve_requests, 1, Plan(), [{}], "a red circle " * 20)
+    job = Job(id="image_x", owner="", kind="image", request=request, result=JobResult.from_json(answer["result"]))
+    assert job.warnings == ["an earlier one", "the prompt has 61 tokens, and 32 are read"]
+
+
+def test_a_server_with_a_cache_keeps_it(pool: Pool) -> None:
+    ask = functools.partial(serve_requests, cache=True, max_warmup_steps=1, rdt=0.5)
+    [(refused,)] = pool.run(ask, 1, Plan(), [{"computed_steps": 3}])
+    assert "this server has a cache of its own; leave computed_steps" in refused["failure"]["message"]

@@ -10,13 +10,22 @@ from typing import Any
 
 import diffusers
 import numpy
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.zoo import LEFT_OUT, ZOO, Entry
+from ditile.plan.shape import FRAME_COUNTS
+from ditile.runner.requests import results
+from ditile.runner.requests.pipelines import (
+    check_num_frames,
+    enable_required_tiling,
+    find_argument,
+    returns_videos,
+)
+from tests.zoo import LEFT_OUT, ZOO, Entry, more_videos, videos
+from tests.zoo.once import find_missing
 
-# What diffusers and torch warn of in a pipeline is not ditile's to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 TEXTS = ("encoder_hidden_states", "cap_feats", "text_bth", "encoder_hidden_states_t5", "input_ids")
 
@@ -125,3 +134,36 @@ def test_every_pipeline_of_diffusers_is_here_or_is_left_out_with_a_reason() -> N
     pipelines = {name: getattr(diffusers, name) for name in dir(diffusers) if name.endswith("Pipeline")}
     found = {name for name, cls in pipelines.items() if "transformer" in inspect.signature(cls).parameters}
     assert found <= here | set(LEFT_OUT), sorted(found - here - set(LEFT_OUT))
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+def test_no_row_lacks_what_is_computed_once() -> None:
+    """A failure means that patches compute again what the first one of a step has computed."""
+    assert find_missing() == {}
+
+
+NOT_DECODED = {
+    **dict.fromkeys(("ltx-2", "ltx-2-image-to-video", "ltx-2-condition"), "has no vocoder here"),
+    "mochi": "has means and deviations of twelve channels, and four of them here",
+}
+OWN_COUNT = {"hunyuan-video-framepack": "draws whole windows", "sana-wm": "counts the camera's frames"}
+
+VIDEOS = [one for one in (*videos.ENTRIES, *more_videos.ENTRIES) if one.name not in NOT_DECODED]
+
+
+@pytest.mark.parametrize("each", VIDEOS, ids=lambda each: each.name)
+def test_videos_are_written(each: Entry) -> None:
+    pipe = each.make()
+    if not returns_videos(type(pipe)):
+        pytest.skip("it draws pictures with a video's classes")
+    call: dict[str, Any] = each.call() | {"num_inference_steps": 2}
+    del call["output_type"]
+    check_num_frames(pipe, call)
+    enable_required_tiling(pipe)
+    known = inspect.signature(type(pipe).__call__).parameters
+    (video,) = results.list_drawn(pipe(**{name: value for name, value in call.items() if name in known}))
+    assert video.dtype == np.uint8 and video.ndim == 4 and video.shape[3] == 3
+    name = find_argument(type(pipe), FRAME_COUNTS)
+    if name in call and each.name not in OWN_COUNT:
+        assert len(video) == call[name]
