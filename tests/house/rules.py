@@ -22,7 +22,7 @@ LONELY_LINES = 60
 MOST_NODES = {
     "plan": 24_900,
     "distributed": 26_650,
-    "model": 56_350,
+    "model": 55_600,
     "parallel": 69_700,
     "cache": 45_250,
     "runner": 70_250,
@@ -30,7 +30,7 @@ MOST_NODES = {
     "serve": 37_060,
     "cli": 12_700,
     "": 400,
-    "lab": 71_450,
+    "lab": 72_550,
 }
 """Top folder of the package -> its nodes of the syntax tree; "" are the files beside them, and the lab counts whole."""
 MOST_DENSE = {

@@ -43,6 +43,7 @@ class TransformerEntry:
         mirrored: whether the last blocks read the results of the first ones, in reverse order: the last block reads the
             result of the first.
         has_rows: whether the first dimension of the tokens, and of all that goes with them, is the batch.
+        tables: arguments of the transformer that are the same for all rows of a batch, whatever their length.
         note: other facts that a cache must know.
         refusal: why no block may be skipped; empty if blocks may be.
     """
@@ -51,6 +52,7 @@ class TransformerEntry:
     apart: Mapping[str, str] = field(default_factory=dict)
     mirrored: bool = False
     has_rows: bool = True
+    tables: Sequence[str] = ()
     note: str = ""
     refusal: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ditile.model.hooks.block_policy import BlockHook, advise_whole_tokens
 from ditile.model.hooks.generation import Generation
 from ditile.plan.layout import Grid, split_batch_evenly
 from ditile.plan.plan import Plan
+from ditile_lab.study.batch_dims import derive_batch_dims
 from tests.families import BATCH, FAMILIES
 from tests.more_families import RUN
 from tests.zoo.entry import transformer
@@ -50,23 +52,43 @@ KINDS = {
     "LuminaNextDiT2DModel": ("image_rotary_emb",),
     "Krea2Transformer2DModel": ("position_ids",),
     "Lumina2Transformer2DModel": (),  # its forward needs values
-    "HiDreamImageTransformer2DModel": (),  # the same, and a batch in the second dimension
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_batch_is_known_from_the_forward(name: str) -> None:
+def make_own(model: Any) -> Any:
+    """The model as one of a class of a user's own."""
+
+    class Own(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Own
+    return model
+
+
+OWN_OR_NOT = [(name, is_own) for name in KINDS for is_own in (False, True)]
+
+
+# Its rows are in the second dimension of an argument, which lengths do not show.
+@pytest.mark.parametrize(("name", "is_own"), [*OWN_OR_NOT, ("HiDreamImageTransformer2DModel", False)])
+def test_the_batch_is_known_from_the_table_and_from_the_forward(name: str, is_own: bool) -> None:
     """Each row by itself is what it is in the whole batch, though text has as many tokens as the batch has rows.
 
-    A failure means that positions are cut, or that rows are not, so a replica draws another picture or raises.
+    The forward counts in a class of a user's own. A failure means that positions are cut, or that rows are not, so a
+    replica draws another picture or raises.
     """
     family = next(family for family in [*FAMILIES.values(), *RUN] if family.name == name)
     model, inputs = family.make(), family.inputs()
     state = torch.get_rng_state()
-    dims = BatchDimFinder(model).find_dims(inputs, next(iter(inputs)), BATCH)
-    assert dims is not None and torch.equal(torch.get_rng_state(), state)
+    anatomy = find_anatomy(model)
+    known = {} if anatomy is None else anatomy.inputs
+    if is_own:
+        model, known = make_own(model), {}
+    dims = BatchDimFinder(model, known).find_dims(inputs, next(iter(inputs)), BATCH)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert dims is not None
     tensors = {name for name, value in inputs.items() if any(map(torch.is_tensor, pytree.tree_leaves(value)))}
-    assert tensors - {path[0].key for path in dims.dims} == set(KINDS[name])
+    assert tensors - {path[0].key for path in dims.dims} == set(KINDS.get(name, ()))
     with torch.no_grad():
         whole = model(**inputs, return_dict=False)
         for row in range(BATCH):
@@ -79,10 +101,11 @@ def test_a_call_that_is_not_possible_is_not_cut() -> None:
     """Two embeddings for four latents raise in the plain pipeline. A failure means that they are drawn mixed."""
     family = FAMILIES["WanTransformer3DModel"]
     inputs = family.inputs() | {"hidden_states": torch.zeros(4, 4, 2, 8, 8), "timestep": torch.zeros(4)}
-    assert BatchDimFinder(family.make()).find_dims(inputs, "hidden_states", 4) is None
+    assert derive_batch_dims(family.make(), inputs, "hidden_states", 4) is None
     values = FAMILIES["Lumina2Transformer2DModel"]
     two = values.inputs() | {"hidden_states": torch.zeros(4, 4, 8, 8), "timestep": torch.zeros(4)}
-    assert BatchDimFinder(values.make()).find_dims(two, "hidden_states", 4) is None
+    assert derive_batch_dims(values.make(), two, "hidden_states", 4) is None
+    assert BatchDimFinder(values.make(), {}).find_dims(two, "hidden_states", 4) is None
 
 
 def test_joined_is_what_one_call_returns() -> None:

@@ -27,10 +27,12 @@ from ditile.cache.fitted.identity import ListShares
 from ditile.cache.methods.easycache import EasyCacheConfig, EasyCachePolicy
 from ditile.cache.methods.gating import GatedGuidance, GuidanceGateConfig, GuidedModel
 from ditile.cache.report import ContextReport, Decisions
+from ditile.model.anatomies import find_anatomy
 from ditile.model.hooks.batch_rows import BatchDimFinder
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.overrides import find_latents_parameter, list_parameter_names
 from ditile.model.hooks.protocols import CallPosition, LabelledModel
+from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 
@@ -179,7 +181,8 @@ def prepare_policy(
         return cast(MakePolicy, EasyCachePolicy)
     if isinstance(config, GuidanceGateConfig):
         model = models[0]
-        finder = BatchDimFinder(model)
+        anatomy = find_anatomy(model) or Anatomy({}, "none")
+        finder = BatchDimFinder(model, anatomy.inputs)
         guided = GuidedModel(pipe, list_parameter_names(model), find_latents_parameter(model), finder)
         return cast(MakePolicy, functools.partial(GatedGuidance, model=guided))
     raise ModelError(f"{type(config).__name__} is not a method that leaves out calls; try FittedScheduleConfig()")

@@ -3,46 +3,29 @@
 A row is one branch of guidance of one image. Rows never see each other in a transformer, so any run of them may be
 computed apart; only the shapes of matrices change, and with them the last bits.
 
-A table of positions may be as long as the batch, so a length alone says nothing. Where the anatomy of a model does not
-tell, a copy of it with shapes but no data is called with another number of rows: this succeeds only if exactly the
-batched tensors change their length.
+A table of positions may be as long as the batch, so a length alone says nothing of a class that ditile does not know:
+there the lab finds out.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
-from ditile.distributed.recording.segments import list_tensors
-from ditile.model.hooks.attention_hooks import AttentionWatch
-from ditile.model.hooks.overrides import override_attribute
+from ditile.model.block_table import TransformerEntry, find_table_entry
+from ditile.model.hooks.token_arguments import find_unknown_rows
+from ditile.plan.anatomy import Kinds, select_word
+from ditile.plan.extras import import_lab
 
-LOG = logging.getLogger("ditile")
 TensorPath = tuple[Any, ...]
 """The path of a tensor in the arguments of a call, in pytree's keys: the argument's name, then keys and indices."""
-_MOST_TABLES = 2
-"""The most arguments that may be as long as the batch without having rows."""
-_MISFITS = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
-"""Errors that a model raises if its arguments do not fit each other."""
-_VALUE_NEEDED = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedFakeTensorException,
-    fake_tensor.UnsupportedOperatorException,
-)
-"""Errors that torch raises if a forward needs the values of a tensor without data."""
-_OTHER_DIMS = {"encoder_hidden_states_llama3": 1}
-"""Arguments of models that need values (HiDream's) whose batch is not the first dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +54,18 @@ class BatchDims:
 class BatchDimFinder:
     """Finds the batch dimension of the arguments of a model.
 
+    In a class of diffusers it is that of the table, and of an argument that the table does not know the first one if it
+    is as long as the batch. The lab asks the forward of any other class, once for each kind of call.
+
     Args:
         model: as the user gave it.
+        inputs: the kinds of its arguments, if known.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Kinds]) -> None:
         self._model = model
-        self._known: dict[object, BatchDims | None] = {}
+        self._inputs = inputs
+        self._studied: dict[object, BatchDims | None] = {}
 
     def find_dims(self, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
         """Return the batch dimensions of a call; None where they are unknown and only the whole batch can be computed.
@@ -85,71 +73,41 @@ class BatchDimFinder:
         Args:
             noisy: the name of the noisy input.
         """
+        if inspect.unwrap(type(self._model).forward).__module__.startswith("diffusers."):
+            return self._read_dims(arguments, noisy, batch_size)
         # The result depends only on which tensors are as long as the batch.
-        key = tuple((path, x.shape[:1] == (batch_size,), x.ndim) for path, x in _list_tensors(arguments))
-        if key not in self._known:
-            self._known[key] = derive_batch_dims(self._model, arguments, noisy, batch_size)
-            if self._known[key] is None:
-                LOG.warning(
-                    "%s cannot be called with another number of rows than %d, so every rank of the axes data and cfg "
-                    "computes all of them; data=1 and cfg=1 are as fast",
-                    type(self._model).__name__,
-                    batch_size,
-                )
-        return self._known[key]
+        key = tuple((path, x.shape[:1] == (batch_size,), x.ndim) for path, x in list_paths(arguments))
+        if key not in self._studied:
+            study = import_lab("study.batch_dims")
+            self._studied[key] = study.derive_batch_dims(self._model, arguments, noisy, batch_size)
+        return self._studied[key]
 
-
-def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
-    """Derive the batch dimensions of a call from the model's own forward, without computing anything.
-
-    If the model cannot be copied, or its forward needs values, every tensor as long as the batch has rows, except in
-    containers with tensors of other lengths.
-
-    Returns:
-        None if the model takes no other number of rows, or its inputs do not fit its batch.
-    """
-    candidates = _list_candidates(arguments, batch_size)
-    try:
-        probe = _ShapeProbe(model, arguments)
-        for size in probe.list_other_sizes(batch_size):
-            for tables in _list_subsets(candidates, noisy):
-                rows = set(_exclude_arguments(candidates, tables))
-                if not probe.is_possible(rows, size):
-                    # If the unchanged call is not possible, no other call tells more.
-                    if not tables and not probe.is_possible((), batch_size):
-                        return None
-                    continue
-                # A table that the model looks up by index may have any length.
-                for path in sorted(rows - {locate_argument(noisy)}, key=str):
-                    if probe.is_possible(rows - {path}, size):
-                        rows.remove(path)
-                return BatchDims(dict.fromkeys(rows, 0))
-        return None
-    except _VALUE_NEEDED:
-        return _guess_batch_dims(arguments, batch_size, candidates)
-
-
-def _guess_batch_dims(
-    arguments: Mapping[str, Any], batch_size: int, candidates: Sequence[TensorPath]
-) -> BatchDims | None:
-    """Guess the batch dimensions from lengths only, for models whose forward needs values."""
-    # Embeddings for another number of images: the model itself refuses them.
-    for name, x in arguments.items():
-        is_embedding = isinstance(x, Tensor) and x.ndim > 2 and name not in _OTHER_DIMS
-        if is_embedding and x.shape[0] not in (1, batch_size):
+    def _read_dims(self, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
+        entry = find_table_entry(type(self._model)) or TransformerEntry()
+        if not entry.has_rows and not self._inputs:
             return None
-    mixed: set[object] = set()
-    for path, x in _list_tensors(arguments):
-        if x.ndim and x.shape[0] not in (1, batch_size):
-            mixed.add(path[0].key)
-    dims = _exclude_arguments(candidates, mixed)
-    for name, dim in _OTHER_DIMS.items():
-        if name in arguments:
-            dims[locate_argument(name)] = dim
-    return BatchDims(dims)
+        dims: dict[TensorPath, int] = {}
+        for name, value in arguments.items():
+            if name in entry.tables:
+                continue
+            kinds = self._inputs.get(name, ())
+            is_unknown = find_unknown_rows({name: value}, self._inputs, noisy, batch_size) is not None
+            # These are embeddings for another number of images, which the model itself refuses.
+            if not kinds and isinstance(value, Tensor) and value.ndim > 2 and value.shape[0] not in (1, batch_size):
+                return None
+            for place, (path, x) in enumerate(pytree.tree_leaves_with_path({name: value})):
+                if not isinstance(x, Tensor) or not x.ndim:
+                    continue
+                if is_unknown and x.shape[0] == batch_size:
+                    dims[path] = 0
+                elif kinds and not is_unknown:
+                    word = select_word(kinds[place], x.ndim) or ""
+                    if "B" in word and x.shape[word.index("B")] > 1:
+                        dims[path] = word.index("B")
+        return BatchDims(dims)
 
 
-def _exclude_arguments(candidates: Sequence[TensorPath], names: Collection[object]) -> dict[TensorPath, int]:
+def exclude_arguments(candidates: Sequence[TensorPath], names: Collection[object]) -> dict[TensorPath, int]:
     """Return dimension 0 for each candidate outside these arguments."""
     return {path: 0 for path in candidates if path[0].key not in names}
 
@@ -165,7 +123,7 @@ def slice_batch_arguments(
         select: picks some rows of a tensor.
         whole: names of arguments that have no rows, whatever their length, such as position ids.
     """
-    dims = _exclude_arguments(_list_candidates(arguments, batch_size), whole)
+    dims = exclude_arguments(list_candidates(arguments, batch_size), whole)
     return BatchDims(dims).slice_arguments(arguments, select)
 
 
@@ -185,86 +143,12 @@ def _join_parts(*parts: Any) -> Any:
     return parts[0]
 
 
-class _ShapeProbe:
-    """A copy of a model with the same class and config but no data, which is called to see whether a call is possible.
-
-    Raises:
-        UnsupportedFakeTensorException: if it cannot be made.
-    """
-
-    def __init__(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
-        self._arguments = arguments
-        self._mode = fake_tensor.FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        try:
-            with self._mode:
-                self._copy: nn.Module = type(model).from_config(model.config).eval()  # type: ignore[attr-defined]
-        except _MISFITS as error:
-            # It is not a class of diffusers, or its config was changed since.
-            raise fake_tensor.UnsupportedFakeTensorException(str(error)) from error
-
-    def list_other_sizes(self, batch_size: int) -> Iterator[int]:
-        """Yield numbers of rows to try that no tensor has: first not a multiple of the batch, then a multiple."""
-        lengths: set[int] = set()
-        for x in [*pytree.tree_leaves(self._arguments), *self._copy.parameters()]:
-            lengths.update(getattr(x, "shape", ()))
-        unused = (size for size in itertools.count(2 * batch_size + 1) if size not in lengths)
-        yield next(size for size in unused if size % batch_size)
-        yield next(size for size in unused if size % batch_size == 0)
-
-    def is_possible(self, rows: Collection[TensorPath], size: int) -> bool:
-        """Return whether the model accepts `size` rows in the tensors `rows` and returns `size` rows."""
-
-        def resize(path: TensorPath, x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            # The copy of the model has the default type.
-            dtype = torch.get_default_dtype() if x.is_floating_point() else x.dtype
-            shape = (size, *x.shape[1:]) if path in rows else x.shape
-            return torch.empty(shape, dtype=dtype)
-
-        # Nothing is computed, and no attention backend that needs a GPU is chosen.
-        with ExitStack() as stack:
-            # It logs every failure as an error, and failures are answers here.
-            override_attribute(stack, fake_tensor.log, "disabled", True)
-            watch = AttentionWatch(_refuse_misfit_mask)
-            for context in (self._mode, torch.no_grad(), attention_backend("native"), watch):
-                stack.enter_context(context)
-            inputs = pytree.tree_map_with_path(resize, dict(self._arguments))
-            try:
-                results = list_tensors(self._copy(**inputs))
-            except _VALUE_NEEDED:
-                raise
-            except _MISFITS:
-                return False
-        return all(x.shape[:1] == (size,) for x in results)
-
-
-def _refuse_misfit_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
-    """Raise `ValueError` for a mask with a wrong number of rows, which attention without data would accept."""
-    rows = query.shape[0]
-    if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, rows):
-        raise ValueError(f"a mask of {mask.shape[0]} rows for {rows}")
-
-
-def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Collection[object]]:
-    """Yield sets of arguments that may have no rows: small sets first, and arguments in containers before others."""
-    names = {path[0].key for path in candidates} - {noisy}
-    names_in_order = sorted(names, key=lambda name: (locate_argument(name) in candidates, name))
-    for count in range(_MOST_TABLES + 1):
-        yield from itertools.combinations(names_in_order, count)
-
-
-def _list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:
+def list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:
     """Return the tensors with `batch_size` entries in the first dimension."""
-    return [path for path, x in _list_tensors(arguments) if x.ndim and x.shape[0] == batch_size]
+    return [path for path, x in list_paths(arguments) if x.ndim and x.shape[0] == batch_size]
 
 
-def _list_tensors(arguments: Mapping[str, Any]) -> list[tuple[TensorPath, Tensor]]:
+def list_paths(arguments: Mapping[str, Any]) -> list[tuple[TensorPath, Tensor]]:
     """Return every tensor of a call, also those within dicts, lists and tuples."""
     leaves = pytree.tree_leaves_with_path(dict(arguments))
     return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def locate_argument(name: str) -> TensorPath:
-    """Return the path of an argument that is itself a tensor."""
-    return (pytree.MappingKey(name),)

@@ -108,7 +108,7 @@ class TransformerHooks:
         self.anatomy = anatomy
         self.other = other
         self._label = label
-        self.batch_dims = BatchDimFinder(transformer)
+        self.batch_dims = BatchDimFinder(transformer, anatomy.inputs)
         self.chain: list[BlockHook] = []
         for list_name, list_anatomy in anatomy.lists.items():
             for place, block in enumerate(transformer.get_submodule(list_name).children()):

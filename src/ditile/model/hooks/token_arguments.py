@@ -165,7 +165,7 @@ def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], 
             if name == noisy and (not word or "B" not in word):
                 return name
             is_long = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
-            if is_long and (not word or word[0] in ".1"):
+            if is_long and (not word or (word[0] in ".1" and "B" not in word)):
                 return name
     return None
 

@@ -414,7 +414,7 @@ class DataCfgBatch:
                 "have rows; use a plan with data=1 and cfg=1"
             )
         else:
-            # Without a table of the model, as for a U-Net, or if it does not know this call, its forward is asked.
+            # The table has no row for the model, as for a U-Net, or does not know this call.
             dims = self._batch_dims.find_dims(inputs, noisy, len(batch))
             if dims is None:
                 return None
