@@ -412,7 +412,7 @@ def test_weights_of_gguf_are_unpacked_in_each_call(text: str) -> None:
     plain, unpacking = (OpPricer(make_pricer(one, asked, profile), job, CacheSkips()) for one in (flux, packed))
     op = Op(OpKind.COMPUTE, 2, 0 if plan.pipefusion > 1 else None)
     micro = plain._make_micro_step(op)
-    loads = [ops.compute_stage_load(ops._places[0], micro, op) for ops in (plain, unpacking)]
+    loads = [ops.compute_stage_load(ops._ranks[0].take_share(micro), op) for ops in (plain, unpacking)]
     own = weights.shared + sum(weights.blocks[block] for block in job.stages[0])
     # Scales and bytes are read and halves written; these are read, and bfloat16 is written.
     num_bytes = (2 / 32 + 1 + 2) + (2 + 2)
@@ -427,5 +427,5 @@ def test_weights_of_gguf_are_unpacked_in_each_call(text: str) -> None:
     for name in ("transformer", "transformer_2"):
         turns = dataclasses.replace(flux, stored={name: stored}, models=2)
         half = OpPricer(make_pricer(turns, asked, profile), job, CacheSkips())
-        added = half.compute_stage_load(half._places[0], micro, op).device - loads[0].device
+        added = half.compute_stage_load(half._ranks[0].take_share(micro), op).device - loads[0].device
         assert added == pytest.approx(seconds / plan.tensor / 2)

@@ -86,18 +86,6 @@ class RepeatedExchange(NamedTuple):
     times: int = 1
 
 
-class RankCoordinates(NamedTuple):
-    """The place of a rank: `rank` among all that split the tokens, `outer` along ring or distrifusion."""
-
-    data: int
-    cfg: int
-    stage: int
-    rank: int
-    outer: int
-    ulysses: int
-    tensor: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlannedCall:
     """A call under a plan.
@@ -137,32 +125,12 @@ class PlannedCall:
         rows = self.shape.latent_rows
         return self.image_layout.count_rows(patch, rows) / rows
 
-    def is_last_stage(self, place: RankCoordinates) -> bool:
-        """Return whether a rank is in the stage with the model's end."""
-        return place.stage == self.plan.pipefusion - 1
-
-    @memoize_method
-    def compute_replica_shape(self, data: int) -> Shape:
-        """Return the shape of the calls of a replica's ranks: its images, and their half of the branches."""
-        return self.shape.divide_batch(self.plan, data)
-
-    def count_number_bytes(self, place: RankCoordinates) -> int:
-        """Count the bytes of one number of each row of a rank's batch."""
-        return self.compute_replica_shape(place.data).batch * self.shape.element_size
-
-    def count_packed_bytes(self, place: RankCoordinates, channels: int) -> int:
-        """Count the bytes of a vector of each row of a rank's batch, in a message of one of `PACKED_KINDS`."""
-        if self.plan.wire_dtype is None:
-            return channels * self.count_number_bytes(place)
-        scales = channels // find_scaled_run(self.plan.wire_dtype, channels)
-        return (channels + scales * SCALE_BYTES) * self.compute_replica_shape(place.data).batch
-
     def count_calls_in_step(self, step: int) -> int:
         """Count the transformer calls of a rank in a step. Step 0 has all of them, because their number is learnt in
         it."""
         if step == 0:
             return self.shape.calls
-        return self.compute_replica_shape(0).calls
+        return self.plan_rank(0).shape.calls
 
     @cached_property
     def image_layout(self) -> Layout:
@@ -195,22 +163,25 @@ class PlannedCall:
             return ()
         return Split(group_size).shard_tokens(self.image_layout, None)
 
-    def select_resident_blocks(self, place: RankCoordinates) -> range:
-        """Select the blocks whose weights a rank holds."""
-        return self.stages[place.stage]
-
-    def locate_rank(self, rank: int) -> RankCoordinates:
-        """Return the place of a rank."""
+    @memoize_method
+    def plan_rank(self, rank: int) -> PlannedRank:
+        """Return what a rank holds and computes."""
         place = compute_coordinates(self.plan, rank)
-        return RankCoordinates(
+        return PlannedRank(
+            job=self,
+            number=rank,
             data=place["data"],
-            cfg=place["cfg"],
             stage=place["pipefusion"],
-            rank=self.plan.find_token_place(place),
+            token_place=self.plan.find_token_place(place),
             outer=max(place["ring"], place["distrifusion"]),
             ulysses=place["ulysses"],
             tensor=place["tensor"],
         )
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """Return the number of ranks with the same blocks, images and branches."""
+        return self.plan.token_ranks * self.plan.distrifusion * self.plan.tensor
 
     @cached_property
     def tensor_shares(self) -> tuple[int, ...]:
@@ -219,52 +190,163 @@ class PlannedCall:
             return (1,) * self.plan.tensor
         return count_weighted_shares(self.weights.tensor_units, self.plan.list_tensor_weights())
 
-    def compute_tensor_divisor(self, place: RankCoordinates) -> float:
-        """Return the whole number of heads and features over a rank's share. With equal shares it is the number of
-        ranks."""
-        own = self.tensor_shares[place.tensor]
-        return sum(self.tensor_shares) / own
-
-    def count_tensor_heads(self, place: RankCoordinates) -> int:
-        """Count the heads whose weights a rank has."""
-        own = self.tensor_shares[place.tensor]
-        return self.shape.heads * own // sum(self.tensor_shares)
-
-    def count_heads(self, place: RankCoordinates) -> int:
-        """Count the heads that a rank attends with."""
-        weights = self.plan.head_weights or (1.0,) * self.plan.ulysses
-        return len(pick_weighted_chunk(range(self.count_tensor_heads(place)), weights, place.ulysses))
-
     def has_shares_of(self, other: PlannedCall) -> bool:
         """Return whether each rank has the same blocks, tokens and heads as in another division by the same degrees."""
         if self.stages != other.stages or self.shard_tokens(None) != other.shard_tokens(None):
             return False
-        places = map(self.locate_rank, range(self.plan.world))
-        return all(self.count_heads(place) == other.count_heads(place) for place in places)
-
-    def count_layers(self, place: RankCoordinates) -> Mapping[bool, int]:
-        """Count the attention layers of a rank, with sight of the text (True) and without."""
-        return self._count_layers_in_stage(place.stage)
+        return all(self.plan_rank(rank).heads == other.plan_rank(rank).heads for rank in range(self.plan.world))
 
     @memoize_method
-    def _count_layers_in_stage(self, stage: int) -> Mapping[bool, int]:
+    def count_layers(self, stage: int) -> Mapping[bool, int]:
+        """Count the attention layers of a stage, with sight of the text (True) and without."""
         layers = Counter[bool]()
         for block in self.stages[stage]:
             layers.update(self.weights.layers[block])
         return layers
 
-    def count_tensor_exchanges(self, place: RankCoordinates) -> Mapping[tuple[str, str], int]:
-        """Count the exchanges of tensor parallelism in a rank's blocks, as ("sum" or "gather", stream) -> how often."""
-        return self._count_exchanges_in_stage(place.stage)
-
     @memoize_method
-    def _count_exchanges_in_stage(self, stage: int) -> Mapping[tuple[str, str], int]:
+    def count_tensor_exchanges(self, stage: int) -> Mapping[tuple[str, str], int]:
+        """Count the exchanges of tensor parallelism in a stage, as ("sum" or "gather", stream) -> how often."""
         exchanges = Counter[tuple[str, str]]()
         # Weights without a tensor table have no exchanges.
         if self.weights.exchanges:
             for block in self.stages[stage]:
                 exchanges.update(self.weights.exchanges[block])
         return exchanges
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedRank:
+    """What one rank holds and computes in a call under a plan.
+
+    Attributes:
+        job: the call.
+        number: of the rank.
+        data, stage, ulysses, tensor: its place along these axes.
+        token_place: its place among all that split the tokens.
+        outer: its place along ring or distrifusion.
+    """
+
+    job: PlannedCall
+    number: int
+    data: int
+    stage: int
+    token_place: int
+    outer: int
+    ulysses: int
+    tensor: int
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Return the shape of its calls: the images of its replica, and its half of the branches."""
+        return self.job.shape.divide_batch(self.job.plan, self.data)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Return whether it is in the stage with the model's end."""
+        return self.stage == self.job.plan.pipefusion - 1
+
+    @property
+    def blocks(self) -> range:
+        """Return the blocks of its stage."""
+        return self.job.stages[self.stage]
+
+    @cached_property
+    def divisor(self) -> float:
+        """Return the whole number of heads and features over its share; with equal shares the number of ranks."""
+        return sum(self.job.tensor_shares) / self.job.tensor_shares[self.tensor]
+
+    @cached_property
+    def tensor_heads(self) -> int:
+        """Return the number of heads whose weights it has."""
+        shares = self.job.tensor_shares
+        return self.job.shape.heads * shares[self.tensor] // sum(shares)
+
+    @cached_property
+    def heads(self) -> int:
+        """Return the number of heads that it attends with."""
+        weights = self.job.plan.head_weights or (1.0,) * self.job.plan.ulysses
+        return len(pick_weighted_chunk(range(self.tensor_heads), weights, self.ulysses))
+
+    @cached_property
+    def key_heads(self) -> int:
+        """Return the number of heads of keys that it attends to."""
+        weights = self.job.plan.head_weights
+        # With grouped queries several heads share a key, but shares of unlike size may cut through such a group.
+        if weights is not None and len(set(weights)) > 1:
+            return self.heads
+        return round(self.heads * self.job.shape.key_heads)
+
+    @property
+    def layers(self) -> Mapping[bool, int]:
+        """Return the number of its attention layers, with sight of the text (True) and without."""
+        return self.job.count_layers(self.stage)
+
+    @cached_property
+    def number_bytes(self) -> int:
+        """Return the bytes of one number of each row of its batch."""
+        return self.shape.batch * self.shape.element_size
+
+    @cached_property
+    def sent_key_bytes(self) -> int:
+        """Return the bytes of a token's keys, or values, in a message."""
+        return self.key_heads * self.count_packed_bytes(self.job.shape.head_dim)
+
+    def count_packed_bytes(self, channels: int) -> int:
+        """Count the bytes of a vector of each row of its batch, in a message of one of `PACKED_KINDS`."""
+        wire_dtype = self.job.plan.wire_dtype
+        if wire_dtype is None:
+            return channels * self.number_bytes
+        scales = channels // find_scaled_run(wire_dtype, channels)
+        return (channels + scales * SCALE_BYTES) * self.shape.batch
+
+    @memoize_method
+    def take_share(self, micro: MicroStep) -> MicroStepShare:
+        """Return its share of a micro-step."""
+        patch = self.job.select_patch(micro)
+        shards = self.job.shard_tokens(patch)
+        text = 0
+        if self.job.family.joint != "none":
+            text = len(shards[self.token_place].text) or DUMMY_TEXT
+        return MicroStepShare(
+            rank=self,
+            micro=micro,
+            patch=patch,
+            image=shards[self.token_place].image_tokens,
+            text=text,
+            warmup_group=self.job.step_schedule.select_warmup_group(micro),
+            shards=shards,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroStepShare:
+    """One rank's share of a micro-step.
+
+    Attributes:
+        patch: the patch that is computed; None is the whole image.
+        image, text: how many tokens the rank computes. Dummy text counts.
+        warmup_group: the stages that compute it together, if they do.
+        shards: the tokens of all ranks.
+    """
+
+    rank: PlannedRank
+    micro: MicroStep
+    patch: int | None
+    image: int
+    text: int
+    warmup_group: range
+    shards: tuple[TokenShard, ...]
+
+    def select_line(self, outer: int) -> tuple[TokenShard, ...]:
+        """Select the tokens of each rank on a line along ulysses, by the line's place along ring or distrifusion."""
+        ulysses = self.rank.job.plan.ulysses
+        return self.shards[outer * ulysses : (outer + 1) * ulysses]
+
+    @property
+    def line(self) -> tuple[TokenShard, ...]:
+        """Return the tokens of each rank on the rank's own line along ulysses."""
+        return self.select_line(self.rank.outer)
 
 
 def make_token_split(plan: Plan) -> Split:
@@ -286,15 +368,15 @@ def find_scaled_run(wire_dtype: str, channels: int) -> int:
 
 def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
     """Count the bytes that a rank sends in a whole call, by kind."""
-    place = job.locate_rank(rank)
+    planned = job.plan_rank(rank)
     total = dict.fromkeys(KINDS, 0)
     for step in range(job.shape.steps):
         for kind, size in count_traffic_in_step(job, rank, step).items():
             total[kind] += size
-    if job.is_last_stage(place):
+    if planned.is_last_stage:
         # A replica without images of its own sends none.
-        if place.data < job.shape.images:
-            total["data"] = (job.plan.data - 1) * job.compute_replica_shape(place.data).latent_bytes
+        if planned.data < job.shape.images:
+            total["data"] = (job.plan.data - 1) * planned.shape.latent_bytes
         if job.plan.pipefusion > 1:
             total["result"] = job.shape.latent_bytes
     return {kind: size for kind, size in total.items() if size}
@@ -302,40 +384,44 @@ def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
 
 def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, int]:
     """Count the bytes that a rank sends in one step, by kind."""
-    place = job.locate_rank(rank)
+    planned = job.plan_rank(rank)
     total = dict.fromkeys(KINDS, 0)
-    replica_shape = job.compute_replica_shape(place.data)
     calls = job.count_calls_in_step(step)
     for micro in job.step_schedule.list_micro_steps(step):
+        share = planned.take_share(micro)
         # Each formula is of one call, and a step makes several.
         for formula in (*_CALL_FORMULAS, *_STAGE_FORMULAS):
-            for kind, size, times in formula(job, place, micro):
+            for kind, size, times in formula(share):
                 total[kind] += calls * size * times
-        total["cfg"] += count_guidance_bytes(job, place, micro)
-        total["latents"] += replica_shape.latent_bytes * _count_latent_receivers(job, place, micro)
+        total["cfg"] += count_guidance_bytes(share)
+        if planned.is_last_stage and step > 0:
+            # Other members of a warmup group than the first get the whole latents; stage 0 gets patches.
+            receivers = sum(0 < member < planned.stage for member in share.warmup_group)
+            total["latents"] += planned.shape.latent_bytes * receivers
     # The last stage sends what it has denoised to the first one, except after the last step.
-    if job.plan.pipefusion > 1 and job.is_last_stage(place) and step < job.shape.steps - 1:
-        total["latents"] += replica_shape.latent_bytes
+    if job.plan.pipefusion > 1 and planned.is_last_stage and step < job.shape.steps - 1:
+        total["latents"] += planned.shape.latent_bytes
     return {kind: size for kind, size in total.items() if size}
 
 
-def count_call_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> dict[str, tuple[int, int]]:
+def count_call_exchanges(share: MicroStepShare) -> dict[str, tuple[int, int]]:
     """Return (number, bytes) of a rank's exchanges within one transformer call, by kind. Those between stages are left
     out."""
     by_kind: dict[str, tuple[int, int]] = {}
     for formula in _CALL_FORMULAS:
-        for kind, size, times in formula(job, place, micro):
+        for kind, size, times in formula(share):
             exchanges, total = by_kind.get(kind, (0, 0))
             by_kind[kind] = (exchanges + times, total + times * size)
     return by_kind
 
 
-def count_activation_bytes(job: PlannedCall, place: RankCoordinates, patch: int) -> int:
+def count_activation_bytes(rank: PlannedRank, patch: int) -> int:
     """Count the bytes that a rank sends to the next stage for a patch, in one call."""
-    length = job.shard_tokens(patch)[place.rank].count_tokens()
+    job = rank.job
+    length = job.shard_tokens(patch)[rank.token_place].count_tokens()
     if job.plan.split_scheme == "sequence":
-        length = len(pick_even_chunk(range(length), job.plan.tensor, place.tensor))
-    return length * job.count_packed_bytes(place, job.shape.token_channels)
+        length = len(pick_even_chunk(range(length), job.plan.tensor, rank.tensor))
+    return length * rank.count_packed_bytes(job.shape.token_channels)
 
 
 def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
@@ -344,203 +430,166 @@ def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
     return _count_flat_buffer_bytes(job.weights.tensors[block], job.shape.element_size)
 
 
-def count_group_key_bytes(job: PlannedCall, place: RankCoordinates, *, joint: bool) -> int:
+def count_group_key_bytes(rank: PlannedRank, *, joint: bool) -> int:
     """Count the bytes of a layer's keys and values that a stage of a warmup group sends to each other one, in one
     call."""
-    return 2 * job.warmup_shards[place.stage].count_tokens(joint=joint) * _count_sent_key_bytes(job, place)
+    return 2 * rank.job.warmup_shards[rank.stage].count_tokens(joint=joint) * rank.sent_key_bytes
 
 
-def count_prediction_bytes(job: PlannedCall, place: RankCoordinates) -> int:
+def count_prediction_bytes(rank: PlannedRank) -> int:
     """Count the bytes of the prediction of the tokens of one stage of a warmup group, in one call."""
-    return job.warmup_shards[place.stage].image_tokens * job.shape.token_channels * job.count_number_bytes(place)
+    return rank.job.warmup_shards[rank.stage].image_tokens * rank.shape.token_channels * rank.number_bytes
 
 
-def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
+def count_guidance_bytes(share: MicroStepShare) -> int:
     """Count the bytes of the own branches' prediction that a rank sends to the other half of guidance after a
     micro-step.
 
     They are sent in each call; where branches are calls of their own, after all calls of a step, and not in step 0.
     """
-    if not job.is_last_stage(place) or job.plan.cfg == 1:
+    rank = share.rank
+    job = rank.job
+    if not rank.is_last_stage or job.plan.cfg == 1:
         return 0
     # In step 0 each half makes all calls, to learn how many they are.
-    if micro.step == 0 and job.shape.branches_per_call == 1:
+    if share.micro.step == 0 and job.shape.branches_per_call == 1:
         return 0
     layout = job.image_layout
-    patch = job.select_patch(micro)
     tokens = layout.grid.num_tokens
-    if patch is not None:
-        tokens = tokens * layout.count_rows(patch) // layout.grid.rows
+    if share.patch is not None:
+        tokens = tokens * layout.count_rows(share.patch) // layout.grid.rows
     numbers = (job.plan.cfg - 1) * tokens * job.weights.out
-    return job.compute_replica_shape(place.data).calls * numbers * job.count_number_bytes(place)
+    return rank.shape.calls * numbers * rank.number_bytes
 
 
-def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[int, int]:
-    """Count the image and text tokens that a rank computes in a micro-step. Dummy text counts."""
-    shard = job.shard_tokens(job.select_patch(micro))[place.rank]
-    text = 0
-    if job.family.joint != "none":
-        text = len(shard.text) or DUMMY_TEXT
-    return shard.image_tokens, text
-
-
-def count_ulysses_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Count the tokens of all ranks on a rank's line along ulysses, each once."""
-    return sum(part.count_tokens() for part in _select_ulysses_shards(job, place, micro))
-
-
-def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> int:
+def count_key_store_bytes(rank: PlannedRank, *, text: bool = True) -> int:
     """Count the bytes of the keys and values that a rank keeps: of its own layers and heads, with or without the
     text."""
+    job = rank.job
     if job.plan.distrifusion == 1 and not any(map(job.step_schedule.keeps_keys, range(job.shape.steps))):
         return 0
-    place = job.locate_rank(rank)
-    layout = job.image_layout
     tokens = 0
     # A store has the keys of all tokens, also of other ranks' tokens.
-    for joint, times in job.count_layers(place).items():
-        tokens += times * layout.count_layer_tokens(joint=joint and text)
-    return 2 * job.compute_replica_shape(place.data).calls * tokens * _count_token_key_bytes(job, place)
+    for joint, times in rank.layers.items():
+        tokens += times * job.image_layout.count_layer_tokens(joint=joint and text)
+    return 2 * rank.shape.calls * tokens * rank.key_heads * job.shape.head_dim * rank.number_bytes
 
 
-def _iterate_activation_exchanges(
-    job: PlannedCall, place: RankCoordinates, micro: MicroStep
-) -> Iterator[RepeatedExchange]:
-    if not job.is_last_stage(place) and not job.step_schedule.select_warmup_group(micro):
-        for patch in job.step_schedule.list_patches(micro):
-            yield RepeatedExchange("activations", count_activation_bytes(job, place, patch))
+def _iterate_activation_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
+    if not share.rank.is_last_stage and not share.warmup_group:
+        for patch in share.rank.job.step_schedule.list_patches(share.micro):
+            yield RepeatedExchange("activations", count_activation_bytes(share.rank, patch))
 
 
-def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
+def _iterate_tensor_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     """Yield an all-reduce after each row-parallel Linear. With split_scheme=sequence it is half of that, and gathers of
     tokens."""
+    rank = share.rank
+    job = rank.job
     n = job.plan.tensor
     if n == 1:
         return
     gathers = job.plan.split_scheme == "sequence"
-    image, text = count_micro_step_tokens(job, place, micro)
-    lengths = {"image": image, "text": text, "text+image": image + text}
+    lengths = {"image": share.image, "text": share.text, "text+image": share.image + share.text}
     channels = job.shape.token_channels
     # An all-reduce sends each number twice, as a reduce-scatter and an all-gather; a norm sums one number per token.
     numbers = {"sum": 2 * channels, "gather": 0, "norm": 2}
     if gathers:
         numbers = {"sum": channels, "gather": channels, "norm": 2}
     sizes = []
-    for (kind, stream), times in job.count_tensor_exchanges(place).items():
+    for (kind, stream), times in job.count_tensor_exchanges(rank.stage).items():
         if numbers[kind]:
             sizes.append((lengths[stream] * numbers[kind], times))
     if gathers:
-        is_whole_step = micro.patch is None and job.plan.num_patches > 1
+        is_whole_step = share.micro.patch is None and job.plan.num_patches > 1
         # The last stage gathers the tokens of its result, and each stage what the patches of a whole step bring.
-        if job.is_last_stage(place) or is_whole_step:
-            sizes.append((image * channels, 1))
-        if place.stage > 0 and is_whole_step:
-            for patch in job.step_schedule.list_patches(micro):
-                sizes.append((job.shard_tokens(patch)[place.rank].image_tokens * channels, 1))
+        if rank.is_last_stage or is_whole_step:
+            sizes.append((share.image * channels, 1))
+        if rank.stage > 0 and is_whole_step:
+            for patch in job.step_schedule.list_patches(share.micro):
+                sizes.append((job.shard_tokens(patch)[rank.token_place].image_tokens * channels, 1))
     for size, times in sizes:
-        yield RepeatedExchange("tensor", size * job.count_number_bytes(place) * (n - 1) // n, times)
+        yield RepeatedExchange("tensor", size * rank.number_bytes * (n - 1) // n, times)
 
 
-def _iterate_ulysses_exchanges(
-    job: PlannedCall, place: RankCoordinates, micro: MicroStep
-) -> Iterator[RepeatedExchange]:
+def _iterate_ulysses_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     """Yield the exchanges of heads. A rank sends the others' heads of its tokens (q, k and v), and returns its own
     heads of their tokens."""
-    if job.plan.ulysses == 1:
+    rank = share.rank
+    if rank.job.plan.ulysses == 1:
         return
-    # Heads of other ranks of tensor are not here, so they are not exchanged.
-    shards = _select_ulysses_shards(job, place, micro)
-    heads = job.count_tensor_heads(place)
-    own_heads = job.count_heads(place)
-    head_bytes = job.count_packed_bytes(place, job.shape.head_dim)
-    for joint, times in job.count_layers(place).items():
-        lengths = [shard.count_tokens(joint=joint) for shard in shards]
-        own_length = lengths[place.ulysses]
-        # q, k and v of the own tokens go out; the output of the other ranks' tokens goes back to them.
-        sent = 3 * own_length * (heads - own_heads) + (sum(lengths) - own_length) * own_heads
+    head_bytes = rank.count_packed_bytes(rank.job.shape.head_dim)
+    for joint, times in rank.layers.items():
+        lengths = [shard.count_tokens(joint=joint) for shard in share.line]
+        own_length = lengths[rank.ulysses]
+        # q, k and v of the own tokens go out; the output of the other ranks' tokens goes back to them. Heads of other
+        # ranks of tensor are not here, so they are not exchanged.
+        sent = 3 * own_length * (rank.tensor_heads - rank.heads) + (sum(lengths) - own_length) * rank.heads
         yield RepeatedExchange("ulysses", head_bytes * sent, times)
 
 
-def _iterate_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
+def _iterate_ring_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     """Yield the exchanges of keys. Without a store a rank sends on all blocks but the next rank's; with one, it sends
     its own block to all."""
+    rank = share.rank
+    job = rank.job
     n = job.plan.ring
     if n == 1:
         return
     # A store needs the keys of all tokens, so that they are gathered and not passed round.
-    stores_keys = job.plan.num_patches > 1 and (micro.patch is not None or job.step_schedule.keeps_keys(micro.step))
-    groups = [_select_ulysses_shards(job, place._replace(outer=outer), micro) for outer in range(n)]
-    for joint, times in job.count_layers(place).items():
+    keeps_keys = share.micro.patch is not None or job.step_schedule.keeps_keys(share.micro.step)
+    for joint, times in rank.layers.items():
         lengths = []
-        for group in groups:
-            lengths.append(sum(shard.count_tokens(joint=joint) for shard in group))
+        for outer in range(n):
+            lengths.append(sum(shard.count_tokens(joint=joint) for shard in share.select_line(outer)))
         # Around the ring a rank passes all blocks but the next rank's own.
-        tokens = sum(lengths) - lengths[(place.outer + 1) % n]
-        if stores_keys:
-            tokens = (n - 1) * lengths[place.outer]
-        yield RepeatedExchange("ring", 2 * tokens * _count_sent_key_bytes(job, place), times)
+        tokens = sum(lengths) - lengths[(rank.outer + 1) % n]
+        if keeps_keys and job.plan.num_patches > 1:
+            tokens = (n - 1) * lengths[rank.outer]
+        yield RepeatedExchange("ring", 2 * tokens * rank.sent_key_bytes, times)
 
 
-def _iterate_distrifusion_exchanges(
-    job: PlannedCall, place: RankCoordinates, micro: MicroStep
-) -> Iterator[RepeatedExchange]:
-    schedule = job.step_schedule
-    n = job.plan.distrifusion
-    if n == 1 or (schedule.reads_stale_keys(micro.step) and not schedule.keeps_keys(micro.step)):
+def _iterate_distrifusion_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
+    rank = share.rank
+    schedule = rank.job.step_schedule
+    n = rank.job.plan.distrifusion
+    if n == 1 or (schedule.reads_stale_keys(share.micro.step) and not schedule.keeps_keys(share.micro.step)):
         return
     # The text is on every rank, so its keys are not sent.
-    image = sum(part.image_tokens for part in _select_ulysses_shards(job, place, micro))
-    size = 2 * (n - 1) * image * _count_sent_key_bytes(job, place)
-    yield RepeatedExchange("distrifusion", size, sum(job.count_layers(place).values()))
+    image = sum(part.image_tokens for part in share.line)
+    size = 2 * (n - 1) * image * rank.sent_key_bytes
+    yield RepeatedExchange("distrifusion", size, sum(rank.layers.values()))
 
 
-def _iterate_prediction_exchanges(
-    job: PlannedCall, place: RankCoordinates, micro: MicroStep
-) -> Iterator[RepeatedExchange]:
-    n = job.token_split.num_ranks
-    if n == 1 or not job.is_last_stage(place):
-        return
-    # The scheduler steps whole tokens of the image; the prediction has no text.
-    tokens, _ = count_micro_step_tokens(job, place, micro)
-    size = (n - 1) * tokens * job.shape.token_channels * job.count_number_bytes(place)
-    yield RepeatedExchange("prediction", size)
+def _iterate_prediction_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
+    rank = share.rank
+    n = rank.job.token_split.num_ranks
+    if n > 1 and rank.is_last_stage:
+        # The scheduler steps whole tokens of the image; the prediction has no text.
+        numbers = (n - 1) * share.image * rank.job.shape.token_channels
+        yield RepeatedExchange("prediction", numbers * rank.number_bytes)
 
 
-def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
+def _iterate_weight_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     """Yield the weights that a stage sends. It sends its own blocks to all others, which keep none of them for the next
     call."""
-    if job.step_schedule.select_warmup_group(micro):
-        for block in job.stages[place.stage]:
+    if share.warmup_group:
+        job = share.rank.job
+        for block in share.rank.blocks:
             yield RepeatedExchange("weights", (job.plan.pipefusion - 1) * count_weight_stream_bytes(job, block))
 
 
-def _iterate_warmup_group_exchanges(
-    job: PlannedCall, place: RankCoordinates, micro: MicroStep
-) -> Iterator[RepeatedExchange]:
+def _iterate_warmup_group_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     """Yield the messages of a warmup group in a call: keys of all layers to all stages, and the prediction to the
     last."""
-    last = job.plan.pipefusion - 1
-    if not job.step_schedule.select_warmup_group(micro):
+    rank = share.rank
+    last = rank.job.plan.pipefusion - 1
+    if not share.warmup_group:
         return
-    for joint, times in Counter(itertools.chain(*job.weights.layers)).items():
-        yield RepeatedExchange("keys", last * count_group_key_bytes(job, place, joint=joint), times)
-    if place.stage != last:
-        yield RepeatedExchange("prediction", count_prediction_bytes(job, place))
-
-
-def _count_latent_receivers(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Count the members of a warmup group that get the whole latents from the last stage before a step. Stage 0 gets
-    patches."""
-    last = job.plan.pipefusion - 1
-    if place.stage < last or micro.step == 0:
-        return 0
-    return sum(0 < member < last for member in job.step_schedule.select_warmup_group(micro))
-
-
-def _select_ulysses_shards(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[TokenShard, ...]:
-    """Select the tokens of each rank on a rank's line along ulysses."""
-    first = place.outer * job.plan.ulysses
-    return job.shard_tokens(job.select_patch(micro))[first : first + job.plan.ulysses]
+    for joint, times in Counter(itertools.chain(*rank.job.weights.layers)).items():
+        yield RepeatedExchange("keys", last * count_group_key_bytes(rank, joint=joint), times)
+    if rank.stage != last:
+        yield RepeatedExchange("prediction", count_prediction_bytes(rank))
 
 
 @lru_cache
@@ -555,25 +604,6 @@ def count_flat_bytes(sizes: Iterable[int]) -> int:
         # Each start is rounded up to the alignment.
         stop = -(-stop // ALIGNMENT) * ALIGNMENT + size
     return stop
-
-
-def _count_token_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
-    """Count the bytes of a token's keys, or values, on a rank."""
-    return _count_key_heads(job, place) * job.shape.head_dim * job.count_number_bytes(place)
-
-
-def _count_sent_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
-    """Count the bytes of a token's keys, or values, in a message."""
-    return _count_key_heads(job, place) * job.count_packed_bytes(place, job.shape.head_dim)
-
-
-def _count_key_heads(job: PlannedCall, place: RankCoordinates) -> int:
-    heads = job.count_heads(place)
-    weights = job.plan.head_weights
-    # With grouped queries several heads share a key, but shares of unlike size may cut through such a group.
-    if weights is not None and len(set(weights)) > 1:
-        return heads
-    return round(heads * job.shape.key_heads)
 
 
 _CALL_FORMULAS = (

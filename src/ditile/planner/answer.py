@@ -55,18 +55,18 @@ def list_rank_shares(subject: PlanSubject, job: PlannedCall, profile: Profile) -
     tokens = sum(part.image_tokens for part in parts)
     shares = []
     for rank in range(job.plan.world):
-        place = job.locate_rank(rank)
+        planned = job.plan_rank(rank)
         device = profile.get_rank_profile(rank)
         shares.append(
             RankShare(
                 device=device.name,
                 memory_bytes=device.memory_bytes,
-                blocks=len(job.stages[place.stage]),
-                tokens=parts[place.rank].image_tokens / tokens,
-                weights=1 / job.compute_tensor_divisor(place),
-                heads=job.count_heads(place),
+                blocks=len(planned.blocks),
+                tokens=parts[planned.token_place].image_tokens / tokens,
+                weights=1 / planned.divisor,
+                heads=planned.heads,
                 decode=compute_decode_share(job.plan, rank, job.shape.height // subject.vae_scale),
-                host_bytes=count_offloaded_bytes(subject, job, rank),
+                host_bytes=count_offloaded_bytes(subject, planned),
             )
         )
     return tuple(shares)

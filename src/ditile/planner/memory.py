@@ -16,16 +16,14 @@ from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
-from ditile.plan.cost import PlannedCall, RankCoordinates
+from ditile.plan.cost import PlannedCall, PlannedRank
 from ditile.plan.layout import count_weighted_shares
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import MicroStep, PatchSchedule
+from ditile.plan.schedule import MicroStep
 from ditile.planner.footprint import Footprint
 from ditile.planner.profile import FUSED, Profile
 from ditile.planner.subject import PlanSubject
 
-WHOLE_STEP = MicroStep(0, None)
-"""A step that computes the whole image."""
 NUM_LATENT_COPIES = 6
 """Tensors of the latents' size that a pipeline and its scheduler hold at once: latents, predictions, next latents."""
 
@@ -94,58 +92,49 @@ def count_host_memory(
     kept_by_host = Counter[int]()
     read_by_host = Counter[int]()
     for rank in range(world):
-        kept, read = _count_host_bytes_of_rank(subject, job, rank, offloads_text)
+        kept, read = _count_host_bytes_of_rank(subject, job.plan_rank(rank), offloads_text)
         kept_by_host[rank // size] += kept
         read_by_host[rank // size] += read
     most_kept = max(kept_by_host.values())
     return HostMemory(most_kept, max(most_kept, *read_by_host.values()))
 
 
-def _count_host_bytes_of_rank(
-    subject: PlanSubject, job: PlannedCall, rank: int, offloads_text: bool
-) -> tuple[int, int]:
+def _count_host_bytes_of_rank(subject: PlanSubject, rank: PlannedRank, offloads_text: bool) -> tuple[int, int]:
     """Count the bytes a rank keeps in the host's memory, and the bytes it reads."""
-    size = job.shape.element_size
-    place = job.locate_rank(rank)
-    text = _count_text_parameters(subject, job.plan, rank) * size
-    kept = count_offloaded_bytes(subject, job, rank)
+    size = rank.shape.element_size
+    text = _count_text_bytes(subject, rank)
+    kept = count_offloaded_bytes(subject, rank)
     if offloads_text:
         kept += text
-    blocks = subject.count_parameters(job.select_resident_blocks(place), job.compute_tensor_divisor(place))
-    transformer = job.weights.shared + subject.replicated_numbers + blocks
+    blocks = subject.count_parameters(rank.blocks, rank.divisor)
+    transformer = rank.job.weights.shared + subject.replicated_numbers + blocks
     read = sum(subject.count_weight_bytes(transformer, size, model) for model in range(subject.models))
     return kept, read + subject.vae * size + text
 
 
-def count_offloaded_bytes(subject: PlanSubject, job: PlannedCall, rank: int) -> int:
+def count_offloaded_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
     """Count the bytes of a rank's blocks in the host's memory while it generates; 0 if they are on its device."""
-    if not job.plan.offloads_rank(rank):
+    job = rank.job
+    if not job.plan.offloads_rank(rank.number):
         return 0
-    place = job.locate_rank(rank)
-    divisor = job.compute_tensor_divisor(place)
+    size = rank.shape.element_size
     kept = 0
     for model in range(subject.models):
-        for block in job.select_resident_blocks(place):
-            kept += _count_pinned_bytes(subject, job, block, divisor, model)
+        for block in rank.blocks:
+            if job.plan.tensor == 1:
+                sizes = [subject.count_weight_bytes(numbers, size, model) for numbers in job.weights.tensors[block]]
+                flat = cost.count_flat_bytes(sizes)
+            else:
+                numbers = subject.count_parameters(range(block, block + 1), rank.divisor)
+                flat = subject.count_weight_bytes(numbers, size, model)
+            # torch allocates pinned memory in powers of two. The next one of a power of two is itself.
+            kept += 1 << max(flat - 1, 0).bit_length()
     return kept
 
 
-def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int, divisor: float, model: int) -> int:
-    """Count the bytes of a transformer's block in pinned memory. torch allocates it in powers of two."""
-    size = job.shape.element_size
-    if job.plan.tensor == 1:
-        sizes = [subject.count_weight_bytes(numbers, size, model) for numbers in job.weights.tensors[block]]
-        flat = cost.count_flat_bytes(sizes)
-    else:
-        numbers = subject.count_parameters(range(block, block + 1), divisor)
-        flat = subject.count_weight_bytes(numbers, size, model)
-    # The next power of two, which a power of two is itself.
-    return 1 << max(flat - 1, 0).bit_length()
-
-
-def _count_text_parameters(subject: PlanSubject, plan: Plan, rank: int) -> int:
-    """Count the text encoders' parameters on a rank."""
-    return math.ceil(subject.text * compute_text_share(plan, rank))
+def _count_text_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
+    """Count the bytes of the text encoders on a rank."""
+    return math.ceil(subject.text * compute_text_share(rank.job.plan, rank.number)) * rank.shape.element_size
 
 
 def compute_text_share(plan: Plan, rank: int) -> float:
@@ -191,56 +180,64 @@ def count_rank_memory(
         text_tokens: the text tokens of its cross attention.
         records: whether calls of the model are recorded.
     """
-    place = job.locate_rank(rank)
-    plan = job.plan
+    planned = job.plan_rank(rank)
     profile = profile.get_rank_profile(rank)
-    size = job.shape.element_size
-    owned = job.select_resident_blocks(place)
-    weights = job.weights.shared + subject.replicated_numbers
-    divisor = job.compute_tensor_divisor(place)
-    buffers = 0
-    if plan.offloads_rank(rank):
-        buffers = min(NUM_BUFFERS, len(owned)) * _count_largest_block(subject, owned, divisor)
-    else:
-        weights += subject.count_parameters(owned, divisor)
-    if job.step_schedule.mode == "sequence":
-        # The largest block counts, since the next weights from another stage may be of any block.
-        buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, range(len(job.weights.blocks)), divisor)
-    activations = _count_activation_bytes(subject, job, profile, rank, text_tokens)
+    tensors = _RankTensors(subject, planned, text_tokens)
+    activations = tensors.count_activation_bytes(fuses=FUSED in profile.pointwise)
     # Keys of a transformer stay in memory until the end, even after its last call.
-    keys = cost.count_key_store_bytes(job, rank) * subject.models
+    keys = cost.count_key_store_bytes(planned) * subject.models
     tapes = 0
-    if records and can_record_calls(plan, profile):
-        tapes = _count_tape_bytes(subject, job, rank, text_tokens) * subject.models
+    if records and can_record_calls(job.plan, profile):
         # Tapes and their keys hold no more than their share of memory. Other calls run as code.
         limit = int(profile.memory_bytes * SHARE_OF_MEMORY)
-        tapes = min(tapes, max(0, limit - keys))
+        tapes = min(tensors.count_tape_bytes() * subject.models, max(0, limit - keys))
         # Every step of an exact plan is played in later images, so it computes in the tapes' memory.
         if not job.step_schedule.has_stale_steps:
             activations = max(activations - tapes, 0)
-    # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
-    weight_bytes = sum(subject.count_weight_bytes(weights, size, model) for model in range(subject.models))
-    weight_bytes += max(subject.count_weight_bytes(buffers, size, model) for model in range(subject.models))
+    shape = planned.shape
+    # The first rank of a replica decodes its images; with vae=rows each rank decodes its rows.
+    rows = shape.height // subject.vae_scale
+    decoded = shape.images * rows * (shape.width // subject.vae_scale) * subject.count_decode_numbers(shape.frames)
     return RankMemory(
-        weights=weight_bytes,
-        text=_count_text_parameters(subject, plan, rank) * size,
-        vae=subject.vae * size,
+        weights=_count_transformer_bytes(subject, planned),
+        text=_count_text_bytes(subject, planned),
+        vae=subject.vae * shape.element_size,
         keys=keys,
         activations=activations,
-        decode=_count_decode_bytes(subject, job, place, rank),
+        decode=int(decoded * shape.element_size * compute_decode_share(job.plan, rank, rows)),
         idle=profile.idle_bytes,
         tapes=tapes,
     )
 
 
-def can_record_calls(plan: Plan, profile: Profile) -> bool:
-    """Return whether a machine can record the calls of a plan. A CPU has no graphs."""
-    return profile.runs_ahead and plan.can_be_recorded
+def _count_transformer_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
+    """Count the bytes of the transformers' weights on a rank's device."""
+    job = rank.job
+    owned = rank.blocks
+    weights = job.weights.shared + subject.replicated_numbers
+    buffers = 0
+    if job.plan.offloads_rank(rank.number):
+        buffers = min(NUM_BUFFERS, len(owned)) * _count_largest_block(subject, owned, rank.divisor)
+    else:
+        weights += subject.count_parameters(owned, rank.divisor)
+    if job.step_schedule.mode == "sequence":
+        # The largest block counts, since the next weights from another stage may be of any block.
+        blocks = range(len(job.weights.blocks))
+        buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, blocks, rank.divisor)
+    size = rank.shape.element_size
+    # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
+    weight_bytes = sum(subject.count_weight_bytes(weights, size, model) for model in range(subject.models))
+    return weight_bytes + max(subject.count_weight_bytes(buffers, size, model) for model in range(subject.models))
 
 
 def _count_largest_block(subject: PlanSubject, blocks: range, divisor: float) -> int:
     """Count the parameters of the largest of some blocks, on a rank of tensor parallelism."""
     return max(subject.count_parameters(range(block, block + 1), divisor) for block in blocks)
+
+
+def can_record_calls(plan: Plan, profile: Profile) -> bool:
+    """Return whether a machine can record the calls of a plan. A CPU has no graphs."""
+    return profile.runs_ahead and plan.can_be_recorded
 
 
 def count_peaks_of_ranks(
@@ -251,10 +248,9 @@ def count_peaks_of_ranks(
     plan = job.plan
     last = plan.pipefusion - 1
     # Replicas and both halves of guidance need the same, so that one pipeline of stages is looked at.
-    ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     counts = {stage: subject.count_parameters(job.stages[stage], 1) for stage in range(1, last)}
     heaviest = max(counts, key=counts.__getitem__, default=0)
-    ranks = {stage * ranks_of_stage for stage in (0, heaviest, last)}
+    ranks = {stage * job.ranks_of_stage for stage in (0, heaviest, last)}
     if profile.by_rank or plan.has_unlike_ranks or plan.stage_weights is not None:
         ranks = set(range(plan.world))
     peaks = {}
@@ -264,176 +260,175 @@ def count_peaks_of_ranks(
     return peaks
 
 
-def _count_activation_bytes(
-    subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int, text_tokens: int
-) -> int:
-    """Count the bytes of tensors kept by steps, or computed, sent and received ahead by the largest micro-step."""
-    plan = job.plan
-    place = job.locate_rank(rank)
-    shape = job.compute_replica_shape(place.data)
-    schedule = job.step_schedule
-    divisor = job.compute_tensor_divisor(place)
-    footprint = subject.get_footprint(divisor)
-    if plan.rounds_otherwise and FUSED in profile.pointwise:
-        # Such a plan fuses GELU in every step; other plans have steps in which it is not fused.
-        footprint = replace(footprint, moments=footprint.fused)
-    row = shape.batch * shape.element_size
-    computed = 0.0
-    for micro in _list_largest_micro_steps(schedule):
-        numbers = _count_micro_step_peak(footprint, job, place, micro, text_tokens)
-        computed = max(computed, row * numbers + _count_prefetch_bytes(job, place, micro))
-    _, text = cost.count_micro_step_tokens(job, place, WHOLE_STEP)
-    image = job.image_layout.image_tokens
-    kept = subject.count_kept_numbers(job.stages[place.stage], divisor, image, text or text_tokens)
-    if place.stage > 0:
-        # Later stages keep the embedded latents too, although they do not read them.
-        kept += image * shape.token_channels
-    if len(schedule.split_micro_batches(WHOLE_STEP)) > 1:
-        # These tensors are kept for each micro-batch, and once more for the whole batch.
-        kept *= 2
-    latents = NUM_LATENT_COPIES * shape.latent_bytes
-    in_flight = 0
-    # DistriFusion sends the keys of all layers at once; the keys of the text are not sent.
-    if plan.distrifusion > 1:
-        in_flight = cost.count_key_store_bytes(job, rank, text=False)
-    return int(computed + row * kept) + latents + in_flight
+class _RankTensors:
+    """The tensors of one rank's calls, besides weights and keys.
 
-
-def _list_largest_micro_steps(schedule: PatchSchedule) -> list[MicroStep]:
-    """List a micro-step for each kind of patch: the first patch, because it is the largest, and the first with
-    latents."""
-    # The first step and the last synchronous one; and a stale step after the pipeline was filled.
-    last_synchronous = max(schedule.warmup - 1, 0)
-    filled = min(schedule.warmup + 2, schedule.steps - 1)
-    steps = {0, last_synchronous, filled}
-    if schedule.num_references:
-        steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
-    micro_by_patch = {}
-    for step in sorted(steps):
-        for micro in schedule.list_micro_steps(step):
-            if micro.patch in (None, 0, schedule.num_references):
-                micro_by_patch[micro.patch] = micro
-    return list(micro_by_patch.values())
-
-
-def _count_micro_step_peak(
-    footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
-) -> float:
-    """Count the numbers per row of the batch at the peak of a micro-step, including earlier messages to the next
-    stage."""
-    plan = job.plan
-    micro_batches = job.step_schedule.split_micro_batches(micro)
-    image, text = cost.count_micro_step_tokens(job, place, WHOLE_STEP)
-    steps = 0.0
-    if not job.is_last_stage(place):
-        steps = min(2, micro.step) + (len(micro_batches) - 1) / len(micro_batches)
-    sent = steps * job.count_calls_in_step(1) * (image + text) * job.shape.token_channels
-    if plan.split_scheme == "sequence":
-        sent /= plan.tensor
-    return _count_computed_numbers(footprint, job, place, micro, text_tokens) + sent
-
-
-def _count_computed_numbers(
-    footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
-) -> float:
-    """Count the numbers per row of the batch computed by a micro-step, at its peak."""
-    schedule = job.step_schedule
-    micro_batches = schedule.split_micro_batches(micro)
-    image, text = cost.count_micro_step_tokens(job, place, WHOLE_STEP)
-    if micro.patch is not None:
-        image, text = cost.count_micro_step_tokens(job, place, micro)
-    elif schedule.warmup_group_size:
-        image = -(-image // schedule.warmup_group_size)
-        text = -(-text // schedule.warmup_group_size)
-    exchanged = _count_exchange_numbers(job, micro, image + text) / job.compute_tensor_divisor(place)
-    # If the sequence has no text, cross attention reads it.
-    text = text or text_tokens
-    most = max(moment.count_numbers(image, text) for moment in footprint.moments)
-    attending = max(moment.count_numbers(image, text) for moment in footprint.attending) + exchanged
-    return max(most, attending) * len(micro_batches[0]) / schedule.batch
-
-
-def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_tokens: int) -> int:
-    """Count the bytes held by recorded calls: memory for the largest of them, and each call's inputs, messages and
-    results.
-
-    One tape is played at a time, so all compute in the same memory.
+    Args:
+        text_tokens: the text tokens of its cross attention.
     """
-    place = job.locate_rank(rank)
-    plan = job.plan
-    schedule = job.step_schedule
-    shape = job.compute_replica_shape(place.data)
-    divisor = job.compute_tensor_divisor(place)
-    footprint = subject.get_footprint(divisor)
-    micro_steps = _list_largest_micro_steps(schedule)
-    # Before stale keys, one or two synchronous steps run as code, and so do split ones.
-    is_split = len(schedule.split_micro_batches(WHOLE_STEP)) > 1 or bool(schedule.select_warmup_group(WHOLE_STEP))
-    if schedule.has_stale_steps and (schedule.warmup < 3 or is_split):
-        micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
-    computed = 0.0
-    for micro in micro_steps:
-        # The last synchronous step keeps its keys, so it runs as code.
-        if micro.patch is None and plan.distrifusion == 1:
-            micro = WHOLE_STEP
-        computed = max(computed, _count_computed_numbers(footprint, job, place, micro, text_tokens))
-    text = job.image_layout.text or text_tokens
-    # Values kept by steps for the next ones are computed again in a tape, because it does not know other tapes.
-    image = job.image_layout.image_tokens
-    kept = subject.count_kept_numbers(job.stages[place.stage], divisor, image, text)
-    computed += kept
-    if schedule.has_stale_steps and plan.distrifusion == 1:
-        # Tapes of patches also hold their shared outputs, with the embedded latents.
-        computed += kept + image * shape.token_channels
-    row = shape.batch * shape.element_size
-    branches = job.count_calls_in_step(1)
-    patches = range(plan.num_patches)
-    # Each patch has a tape for each branch of guidance, and returns a prediction of the whole image.
-    latents = shape.latent_bytes // shape.images * shape.batch
-    results = len(patches) * branches * latents
-    if job.is_last_stage(place) and plan.num_patches * plan.token_ranks * plan.distrifusion > 1:
-        # All tokens after the last block; a call computes some of them.
-        results += branches * image * shape.token_channels * row
-    inputs = branches * (latents + text * shape.token_channels * row)
-    # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
-    neighbours = (place.stage > 0) + (not job.is_last_stage(place))
-    messages = neighbours * branches * sum(cost.count_activation_bytes(job, place, patch) for patch in patches)
-    return int(computed * row) + results + inputs + messages
 
+    def __init__(self, subject: PlanSubject, rank: PlannedRank, text_tokens: int) -> None:
+        self._rank = rank
+        self._job = rank.job
+        self._schedule = rank.job.step_schedule
+        self._text_tokens = text_tokens
+        self._footprint = subject.get_footprint(rank.divisor)
+        self._channels = rank.job.shape.token_channels
+        self._image = rank.job.image_layout.image_tokens
+        # A synchronous step, which computes the whole image.
+        self._whole = rank.take_share(MicroStep(0, None))
+        self._kept_of_block = subject.count_kept_numbers
 
-def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:
-    """Count the bytes to decode a replica's images on its first rank; with `vae=rows`, to decode each rank's rows."""
-    shape = job.compute_replica_shape(place.data)
-    rows = shape.height // subject.vae_scale
-    share = compute_decode_share(job.plan, rank, rows)
-    pixels = rows * (shape.width // subject.vae_scale)
-    numbers = shape.images * pixels * subject.count_decode_numbers(shape.frames)
-    return int(numbers * shape.element_size * share)
+    def count_activation_bytes(self, *, fuses: bool) -> int:
+        """Count the bytes of tensors kept by steps, or computed, sent and received ahead by the largest micro-step.
 
+        Args:
+            fuses: whether the device has GELU in one kernel with the product before it.
+        """
+        rank = self._rank
+        plan = self._job.plan
+        footprint = self._footprint
+        if plan.rounds_otherwise and fuses:
+            # Such a plan fuses GELU in every step; other plans have steps in which it is not fused.
+            footprint = replace(footprint, moments=footprint.fused)
+        computed = 0.0
+        for micro in self._list_largest_micro_steps():
+            numbers = self._count_computed_numbers(footprint, micro) + self._count_sent_numbers(micro)
+            computed = max(computed, rank.number_bytes * numbers + self._count_prefetch_bytes(micro))
+        kept = self._count_kept_numbers(self._whole.text)
+        if rank.stage > 0:
+            # Later stages keep the embedded latents too, although they do not read them.
+            kept += self._image * self._channels
+        if len(self._schedule.split_micro_batches(self._whole.micro)) > 1:
+            # These tensors are kept for each micro-batch, and once more for the whole batch.
+            kept *= 2
+        in_flight = 0
+        # DistriFusion sends the keys of all layers at once; the keys of the text are not sent.
+        if plan.distrifusion > 1:
+            in_flight = cost.count_key_store_bytes(rank, text=False)
+        return int(computed + rank.number_bytes * kept) + NUM_LATENT_COPIES * rank.shape.latent_bytes + in_flight
 
-def _count_exchange_numbers(job: PlannedCall, micro: MicroStep, own: int) -> float:
-    """Count the numbers added by an exchange around attention to the other live tensors of a rank."""
-    tokens = 0
-    lengths = [shard.count_tokens() for shard in job.shard_tokens(job.select_patch(micro))]
-    keeps_keys = job.plan.distrifusion == 1 and job.step_schedule.keeps_keys(micro.step)
-    if job.plan.ulysses > 1 and micro.patch is not None:
-        # The 5 is fitted, like the 8 below.
-        tokens = 5 * own
-    elif job.plan.ulysses > 1:
-        # Queries, keys and values exist three times: sent, received, and in order.
-        tokens = 8 * own if keeps_keys else 9 * own
-    elif job.plan.ring > 1 and (micro.patch is not None or keeps_keys):
-        # Kept keys and values: this rank's, those received from all ranks, and the joined ones.
-        tokens = 2 * own + 4 * sum(lengths)
-    elif job.plan.ring > 1:
+    def count_tape_bytes(self) -> int:
+        """Count the bytes held by recorded calls: memory for the largest of them, and each call's inputs, messages and
+        results.
+
+        One tape is played at a time, so all compute in the same memory.
+        """
+        rank = self._rank
+        plan = self._job.plan
+        schedule = self._schedule
+        whole = self._whole
+        micro_steps = self._list_largest_micro_steps()
+        # Before stale keys, one or two synchronous steps run as code, and so do split ones.
+        is_split = len(schedule.split_micro_batches(whole.micro)) > 1 or bool(whole.warmup_group)
+        if schedule.has_stale_steps and (schedule.warmup < 3 or is_split):
+            micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
+        computed = 0.0
+        for micro in micro_steps:
+            # The last synchronous step keeps its keys, so it runs as code.
+            if micro.patch is None and plan.distrifusion == 1:
+                micro = whole.micro
+            computed = max(computed, self._count_computed_numbers(self._footprint, micro))
+        text = self._job.image_layout.text
+        # Values kept by steps for the next ones are computed again in a tape, because it does not know other tapes.
+        kept = self._count_kept_numbers(text)
+        computed += kept
+        if schedule.has_stale_steps and plan.distrifusion == 1:
+            # Tapes of patches also hold their shared outputs, with the embedded latents.
+            computed += kept + self._image * self._channels
+        branches = self._job.count_calls_in_step(1)
+        patches = range(plan.num_patches)
+        # Each patch has a tape for each branch of guidance, and returns a prediction of the whole image.
+        latents = rank.shape.latent_bytes // rank.shape.images * rank.shape.batch
+        results = len(patches) * branches * latents
+        token_bytes = self._channels * rank.number_bytes
+        if rank.is_last_stage and plan.num_patches * plan.token_ranks * plan.distrifusion > 1:
+            # All tokens after the last block; a call computes some of them.
+            results += branches * self._image * token_bytes
+        inputs = branches * (latents + (text or self._text_tokens) * token_bytes)
+        # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
+        neighbours = (rank.stage > 0) + (not rank.is_last_stage)
+        messages = neighbours * branches * sum(cost.count_activation_bytes(rank, patch) for patch in patches)
+        return int(computed * rank.number_bytes) + results + inputs + messages
+
+    def _count_kept_numbers(self, text: int) -> float:
+        """Count the numbers per row kept by the blocks for a whole generation. Without text in the sequence, cross
+        attention reads it."""
+        rank = self._rank
+        return self._kept_of_block(rank.blocks, rank.divisor, self._image, text or self._text_tokens)
+
+    def _list_largest_micro_steps(self) -> list[MicroStep]:
+        """List a micro-step for each kind of patch: the first patch, because it is the largest, and the first with
+        latents."""
+        schedule = self._schedule
+        # The first step and the last synchronous one; and a stale step after the pipeline was filled.
+        last_synchronous = max(schedule.warmup - 1, 0)
+        filled = min(schedule.warmup + 2, schedule.steps - 1)
+        steps = {0, last_synchronous, filled}
+        if schedule.num_references:
+            steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
+        micro_by_patch = {}
+        for step in sorted(steps):
+            for micro in schedule.list_micro_steps(step):
+                if micro.patch in (None, 0, schedule.num_references):
+                    micro_by_patch[micro.patch] = micro
+        return list(micro_by_patch.values())
+
+    def _count_sent_numbers(self, micro: MicroStep) -> float:
+        """Count the numbers per row of earlier messages to the next stage that may be on their way in a micro-step."""
+        if self._rank.is_last_stage:
+            return 0.0
+        num_micro_batches = len(self._schedule.split_micro_batches(micro))
+        steps = min(2, micro.step) + (num_micro_batches - 1) / num_micro_batches
+        tokens = self._whole.image + self._whole.text
+        sent = steps * self._job.count_calls_in_step(1) * tokens * self._channels
+        if self._job.plan.split_scheme == "sequence":
+            sent /= self._job.plan.tensor
+        return sent
+
+    def _count_computed_numbers(self, footprint: Footprint, micro: MicroStep) -> float:
+        """Count the numbers per row of the batch computed by a micro-step, at its peak."""
+        image = self._whole.image
+        text = self._whole.text
+        group_size = self._schedule.warmup_group_size
+        if micro.patch is not None:
+            share = self._rank.take_share(micro)
+            image = share.image
+            text = share.text
+        elif group_size:
+            image = -(-image // group_size)
+            text = -(-text // group_size)
+        exchanged = self._count_exchanged_tokens(micro, image + text) * self._channels / self._rank.divisor
+        # If the sequence has no text, cross attention reads it.
+        text = text or self._text_tokens
+        most = max(moment.count_numbers(image, text) for moment in footprint.moments)
+        attending = max(moment.count_numbers(image, text) for moment in footprint.attending) + exchanged
+        rows = self._schedule.split_micro_batches(micro)[0]
+        return max(most, attending) * len(rows) / self._schedule.batch
+
+    def _count_exchanged_tokens(self, micro: MicroStep, own: int) -> int:
+        """Count the tokens that an exchange around attention adds to the other live tensors of a rank."""
+        plan = self._job.plan
+        keeps_keys = plan.distrifusion == 1 and self._schedule.keeps_keys(micro.step)
+        if plan.ulysses > 1 and micro.patch is not None:
+            # The 5 is fitted, like the 8 below.
+            return 5 * own
+        if plan.ulysses > 1:
+            # Queries, keys and values exist three times: sent, received, and in order.
+            return 8 * own if keeps_keys else 9 * own
+        if plan.ring == 1:
+            return 0
+        lengths = [shard.count_tokens() for shard in self._rank.take_share(micro).shards]
+        if micro.patch is not None or keeps_keys:
+            # Kept keys and values: this rank's, those received from all ranks, and the joined ones.
+            return 2 * own + 4 * sum(lengths)
         # The keys and values that are passed on, the next keys and values, and the partial sum.
-        tokens = 2 * own + 4 * max(lengths)
-    return tokens * job.shape.token_channels
+        return 2 * own + 4 * max(lengths)
 
-
-def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Count the bytes of messages received ahead and of the message being read; 0 in step 0."""
-    if place.stage == 0 or micro.step == 0:
-        return 0
-    # The first patch has the text, and where references come first, another one has the most latents.
-    first = {0, job.step_schedule.num_references} & set(range(job.plan.num_patches))
-    return (RECEIVES_AHEAD + 1) * max(cost.count_activation_bytes(job, place, patch) for patch in first)
+    def _count_prefetch_bytes(self, micro: MicroStep) -> int:
+        """Count the bytes of messages received ahead and of the message being read; 0 in step 0."""
+        if self._rank.stage == 0 or micro.step == 0:
+            return 0
+        # The first patch has the text, and where references come first, another one has the most latents.
+        first = {0, self._schedule.num_references} & set(range(self._job.plan.num_patches))
+        return (RECEIVES_AHEAD + 1) * max(cost.count_activation_bytes(self._rank, patch) for patch in first)

@@ -17,7 +17,7 @@ from typing import Any
 from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
-from ditile.plan.cost import PlannedCall, RankCoordinates
+from ditile.plan.cost import MicroStepShare, PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 from ditile.planner.kernel_times import TransformerWork, Work, WorkMix, count_unpacking_traffic
@@ -194,8 +194,8 @@ class OpPricer:
         self._offloads = job.plan.offloads_rank(rank)
         self.schedule = job.step_schedule
         # Replicas and halves of guidance do the same work, so the first of each stands for all.
-        own = job.locate_rank(rank)._replace(data=0, cfg=0)
-        self._places = [own._replace(stage=stage) for stage in range(job.plan.pipefusion)]
+        of_stage = job.ranks_of_stage
+        self._ranks = [job.plan_rank(stage * of_stage + rank % of_stage) for stage in range(job.plan.pipefusion)]
         # A host may have room for more ranks than the plan has.
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = compute_slowdown(basis.profile, self._host)
@@ -299,16 +299,13 @@ class OpPricer:
 
     def _compute_call_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         """Compute the seconds of a transformer call on a stage, or of a micro-batch of it."""
-        micro = self._make_micro_step(op)
-        place = self._places[stage]
-        load = DeviceLoad(0.0, 0.0).combine_loads(self.compute_stage_load(place, micro, op), self._slowdown)
+        share = self._ranks[stage].take_share(self._make_micro_step(op))
+        load = DeviceLoad(0.0, 0.0).combine_loads(self.compute_stage_load(share, op), self._slowdown)
         if not free:
-            if self.schedule.select_warmup_group(micro):
-                load = self._add_warmup_exchanges(place, micro, load)
-            else:
-                load = self._add_exchanges(place, micro, load)
+            add_exchanges = self._add_warmup_exchanges if share.warmup_group else self._add_exchanges
+            load = add_exchanges(share, load)
             # Weights that are offloaded arrive while others compute.
-            load = load._replace(device=max(load.device, self._get_offload_seconds(place.stage)))
+            load = load._replace(device=max(load.device, self._get_offload_seconds(stage)))
         return load.get_busy_seconds(self._profile)
 
     def _compute_step_seconds(self, op: Op, *, free: bool) -> float:
@@ -320,7 +317,10 @@ class OpPricer:
         if op.patch is not None and micro.patch is None:
             seconds /= patches
         if not free:
-            seconds += self._compute_guidance_seconds(micro) / patches
+            size = cost.count_guidance_bytes(self._ranks[-1].take_share(micro))
+            if size:
+                link = self.get_axis_link("cfg")
+                seconds += (link.latency_s + size / link.bandwidth) / patches
         return seconds
 
     @property
@@ -336,7 +336,7 @@ class OpPricer:
         if not self._offloads or len(blocks) <= NUM_BUFFERS:
             return 0.0
         whole = sum(job.weights.blocks[block] for block in blocks)
-        numbers = whole / job.compute_tensor_divisor(self._places[stage])
+        numbers = whole / self._ranks[stage].divisor
         num_bytes = numbers * job.shape.element_size
         if self._basis.stored is not None:
             num_bytes = self._basis.stored.count_bytes(numbers, job.shape.element_size)
@@ -355,14 +355,14 @@ class OpPricer:
     def _count_message_bytes(self, stage: int, op: Op) -> float:
         """Count the bytes of a message from stage to stage."""
         job = self.job
-        place = self._places[stage]
+        rank = self._ranks[stage]
         if op.kind is OpKind.SEND and op.patch is not None:
             num_micro_batches = len(self.schedule.split_micro_batches(self._make_micro_step(op)))
-            size = cost.count_activation_bytes(job, place, op.patch) / num_micro_batches
+            size = cost.count_activation_bytes(rank, op.patch) / num_micro_batches
         elif op.kind is OpKind.SEND_PREDICTION:
-            size = cost.count_prediction_bytes(job, place)
+            size = cost.count_prediction_bytes(rank)
         else:
-            size = job.compute_replica_shape(place.data).latent_bytes * job.count_denoised_share(op.patch)
+            size = rank.shape.latent_bytes * job.count_denoised_share(op.patch)
         return size
 
     def _make_micro_step(self, op: Op) -> MicroStep:
@@ -371,24 +371,24 @@ class OpPricer:
             return MicroStep(op.step, op.patch)
         return MicroStep(op.step, None)
 
-    def compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
+    def compute_stage_load(self, share: MicroStepShare, op: Op) -> DeviceLoad:
         """Compute the load of a stage's blocks and its ends of the model, in one call or a micro-batch of it."""
-        job = self.job
+        rank = share.rank
         work = self._basis.transformer_work
-        tokens = self._make_rank_tokens(place, micro, op)
-        is_group = bool(self.schedule.select_warmup_group(micro))
-        blocks = job.stages[place.stage]
+        tokens = self._make_rank_tokens(share, op.micro_batch)
+        is_group = bool(share.warmup_group)
+        blocks = rank.blocks
         skips = None
         computed = 1.0
         if is_group:
             blocks = range(len(work.blocks))
         elif op.step in self.skips.steps:
             skips = self.skips
-            computed = self._get_computed_share(place, op.step)
+            computed = self._get_computed_share(blocks, op.step)
         mix = self._basis.mix_blocks(blocks, skips)
         parts = [(work.every, 1.0), *mix.blocks]
         is_first_call = op.branch == 0 and op.micro_batch == 0
-        if is_first_call and micro == self.schedule.list_micro_steps(micro.step)[0]:
+        if is_first_call and share.micro == self.schedule.list_micro_steps(op.step)[0]:
             parts += [(work.step, 1.0), *mix.steps]
         # Values that are constant in a generation are computed in its first step.
         if op.step == 0:
@@ -398,17 +398,17 @@ class OpPricer:
             total = total.combine_loads(self._basis.compute_load(part, tokens), times)
         # Outside of its blocks a forward has all tokens, in the call of each patch. This is negligible in a
         # `CallFamily`: the profiles were fitted to their published latencies without it.
-        end_tokens = tokens if job.family.example else tokens.count_all_tokens()
+        end_tokens = tokens if self.job.family.example else tokens.count_all_tokens()
         first_load = self._basis.compute_load(work.first, end_tokens)
-        if place.stage == 0 or is_group:
+        if rank.stage == 0 or is_group:
             total = total.combine_loads(first_load)
-        if job.is_last_stage(place) or is_group:
+        if rank.is_last_stage or is_group:
             total = total.combine_loads(self._basis.compute_load(work.last, end_tokens))
         total = total.combine_loads(self._compute_unpacking_load(blocks, computed))
-        if self.is_played(op.step, place.stage):
+        if self.is_played(op.step, rank.stage):
             # A segment ends where activations arrive, and where they leave.
-            num_segments = 1 + (place.stage > 0) + (not job.is_last_stage(place))
-            if self._makes_shared_outputs(micro, mix):
+            num_segments = 1 + (rank.stage > 0) + (not rank.is_last_stage)
+            if self._makes_shared_outputs(share.micro, mix):
                 # Copies of these outputs are a segment after the call.
                 num_segments += 1
             if self.skips.has_probe(blocks):
@@ -444,88 +444,91 @@ class OpPricer:
         shared += [each for each, _ in mix.once]
         return any(shared)
 
-    def _get_computed_share(self, place: RankCoordinates, step: int) -> float:
-        """Return the share of a stage's blocks that run in a step. Blocks left out exchange nothing."""
+    def _get_computed_share(self, blocks: range, step: int) -> float:
+        """Return the share of some blocks that run in a step. Blocks left out exchange nothing."""
         if step not in self.skips.steps:
             return 1.0
-        stage = self.job.stages[place.stage]
-        return 1 - sum(map(self._is_skippable_block, stage)) / len(stage)
+        return 1 - sum(map(self._is_skippable_block, blocks)) / len(blocks)
 
     def _is_skippable_block(self, block: int) -> bool:
         return self.skips.can_skip_block(block, len(self._basis.transformer_work.blocks))
 
-    def _make_rank_tokens(self, place: RankCoordinates, micro: MicroStep, op: Op) -> RankTokens:
-        job = self.job
-        plan = job.plan
-        image, text = cost.count_micro_step_tokens(job, place, micro)
-        group_size = len(self.schedule.select_warmup_group(micro))
+    def _make_rank_tokens(self, share: MicroStepShare, micro_batch: int = 0) -> RankTokens:
+        rank = share.rank
+        plan = self.job.plan
+        image = share.image
+        text = share.text
+        group_size = len(share.warmup_group)
         if group_size:
-            image = -(-job.image_layout.image_tokens // group_size)
+            image = -(-self.job.image_layout.image_tokens // group_size)
             text = -(-text // group_size)
-        batch = job.compute_replica_shape(place.data).batch
+        batch = rank.shape.batch
         # Each micro-batch has some rows of the batch.
         if self.schedule.mode == "pipelined":
-            batch = len(self.schedule.split_micro_batches(micro)[op.micro_batch])
-        keys = job.image_layout
-        share = 1.0
-        subgroup_tokens = cost.count_ulysses_tokens(job, place, micro) if plan.ulysses > 1 else 0
-        if subgroup_tokens:
-            share = subgroup_tokens / (image + text)
+            batch = len(self.schedule.split_micro_batches(share.micro)[micro_batch])
+        keys = self.job.image_layout
+        attended = 1.0
+        if plan.ulysses > 1:
+            attended = sum(part.count_tokens() for part in share.line) / (image + text)
         return RankTokens(
             batch=batch,
             image=image,
             text=text or self._basis.text_tokens,
             image_keys=keys.image_tokens,
             text_keys=keys.text or self._basis.text_tokens,
-            heads=job.count_heads(place) / job.shape.heads,
-            split=job.compute_tensor_divisor(place),
-            share=share,
-            fused=self._fuses and (plan.rounds_otherwise or self.schedule.reads_stale_keys(micro.step)),
+            heads=rank.heads / self.job.shape.heads,
+            split=rank.divisor,
+            share=attended or 1.0,
+            fused=self._fuses and (plan.rounds_otherwise or self.schedule.reads_stale_keys(share.micro.step)),
         )
 
-    def _add_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
+    def _add_exchanges(self, part: MicroStepShare, own: DeviceLoad) -> DeviceLoad:
         """Add exchanges to the load of a call. The device waits for the bytes, the host starts each exchange."""
         total = own
-        for kind, (exchanges, sent) in cost.count_call_exchanges(self.job, place, micro).items():
+        step = part.micro.step
+        for kind, (exchanges, sent) in cost.count_call_exchanges(part).items():
             crossed = TOKEN_AXES if kind == "prediction" else (kind,)
             axes = [axis for axis in crossed if getattr(self.job.plan, axis) > 1]
             link = self.get_axis_link(axes[0])
             n = math.prod(getattr(self.job.plan, axis) for axis in axes)
             # Blocks that a cache leaves out exchange nothing.
-            share = 1.0 if kind == "prediction" else self._get_computed_share(place, micro.step)
+            share = 1.0 if kind == "prediction" else self._get_computed_share(part.rank.blocks, step)
             # A ring exchanges with each of the others, and Ulysses there and back.
             calls = share * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
             size = share * sent
             sending = size / (link.bandwidth * get_bandwidth_share(link, kind, n)) + calls * link.latency_s
-            if kind == "distrifusion" and self.schedule.reads_stale_keys(micro.step):
+            if kind == "distrifusion" and self.schedule.reads_stale_keys(step):
                 sending = compute_exposed_seconds(sending, link.overlap, own.device)
             elif kind == "ring":
-                sending = compute_exposed_seconds(sending, link.overlap, self._get_ring_attention_seconds(place, micro))
+                # A ring's messages travel while the others' keys are attended to.
+                attention_work = self._basis.select_attention(part.rank.blocks)
+                attending = self._basis.compute_load(attention_work, self._make_rank_tokens(part)).device
+                sending = compute_exposed_seconds(sending, link.overlap, attending * (n - 1) / n)
             if kind in cost.PACKED_KINDS:
                 total = total.combine_loads(self._compute_packing_load(size, calls))
             starting = link.call_s
             if kind == "tensor" and link.sum_s is not None:
                 starting = link.sum_s
-            if self.is_played(micro.step, place.stage):
+            if self.is_played(step, part.rank.stage):
                 starting += SEGMENTS_PER_EXCHANGE.get(kind, 1) * self._profile.segment_s
             total = total.combine_loads(DeviceLoad(sending, calls * starting))
         return total
 
-    def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
+    def _add_warmup_exchanges(self, share: MicroStepShare, own: DeviceLoad) -> DeviceLoad:
         """Add exchanges to the load of a warmup group's call. Weights arrive while it computes, but it waits for
         keys of each layer."""
         job = self.job
         work = self._basis.transformer_work
         link = self.get_axis_link("pipefusion")
-        n = len(self.schedule.select_warmup_group(micro))
+        n = len(share.warmup_group)
         rate = link.bandwidth * get_bandwidth_share(link, "pipefusion", n)
-        tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, *micro))
+        tokens = self._make_rank_tokens(share)
         blocks = []
         exchanges = 0
         for block, layers in enumerate(job.weights.layers):
             whole = self._basis.compute_load(work.blocks[block], tokens).device * self._slowdown
             before = self._basis.compute_load(work.before[block], tokens).device * self._slowdown
-            sent = (n - 1) * sum(cost.count_group_key_bytes(job, place, joint=joint) for joint in layers)
+            sent = (n - 1) * sum(cost.count_group_key_bytes(share.rank, joint=joint) for joint in layers)
             weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s
             keys = sent / rate + len(layers) * link.latency_s
             blocks.append(WarmupBlock(weights, before, keys, after=whole - before))
@@ -541,21 +544,6 @@ class OpPricer:
         if self.job.plan.wire_dtype is None or not sent:
             return DeviceLoad(0.0, 0.0)
         return compute_packing_load(self._profile, sent, messages)
-
-    def _get_ring_attention_seconds(self, place: RankCoordinates, micro: MicroStep) -> float:
-        """Return the seconds of attention in a call. A ring's messages travel during it."""
-        tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, micro.step, micro.patch))
-        n = self.job.plan.ring
-        attention_work = self._basis.select_attention(self.job.stages[place.stage])
-        return self._basis.compute_load(attention_work, tokens).device * (n - 1) / n
-
-    def _compute_guidance_seconds(self, micro: MicroStep) -> float:
-        place = self._places[-1]
-        size = cost.count_guidance_bytes(self.job, place, micro)
-        link = self.get_axis_link("cfg")
-        if not size:
-            return 0.0
-        return link.latency_s + size / link.bandwidth
 
     def get_axis_link(self, axis: str) -> Link:
         """Return the slowest link on an axis, with the bandwidth of each rank while others share it."""
@@ -576,11 +564,11 @@ class UnlikeOpPricer(OpPricer):
         self._pricers_of_stages: list[list[OpPricer]] = [[] for _ in job.stages]
         pricers: dict[tuple[Any, ...], OpPricer] = {}
         for rank in range(job.plan.world):
-            place = job.locate_rank(rank)
-            key = id(works[rank]), place.rank, place.tensor, job.plan.offloads_rank(rank)
+            planned = job.plan_rank(rank)
+            key = id(works[rank]), planned.token_place, planned.tensor, job.plan.offloads_rank(rank)
             if key not in pricers:
                 pricers[key] = OpPricer(works[rank], job, skips, rank)
-            of_stage = self._pricers_of_stages[place.stage]
+            of_stage = self._pricers_of_stages[planned.stage]
             if pricers[key] not in of_stage:
                 of_stage.append(pricers[key])
 

@@ -207,10 +207,9 @@ def _count_sent_bytes(ops: OpPricer) -> int:
     alike = ops.first_alike_stages
     if schedule.warmup_group_size:
         alike = list(range(plan.pipefusion))
-    ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     total = 0
     for rank in range(plan.world):
-        stage = rank // ranks_of_stage % plan.pipefusion
+        stage = rank // job.ranks_of_stage % plan.pipefusion
         if alike[stage] != stage:
             continue
         for steps in steps_by_kind.values():

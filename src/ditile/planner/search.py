@@ -421,7 +421,7 @@ class PlanSearch:
         rooms = [self._get_device_bytes()] * plan.pipefusion
         # Ranks of a stage have the same blocks, so that the fullest of them decides.
         for rank, room in sized.rooms.items():
-            stage = sized.job.locate_rank(rank).stage
+            stage = sized.job.plan_rank(rank).stage
             if sized.on_host and plan.offloads_rank(rank):
                 room = -sized.lacks
             rooms[stage] = min(rooms[stage], room)

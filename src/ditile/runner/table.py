@@ -36,8 +36,8 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
     layout = job.image_layout
     table = _make_rank_table()
     for rank, device in enumerate(devices):
-        place = job.locate_rank(rank)
-        shard = job.token_split.shard_tokens(layout, None)[place.rank]
+        planned = job.plan_rank(rank)
+        shard = job.shard_tokens(None)[planned.token_place]
         tokens = f"{shard.image_tokens:,}"
         if shard.text:
             tokens += f" + {len(shard.text):,}"
@@ -45,8 +45,8 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
             num_parameters = parameters[rank]
         else:
             # A dry run has no model with parameters to count.
-            of_blocks = sum(job.weights.blocks[block] for block in job.select_resident_blocks(place))
-            num_parameters = job.weights.shared + math.ceil(of_blocks / job.compute_tensor_divisor(place))
+            of_blocks = sum(job.weights.blocks[block] for block in planned.blocks)
+            num_parameters = job.weights.shared + math.ceil(of_blocks / planned.divisor)
         # The last step but one is asynchronous if any step is, and unlike the last step it still sends latents.
         sent = count_traffic_in_step(job, rank, max(0, shape.steps - 2))
         traffic = [f"{kind}\n  {format_bytes(size)}" for kind, size in sent.items()]
@@ -54,10 +54,10 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
             str(rank),
             device,
             _format_rank_place(plan, rank),
-            _format_blocks(job.stages[place.stage]),
+            _format_blocks(planned.blocks),
             tokens,
             _format_parameters(num_parameters),
-            format_bytes(count_key_store_bytes(job, rank)),
+            format_bytes(count_key_store_bytes(planned)),
             "\n".join(traffic) or "0 B",
         )
     num_blocks = len(job.weights.blocks)

@@ -209,7 +209,7 @@ def count_step(base: Profile, line: AloneLine) -> CountedStep:
         raise ModelError(f"rank {line.rank} of {line.plan!r} cannot be counted: {line.model} has no such rank")
     job = replace(job, shape=replace(job.shape, element_size=base.element_size))
     arguments = subject.make_planning_arguments(cell)
-    stage = job.locate_rank(line.rank).stage
+    stage = job.plan_rank(line.rank).stage
     # In these profiles each block or kernel takes one second, so the seconds of a step are their number.
     link = replace(base.link, latency_s=0.0, bandwidth=FREE, call_s=0.0, sum_s=None)
     bare = replace(base, link=link, devices=job.plan.world, kernel_s=0.0, block_s=0.0, kernel_gap_s=0.0)

@@ -156,7 +156,7 @@ def choose_measured_ranks(job: PlannedCall | None, pricer: Pricer | None, world:
     ranks = {0, world - 1}
     if job is not None and pricer is not None and job.plan.pipefusion > 1:
         busiest = find_busiest_stage(pricer, job)
-        stages = [job.locate_rank(rank).stage for rank in range(world)]
+        stages = [job.plan_rank(rank).stage for rank in range(world)]
         ranks.add(stages.index(busiest))
     return sorted(ranks)
 
@@ -174,7 +174,7 @@ def compute_plan_step(
         return StepParts(slowest.step_s, 0.0, 0.0)
     loads = []
     for stage in range(job.plan.pipefusion):
-        of_stage = [step for step in steps if job.locate_rank(step.rank).stage == stage]
+        of_stage = [step for step in steps if job.plan_rank(step.rank).stage == stage]
         loads.append(_make_load(max(of_stage, key=lambda step: step.step_s, default=slowest)))
     parts = compute_step_parts(pricer, job, loads)
     if has_links:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ditile.plan.cost import PlannedCall, RankCoordinates
-from ditile.plan.schedule import MicroStep, Op, OpKind
+from ditile.plan.cost import MicroStepShare, PlannedCall
+from ditile.plan.schedule import Op, OpKind
 from ditile.planner.ops import CacheSkips, MachineWork, OpPricer
 from ditile.planner.price import predict_step_seconds
 from ditile.planner.seconds import DeviceLoad
@@ -52,12 +52,13 @@ class MeasuredOpPricer(OpPricer):
         """Return 0: the measured seconds include them."""
         return 0.0
 
-    def compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
+    def compute_stage_load(self, share: MicroStepShare, op: Op) -> DeviceLoad:
         """Return an even share of the measured step for each of its calls."""
         calls = self.job.count_calls_in_step(op.step)
-        ops = self.schedule.iter_step_ops(place.stage, op.step, calls)
+        stage = share.rank.stage
+        ops = self.schedule.iter_step_ops(stage, op.step, calls)
         num_computed = sum(step_op.kind is OpKind.COMPUTE for step_op in ops)
-        return DeviceLoad(0.0, 0.0).combine_loads(self._stage_loads[place.stage], 1 / num_computed)
+        return DeviceLoad(0.0, 0.0).combine_loads(self._stage_loads[stage], 1 / num_computed)
 
 
 def compute_step_parts(basis: MachineWork, job: PlannedCall, stage_loads: Sequence[DeviceLoad]) -> StepParts:

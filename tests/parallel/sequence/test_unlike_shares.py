@@ -58,7 +58,7 @@ def make_images(name: str, plans: list[str]) -> list[tuple[Tensor, int]]:
         images: Any = run(runner, name, **CALL)
         job = runner.job()
         assert job is not None
-        shard = job.shard_tokens(None)[job.locate_rank(runner.mesh.rank).rank]
+        shard = job.shard_tokens(None)[job.plan_rank(runner.mesh.rank).token_place]
         results.append((images, shard.image_tokens))
         runner.restore()
     return results
