@@ -90,8 +90,6 @@ CASES = {
     "distrifusion-pixart": Case("pixart", 3, 1, STEPS, ranks=(3,), method="distrifusion"),
     "distrifusion-flux": Case("flux", 2, 1, STEPS, ranks=(2,), method="distrifusion"),
 }
-ONCE = [(name, False) for name in CASES if name not in ("sd3", "flux", "distrifusion-flux")]
-ONCE += [("pixart", True), ("distrifusion-pixart", True)]
 """Each schedule, and both ways of stale keys with a callback."""
 
 

@@ -334,22 +334,6 @@ def test_groups_wait_as_long_as_that_of_all_ranks(pool: Pool) -> None:
         assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
 
 
-def shared(plans: list[Plan]) -> tuple[int, int, bool]:
-    """Threads that two meshes of own groups add, and those of two with groups in common; whether these outlive one."""
-    before = threads()
-    apart = [build_mesh(plan) for plan in plans]
-    own = threads() - before
-    for mesh in apart:
-        mesh.close_groups()
-    groups, before = Communicators(), threads()
-    together = [build_mesh(plan, groups) for plan in plans]
-    fewer = threads() - before
-    together[0].close_groups()
-    total = torch.ones(1)
-    dist.all_reduce(total, group=together[1].everyone)
-    return own, fewer, together[0].everyone is together[1].everyone and total.item() == 2
-
-
 def threads() -> int:
     return len(psutil.Process().threads())
 

@@ -5,11 +5,13 @@ xDiT crashes on callbacks or calls them once per patch with old latents, and an 
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from ditile.plan.errors import StateError
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, different, divided, run, same
 
@@ -192,3 +194,28 @@ def bars(name: str) -> list[tuple[int | None, int]]:
 def test_the_progress_bar_counts_steps_on_rank_0(pool: Pool, name: str) -> None:
     """A failure means that users see patches for steps, or a bar per rank."""
     assert pool.run(bars, 2, name) == [[(STEPS, STEPS)], []]
+
+
+@on_ranks(2)
+def test_one_call_at_a_time() -> None:
+    """A failure means that two threads of a server spoil each other's pictures."""
+    pipe, errors = MAKE["flux"](), list[StateError]()
+    wanted = run(pipe, "flux")
+
+    def call_too() -> None:
+        try:
+            run(runner, "flux")
+        except StateError as error:
+            errors.append(error)
+
+    def callback(*_: Any) -> dict[str, Any]:
+        thread = threading.Thread(target=call_too)
+        thread.start()
+        thread.join()
+        return {}
+
+    with divided(pipe, **EXACT) as runner:
+        call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": []}
+        same(run(runner, "flux", **call), wanted, "the call that was under way")
+        assert len(errors) == STEPS and all("one at a time" in str(error) for error in errors), errors
+        same(run(runner, "flux"), wanted, "the call after it")

@@ -1,6 +1,7 @@
 """LoRAs on a divided pipeline: loaded before or after, switched, scaled, fused and unloaded, as on the plain one.
 
-All in fp32 and bitwise at the limit where nothing is stale: each stage does the plain pipeline's sums on its blocks.
+In fp32 and, at the limit where nothing is stale, bitwise: each stage does the plain pipeline's sums on its blocks. Sums
+over shares of weights are in another order: 1e-4 in these models.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ def draw_states(name: str, folder: Path) -> list[Any]:
     return pictures
 
 
-def in_every_state(name: str, folder: Path, ranks: int, before: list[int]) -> None:
+def check(got: Any, wanted: Any, what: str, *, is_exact: bool) -> None:
+    if is_exact:
+        same(got, wanted, what)
+    else:
+        assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-4, what
+
+
+def in_every_state(name: str, folder: Path, plan: dict[str, Any], before: list[int]) -> None:
+    is_exact = "tensor" not in plan
     todo, pictures = edits(name), share(f"{name} in every state of LoRAs", draw_states, name, folder)
     for (was, one), (now, other) in itertools.pairwise(zip(["plain", *todo], pictures, strict=True)):
         different(one, other, f"plain {name}, {was} and {now}")
@@ -44,21 +53,28 @@ def in_every_state(name: str, folder: Path, ranks: int, before: list[int]) -> No
         steps = list(zip(todo.items(), pictures[1:], strict=True))
         for (_, edit), _ in steps[:first]:
             edit(pipe, folder)
-        runner = parallelize(pipe, Plan(pipefusion=ranks, **EXACT))
-        same(run(runner, name), pictures[first], f"{name} divided after {first} edits")
+        runner = parallelize(pipe, Plan(**plan))
+        check(run(runner, name), pictures[first], f"{name} divided after {first} edits", is_exact=is_exact)
         for (what, edit), picture in steps[first:]:
             edit(pipe, folder)
-            same(run(runner, name), picture, f"{name} {what}, divided after {first} edits")
+            check(run(runner, name), picture, f"{name} {what}, divided after {first} edits", is_exact=is_exact)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(name, 2 + (k > 0)) for k, name in enumerate(NAMES)])
+PLANS: list[dict[str, Any]] = [{"pipefusion": 2, **EXACT}, {"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"}]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_state_of_loras_is_the_plain_pipelines(
-    pool: Pool, folders: dict[str, Path], name: str, ranks: int
+    pool: Pool, folders: dict[str, Path], name: str, plan: dict[str, Any]
 ) -> None:
-    """A failure means that a LoRA reaches some stages only, or that a constant of an older state is used."""
+    """A failure means that a LoRA reaches some ranks only, that a constant of an older state is used, or that a factor
+    is not cut, or a sum lost with the layer of a LoRA that went."""
     states = list(edits(name))
     before = [0, 1 + states.index("fused")]
-    pool.run(in_every_state, ranks, name, folders[name], ranks, before)
+    if "tensor" in plan:  # what diffusers loads needs whole weights
+        before = [1 + max(states.index(state) for state in ("loaded", "a second one") if state in states)]
+    pool.run(in_every_state, 2, name, folders[name], plan, before)
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])

@@ -69,9 +69,9 @@ def load(pipe: Any, folder: Path, adapter: str, *, ours: bool, file: str = "") -
 
 
 def edits_of(folder: Path, *, ours: bool) -> dict[str, Any]:
-    """The LoRA of a single block is loaded first, and again in the end."""
+    """The LoRA of a single block is loaded first, and behind the other in the end, when it alone is active."""
     loads = {name: functools.partial(load, folder=folder, adapter=name, ours=ours) for name in ("narrow", "one")}
-    return loads | EDITS | {"again": loads["narrow"]}
+    return loads | EDITS | {"one again": loads["one"], "narrow again": loads["narrow"]}
 
 
 def draw_edited(name: str, folder: Path) -> list[tuple[Any, dict[str, list[str]]]]:
@@ -87,43 +87,17 @@ def draw_edited(name: str, folder: Path) -> list[tuple[Any, dict[str, list[str]]
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(3)
 def test_a_lora_of_one_block_is_loaded_after_the_cut(folders: dict[str, Path], name: str) -> None:
-    """A failure means that a LoRA cannot be loaded on the stages that it does not touch, or has no effect there."""
+    """A failure means that a LoRA cannot be loaded on the stages that it does not touch, has no effect there, or that
+    one of them still applies the LoRA before it."""
     folder = folders[name]
-    ranks = 3
     drawn, pipe = share(f"{name} with LoRAs of one block", draw_edited, name, folder), MAKE[name]()
     for (one, _), (other, _) in itertools.pairwise(drawn[:3]):
         different(one, other, f"{name}: a LoRA has no effect")
-    runner = parallelize(pipe, Plan(pipefusion=ranks, **EXACT))
+    runner = parallelize(pipe, Plan(pipefusion=3, **EXACT))
     for (what, edit), (picture, adapters) in zip(edits_of(folder, ours=True).items(), drawn[1:], strict=True):
         edit(pipe)
         same(run(runner, name), picture, f"{name} {what}")
         assert pipe.get_list_adapters() == adapters, what
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "text"),
-    [("flux", "with-text", "each"), ("flux", "hub-text", "split"), ("sd3.5 medium", "with-text", "split")],
-)
-@on_ranks(2)
-def test_a_lora_of_a_text_encoder(folders: dict[str, Path], name: str, file: str, text: str) -> None:
-    """A failure means that the text encoder's part of a LoRA is lost, or refused where the encoder is not."""
-    folder = folders[name]
-    plain, pipe = MAKE[name](), MAKE[name]()
-    before = run(plain, name)
-    load(plain, folder, "narrow", ours=False)
-    block_only = run(plain, name)
-    plain.unload_lora_weights()
-    load(plain, folder, "narrow", ours=False, file=file)
-    wanted = run(plain, name)
-    different(wanted, block_only, "the text encoder's LoRA")
-    runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT))  # type: ignore[arg-type]
-    load(pipe, folder, "narrow", ours=True, file=file)
-    same(run(runner, name), wanted, f"{name} {text}")
-    for each in (pipe, plain):
-        each.set_adapters("narrow", 0.5)
-    same(run(runner, name), run(plain, name), f"{name} {text} scaled")
-    pipe.unload_lora_weights()
-    same(run(runner, name), before, f"{name} {text} unloaded")
 
 
 @on_ranks(2)
@@ -157,47 +131,43 @@ def test_kronecker_factors_are_applied_or_refused() -> None:
         ditile.load_lora(ZOO["flux-2"].make(), fused)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@on_ranks(2)
-def test_the_last_lora_is_the_active_one_everywhere(folders: dict[str, Path], name: str) -> None:
-    """A failure means that a stage without a layer of the last LoRA still applies the one before."""
-    folder = folders[name]
-    plain, pipe = MAKE[name](), MAKE[name]()
-    runner = parallelize(pipe, Plan(pipefusion=2, **EXACT))
-    for adapter in ("one", "narrow"):
-        load(plain, folder, adapter, ours=False)
-        load(pipe, folder, adapter, ours=True)
-        same(run(runner, name), run(plain, name), f"{name} {adapter}")
-
-
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "file", "text", "after"),
     [
-        ("flux", "each"),
-        ("flux", "first"),
-        ("flux", "split"),
-        ("sd3.5 medium", "split"),
+        ("flux", "with-text", "each", "keep"),
+        ("flux", "hub-text", "split", "keep"),
+        ("sd3.5 medium", "with-text", "split", "keep"),
+        ("flux", "with-text", "each", "offload"),
+        ("flux", "with-text", "first", "offload"),
+        ("flux", "with-text", "split", "offload"),
+        ("sd3.5 medium", "with-text", "split", "offload"),
     ],
 )
 @on_ranks(2)
-def test_encoders_that_wait_are_edited_between_calls(folders: dict[str, Path], name: str, text: str) -> None:
-    """A failure means that a LoRA misses text encoders that wait for the next call."""
+def test_loras_of_text_encoders_are_edited(
+    folders: dict[str, Path], name: str, file: str, text: str, after: str
+) -> None:
+    """A failure means that the text encoder's part of a LoRA is lost, refused where the encoder is not, or misses
+    encoders that wait for the next call."""
     folder = folders[name]
     plain, pipe = MAKE[name](), MAKE[name]()
-    runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT), text_after="offload")  # type: ignore[arg-type]
+    runner: Any = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT), text_after=after)  # type: ignore[arg-type]
     pictures = [run(plain, name)]
     same(run(runner, name), pictures[0], f"{name} {text}")
-    load(plain, folder, "narrow", ours=False, file="with-text")
-    load(pipe, folder, "narrow", ours=True, file="with-text")
+    load(plain, folder, "narrow", ours=False)
+    of_blocks = run(plain, name)
+    plain.unload_lora_weights()
+    load(plain, folder, "narrow", ours=False, file=file)
+    different(run(plain, name), of_blocks, "the text encoder's LoRA")
+    load(pipe, folder, "narrow", ours=True, file=file)
     for what in ("loaded", "scaled", "disabled", "enabled", "fused", "unfused", "unloaded"):
         EDITS.get(what, str)(plain)
         EDITS.get(what, str)(pipe)
         pictures.append(run(plain, name))
         same(run(runner, name), pictures[-1], f"{name} {text} {what}")
         assert pipe.get_list_adapters() == plain.get_list_adapters(), what
-    different(pictures[1], pictures[0], "the LoRA")
-    load(plain, folder, "narrow", ours=False, file="with-text")
-    load(pipe, folder, "narrow", ours=True, file="with-text")
+    load(plain, folder, "narrow", ours=False, file=file)
+    load(pipe, folder, "narrow", ours=True, file=file)
 
     def halved(each: Any, *_: Any) -> dict[str, Any]:
         each.set_adapters("narrow", 0.5)

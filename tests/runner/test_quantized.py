@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run, same
-from tests.runner.loras import write
 from tests.runner.test_quantize import BOUNDS
 
 STEPS = 4
@@ -126,27 +123,3 @@ def test_tensor_parallel_shares(pool: Pool, quant_type: str) -> None:
         assert 0 < error(after, plain) < BOUNDS[quant_type]
         same(before, results[0][0])
         same(after, results[0][1])
-
-
-def with_lora(folder: str, plan: dict[str, Any]) -> list[Tensor]:
-    """A LoRA on a quantized pipeline: loaded before it is divided, switched off, taken away."""
-    pipe = made("flux", "int8_weight_only")
-    plain = run(pipe, "flux")
-    runner = parallelize(pipe, Plan(**plan))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without")  # it could not be fused
-        ditile.load_lora(pipe, folder, weight_name="one.safetensors", adapter_name="one")
-    actual = [run(runner, "flux")]
-    pipe.unload_lora_weights()
-    same(run(runner, "flux"), plain)
-    return actual
-
-
-def test_a_lora_works_on_quantized_layers(pool: Pool, tmp_path: Path) -> None:
-    """As peft has it: added beside the quantized weights, not fused into them."""
-    write("flux", tmp_path, "one", 1)
-    wanted = pool.run(with_lora, 1, str(tmp_path), {})[0][0]
-    for (picture,) in pool.run(with_lora, 2, str(tmp_path), {"pipefusion": 2, "patches": 2, "warmup": STEPS}):
-        same(picture, wanted)
-    plain = run(made("flux", "int8_weight_only"), "flux")
-    assert error(wanted, plain) > 0.01

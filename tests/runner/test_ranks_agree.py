@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from peft import LoraConfig
 from PIL import Image
 
@@ -27,6 +28,10 @@ from tests.runner.cases import divided, run, same
 
 def _draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class OwnProcessor(FluxAttnProcessor):
+    """A user's, which may attend to anything."""
 
 
 @dataclasses.dataclass
@@ -120,6 +125,9 @@ UNLIKE: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "none on rank 0": (lambda rank: {"generator": _with_generators("one", rank)}, 'generator="generator on cpu" and'),
     "a list on one": (lambda rank: {"generator": _with_generators("list" if rank else "one", 1)}, r'=\["generator on'),
     "lists": (lambda rank: {"prompt": ["a", "a"], "generator": _with_generators("list", 2 - rank)}, "generator="),
+    "prompt": (lambda rank: {"prompt": "a blue square"} if rank else {}, "a blue square. and rank 0 with .a red"),
+    "steps": (lambda rank: {"num_inference_steps": 4 - rank}, "with num_inference_steps=3 and rank 0 with 4"),
+    "a refusal": (lambda rank: {"ip_adapter_image": 1} if rank else {}, "leave ip_adapter_image out"),
     "output": (lambda rank: {"output": "first" if rank else "all"}, 'output_on="first" and rank 0 with "all"'),
     "no such argument": (lambda rank: {"hieght": 8} if rank else {}, "unexpected keyword argument .hieght"),
 }  # fmt: skip
@@ -170,12 +178,25 @@ def _lora_off(pipe: Any, rank: int) -> Iterator[None]:
     pipe.enable_lora()
 
 
+@contextlib.contextmanager
+def _processor(pipe: Any, rank: int) -> Iterator[None]:
+    if rank == 0:  # another stage has the block
+        yield
+        return
+    attention = pipe.transformer.single_transformer_blocks[2].attn
+    stock = attention.processor
+    attention.set_processor(OwnProcessor())
+    yield
+    attention.set_processor(stock)
+
+
 STATES: dict[str, tuple[Callable[[Any, int], contextlib.AbstractContextManager[None]], str]] = {
     "scheduler": (_scheduler, "scheduler.shift=2.0 and rank 0 with 1.0"),
     "shift": (_shift, "scheduler.shift=3.0 and rank 0 with 2.0"),
     "autocast": (_autocast, "autocast=torch.bfloat16 and rank 0 with off"),
     "dtype": (_dtype, "vae.dtype=torch.bfloat16 and rank 0 with torch.float32"),
     "LoRA scale": (_lora, "LoRA one in transformer=scale 1.5, on and rank 0 with scale 0.5, on"),
+    "processor": (_processor, "single_transformer_blocks.2.attn.*OwnProcessor"),
     "LoRA off": (_lora_off, "LoRA one in transformer=scale 1, on and rank 0 with scale 1, disabled"),
 }
 """How the pipeline of rank 1 is made unlike, and what all ranks say."""
@@ -188,14 +209,14 @@ def test_ranks_that_are_called_unlike(plan: dict[str, Any]) -> None:
     pipe, rank = tiny.flux(), dist.get_rank()
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "one")
     pipe.transformer.set_adapter("one")
-    with divided(pipe, **plan) as runner:
+    with divided(pipe, trusts=False, **plan) as runner:
         wanted = run(runner, "flux")
         for what, (changes, says) in UNLIKE.items():
             with pytest.raises((StateError, ModelError), match=says) as caught:
                 run(runner, "flux", **changes(rank))
             assert len(str(caught.value)) < 500 and "\n" not in str(caught.value), what
         for what, (edit, says) in STATES.items():
-            with edit(pipe, rank), pytest.raises(StateError, match=says) as caught:
+            with edit(pipe, rank), pytest.raises((StateError, ModelError), match=says) as caught:
                 run(runner, "flux")
             assert len(str(caught.value)) < 500 and "\n" not in str(caught.value), what
         same(run(runner, "flux"), wanted, "after all refusals")

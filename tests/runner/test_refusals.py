@@ -12,11 +12,10 @@ from diffusers import (
     NucleusMoEImageTransformer2DModel,
     PixArtSigmaPAGPipeline,
 )
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from ditile.plan.errors import ModelError, PlanError, StateError
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -24,10 +23,6 @@ from tests.pool import CaseError, Pool, on_ranks
 from tests.runner.cases import MAKE, divided, run, same
 
 STALE = {"patches": 3, "warmup": 1}
-
-
-class OwnProcessor(FluxAttnProcessor):
-    """A user's, which may attend to anything."""
 
 
 def _instead(make: Callable[[], Any], wrap: Callable[[Any], nn.Module]) -> Callable[[], Any]:
@@ -109,36 +104,6 @@ def test_arguments_that_cannot_be_honoured(name: str) -> None:
             with pytest.raises(error, match=says):
                 run(runner, name, **changes)
             same(run(runner, name), wanted, f"{name}, after {changes}")
-
-
-DIFFERING: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"prompt": "a blue square"}, StateError, 'rank 1 was called with prompt="a blue square" .*"a red circle"'),
-    ({"prompt": ["a blue square"]}, StateError, "call all ranks alike"),
-    ({"num_inference_steps": 3}, StateError, "rank 1 was called with num_inference_steps=3 and rank 0 with 4"),
-    ({"height": 16}, StateError, "height=16"),
-    ({"max_sequence_length": 9}, StateError, "max_sequence_length=9"),
-    ({"ip_adapter_image": 1}, ModelError, "leave ip_adapter_image out"),
-]
-"""What rank 1 alone is called with, and what all ranks say."""
-
-
-@on_ranks(2)
-def test_what_one_rank_cannot_do_no_rank_does() -> None:
-    """A failure means that the other ranks hang, or make a picture of two prompts."""
-    pipe = tiny.flux()
-    with divided(pipe, trusts=False, pipefusion=2, **STALE | {"patches": 5}) as runner:
-        wanted = run(runner, "flux")
-        for changes, error, says in DIFFERING:
-            with pytest.raises(error, match=says):
-                run(runner, "flux", **(changes if dist.get_rank() == 1 else {}))
-            same(run(runner, "flux"), wanted, f"after {changes}")
-        if dist.get_rank() == 1:
-            pipe.transformer.single_transformer_blocks[2].attn.set_processor(OwnProcessor())
-        with pytest.raises(ModelError, match="single_transformer_blocks.2.attn.*OwnProcessor"):
-            run(runner, "flux")
-        if dist.get_rank() == 1:
-            pipe.transformer.single_transformer_blocks[2].attn.set_processor(FluxAttnProcessor())
-        same(run(runner, "flux"), wanted, "the processor set back")
 
 
 def mixed() -> None:

@@ -54,15 +54,6 @@ def wan() -> Any:
     )  # fmt: skip
 
 
-def wan_22() -> Any:
-    pipe = core(
-        diffusers.Wan22Blocks, scheduler=unipc(), transformer=transformer("WanTransformer3DModel"),
-        transformer_2=transformer("WanTransformer3DModel", seed=3), guider=guider(), guider_2=guider(2.0),
-    )  # fmt: skip
-    pipe.update_components(boundary_ratio=0.9)
-    return pipe
-
-
 def z_image() -> Any:
     return core(
         diffusers.ZImageAutoBlocks, "text2image", scheduler=flow(), guider=guider(enabled=True),

@@ -24,13 +24,10 @@ from diffusers.guiders import (
     TangentialClassifierFreeGuidance,
 )
 
-import ditile
 from ditile.model import pipeline_calls
 from ditile.model.pipeline_calls import explain_callback_refusal, explain_latent_cut, is_guidance_timed
 from ditile.plan.errors import DitileError, ModelError, StateError
-from ditile.plan.plan import Plan
 from ditile.runner import runner as runner_module
-from tests import tiny
 from tests.model.loop_source import find_latent_cuts, find_timed_guidance
 from tests.parallel.batch.test_batch import close, made
 from tests.pool import Pool, on_ranks
@@ -154,16 +151,6 @@ def test_a_guider_keeps_nothing_of_a_rehearsal() -> None:
             pipe.guider.finite.clear()
             draw(runner, "momentum", {})
             assert pipe.guider.finite == [True] * (1 + PATCHES * (STEPS - 1))
-
-
-def test_perturbed_attention_and_skipped_layers_are_refused() -> None:
-    """Their attention sees this rank's tokens alone, and their layers are named by iterations."""
-    parts = {name: part for name, part in tiny.sd3().components.items() if "image_encoder" not in name}
-    parts.pop("feature_extractor", None)
-    perturbed = tiny.quiet(diffusers.StableDiffusion3PAGPipeline(**parts, pag_applied_layers=["blocks.1"]))
-    for plan in ({"patches": 2}, {"patches": 2, "warmup": STEPS}):
-        with pytest.raises(ModelError, match="puts an attention of its own.*use data or tensor"):
-            ditile.parallelize(perturbed, Plan(**plan))
 
 
 TIMED_STEPS = 6

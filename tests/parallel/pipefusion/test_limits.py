@@ -6,13 +6,11 @@ All in fp32 and bitwise: stages and patches reorder no sum.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests import tiny
-from tests.pool import Pool, on_ranks, share
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, call_of, different, divided, draw_plain, equal_over_ranks, run, same
 
 SMALL = {"height": 40, "width": 56}  # 10 token rows of 14
@@ -59,24 +57,6 @@ def test_stages_cut_by_hand(pool: Pool, name: str) -> None:
         plans = [{"pipefusion": ranks, "stage_blocks": cut, "patches": 3} for cut in cuts]
         pool.run(like_given, ranks, name, plans[0], stale)
         pool.run(like_plain, ranks, name, [plan | {"warmup": STEPS} for plan in plans], [SMALL])
-
-
-def eight_stages(name: str, make: Callable[..., Any], *blocks: int) -> None:
-    pipe = make(*blocks)
-    wanted = share(f"{name} of {blocks}", lambda: run(pipe, name, **SMALL))
-    for plan in ({"warmup": STEPS, "patches": 8}, {"warmup": 0, "patches": 1}):
-        with divided(pipe, pipefusion=8, **plan) as runner:
-            same(run(runner, name, **SMALL), wanted, f"{name} {plan}")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "make", "blocks"),
-    [("flux", tiny.flux, (3, 5)), ("pixart sigma", tiny.pixart, (9,)), ("sd3.5 medium", tiny.sd3, (8,))],
-)
-def test_eight_stages(pool: Pool, name: str, make: Callable[..., Any], blocks: tuple[int, ...]) -> None:
-    """Of one block each, or one of two. A failure means a message that is lost in a long line of stages."""
-    pool.run(eight_stages, 8, name, make, *blocks)
 
 
 def like_given(name: str, plan: dict[str, Any], wanted: Any) -> None:

@@ -88,15 +88,6 @@ def test_frozen_references_are_those_of_an_independent_simulation(guidance: dict
     different(pipe(**make_call(**guidance)).images, wanted, "freezing had no effect")
 
 
-@pytest.mark.parametrize("references", [0, 1, 2])
-def test_all_steps_synchronous_are_the_plain_pipeline(references: int) -> None:
-    """Bit for bit. A failure means that cutting tokens around the references moves some of them."""
-    pipe = make_pipe()
-    plain = pipe(**make_call()).images
-    for patches in (None, 4):
-        same(draw(pipe, {"references": references, "patches": patches, "warmup": LONG}), plain)
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_stages_is_one_stage(pool: Pool, ranks: int) -> None:
     """With every step synchronous, and with stale keys: bit for bit on every rank."""

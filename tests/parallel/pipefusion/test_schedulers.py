@@ -111,10 +111,6 @@ def as_plain(name: str, table: dict[str, Any], which: list[str], generators: str
 
 EVERY = [*((key, "pixart sigma") for key in EPSILON), *((key, "sd3") for key in FLOW)]
 EVERY += [(key, "flux") for key in FLOW if key != "Heun"]
-ONCE = [
-    (key, "pixart sigma") for key in ("DPM++ order 3", "UniPC", "DPM single step", "Heun", "PNDM", "KDPM2 ancestral")
-]
-ONCE += [("Euler", "sd3"), ("UniPC", "flux"), ("Euler stochastic", "flux")]
 """What schedulers keep: earlier predictions, halves of a step, numbers that they drew."""
 
 

@@ -41,8 +41,6 @@ OF_TENSOR = [
 STALE = {"pipefusion=2 ring=2 patches=3": "3,1", "pipefusion=2 ulysses=2 patches=3": "1,2"}
 """Patches are the same, however ranks split each of them."""
 NAMES = ("flux", "pixart sigma", "sd3.5 medium")
-ONCE = [("flux", plan) for plan in [*EXACT, *STALE]]
-ONCE += itertools.product(NAMES[1:], ["ring=2", "ulysses=2"])
 """Each plan, and text beside the tokens and a second attention where they are split."""
 
 

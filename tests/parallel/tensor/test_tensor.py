@@ -134,14 +134,6 @@ def test_shares_that_are_cast_for_each_use(pool: Pool, family: str) -> None:
         assert max(differences) < TOLERANCE
 
 
-_WAN = {
-    "to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise", "norm_q": "rms_norm",
-    "norm_k": "rms_norm",
-}  # fmt: skip
-WAN = {f"blocks.*.{attention}.{name}": style for attention in ("attn1", "attn2") for name, style in _WAN.items()}
-WAN |= {"blocks.*.ffn.net.0.proj": "colwise", "blocks.*.ffn.net.2": "rowwise"}
-
-
 def wan() -> tuple[nn.Module, dict[str, Any]]:
     model = WanTransformer3DModel(
         num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,

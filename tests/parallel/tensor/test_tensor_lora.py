@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import ditile
@@ -14,54 +13,12 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.tensor.tensors import SCHEMES, error, forward, inputs, sharded
+from tests.parallel.tensor.tensors import error, sharded
 from tests.pool import Pool
 from tests.runner.cases import MAKE, run, same
-from tests.runner.loras import edits, folder_of, load, write
+from tests.runner.loras import folder_of, load, write
 
-FAMILY = {"flux": "flux", "pixart sigma": "pixart", "sd3.5 medium": "sd3"}
 TOLERANCE = 1e-5
-
-
-def in_every_state(name: str, folder: Path) -> list[tuple[str, float]]:
-    """The error in each scheme after each edit, of a model that was cut when its LoRAs were loaded."""
-    call, todo, plain = inputs(FAMILY[name]), dict(edits(name)), MAKE[name]()
-    wanted = [forward(plain.transformer, call)]
-    weights = {key: weight.clone() for key, weight in plain.transformer.state_dict().items()}
-    before = [todo.pop(edit) for edit in ("loaded", "a second one") if edit in todo]
-    for edit in before:
-        edit(plain, folder)
-    for edit in (_nothing, *todo.values()):
-        edit(plain, folder)
-        wanted.append(forward(plain.transformer, call))
-    assert error(wanted[1], wanted[0]) > 0.01, "these LoRAs do nothing"
-    results = []
-    for scheme in SCHEMES:
-        pipe = MAKE[name]()
-        for edit in before:
-            edit(pipe, folder)
-        with sharded(pipe.transformer, scheme) as cut:
-            for (state, edit), right in zip([("loaded", _nothing), *todo.items()], wanted[1:], strict=True):
-                edit(pipe, folder)
-                results.append((f"{scheme}, {state}", error(forward(pipe.transformer, call), right)))
-        for key, weight in pipe.transformer.state_dict().items():
-            if key.rpartition(".")[0] in cut.cuts.styles:
-                assert torch.equal(weight, weights[key]), key
-    return results
-
-
-def _nothing(*_: object) -> None:
-    """The edit that leaves everything as it is."""
-
-
-@pytest.mark.parametrize("name", FAMILY)
-def test_every_state_of_loras_is_the_plain_models(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory, name: str
-) -> None:
-    """A failure: factors that were not cut, a sum that was lost when a LoRA's layer went, or one that is made twice."""
-    folder = folder_of(name, tmp_path_factory.mktemp("loras"))
-    for result in pool.run(in_every_state, 2, name, folder):
-        assert {state: wrong for state, wrong in result if not wrong < TOLERANCE} == {}
 
 
 def refused(folder: Path) -> list[str]:
