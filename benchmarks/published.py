@@ -31,7 +31,7 @@ from ditile.distributed import files
 from ditile.model.known import ASSETS, CONFIGS
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
-from ditile.planner.hardware import SHEETS, Efficiency, LinkEfficiency, make_datasheet_profile
+from ditile.planner.hardware import Efficiency, LinkEfficiency, make_datasheet_profile, read_datasheets
 from ditile.planner.price import Pricer
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
@@ -101,7 +101,7 @@ class PublishedRow:
     """A published figure.
 
     Attributes:
-        hardware: a name of `SHEETS`.
+        hardware: a card with a datasheet.
         value: of `plan`: seconds, or their ratio to others; nan where it is only said to take longer than `base`.
         scale: rows of one scale are relative to each other; "" is seconds, or a speedup.
         base: the plan that a speedup is over, or that takes less.
@@ -198,7 +198,7 @@ def _build_published_job(model: str, pixels: int, steps: int, plan: Plan) -> Pla
 @lru_cache(maxsize=16)
 def _pricer(hardware: str, model: str, gets: Efficiency) -> Pricer:
     subject, own = _subject(model)
-    return make_pricer(subject, own, make_datasheet_profile(hardware, SHEETS[hardware], gets))
+    return make_pricer(subject, own, make_datasheet_profile(hardware, read_datasheets()[hardware], gets))
 
 
 def seconds(row: PublishedRow, plan: Plan, gets: Efficiency) -> float:

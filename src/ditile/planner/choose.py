@@ -128,7 +128,7 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
     if devices is None:
         devices = profile.devices if plan is None else plan.world
         # A datasheet is that of one card, and says nothing about how many there are.
-        if plan is None and question.hardware in hardware.SHEETS:
+        if plan is None and question.hardware in hardware.read_datasheets():
             devices = question.hosts
     # All hosts have the same number of ranks.
     if devices % question.hosts:

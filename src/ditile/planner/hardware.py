@@ -7,10 +7,12 @@ the same for all GPUs. `python -m benchmarks.published` fits these shares to pub
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from ditile.plan.errors import PlanError, find_nearest
@@ -36,7 +38,7 @@ class Datasheet:
         memory_gb: of a device, in 10^9 bytes.
         link: "pcie" or "nvlink".
         p2p: bytes a second from one device to another.
-        source: where the numbers are from.
+        source, note: where the numbers are from, and what else is known of them.
         block_s: see `Profile`; 0 where it was not measured.
         kernel_gap_s: see `Profile`; 0 where it was not measured.
         call_s: see `Link`; the value of `EFFICIENCY` if it was not measured.
@@ -49,6 +51,7 @@ class Datasheet:
     link: str
     p2p: float
     source: str
+    note: str = ""
     block_s: float = 0.0
     kernel_gap_s: float = 0.0
     call_s: float | None = None
@@ -108,105 +111,21 @@ EFFICIENCY = Efficiency(
     wire=LinkEfficiency(latency_s=1.59e-4, call_s=4.23e-4, exchange=0.393, crossing=0.174, reduce=1.0, overlap=0.168),
 )
 
-_NVIDIA = "NVIDIA's datasheet"
-_RTX = "NVIDIA's whitepaper of the architecture"
-_H100_BLOCK = 1.5e-3
-"""Measured on one H100 with torch 2.11, without compiling: a call of a block of FLUX.1-dev for a patch."""
-_H200_BLOCK = 1.7e-3
-_H200_CALL = 6e-5
-"""Measured on one H200 with torch 2.11, without compiling or recorded steps: what the host needs for a call of a block
-of FLUX.1-dev, and more for a message of it. Least squares over ranks alone at 1024 px, each of which is within a fourth
-(`benchmarks/data/gpu/h200-alone.jsonl`, `h200-alone-2.jsonl`)."""
-_H200_GAP = 2.5e-6
-"""Measured on one H200: ranks with recorded calls, so that their host limits nothing, are slower than the work of their
-kernels by this factor (`benchmarks/data/gpu/h200-recorded-steps-prototype.jsonl`)."""
-SHEETS = {
-    "l40-pcie": Datasheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
-    "l20-pcie": Datasheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
-    "a100-pcie": Datasheet(flops=312e12, bandwidth=1935e9, memory_gb=80, link="pcie", p2p=23e9, source=_NVIDIA),
-    "a100-nvlink": Datasheet(flops=312e12, bandwidth=2039e9, memory_gb=80, link="nvlink", p2p=268e9, source=_NVIDIA),
-    "h100-nvlink": Datasheet(
-        flops=989e12,
-        bandwidth=3350e9,
-        memory_gb=80,
-        link="nvlink",
-        p2p=402e9,
-        source=_NVIDIA,
-        block_s=_H100_BLOCK,
-        host_bandwidth=50e9,
-    ),
-    "h200-nvlink": Datasheet(
-        flops=989e12,
-        bandwidth=4800e9,
-        memory_gb=141,
-        link="nvlink",
-        p2p=402e9,
-        source=_NVIDIA,
-        block_s=_H200_BLOCK,
-        kernel_gap_s=_H200_GAP,
-        call_s=_H200_CALL,
-        host_bandwidth=50e9,
-    ),
-    # NVIDIA's product page: 112 tensor cores, 1.777 GHz, 360 GB/s, 12 GB; as many operations a clock of a core as the
-    # whitepaper below says of the same architecture: 128 with 32-bit sums.
-    "rtx-3060": Datasheet(flops=25.5e12, bandwidth=360e9, memory_gb=12, link="pcie", p2p=20e9, source=_RTX),
-    # Whitepaper "NVIDIA Ampere GA102 GPU Architecture", of the RTX 3090: 71 TFLOPS, 936 GB/s, 24 GB, PCIe 4.0 x16.
-    "rtx-3090": Datasheet(flops=71e12, bandwidth=936e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
-    # Whitepaper "NVIDIA Ada GPU Architecture", table of the RTX 4090: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
-    "rtx-4090": Datasheet(flops=165.2e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
-    # The same, of the RTX 4080: 97.5 TFLOPS, 717 GB/s, 16 GB, PCIe 4.0 x16.
-    "rtx-4080": Datasheet(flops=97.5e12, bandwidth=717e9, memory_gb=16, link="pcie", p2p=20e9, source=_RTX),
-    # Whitepaper "NVIDIA RTX Blackwell GPU Architecture", of the RTX 5090: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
-    "rtx-5090": Datasheet(
-        flops=209.5e12,
-        bandwidth=1792e9,
-        memory_gb=32,
-        link="pcie",
-        p2p=40e9,
-        source=_RTX,
-        host_bandwidth=50e9,
-    ),
-    # The same, of the RTX 5080: 112.6 TFLOPS, 960 GB/s, 16 GB, PCIe 5.0 x16.
-    "rtx-5080": Datasheet(
-        flops=112.6e12,
-        bandwidth=960e9,
-        memory_gb=16,
-        link="pcie",
-        p2p=40e9,
-        source=_RTX,
-        host_bandwidth=50e9,
-    ),
-    # The same, of the RTX 5070: 61.7 TFLOPS, 672 GB/s, 12 GB, PCIe 5.0 x16.
-    "rtx-5070": Datasheet(
-        flops=61.7e12,
-        bandwidth=672e9,
-        memory_gb=12,
-        link="pcie",
-        p2p=40e9,
-        source=_RTX,
-        host_bandwidth=50e9,
-    ),
-    # Whitepaper "NVIDIA RTX Blackwell PRO GPU Architecture", of the workstation's card: 503.8 TFLOPS, as sums of 32
-    # bits are not slower there, 1792 GB/s, 96 GB, PCIe 5.0 x16.
-    "rtx-pro-6000": Datasheet(
-        flops=503.8e12,
-        bandwidth=1792e9,
-        memory_gb=96,
-        link="pcie",
-        p2p=40e9,
-        source=_RTX,
-        host_bandwidth=50e9,
-    ),
-}
-"""P2P bandwidths of A100 PCIe, A100 NVLink and L20 are those that the PipeFusion article measured (2024-09: 23, 268 and
-26 GB/s, in this order); L40 is taken to be as L20, the others as the same share of their link. GeForce cards send
-through the host's memory. They have all 16 lanes here; a board that gives two cards 8 lanes each has links of half the
-rate."""
+
+@lru_cache(maxsize=1)
+def read_datasheets() -> Mapping[str, Datasheet]:
+    """Read the datasheet of each card.
+
+    The cards other than L20 and A100 send as fast as the same share of their link. GeForce cards send through the
+    host's memory. They have all 16 lanes here; a board that gives two cards 8 lanes each has links of half the rate.
+    """
+    rows = json.loads((PROFILES.parent / "cards.json").read_text("utf-8"))
+    return {name: Datasheet(**row) for name, row in rows.items()}
 
 
 def list_hardware() -> list[str]:
     """List the names of the profiles in this package."""
-    return sorted([*SHEETS, *(path.stem for path in PROFILES.glob("*.json"))])
+    return sorted([*read_datasheets(), *(path.stem for path in PROFILES.glob("*.json"))])
 
 
 def load_profile(name: str, interlink: str | None = None) -> Profile:
@@ -227,8 +146,9 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
 
 
 def _load_device_profile(name: str) -> Profile:
-    if name in SHEETS:
-        return make_datasheet_profile(name, SHEETS[name], EFFICIENCY)
+    sheet = read_datasheets().get(name)
+    if sheet is not None:
+        return make_datasheet_profile(name, sheet, EFFICIENCY)
     if os.path.exists(PROFILES / f"{name}.json"):
         return Profile.from_json_file(PROFILES / f"{name}.json")
     near = find_nearest(name, list_hardware(), cutoff=0.5)
