@@ -24,7 +24,7 @@ MOST_NODES = {
     "distributed": 26_650,
     "model": 55_600,
     "parallel": 69_700,
-    "cache": 45_250,
+    "cache": 42_350,
     "runner": 70_250,
     "planner": 46_800,
     "serve": 37_060,

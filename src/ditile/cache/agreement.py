@@ -63,7 +63,7 @@ class LoopClock:
         synchronous step, a batch comes in micro-batches, tokens of several patches are interleaved, or the call does
         not count."""
         now = self._now
-        if now.is_surveyed or now.is_dry:
+        if not now.is_under_way or now.is_surveyed or now.is_dry:
             return None
         if now.memory is not self._seen:
             # Each generation has a memory of its own.

@@ -1,7 +1,7 @@
 """Caches of models: an override of the forward, hooks around the blocks, and chains of them.
 
-The cache stays in place between calls of the pipeline, and under a runner. The runner's hooks wrap the hooks of the
-cache. For the length of a call the runner gives the cache its clock and its agreement with other ranks.
+A runner puts them on the model for the length of a call, inside its own hooks, and gives the cache its clock and its
+agreement with other ranks. Where no runner drives the loop, a `CallClock` counts the calls of the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.cache.build import CacheContext, Chain, explain_idle_steps
-from ditile.cache.clock import CacheClock
 from ditile.cache.config import (
     BlockCacheConfig,
     CacheConfig,
@@ -36,11 +35,14 @@ from ditile.cache.segment import KeepMemory, Residuals
 from ditile.cache.skip_decision import CacheCall, split_into_units
 from ditile.model.block_table import BlockList
 from ditile.model.fingerprint import fingerprint
-from ditile.model.hooks.compile import CompileFunction, exclude_from_compile
+from ditile.model.hooks.compile import CompileFunction, exclude_from_compile, find_compiler
 from ditile.model.hooks.kv_store import KeptBuffers
-from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
+from ditile.model.hooks.overrides import WatchedMethod, find_innermost_forward, override_attribute
 from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
-from ditile.plan.errors import ModelError, StateError
+from ditile.plan.errors import ModelError
+
+if TYPE_CHECKING:
+    from ditile.cache.clock import CallClock
 
 LOG = logging.getLogger("ditile")
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)
@@ -72,26 +74,24 @@ class CacheSettings(Protocol):
 
 
 class ModelCache(abc.ABC):
-    """The cache of one model that a pipeline calls: it overrides the model's forward, and knows when a generation runs.
-
-    Args:
-        hooks: around blocks of the model, if the cache leaves out blocks.
+    """The cache of one model that a pipeline calls.
 
     Attributes:
         reports: of the last generation, one for each context.
         kept_bytes: bytes that were remembered when it ended.
         label: what the pipeline calls its call of the transformer, if it names it.
+        is_in_call: whether a call of a runner is under way.
     """
 
-    def __init__(self, transformer: nn.Module, config: CacheConfig, hooks: Sequence[CacheHook] = ()) -> None:
+    def __init__(self, transformer: nn.Module, config: CacheConfig) -> None:
         self.transformer = transformer
         self._config = config
-        self._hooks = hooks
         self.reports: list[ContextReport] = []
         self.kept_bytes = 0
         self.label: str | None = None
+        self.is_in_call = False
         self._clock: PipelineClock | None = None
-        self._labels = ExitStack()
+        self._own_clock: CallClock | None = None
         self._is_prepared = False
 
     @property
@@ -133,7 +133,8 @@ class ModelCache(abc.ABC):
         changed = (config or self._config).reset(**changes)
         self._change_settings(changed, calibrator)
         self._config = changed
-        self._own_clock.restart_clock(steps, separate_cfg=changed.enable_separate_cfg)
+        if self._own_clock is not None:
+            self._own_clock.restart_clock(steps, separate_cfg=changed.enable_separate_cfg)
 
     @abc.abstractmethod
     def _change_settings(self, config: CacheConfig, calibrator: Calibration | None) -> None:
@@ -143,111 +144,51 @@ class ModelCache(abc.ABC):
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of the model. `moment` is None if all of it must be computed, and nothing remembered."""
 
-    def install_hooks(
-        self,
-        clock: CacheClock,
-        compiler: Callable[[], CompileFunction | None] = lambda: None,
-        scheduler: Callable[[], Any] = lambda: None,
-    ) -> None:
-        """Install the hooks around the blocks.
+    def install_cache(self, stack: ExitStack, pipe: Any, clock: CallClock | None) -> None:
+        """Put the cache on its model until the stack is closed.
 
         Args:
-            clock: says where the pipeline is.
-            compiler: what the user compiled the whole model with, which then compiles its blocks.
-            scheduler: of the pipeline, which a user may replace; None without one.
+            pipe: the pipeline, or the model itself.
+            clock: counts the calls of the model where no runner drives its loop.
         """
+        self._pipe = pipe
+        # A runner, and a second `enable_cache`, find the cache on the model.
+        override_attribute(stack, self.transformer, _CACHE_ATTRIBUTE, self)
+        stack.callback(self._leave_model)
+        if clock is None:
+            return
         self._clock = self._own_clock = clock
-        self._compiler = compiler
-        self._find_scheduler = scheduler
-        for hook in self._hooks:
-            hook.install_hook()
-        # The override is innermost, where it is never lost: it sees when a generation begins, and then renews the hooks
-        # of blocks.
+        # Innermost, where no other hook takes it along. One that something wraps by now stays, and does nothing.
         owner, name = find_innermost_forward(self.transformer)
-        forward = getattr(owner, name)
-        # A forward of the class comes back by itself when the override is deleted.
-        self._had_own = vars(owner).get(name) is not None
-        self._stock = forward
-
-        @exclude_from_compile
-        def call_with_cache(*args: Any, **kwargs: Any) -> Any:
-            return self._call_forward(forward, *args, **kwargs)
-
-        self._mine = functools.update_wrapper(call_with_cache, forward)
-        setattr(owner, name, self._mine)
+        watched = WatchedMethod(exclude_from_compile(self._call_forward), getattr(owner, name))
+        override_attribute(stack, owner, name, watched, yields_to_newer=True)
         stock = getattr(self.transformer, "cache_context", None)
         if stock is not None:
-            track_label = functools.partial(self._track_label, stock)
-            override_attribute(self._labels, self.transformer, "cache_context", track_label)
-        # A runner, and a second `enable_cache`, find the cache on the model.
-        vars(self.transformer)[_CACHE_ATTRIBUTE] = self
+            watched = WatchedMethod(self._track_label, stock)
+            override_attribute(stack, self.transformer, "cache_context", watched)
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks. A hook that something else wraps by now stays, and does nothing."""
-        self._own_clock.stop_watching()
-        self._labels.close()
+    def _leave_model(self) -> None:
         self.end_generation()
-        self._clock = None
-        for hook in self._hooks:
-            hook.remove_hook()
-        place = locate_override(self.transformer, self._mine)
-        if place == (self.transformer, "forward") and not self._had_own:
-            del vars(self.transformer)["forward"]
-        elif place is not None:
-            setattr(*place, self._stock)
-        vars(self.transformer).pop(_CACHE_ATTRIBUTE, None)
+        self._clock = self._own_clock = None
 
-    @property
-    def is_in_call(self) -> bool:
-        """Return whether a call of the pipeline is under way, by a runner or by the pipeline itself."""
-        if self._clock is None:
-            return False
-        return self._clock is not self._own_clock or self._own_clock.is_in_call
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:  # noqa: B027 - it returns None
+        """Return None: a copy of the model has no cache."""
 
     @contextmanager
-    def lift_hooks(self) -> Iterator[None]:
-        """Give the transformer its state without the cache, to be copied.
-
-        Raises:
-            StateError: if something unknown wraps a hook.
-        """
-        with ExitStack() as stack:
-            for hook in self._hooks:
-                hook.lift_hook(stack)
-            place = locate_override(self.transformer, self._mine)
-            if place == (self.transformer, "forward") and not self._had_own:
-                hide_attribute(stack, *place)
-            elif place is not None:
-                override_attribute(stack, *place, self._stock)
-            for name in ("cache_context", _CACHE_ATTRIBUTE):
-                hide_attribute(stack, self.transformer, name)
-            yield
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        name = type(self.transformer).__name__
-        raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")
-
-    def renew_hooks(self) -> None:
-        """Renew lost hooks, and those whose block was compiled since. This comes first in a generation."""
-        compile_ = self._compiler()
-        for hook in self._hooks:
-            hook.renew_hook(compile_)
-
-    @contextmanager
-    def use_clock(self, clock: PipelineClock) -> Iterator[None]:
-        """Use the clock of a runner for the length of a call."""
-        # The runner steps the scheduler otherwise than the pipeline does.
-        self._own_clock.stop_watching()
+    def use_clock(self, clock: PipelineClock | None) -> Iterator[None]:
+        """Use the clock of a runner for the length of a call. None does nothing when the model is called."""
+        self.end_generation()
         # A replica without an image begins no generation, and must not report one of an earlier call.
         self._forget_reports()
         self._clock = clock
+        self.is_in_call = True
         try:
             yield
         finally:
             # After an error what was remembered is still there, and the own clock must not find it.
             self.end_generation()
             self._clock = self._own_clock
-            self._own_clock.start_watching()
+            self.is_in_call = False
 
     def _forget_reports(self) -> None:
         # A new list: `summary` has returned the last one.
@@ -279,7 +220,8 @@ class ModelCache(abc.ABC):
             result = self._run_call(moment, forward, args, kwargs)
         except BaseException:
             # The loop that the error leaves makes no further step, so memory must not wait for one.
-            self._own_clock.end_generation()
+            if self._own_clock is not None:
+                self._own_clock.end_generation()
             raise
         clock.end_model_call(self)
         return result
@@ -301,7 +243,10 @@ class TransformerCache(ModelCache):
         config: BlockCacheConfig,
         calibrator: Calibration | None,
     ) -> None:
-        super().__init__(transformer, config, hooks)
+        super().__init__(transformer, config)
+        self._hooks = hooks
+        # The hooks of a generation that the own clock counts.
+        self._own_hooks = ExitStack()
         self._make_contexts = contexts
         self._calibrator = calibrator
         self._contexts = contexts(config, calibrator)
@@ -327,11 +272,22 @@ class TransformerCache(ModelCache):
         self._contexts = self._make_contexts(config, calibrator)
         self._calibrator = calibrator
 
+    def _install_hooks(self, stack: ExitStack, compile_: CompileFunction | None) -> None:
+        # What the user compiled the whole model with compiles its blocks.
+        compile_ = find_compiler(self._pipe, self.transformer) or compile_
+        for hook in self._hooks:
+            hook.install_hook(stack, compile_)
+
     @contextmanager
-    def use_clock_and_agreement(
-        self, clock: PipelineClock, agreement: SkipAgreement, kept_buffers: KeptBuffers | None
+    def join_call(
+        self,
+        clock: PipelineClock,
+        agreement: SkipAgreement,
+        kept_buffers: KeptBuffers | None,
+        compile_: CompileFunction | None,
     ) -> Iterator[None]:
-        """Use a runner's clock and agreement for the length of a call, and its memory where calls are recorded."""
+        """Put hooks on the blocks for the length of a runner's call, with its clock and agreement, and its memory where
+        calls are recorded."""
         own_agreement = self._agreement
         self._agreement = agreement
         if kept_buffers is not None:
@@ -342,7 +298,12 @@ class TransformerCache(ModelCache):
 
             self._keep = keep_in_buffers
         try:
-            with self.use_clock(clock):
+            with self.use_clock(clock), ExitStack() as stack:
+                self._install_hooks(stack, compile_)
+                if self._own_clock is None:
+                    forward = self.transformer.forward
+                    call = exclude_from_compile(functools.partial(self._call_forward, forward))
+                    override_attribute(stack, self.transformer, "forward", functools.update_wrapper(call, forward))
                 yield
         finally:
             self._agreement = own_agreement
@@ -351,9 +312,8 @@ class TransformerCache(ModelCache):
     def begin_generation(self, steps: int) -> None:
         """Begin a generation of `steps` steps, with an empty cache."""
         self.end_generation()
-        # A runner renews them itself, before it puts its own hooks around them.
-        if self._clock is self._own_clock:
-            self.renew_hooks()
+        if not self.is_in_call:
+            self._install_hooks(self._own_hooks, None)
         self._forget_reports()
         self._loop_step = -1
         self._step = -1
@@ -376,6 +336,7 @@ class TransformerCache(ModelCache):
         self.update_reports()
         self._warn_if_nothing_was_left_out()
         self._bypass_chains()
+        self._own_hooks.close()
         self._chains = []
         self._described = []
         self._is_prepared = False
@@ -490,7 +451,8 @@ class TransformerCache(ModelCache):
         # Control is measured only on demand, because that reads all arguments.
         if any(chain.needs_control for _, chain in self._chains):
             control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
-        scheduler = self._find_scheduler()
+        # Users may replace it at any time.
+        scheduler = getattr(self._pipe, "scheduler", None)
         for context, chain in self._chains:
             units = split_into_units(batch_size, moment.images, context.config.couple)
             call = CacheCall(

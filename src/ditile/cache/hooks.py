@@ -1,7 +1,6 @@
-"""Hooks of a cache around the blocks of a transformer, on the instances, until they are removed.
+"""Hooks of a cache around the blocks of a transformer, on the instances, for the length of a call or of an image.
 
-A hook overrides `forward` of one block. At most blocks it has nothing to do, and then costs one attribute and one call.
-Hooks that are installed later (for offloading, or by a runner) wrap it and stay when it is removed.
+At most blocks a hook has nothing to do, and then costs one attribute and one call. The hooks of a runner wrap it.
 """
 
 from __future__ import annotations
@@ -13,22 +12,10 @@ from typing import Any
 from torch import nn
 
 from ditile.model.hooks.block_policy import TokenState
-from ditile.model.hooks.compile import (
-    COMPILED_CALL_ATTRIBUTE,
-    CompileFunction,
-    get_compiled_call,
-    normalize_call_strides,
-)
-from ditile.model.hooks.overrides import (
-    find_forward_attribute,
-    hide_attribute,
-    is_override_lost,
-    list_parameter_names,
-    locate_override,
-    override_attribute,
-)
+from ditile.model.hooks.compile import COMPILED_INSIDE_ATTRIBUTE, CompileFunction, ForwardCall, wrap_block_call
+from ditile.model.hooks.overrides import list_parameter_names
 from ditile.plan.anatomy import Flow
-from ditile.plan.errors import ModelError, StateError
+from ditile.plan.errors import ModelError
 
 BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]
 """Runs or skips a block: (hook, positional arguments, named arguments) -> what the block returns."""
@@ -62,94 +49,27 @@ class CacheHook:
         self._text_first = flow.returns[0] == "text"
         self._image_out = flow.returns.index("image")
         self._text_out = flow.returns.index("text") if self.has_text else -1
-        # This is the attribute that holds the hook, and the value that it had before.
-        self._name = ""
-        self._before: Any = None
-        self._mine: Any = None
-        self._stock: Any = None
-        self._is_compiled = False
 
-    def install_hook(self, compile_: CompileFunction | None = None) -> None:
-        """Install the hook around the block. A block with a compiled call gets it there.
+    def install_hook(self, stack: ExitStack, compile_: CompileFunction | None) -> None:
+        """Install the hook around the block until the stack is closed.
 
         Args:
             compile_: compiles the block's forward, where the block was not compiled by itself.
         """
-        self.remove_hook()
-        name = find_forward_attribute(self.block)
-        if get_compiled_call(self.block) is not None:
-            name = COMPILED_CALL_ATTRIBUTE
-        self._name = name
-        self._before = vars(self.block).get(name)
-        inner = self._stock = getattr(self.block, name)
-        if name == COMPILED_CALL_ATTRIBUTE:
-            inner = normalize_call_strides(inner)
-        elif compile_ is not None:
-            inner = normalize_call_strides(compile_(inner))
-        self.forward: Callable[..., Any] = inner
 
-        def call_with_hook(*args: Any, **kwargs: Any) -> Any:
-            handle = self.handle
-            # After a second installation something may still call the first hook, which must do nothing.
-            if handle is None or self._mine is not call_with_hook:
-                return inner(*args, **kwargs)
-            return handle(self, args, kwargs)
+        def wrap(forward: ForwardCall) -> ForwardCall:
+            self.forward = forward
 
-        call_with_hook.compiled_with = self._compile_inner_forward  # type: ignore[attr-defined]
-        self._mine = vars(self.block)[name] = call_with_hook
+            def call_with_hook(*args: Any, **kwargs: Any) -> Any:
+                handle = self.handle
+                if handle is None:
+                    return forward(*args, **kwargs)
+                return handle(self, args, kwargs)
 
-    def renew_hook(self, compile_: CompileFunction | None) -> None:
-        """Install the hook again if it is lost or out of date. It is lost with a hook that was removed below it, and
-        out of date if the block or the whole model was compiled since, or is no longer compiled."""
-        if self._locate_hook() is None:
-            is_due = is_override_lost(self.block, self._mine)
-        else:
-            compiled_call = None
-            if self._name == COMPILED_CALL_ATTRIBUTE:
-                compiled_call = self._mine
-            is_same_call = get_compiled_call(self.block) is compiled_call
-            is_due = not is_same_call or compile_ is not None or self._is_compiled
-        if is_due:
-            self.install_hook(compile_)
-            self._is_compiled = compile_ is not None
+            setattr(call_with_hook, COMPILED_INSIDE_ATTRIBUTE, True)
+            return call_with_hook
 
-    def remove_hook(self) -> None:
-        """Remove the hook. A hook that something else wraps by now stays and does nothing."""
-        self.handle = None
-        place = None
-        if self._name:
-            place = self._locate_hook()
-        if place is None:
-            return
-        # Without an attribute of its own the block shows its class's method again.
-        if place == (self.block, self._name) and self._before is None:
-            del vars(self.block)[self._name]
-        else:
-            setattr(*place, self._stock)
-        self._name = ""
-
-    def lift_hook(self, stack: ExitStack) -> None:
-        """Take the hook off until a stack is closed. Raises `StateError` if something unknown wraps it."""
-        place = self._locate_hook()
-        if place is None and not is_override_lost(self.block, self._mine):
-            name = type(self.block).__name__
-            raise StateError(f"a {name} that is cached cannot be copied: something wraps its hook; call disable_cache")
-        if place == (self.block, self._name) and self._before is None:
-            hide_attribute(stack, *place)
-        elif place is not None:
-            override_attribute(stack, *place, self._stock)
-
-    def _locate_hook(self) -> tuple[Any, str] | None:
-        """Return the owner and the attribute that hold the hook. None if something unknown wraps it, or it is lost."""
-        if vars(self.block).get(COMPILED_CALL_ATTRIBUTE) is self._mine:
-            return self.block, COMPILED_CALL_ATTRIBUTE
-        return locate_override(self.block, self._mine)
-
-    def _compile_inner_forward(self, compile_: CompileFunction) -> Any:
-        """Compile the forward inside the hook, because the hook itself must not be traced."""
-        self.install_hook(compile_)
-        self._is_compiled = True
-        return self._mine
+        wrap_block_call(stack, self.block, compile_, wrap)
 
     def read_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenState:
         """Return the tokens `[rows, tokens, channels]` among the arguments of a call."""

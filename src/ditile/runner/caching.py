@@ -12,9 +12,11 @@ and of no class. `disable_cache` restores them.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import threading
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +33,7 @@ from ditile.cache.cached import (
     find_model_cache,
 )
 from ditile.cache.calls.call_cache import CallCache, prepare_policy
-from ditile.cache.clock import CacheClock, CallClock, SchedulerClock, find_schedulers
+from ditile.cache.clock import CallClock
 from ditile.cache.config import (
     BlockCacheConfig,
     CacheConfig,
@@ -56,17 +58,16 @@ from ditile.model.adapter import (
 from ditile.model.block_lists import find_model_entry
 from ditile.model.block_table import unwrap_module
 from ditile.model.hooks.attention_processors import find_attention_processors
-from ditile.model.hooks.compile import find_compiler
-from ditile.model.hooks.overrides import give_own_class, override_attribute
+from ditile.model.hooks.overrides import override_attribute, replace_pipeline_call
 from ditile.model.pipeline_calls import list_pipeline_parts
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.parallel.tensor.sharding import find_share
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.option_classes import checked, drop_missing
 from ditile.plan.plan import Plan
-from ditile.runner.compose import find_loop_models
+from ditile.runner.compose import check_pipeline, find_loop_models
 from ditile.runner.quantize import quantize
-from ditile.runner.runner import Runner, parallelize
+from ditile.runner.runner import Runner, build_single_runner, parallelize
 
 LOG = logging.getLogger("ditile")
 _ENABLED = "_enabled_by_ditile"
@@ -143,7 +144,7 @@ def enable_cache(
             for model in adapted:
                 stack.callback(model.undo)
             runner = _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
-            _install_caches(stack, pipe, caches, adapted, config)
+            _install_caches(stack, pipe, caches, adapted, config, runner)
             arguments = (pipe_or_adapter, config, calibrator, params_modifiers, division, attention_backend)
             enabled = _Enabled(stack.pop_all(), arguments, runner, caches)
             # On the pipeline it survives the replacement of a transformer.
@@ -191,8 +192,8 @@ class _Enabled:
             return True
         return any(cache.is_in_call for cache in self.caches)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Enabled:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: nothing is enabled on a copy."""
 
 
 def _find_enabled(pipe: Any) -> list[_Enabled]:
@@ -468,42 +469,75 @@ def _install_caches(
     caches: Sequence[ModelCache],
     adapted: Sequence[TransformerBlockLists],
     config: CacheConfig | None,
+    runner: Runner | None,
 ) -> None:
-    """Install the caches, with one clock for all of a pipeline."""
-
-    def begin_caches(steps: int) -> None:
-        for cache in caches:
-            cache.begin_generation(steps)
-
-    def end_caches() -> None:
-        for cache in caches:
-            cache.end_generation()
-
-    def check_call(call: Mapping[str, Any]) -> None:
-        for cache in caches:
-            _warn_of_replaced_model(pipe, cache.transformer)
-            if isinstance(cache, CallCache):
-                cache.check_pipeline_call(call)
-
+    """Install the caches. Calls of the pipeline, unless it was divided, become calls of a runner of one rank."""
     if not caches:
         return
-    clock: CacheClock
-    if isinstance(pipe, nn.Module) or not find_schedulers(pipe):
+    clock = None
+    if not _has_known_loop(pipe):
         separate_cfg = any(model.has_separate_cfg for model in adapted)
         steps = None
         if config is not None:
             separate_cfg = separate_cfg or bool(config.enable_separate_cfg)
             steps = config.num_inference_steps
-        own_pipe = None if isinstance(pipe, nn.Module) else pipe
-        clock = CallClock(own_pipe, begin_caches, end_caches, check_call, steps=steps, separate_cfg=separate_cfg)
-    else:
-        clock = SchedulerClock(pipe, begin_caches, end_caches, check_call)
-    clock.start_watching()
+        clock = CallClock(caches, steps=steps, separate_cfg=separate_cfg)
     for cache in caches:
-        compiler = functools.partial(find_compiler, pipe, cache.transformer)
-        # The scheduler is looked up in each call: users replace it.
-        cache.install_hooks(clock, compiler, functools.partial(getattr, pipe, "scheduler", None))
-        stack.callback(cache.remove_hooks)
+        cache.install_cache(stack, pipe, clock)
+    if runner is not None or not callable(pipe) or isinstance(pipe, nn.Module):
+        return
+    lock = threading.RLock()
+
+    def call_pipeline(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not lock.acquire(blocking=False):
+            raise StateError(
+                f"two threads run one cached {type(pipe).__name__} at the same time, and its blocks remember one "
+                "image; give each thread a pipeline and a transformer of its own, or make one call after the other"
+            )
+        try:
+            # The pipeline may call itself.
+            if any(cache.is_in_call for cache in caches):
+                return stock(*args, **kwargs)
+            for cache in caches:
+                _warn_of_replaced_model(pipe, cache.transformer)
+            if clock is not None:
+                return _count_calls(clock, caches, stock, args, kwargs)
+            # A user may have moved the pipeline, or changed its parts, since the last call.
+            return build_single_runner(pipe, Plan())(*args, **kwargs)
+        finally:
+            lock.release()
+
+    replace_pipeline_call(stack, pipe, call_pipeline)
+
+
+def _has_known_loop(pipe: Any) -> bool:
+    """Return whether a runner can drive the loop of a pipeline."""
+    # These step a copy of their scheduler for each frame, and count iterations of their own.
+    if type(pipe).__name__.startswith("SkyReelsV2DiffusionForcing"):
+        return False
+    try:
+        check_pipeline(pipe)
+    except ModelError:
+        return False
+    return True
+
+
+def _count_calls(
+    clock: CallClock, caches: Sequence[ModelCache], stock: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Make a pipeline's call whose `num_inference_steps` are the steps of an image."""
+    call = inspect.signature(stock).bind_partial(*args, **kwargs)
+    # The number of steps may be the pipeline's default.
+    call.apply_defaults()
+    steps = call.arguments.get("num_inference_steps")
+    clock.restart_clock(steps if isinstance(steps, int) else None)
+    for cache in caches:
+        if isinstance(cache, CallCache):
+            cache.check_pipeline_call({**call.arguments, **kwargs})
+    try:
+        return stock(*args, **kwargs)
+    finally:
+        clock.end_generation()
 
 
 def _warn_of_replaced_model(pipe: Any, transformer: nn.Module) -> None:
@@ -543,12 +577,7 @@ def _divide_and_quantize(
         divided = runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=division.cp_plan)
         stack.callback(runner.restore)
 
-        @functools.wraps(type(pipe).__call__)
-        def call_runner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return divided(*args, **kwargs)
-
-        # Python looks `__call__` up on the class, so the instance needs a class of its own.
-        give_own_class(stack, pipe, {"__call__": call_runner})
+        replace_pipeline_call(stack, pipe, lambda _, *args, **kwargs: divided(*args, **kwargs))
     elif division is None and kernel is not None:
         for transformer in transformers:
             for _, _, processor in find_attention_processors(transformer):

@@ -244,9 +244,6 @@ class Composition:
             batch_dims=self.block_hooks.batch_dims,
             inputs=self.block_hooks.anatomy.inputs or None,
         )
-        # Before the hooks of blocks, because those go around the hooks of caches.
-        for cache in self.model_caches:
-            cache.renew_hooks()
         with ExitStack() as stack:
             self._attach_recorder(stack)
             stack.enter_context(self.encoders.install_for_call(self.model))
@@ -254,14 +251,15 @@ class Composition:
                 stack.enter_context(self.parallel_vae.install_forwards())
             if self.offload is not None:
                 stack.enter_context(self.offload.install_for_call())
+            # Before the hooks of blocks, which go around those of caches.
+            if decisions is not None:
+                stack.enter_context(self._attach_caches(batch, decisions))
             stack.enter_context(self._install_block_hooks())
             # The user's code on a VAE may let images see each other.
             vae = getattr(self.pipe, "vae", None)
             decodes_apart = self.trusts_code or not isinstance(vae, nn.Module) or not list_user_code(vae)
             # After the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
             batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first, decodes_apart=decodes_apart)
-            if decisions is not None:
-                stack.enter_context(self._attach_caches(batch, decisions))
             self.loop.forecasts = self._surround_calls(stack, batch, call)
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
@@ -354,7 +352,8 @@ class Composition:
                 count = functools.partial(count_rows, cache.transformer)
                 clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, cache, count)
                 loop.when_over.append(clock.end_generation)
-                stack.enter_context(cache.use_clock_and_agreement(clock, agreement, kept_buffers))
+                compile_ = torch.compile if self.compile and cache.transformer in self.models else None
+                stack.enter_context(cache.join_call(clock, agreement, kept_buffers, compile_))
             # After an error the loop is not over, and the next call adds its own.
             stack.callback(loop.when_over.clear)
             try:
@@ -495,7 +494,11 @@ class LayerAttentionBuilder:
 
 
 class CompositionOptions(NamedTuple):
-    """The arguments of `parallelize` besides the plan."""
+    """The arguments of `parallelize` besides the plan.
+
+    Attributes:
+        moves: whether the pipeline is moved to the device.
+    """
 
     keep_weights: bool
     text_after: After = "keep"
@@ -504,6 +507,7 @@ class CompositionOptions(NamedTuple):
     checks: AgeChecks | None = None
     recorder: RecordedSteps | None = None
     trusts_code: bool = False
+    moves: bool = True
 
 
 def compose_strategies(
@@ -612,9 +616,9 @@ def _take_own_weights(
     # Every rank takes part, also one that offloads nothing.
     if plan.offload == "blocks":
         _check_host_memory(offload, mesh)
-    if offload is None:
+    if offload is None and options.moves:
         move_pipeline(pipe, device)
-    else:
+    elif offload is not None:
         with offload.hold_blocks_back():
             move_pipeline(pipe, device)
         # Pinned memory is allocated now, because that may wait for the device.

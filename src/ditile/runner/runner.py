@@ -38,7 +38,7 @@ from ditile.distributed.transport import gather_json
 from ditile.model import registry
 from ditile.model.hooks.attention_processors import restore_processors_on_error
 from ditile.model.hooks.kv_store import AgeChecks
-from ditile.model.hooks.overrides import WatchedMethod, override_attribute
+from ditile.model.hooks.overrides import WatchedMethod, find_plain_class, override_attribute
 from ditile.model.hooks.placeholders import list_quantized_parameters
 from ditile.model.pipeline_calls import (
     check_call_types,
@@ -152,7 +152,8 @@ class Runner:
         if not deferred:
             self._divide()
         self.devices: list[str] = gather_json(str(device), mesh.everyone)
-        self._use_pipeline(pipe, type(pipe))
+        # Its class may have a cache's call, which runs a runner.
+        self._use_pipeline(pipe, find_plain_class(pipe))
 
     def _divide(self) -> None:
         """Divide the pipeline, and note the state for later comparison by `restore`."""
@@ -921,6 +922,6 @@ def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     mesh = Mesh(0, 1)
     device = find_pipeline_device(pipe)
     # The call proves a model together with the hooks on it.
-    options = CompositionOptions(keep_weights=True, trusts_code=True)
+    options = CompositionOptions(keep_weights=True, trusts_code=True, moves=False)
     compose = functools.partial(compose_strategies, pipe, plan, mesh, device, options)
     return Runner(pipe, plan, mesh, device, compose, keep_weights=True)

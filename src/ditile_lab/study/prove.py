@@ -18,7 +18,6 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ditile.cache.cached import find_model_cache
 from ditile.model.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
 from ditile.model.block_lists import find_block_lists
 from ditile.model.capture import CapturedCall
@@ -262,10 +261,7 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
         row_blocks = find_row_blocks(parameter)
         if row_blocks is not None:
             raise ModelError(f"{name} is stored in blocks of {row_blocks.name}; give the model with plain weights")
-    cache = find_model_cache(transformer)
     with ExitStack() as stack:
-        if cache is not None:
-            stack.enter_context(cache.lift_hooks())
         for block_list in find_block_lists(transformer):
             path, _, name = block_list.name.rpartition(".")
             owner = transformer.get_submodule(path)

@@ -31,7 +31,7 @@ from ditile.model.anatomies import find_anatomy
 from ditile.model.hooks.batch_rows import BatchDimFinder
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.overrides import find_latents_parameter, list_parameter_names
-from ditile.model.hooks.protocols import CallPosition, LabelledModel
+from ditile.model.hooks.protocols import CallPosition
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
@@ -152,7 +152,6 @@ class CallCache(ModelCache):
 
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forecasts = self.forecasts
-        # Under a runner `LoopForecasts` surround the call.
         if moment is None or forecasts is None:
             return forward(*args, **kwargs)
         call = ModelCall(moment.step, moment.branch, self.find_latents(args, kwargs), images=moment.images)
@@ -188,17 +187,6 @@ def prepare_policy(
     raise ModelError(f"{type(config).__name__} is not a method that leaves out calls; try FittedScheduleConfig()")
 
 
-class _RunnerClock:
-    """The clock of a cache whose calls a runner surrounds."""
-
-    def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
-        """Return None: the call was decided on before it was made."""
-        return None
-
-    def end_model_call(self, model: LabelledModel) -> None:
-        """Do nothing."""
-
-
 class LoopForecasts:
     """The caches of calls of a pipeline, for the length of a runner's call.
 
@@ -228,7 +216,8 @@ class LoopForecasts:
         """Take the caches from the clock of their pipeline."""
         with ExitStack() as stack:
             for cache in self._caches:
-                stack.enter_context(cache.use_clock(_RunnerClock()))
+                # They are decided on before the model is called.
+                stack.enter_context(cache.use_clock(None))
             yield
 
     def begin_generation(self, steps: int) -> Collection[int] | None:

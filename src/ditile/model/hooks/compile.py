@@ -44,6 +44,9 @@ CompileFunction = Callable[[ForwardCall], ForwardCall]
 COMPILE_AUTO: Literal["auto"] = "auto"
 """Blocks are compiled on CUDA, where each class of them is at most four graphs."""
 
+COMPILED_INSIDE_ATTRIBUTE = "_compiled_inside"
+"""The attribute of a block's call that runs a compiled forward and must not be traced itself."""
+
 COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
 """The attribute in which `nn.Module.compile` puts the function that is called in place of the module's own call."""
 
@@ -148,10 +151,11 @@ def wrap_block_call(
     if call is not None:
         override_attribute(stack, block, COMPILED_CALL_ATTRIBUTE, wrap(normalize_call_strides(call, varying)))
     elif compile_ is not None:
-        # A cache's hook around the forward compiles the forward inside it, because the hook itself must not be traced.
-        compile_inner = getattr(block.forward, "compiled_with", None)
-        compiled_forward = compile_(block.forward) if compile_inner is None else compile_inner(compile_)
-        override_attribute(stack, block, "forward", wrap(normalize_call_strides(compiled_forward, varying)))
+        forward = block.forward
+        # The hook of a cache must not be traced, and has compiled the forward inside it.
+        if not hasattr(forward, COMPILED_INSIDE_ATTRIBUTE):
+            forward = compile_(forward)
+        override_attribute(stack, block, "forward", wrap(normalize_call_strides(forward, varying)))
     else:
         override_attribute(stack, block, "forward", wrap(block.forward))
     return call is not None or compile_ is not None

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 _ABSENT = object()
+_PLAIN_CLASS = "_class_without_ditile"
 
 ACCELERATE_FORWARD = "_old_forward"
 """The attribute in which accelerate's hooks keep the forward that they wrap.
@@ -73,19 +74,34 @@ def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any, *, y
     stack.callback(undo_override)
 
 
-def hide_attribute(stack: ExitStack, owner: Any, name: str) -> None:
-    """Remove an attribute from an instance until the stack is closed."""
-    value = vars(owner).pop(name, _ABSENT)
-    if value is not _ABSENT:
-        stack.callback(vars(owner).__setitem__, name, value)
-
-
 def give_own_class(stack: ExitStack, owner: Any, attributes: Mapping[str, Any]) -> None:
     """Give an instance its own subclass with other attributes, such as `__call__`, until the stack is closed."""
     cls = type(owner)
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _PLAIN_CLASS: find_plain_class(owner)}
     owner.__class__ = type(cls.__name__, (cls,), names | dict(attributes))
     stack.callback(setattr, owner, "__class__", cls)
+
+
+def find_plain_class(owner: Any) -> type:
+    """Return the class that an instance had before `give_own_class`."""
+    cls: type = vars(type(owner)).get(_PLAIN_CLASS, type(owner))
+    return cls
+
+
+def replace_pipeline_call(stack: ExitStack, pipe: Any, call: Callable[..., Any]) -> None:
+    """Run `call`, with the pipeline's own call before its arguments, in place of a pipeline's call until the stack is
+    closed."""
+    # Python looks `__call__` up on the class, so the instance needs a class of its own.
+    stock = type(pipe).__call__
+
+    @functools.wraps(stock)
+    def run_call(this: Any, *args: Any, **kwargs: Any) -> Any:
+        # A copy of the pipeline has this class too.
+        if this is not pipe:
+            return stock(this, *args, **kwargs)
+        return call(functools.partial(stock, this), *args, **kwargs)
+
+    give_own_class(stack, pipe, {"__call__": run_call})
 
 
 def list_replaced_methods(owner: Any) -> list[str]:
@@ -132,22 +148,18 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def find_forward_attribute(module: nn.Module) -> str:
-    """Return the attribute of a module that holds its forward, inside accelerate's hooks."""
-    if ACCELERATE_FORWARD in vars(module):
-        return ACCELERATE_FORWARD
-    return "forward"
-
-
 def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
     """Return the owner and the attribute that hold a module's own forward, inside the hooks of accelerate and
     diffusers.
 
     An override there stays when such hooks are removed, and new hooks wrap it.
     """
-    references = _list_hook_references(module)
-    if ACCELERATE_FORWARD in vars(module) or not references:
-        return module, find_forward_attribute(module)
+    if ACCELERATE_FORWARD in vars(module):
+        return module, ACCELERATE_FORWARD
+    # The function references of diffusers' hooks, the innermost first.
+    references = getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ())
+    if not references:
+        return module, "forward"
     # A hook that replaces the forward keeps the one that it replaces; any other hook calls it.
     innermost = references[0]
     name = "forward" if innermost.original_forward is None else "original_forward"
@@ -176,35 +188,6 @@ def find_first_input(names: Sequence[str]) -> str:
         if not _TIME_OR_TEXT.fullmatch(name):
             return name
     return names[0]
-
-
-def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:
-    """Return the owner and attribute of our override of the forward, which hooks may have moved; None if it is gone."""
-    # The hooks of accelerate and diffusers move the old forward to their own attribute.
-    places: list[tuple[Any, str]] = [(module, "forward"), (module, ACCELERATE_FORWARD)]
-    for reference in _list_hook_references(module):
-        places += [(reference, "forward"), (reference, "original_forward")]
-    for owner, name in places:
-        if vars(owner).get(name) is mine:
-            return owner, name
-    return None
-
-
-def is_override_lost(module: nn.Module, mine: object) -> bool:
-    """Return whether our override is lost: the module's own forward is innermost, whatever hooks wrap it.
-
-    diffusers' hooks keep the forward that they replace, and put it back when they are removed.
-    """
-    if locate_override(module, mine) is not None:
-        return False
-    owner, name = find_innermost_forward(module)
-    innermost = vars(owner).get(name)
-    return innermost is None or getattr(innermost, "__func__", None) is type(module).forward
-
-
-def _list_hook_references(module: nn.Module) -> list[Any]:
-    """Return the function references of diffusers' hooks on a module, the innermost first."""
-    return list(getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ()))
 
 
 def match_modules(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
