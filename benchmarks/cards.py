@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.model_pages import describe_planned_call
 from benchmarks.page import DOCS, fill_page_blocks
-from benchmarks.recipes import describe_recipe_call
 from ditile.distributed import files
 from ditile.plan.errors import PlanError
 from ditile.plan.numbers import format_number
@@ -56,7 +56,7 @@ def write_model_rows(model: str) -> str:
         "| cards | seconds | equal shares | memory of each | what decides | plan |",
         "|:--|--:|--:|--:|:--|:--|",
     ]
-    return "\n".join(["", describe_recipe_call(subject, call), "", *header, *_iterate_rows(subject, call), ""])
+    return "\n".join(["", describe_planned_call(subject, call), "", *header, *_iterate_rows(subject, call), ""])
 
 
 def _iterate_rows(subject: PlanSubject, call: dict[str, Any]) -> Iterator[str]:
