@@ -30,7 +30,7 @@ MOST_NODES = {
     "serve": 37_060,
     "cli": 12_700,
     "": 400,
-    "lab": 72_550,
+    "lab": 73_400,
 }
 """Top folder of the package -> its nodes of the syntax tree; "" are the files beside them, and the lab counts whole."""
 MOST_DENSE = {

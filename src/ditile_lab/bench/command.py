@@ -30,6 +30,7 @@ from ditile_lab.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, pa
 from ditile_lab.bench.options import Comparison, Workload
 from ditile_lab.bench.session import BenchTask, run_session
 from ditile_lab.bench.subjects import BenchSubject, create_bench_subject
+from ditile_lab.bench.submission import Submission
 from ditile_lab.bench.tables import make_bench_tables
 from ditile_lab.machine.comparison import make_alone_tables, measure_plans_alone
 from ditile_lab.rows import Row
@@ -153,6 +154,9 @@ def _write_results(
     shown: dict[str, Row] = {}
     for sweep_rows in rows_by_sweep.values():
         shown |= {row["key"]: row for row in sweep_rows}
+    if compared.submit is not None:
+        files.append(Path(compared.submit))
+        Submission.from_rows(list(shown.values())).write(files[-1])
     remarks = [*remarks]
     if not set(cells_by_sweep) <= set(FIGURE_SWEEPS):
         remarks.append(CURVES)

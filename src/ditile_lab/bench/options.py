@@ -45,6 +45,9 @@ class Comparison:
     )
     rounds: Rounds = define_option(3, "interleaved rounds that count")
     out: str = define_option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
+    submit: str | None = define_option(
+        None, "write a file for docs/results.md: card, versions, plans, seconds, digests of images", metavar="FILE"
+    )
     no_figures: bool = define_option(False, "write no figures, which need matplotlib")
     profile: str | None = define_option(
         None,
@@ -65,6 +68,8 @@ class Comparison:
             raise PlanError("all_ranks=True is for --alone; without it all ranks are measured")
         if self.recorded is not None and not self.alone:
             raise PlanError(f"recorded={self.recorded} is for --alone; other ranks record where that is faster")
+        if self.submit is not None and self.alone:
+            raise PlanError(f"submit={self.submit!r} is for whole images, and --alone makes none")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
         # Ranks measured alone have no figure.
@@ -91,7 +96,10 @@ class Comparison:
             if not folder.is_dir():
                 raise ModelError(f"out={self.out!r} is a file; give a folder")
             names = ["runs.jsonl", "rows.jsonl", "alone.jsonl"]
-        check_output_files([("out", folder / name) for name in names], self, *others)
+        written = [("out", folder / name) for name in names]
+        if self.submit is not None:
+            written.append(("submit", Path(self.submit)))
+        check_output_files(written, self, *others)
 
     @property
     def sweep_names(self) -> list[str]:

@@ -89,6 +89,9 @@ def summarize_runs(runs: Iterable[Row], predictions: Mapping[str, Prediction] | 
         if memory:
             row["memory"] = memory[-1]
             row["peak_memory_bytes"] = max(sum(rank.values()) for rank in memory[-1])
+        digests = list_values(key_runs, "digest")
+        if digests:
+            row["digest"] = digests[-1]
         if row["plan"] != ONE_RANK:
             _compare_with_one_rank(row, timed)
         if predictions and key in predictions:

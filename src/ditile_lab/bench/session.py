@@ -30,6 +30,7 @@ from ditile_lab.bench.cells import ONE_RANK, BenchCell, group_cells_by_world
 from ditile_lab.bench.options import Workload
 from ditile_lab.bench.runs import append_run
 from ditile_lab.bench.subjects import create_bench_subject
+from ditile_lab.bench.submission import digest_output
 from ditile_lab.bench.worlds import Worlds
 from ditile_lab.rows import list_values
 from ditile_lab.sessions import TurnPipelines, rotate, time_call, time_denoising_loop
@@ -114,13 +115,14 @@ class _WorldBenchmark:
         for runner in self._pipelines.runners.values():
             runner.trace = True
         self._plain_pieces: list[float] = []
+        self._digest: str | None = None
 
     def measure_rounds(self, missing: Mapping[BenchCell, int]) -> None:
         """Run all rounds of all cells, after the runs that are not counted."""
         plain_cells = dict.fromkeys(cell.one_rank_baseline for cell in self._cells)
         for cell in (*plain_cells, *self._cells):
             self._time_turn(cell)
-            self._append_record(cell, {"memory": self._measure_memory(cell)})
+            self._append_record(cell, {"memory": self._measure_memory(cell), "digest": self._digest})
         for number in range(max(missing[cell] for cell in self._cells)):
             for plain, *cells in list_due_cells(self._cells, missing, number):
                 plain_seconds = self._time_turn(plain)
@@ -137,7 +139,9 @@ class _WorldBenchmark:
         seconds = 0.0
         with self._prepare_call(cell) as call:
             if call is not None:
-                _, seconds = time_call(call, self._device)
+                output, seconds = time_call(call, self._device)
+                # Ranks other than the first get no output.
+                self._digest = None if output is None else digest_output(output)
         self._advance(1)
         return float(max(gather_json(seconds, dist.group.WORLD)))
 

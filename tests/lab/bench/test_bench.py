@@ -21,6 +21,7 @@ from ditile_lab.bench.command import predict_cell, predict_cells
 from ditile_lab.bench.options import SWEEPS, Workload
 from ditile_lab.bench.session import compute_exposed_shares
 from ditile_lab.bench.subjects import create_bench_subject
+from ditile_lab.bench.submission import Submission
 from ditile_lab.machine import comparison
 
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
@@ -171,6 +172,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--sweep", "methods", "--alone"), "--alone measures ranks of --plans"),
         (("--plans", "ulysses=2", "--alone", "--steps", "4"), "steps=4 is too few"),
         (("--plans", "tensor=5", "--alone"), "tensor=5 does not divide"),
+        (("--plans", "ulysses=2", "--alone", "--submit", "x.json"), "submit='x.json' is for whole images"),
+        (("--plans", "ulysses=2", "--submit", "nowhere/x.json"), "nowhere"),
         (("--plans", "ulysses=2", "--alone", "--model", "random-ltx-2"), "gets no random weights"),
         (("--plans", "ulysses=2", "--model", "nothing-like-it"), "shapes-flux"),
         (("--plans", "tensor=3"), "tensor=3 does not divide"),
@@ -216,7 +219,8 @@ def test_two_ranks_measured_with_figures_and_again(
     """Files, figures and numbers of a real run; a second time nothing is measured, and one plan more is that alone."""
     plans = "pipefusion=2 patches=2; ulysses=2 | F=1 W=1 R=0.5"
     words = ["--steps", "3", "--rounds", "1", "--threads", "1", "--out", "b", "--height", "64", "--width", "64"]
-    assert main.main(["bench", "--plans", plans, *words, "--hardware", "l40-pcie"]) == 0
+    submitted = ["--submit", "mine.json"]
+    assert main.main(["bench", "--plans", plans, *words, *submitted, "--hardware", "l40-pcie"]) == 0
     out = capsys.readouterr().out
     assert "pipefusion=2 patches=2" in out and "predicted: seconds of the loop and memory on l40-pcie" in out, out
     found = {(row["plan"], row["cache"]): row for row in rows()}
@@ -233,6 +237,10 @@ def test_two_ranks_measured_with_figures_and_again(
     with Image.open("b/plans-latency.png") as image:
         assert image.width > 900
     assert "<svg" in Path("b/plans-latency.svg").read_text()
+    submission = Submission.model_validate_json(Path("mine.json").read_text())
+    assert [(run.plan, run.cache) for run in submission.runs] == list(found), "the plain pipeline and each plan"
+    assert all(run.digest and run.seconds == found[run.plan, run.cache]["median_s"] for run in submission.runs)
+    assert submission.runs[0].digest != submission.runs[1].digest, "stale keys give another image"
     monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setenv("DITILE_PROFILE", "none")
     before = Path("b/runs.jsonl").read_text()
