@@ -36,13 +36,13 @@ def _rewrite_links(text: str, folder: Path) -> str:
     def rewrite(link: re.Match[str]) -> str:
         is_image, label, path, anchor = link[1], link[2], link[3], link[4] or ""
         target = (folder / path).resolve()
+        # A page beside docs/ is at the top of the site.
+        origin = ROOT / "docs" if folder == ROOT else folder
+        top = "../" * len(origin.relative_to(ROOT / "docs").parts)
         if target.is_relative_to(ROOT / "docs") and target.is_file():
-            # A page beside docs/ is at the top of the site.
-            origin = ROOT / "docs" if folder == ROOT else folder
-            steps = len(origin.relative_to(ROOT / "docs").parts)
-            return f"{is_image}[{label}]({'../' * steps}{target.relative_to(ROOT / 'docs').as_posix()}{anchor})"
+            return f"{is_image}[{label}]({top}{target.relative_to(ROOT / 'docs').as_posix()}{anchor})"
         if target.parent == ROOT and target.name in PAGES:
-            return f"[{label}]({PAGES[target.name]}{anchor})"
+            return f"[{label}]({top}{PAGES[target.name]}{anchor})"
         shown = target.relative_to(ROOT).as_posix()
         return f"`{shown}`" if label == shown else f"{label} (`{shown}`)"
 

@@ -1,4 +1,4 @@
-"""The pages of docs/ name files that exist, and every environment variable.
+"""The pages of docs/, README and the examples name files and headings that exist, and every environment variable.
 
 A failure means that a reader looks for a file that is not there, or does not learn of a variable.
 """
@@ -23,8 +23,13 @@ import ditile
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "ditile"
 CARDS = PACKAGE.glob("model/assets/*/README.md")
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("training/*.md"), *CARDS])
-BRACKETS = re.compile(r"\]\(([^)#]+)(#[^)]*)?\)")
+FOLDERS = ("docs", "examples", "training", ".github")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for name in FOLDERS for page in ROOT.glob(f"{name}/**/*.md")), *CARDS])
+LISTS = [ROOT / "llms.txt"]
+BRACKETS = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
+REFERENCES = re.compile(r"^\[[^\]]+\]: +([^#\s]*)(#\S*)?$", re.MULTILINE)
+FENCES = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#{1,6} +(.+?)$", re.MULTILINE)
 
 
 def page_id(path: Path) -> str:
@@ -39,18 +44,40 @@ def test_python_files_that_a_page_names_exist(page: Path) -> None:
     assert not [name for name in names if not any(list(folder.glob(name)) for folder in folders)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", PAGES + LISTS, ids=page_id)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    links = [match.groups() for match in BRACKETS.finditer(page.read_text("utf-8"))]
-    links = [(path, anchor) for path, anchor in links if "://" not in path]
-    assert not [path for path, _ in links if not (page.parent / path).exists()]
-    assert not [path + anchor for path, anchor in links if anchor and anchor not in anchors(page.parent / path)]
+    """To files and folders of this clone, and to headings in them; links to other hosts are not followed."""
+    text = FENCES.sub("", page.read_text("utf-8"))
+    lost = []
+    for path, anchor in [*BRACKETS.findall(text), *REFERENCES.findall(text)]:
+        if ":" in path:
+            continue
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in list_anchors(target)):
+            lost.append(path + anchor)
+    assert not lost
 
 
-def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
-    titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
-    return {"#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_titles_of_a_page_can_be_linked(page: Path) -> None:
+    """A page begins with its title and has one; no heading is there twice, as its links would lead to the first."""
+    text = FENCES.sub("", page.read_text("utf-8"))
+    if page.is_relative_to(ROOT / ".github"):
+        return
+    titles = re.findall(r"^# +(.+)$", text, re.MULTILINE)
+    assert len(titles) == 1 and re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).lstrip().startswith(f"# {titles[0]}")
+    headings = [make_anchor(title) for title in HEADING.findall(text)]
+    assert sorted(set(headings)) == sorted(headings)
+
+
+def list_anchors(page: Path) -> set[str]:
+    return {make_anchor(title) for title in HEADING.findall(FENCES.sub("", page.read_text("utf-8")))}
+
+
+def make_anchor(title: str) -> str:
+    """As GitHub makes it of a heading: of the text of links, and without marks."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+    return "#" + re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

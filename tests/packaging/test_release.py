@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import venv
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -66,8 +70,30 @@ def test_the_list_for_language_models_names_each_page_once() -> None:
 
 def test_the_site_has_each_page_of_the_docs() -> None:
     menu = re.findall(r"^ +- (?:\w+: )?([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages == set(menu) - {"index.md", "changelog.md", "contributing.md"}
+
+
+@pytest.mark.nightly
+def test_every_link_of_the_site_leads_somewhere(tmp_path: Path) -> None:
+    """Of every page of `make site`: to files of the site, and to what they have the id of."""
+    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path: path.read_text("utf-8") for path in tmp_path.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > 60
+    ids = {path: set(re.findall(r'\bid="?([^"\s>]+)', text)) for path, text in pages.items()}
+    lost = set()
+    for page, text in pages.items():
+        for link in re.findall(r'(?:href|src)="?([^"\s>]+)', text):
+            path, _, anchor = unescape(unquote(link)).partition("#")
+            if ":" in path or path.startswith("//"):
+                continue
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and anchor not in ids.get(target, {anchor})):
+                lost.add(f"{page.relative_to(tmp_path)}: {link}")
+    assert not lost
 
 
 @pytest.mark.nightly
