@@ -111,6 +111,7 @@ def test_bits_are_compared() -> None:
     for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn):
         assert has_same_bits(torch.ones(2, 3).to(dtype).T, torch.ones(3, 2).to(dtype))
     assert has_same_bits(torch.ones(()), torch.ones(()))
+    assert has_same_bits(torch.ones((), dtype=torch.int64).expand(1), torch.ones(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool])

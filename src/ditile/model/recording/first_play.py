@@ -122,4 +122,5 @@ def has_same_bits(value: Any, other: Any) -> bool:
 
 def _view_bytes(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    # A tensor of one number that was expanded counts as contiguous with a stride of 0, and a view of bytes needs 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
