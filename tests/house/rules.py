@@ -26,7 +26,7 @@ MOST_NODES = {
     "parallel": 69_700,
     "cache": 42_350,
     "runner": 70_250,
-    "planner": 46_800,
+    "planner": 43_550,
     "serve": 37_060,
     "cli": 12_700,
     "": 400,

@@ -107,7 +107,7 @@ def test_what_is_written_down_of_a_decoder_is_what_its_config_comes_to(name: str
     """A failure means a peak of memory that is not that of the model's own VAE."""
     one = PlanSubject.from_configs(name, CONFIGS / name)
     assert one.decoder is not None and one.decodes == one.count_decode_numbers() == count_decoder_numbers(
-        one.decoder, one.coder
+        one.coder, one.decoder
     )
 
 

@@ -192,8 +192,8 @@ def test_blocks_are_offloaded_where_nothing_else_fits() -> None:
             for offload in ("none", "blocks")
         )
         pricer = make_pricer(flux, asked, profile)
-        blocks, largest = kept.stages[0], flux.count_parameters(range(1), plan.tensor)
-        saved = flux.count_parameters(blocks, plan.tensor) - 2 * largest
+        blocks, parameters = kept.stages[0], flux.count_block_parameters(plan.tensor)
+        saved = sum(parameters[block] for block in blocks) - 2 * parameters[0]
         memories = [count_rank_memory(flux, job, profile).weights for job in (kept, away)]
         assert memories[0] - memories[1] == 2 * saved
         computed, streamed = (OpPricer(pricer, job, CacheSkips()) for job in (kept, away))

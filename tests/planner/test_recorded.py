@@ -161,7 +161,7 @@ def test_what_a_real_forward_holds(saved: Any, name: str) -> None:
     pipe, path = saved(name)
     subject = PlanSubject.from_configs(name, path)
     side = dict.fromkeys(("height", "width"), 20 * subject.token_side)
-    footprint, shape = subject.get_footprint(1), subject.make_call_shape(describe_tiny_call(name) | side)
+    footprint, shape = subject.transformer_work.footprint, subject.make_call_shape(describe_tiny_call(name) | side)
     call = capture_call(pipe, pipe.transformer, ZOO[name].call() | side)
     with torch.no_grad(), LiveBytes() as live:
         pipe.transformer(**call)

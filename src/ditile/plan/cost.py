@@ -178,6 +178,11 @@ class PlannedCall:
             tensor=place["tensor"],
         )
 
+    @cached_property
+    def end_weights(self) -> tuple[float, ...]:
+        """Return the weight of each rank of a replica, by which decode and text encoders are divided."""
+        return self.plan.list_rank_weights()
+
     @property
     def ranks_of_stage(self) -> int:
         """Return the number of ranks with the same blocks, images and branches."""
@@ -278,6 +283,29 @@ class PlannedRank:
         return round(self.heads * self.job.shape.key_heads)
 
     @property
+    def offloads(self) -> bool:
+        """Return whether the weights of its blocks stay in the host's memory."""
+        return self.job.plan.offloads_rank(self.number)
+
+    @property
+    def place_of_image(self) -> int:
+        """Return its place among the ranks of a replica."""
+        return self.number % len(self.job.end_weights)
+
+    @property
+    def text_share(self) -> float:
+        """Return its part of the text encoders, 0 to 1."""
+        if self.job.plan.text == "split":
+            return self.job.end_weights[self.place_of_image] / sum(self.job.end_weights)
+        return float(self.job.plan.text == "each" or self.place_of_image == 0)
+
+    def compute_decode_share(self, rows: int) -> float:
+        """Return the part of its replica's images that it decodes, 0 to 1, for latents with `rows` rows."""
+        if self.job.plan.vae == "rows":
+            return count_weighted_shares(rows, self.job.end_weights)[self.place_of_image] / rows
+        return float(self.place_of_image == 0)
+
+    @property
     def layers(self) -> Mapping[bool, int]:
         """Return the number of its attention layers, with sight of the text (True) and without."""
         return self.job.count_layers(self.stage)
@@ -291,6 +319,39 @@ class PlannedRank:
     def sent_key_bytes(self) -> int:
         """Return the bytes of a token's keys, or values, in a message."""
         return self.key_heads * self.count_packed_bytes(self.job.shape.head_dim)
+
+    @cached_property
+    def patch_bytes(self) -> tuple[int, ...]:
+        """Return the bytes that it sends to the next stage for each patch, in one call."""
+        plan = self.job.plan
+        token_bytes = self.count_packed_bytes(self.job.shape.token_channels)
+        sizes = []
+        for patch in range(self.job.image_layout.num_patches):
+            length = self.job.shard_tokens(patch)[self.token_place].count_tokens()
+            if plan.split_scheme == "sequence":
+                length = len(pick_even_chunk(range(length), plan.tensor, self.tensor))
+            sizes.append(length * token_bytes)
+        return tuple(sizes)
+
+    @cached_property
+    def kept_key_bytes(self) -> int:
+        """Return the bytes of the keys and values that it keeps: of its own layers and heads."""
+        return self._count_key_bytes(text=True)
+
+    @cached_property
+    def kept_image_key_bytes(self) -> int:
+        """Return the same without the keys and values of the text."""
+        return self._count_key_bytes(text=False)
+
+    def _count_key_bytes(self, *, text: bool) -> int:
+        job = self.job
+        if job.plan.distrifusion == 1 and not any(map(job.step_schedule.keeps_keys, range(job.shape.steps))):
+            return 0
+        tokens = 0
+        # A store has the keys of all tokens, also of other ranks' tokens.
+        for joint, times in self.layers.items():
+            tokens += times * job.image_layout.count_layer_tokens(joint=joint and text)
+        return 2 * self.shape.calls * tokens * self.key_heads * job.shape.head_dim * self.number_bytes
 
     def count_packed_bytes(self, channels: int) -> int:
         """Count the bytes of a vector of each row of its batch, in a message of one of `PACKED_KINDS`."""
@@ -315,6 +376,7 @@ class PlannedRank:
             image=shards[self.token_place].image_tokens,
             text=text,
             warmup_group=self.job.step_schedule.select_warmup_group(micro),
+            micro_batches=self.job.step_schedule.split_micro_batches(micro),
             shards=shards,
         )
 
@@ -327,6 +389,7 @@ class MicroStepShare:
         patch: the patch that is computed; None is the whole image.
         image, text: how many tokens the rank computes. Dummy text counts.
         warmup_group: the stages that compute it together, if they do.
+        micro_batches: the rows of the batch that are computed together.
         shards: the tokens of all ranks.
     """
 
@@ -336,6 +399,7 @@ class MicroStepShare:
     image: int
     text: int
     warmup_group: range
+    micro_batches: Sequence[range]
     shards: tuple[TokenShard, ...]
 
     def select_line(self, outer: int) -> tuple[TokenShard, ...]:
@@ -415,15 +479,6 @@ def count_call_exchanges(share: MicroStepShare) -> dict[str, tuple[int, int]]:
     return by_kind
 
 
-def count_activation_bytes(rank: PlannedRank, patch: int) -> int:
-    """Count the bytes that a rank sends to the next stage for a patch, in one call."""
-    job = rank.job
-    length = job.shard_tokens(patch)[rank.token_place].count_tokens()
-    if job.plan.split_scheme == "sequence":
-        length = len(pick_even_chunk(range(length), job.plan.tensor, rank.tensor))
-    return length * rank.count_packed_bytes(job.shape.token_channels)
-
-
 def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
     """Count the bytes of a block's weights on their way to one other stage; see
     `parallel.pipefusion.weight_streaming`."""
@@ -462,23 +517,10 @@ def count_guidance_bytes(share: MicroStepShare) -> int:
     return rank.shape.calls * numbers * rank.number_bytes
 
 
-def count_key_store_bytes(rank: PlannedRank, *, text: bool = True) -> int:
-    """Count the bytes of the keys and values that a rank keeps: of its own layers and heads, with or without the
-    text."""
-    job = rank.job
-    if job.plan.distrifusion == 1 and not any(map(job.step_schedule.keeps_keys, range(job.shape.steps))):
-        return 0
-    tokens = 0
-    # A store has the keys of all tokens, also of other ranks' tokens.
-    for joint, times in rank.layers.items():
-        tokens += times * job.image_layout.count_layer_tokens(joint=joint and text)
-    return 2 * rank.shape.calls * tokens * rank.key_heads * job.shape.head_dim * rank.number_bytes
-
-
 def _iterate_activation_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     if not share.rank.is_last_stage and not share.warmup_group:
         for patch in share.rank.job.step_schedule.list_patches(share.micro):
-            yield RepeatedExchange("activations", count_activation_bytes(share.rank, patch))
+            yield RepeatedExchange("activations", share.rank.patch_bytes[patch])
 
 
 def _iterate_tensor_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:

@@ -13,7 +13,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.numbers import format_bytes, format_number
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
-from ditile.planner.memory import HostMemory, RankMemory, compute_decode_share, count_offloaded_bytes
+from ditile.planner.memory import HostMemory, RankMemory, count_offloaded_bytes
 from ditile.planner.profile import Profile
 from ditile.planner.search import SearchResult
 from ditile.planner.subject import PlanSubject
@@ -65,7 +65,7 @@ def list_rank_shares(subject: PlanSubject, job: PlannedCall, profile: Profile) -
                 tokens=parts[planned.token_place].image_tokens / tokens,
                 weights=1 / planned.divisor,
                 heads=planned.heads,
-                decode=compute_decode_share(job.plan, rank, job.shape.height // subject.vae_scale),
+                decode=planned.compute_decode_share(job.shape.height // subject.vae_scale),
                 host_bytes=count_offloaded_bytes(subject, planned),
             )
         )

@@ -189,26 +189,23 @@ class FootprintTracker(StorageTracker):
         )
 
 
-def count_decoder_numbers(config: JsonObject, kind: Any) -> float:
-    """Count the most numbers alive at one time for each latent pixel decoded by a VAE."""
-    return _count_decoding_peak(kind, config, "latent_channels")
-
-
-def count_frame_decoder_numbers(config: JsonObject, kind: Any, channels: str, frames: int) -> float:
-    """Count the same for a VAE of frames with a number of latent frames. Above `FRAMES` it is on the line through both.
-
-    Args:
-        channels: the config's name for the channels of latents.
-    """
+def count_on_line(count: Callable[[int], float], frames: int) -> float:
+    """Count something for a number of latent frames. Above `FRAMES` it is on the line through both."""
     if frames <= FRAMES[1]:
-        return _count_decoding_peak(kind, config, channels, (frames,))
-    few = _count_decoding_peak(kind, config, channels, (FRAMES[0],))
-    more = _count_decoding_peak(kind, config, channels, (FRAMES[1],))
-    slope = (more - few) / (FRAMES[1] - FRAMES[0])
+        return count(frames)
+    more = count(FRAMES[1])
+    slope = (more - count(FRAMES[0])) / (FRAMES[1] - FRAMES[0])
     return more + slope * (frames - FRAMES[1])
 
 
-def _count_decoding_peak(kind: Any, config: JsonObject, channels: str, frames: tuple[int, ...] = ()) -> float:
+def count_decoder_numbers(kind: Any, config: JsonObject, channels: str = "latent_channels", frames: int = 0) -> float:
+    """Count the most numbers alive at one time for each latent pixel decoded by a VAE.
+
+    Args:
+        channels: the config's name for the channels of latents.
+        frames: the latent frames; 0 is an image.
+    """
+
     def count_by_pixel(tensor: Tensor) -> LiveNumbers:
         numbers = tensor.untyped_storage().nbytes() / tensor.element_size()
         return LiveNumbers(image=numbers / COUNTED_SIDE**2)
@@ -216,7 +213,7 @@ def _count_decoding_peak(kind: Any, config: JsonObject, channels: str, frames: t
     tracker = FootprintTracker(count_by_pixel)
     with init_on_meta_device(), torch.no_grad():
         vae = kind.from_config(config)
-        latents = torch.empty(1, vae.config[channels], *frames, COUNTED_SIDE, COUNTED_SIDE)
+        latents = _make_latents(vae, channels, frames)
         with tracker:
             vae.decode(latents)
     return max(moment.image for moment in tracker.make_footprint(()).moments)
@@ -234,18 +231,17 @@ class DecodeWork(NamedTuple):
     exchanges: int
 
 
+def _make_latents(vae: Any, channels: str, frames: int) -> Tensor:
+    """Make one sample of latents, of some frames or of an image."""
+    dims = (frames,) if frames else ()
+    return torch.empty(1, vae.config[channels], *dims, COUNTED_SIDE, COUNTED_SIDE)
+
+
 def count_decode_work(kind: Any, config: JsonObject, channels: str, frames: int = 0) -> DecodeWork:
-    """Count the work to decode a number of latent frames; 0 is an image. Above `FRAMES` it is on the line through
-    both."""
-    if frames > FRAMES[1]:
-        few = count_decode_work(kind, config, channels, FRAMES[0])
-        more = count_decode_work(kind, config, channels, FRAMES[1])
-        slope = (more.operations - few.operations) / (FRAMES[1] - FRAMES[0])
-        return more._replace(operations=more.operations + slope * (frames - FRAMES[1]))
-    dims = (frames, COUNTED_SIDE, COUNTED_SIDE) if frames else (COUNTED_SIDE, COUNTED_SIDE)
+    """Count the work to decode a number of latent frames; 0 is an image."""
     with init_on_meta_device(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         vae = kind.from_config(config)
-        vae.decode(torch.empty(1, vae.config[channels], *dims))
+        vae.decode(_make_latents(vae, channels, frames))
     exchanges = 0
     for layer in vae.decoder.modules():
         # Rows of the neighbours are needed where a convolution is wider than one pixel, and sums in each group norm.

@@ -228,7 +228,9 @@ def make_counted_call(transformer: nn.Module, family: CallFamily) -> CountedCall
     return CountedCall(make_inputs, StreamSizes(GRID.num_tokens, TEXT))
 
 
-def count_transformer_work(transformer: nn.Module, family: CallFamily, call: CountedCall | None) -> TransformerWork:
+def count_transformer_work(
+    transformer: nn.Module, family: CallFamily, call: CountedCall | None = None
+) -> TransformerWork:
     """Count the work of a transformer, without reading its weights.
 
     Args:

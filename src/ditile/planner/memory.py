@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from ditile.model.recording.kept_tapes import SHARE_OF_MEMORY
@@ -16,8 +15,7 @@ from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
-from ditile.plan.cost import PlannedCall, PlannedRank
-from ditile.plan.layout import count_weighted_shares
+from ditile.plan.cost import MicroStepShare, PlannedCall, PlannedRank
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
 from ditile.planner.footprint import Footprint
@@ -106,8 +104,8 @@ def _count_host_bytes_of_rank(subject: PlanSubject, rank: PlannedRank, offloads_
     kept = count_offloaded_bytes(subject, rank)
     if offloads_text:
         kept += text
-    blocks = subject.count_parameters(rank.blocks, rank.divisor)
-    transformer = rank.job.weights.shared + subject.replicated_numbers + blocks
+    blocks = subject.count_block_parameters(rank.divisor)[rank.blocks.start : rank.blocks.stop]
+    transformer = rank.job.weights.shared + subject.replicated_numbers + sum(blocks)
     read = sum(subject.count_weight_bytes(transformer, size, model) for model in range(subject.models))
     return kept, read + subject.vae * size + text
 
@@ -115,7 +113,7 @@ def _count_host_bytes_of_rank(subject: PlanSubject, rank: PlannedRank, offloads_
 def count_offloaded_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
     """Count the bytes of a rank's blocks in the host's memory while it generates; 0 if they are on its device."""
     job = rank.job
-    if not job.plan.offloads_rank(rank.number):
+    if not rank.offloads:
         return 0
     size = rank.shape.element_size
     kept = 0
@@ -125,8 +123,7 @@ def count_offloaded_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
                 sizes = [subject.count_weight_bytes(numbers, size, model) for numbers in job.weights.tensors[block]]
                 flat = cost.count_flat_bytes(sizes)
             else:
-                numbers = subject.count_parameters(range(block, block + 1), rank.divisor)
-                flat = subject.count_weight_bytes(numbers, size, model)
+                flat = subject.count_weight_bytes(subject.count_block_parameters(rank.divisor)[block], size, model)
             # torch allocates pinned memory in powers of two. The next one of a power of two is itself.
             kept += 1 << max(flat - 1, 0).bit_length()
     return kept
@@ -134,34 +131,7 @@ def count_offloaded_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
 
 def _count_text_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
     """Count the bytes of the text encoders on a rank."""
-    return math.ceil(subject.text * compute_text_share(rank.job.plan, rank.number)) * rank.shape.element_size
-
-
-def compute_text_share(plan: Plan, rank: int) -> float:
-    """Return a rank's part of the text encoders, 0 to 1."""
-    if plan.text == "split":
-        weights = _list_rank_weights(plan)
-        return weights[_find_rank_of_image(plan, rank)] / sum(weights)
-    return float(plan.text == "each" or _find_rank_of_image(plan, rank) == 0)
-
-
-def compute_decode_share(plan: Plan, rank: int, rows: int) -> float:
-    """Return the part of a replica's images decoded by a rank, 0 to 1, for latents with `rows` rows."""
-    if plan.vae == "rows":
-        shares = count_weighted_shares(rows, _list_rank_weights(plan))
-        return shares[_find_rank_of_image(plan, rank)] / rows
-    return float(_find_rank_of_image(plan, rank) == 0)
-
-
-def _find_rank_of_image(plan: Plan, rank: int) -> int:
-    """Return the place of a rank in its replica."""
-    return rank % (plan.world // plan.data)
-
-
-@lru_cache
-def _list_rank_weights(plan: Plan) -> tuple[float, ...]:
-    # A cache, because the search asks for every rank of every plan.
-    return plan.list_rank_weights()
+    return math.ceil(subject.text * rank.text_share) * rank.shape.element_size
 
 
 def count_rank_memory(
@@ -185,7 +155,7 @@ def count_rank_memory(
     tensors = _RankTensors(subject, planned, text_tokens)
     activations = tensors.count_activation_bytes(fuses=FUSED in profile.pointwise)
     # Keys of a transformer stay in memory until the end, even after its last call.
-    keys = cost.count_key_store_bytes(planned) * subject.models
+    keys = planned.kept_key_bytes * subject.models
     tapes = 0
     if records and can_record_calls(job.plan, profile):
         # Tapes and their keys hold no more than their share of memory. Other calls run as code.
@@ -204,7 +174,7 @@ def count_rank_memory(
         vae=subject.vae * shape.element_size,
         keys=keys,
         activations=activations,
-        decode=int(decoded * shape.element_size * compute_decode_share(job.plan, rank, rows)),
+        decode=int(decoded * shape.element_size * planned.compute_decode_share(rows)),
         idle=profile.idle_bytes,
         tapes=tapes,
     )
@@ -212,27 +182,21 @@ def count_rank_memory(
 
 def _count_transformer_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
     """Count the bytes of the transformers' weights on a rank's device."""
-    job = rank.job
-    owned = rank.blocks
-    weights = job.weights.shared + subject.replicated_numbers
+    parameters = subject.count_block_parameters(rank.divisor)
+    owned = parameters[rank.blocks.start : rank.blocks.stop]
+    weights = rank.job.weights.shared + subject.replicated_numbers
     buffers = 0
-    if job.plan.offloads_rank(rank.number):
-        buffers = min(NUM_BUFFERS, len(owned)) * _count_largest_block(subject, owned, rank.divisor)
+    if rank.offloads:
+        buffers = min(NUM_BUFFERS, len(owned)) * max(owned)
     else:
-        weights += subject.count_parameters(owned, rank.divisor)
-    if job.step_schedule.mode == "sequence":
+        weights += sum(owned)
+    if rank.job.step_schedule.mode == "sequence":
         # The largest block counts, since the next weights from another stage may be of any block.
-        blocks = range(len(job.weights.blocks))
-        buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, blocks, rank.divisor)
+        buffers += (BLOCKS_AHEAD + 1) * max(parameters)
     size = rank.shape.element_size
     # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
     weight_bytes = sum(subject.count_weight_bytes(weights, size, model) for model in range(subject.models))
     return weight_bytes + max(subject.count_weight_bytes(buffers, size, model) for model in range(subject.models))
-
-
-def _count_largest_block(subject: PlanSubject, blocks: range, divisor: float) -> int:
-    """Count the parameters of the largest of some blocks, on a rank of tensor parallelism."""
-    return max(subject.count_parameters(range(block, block + 1), divisor) for block in blocks)
 
 
 def can_record_calls(plan: Plan, profile: Profile) -> bool:
@@ -248,8 +212,12 @@ def count_peaks_of_ranks(
     plan = job.plan
     last = plan.pipefusion - 1
     # Replicas and both halves of guidance need the same, so that one pipeline of stages is looked at.
-    counts = {stage: subject.count_parameters(job.stages[stage], 1) for stage in range(1, last)}
-    heaviest = max(counts, key=counts.__getitem__, default=0)
+    parameters = subject.count_block_parameters(1)
+    heaviest = max(
+        range(1, last),
+        key=lambda stage: sum(parameters[job.stages[stage].start : job.stages[stage].stop]),
+        default=0,
+    )
     ranks = {stage * job.ranks_of_stage for stage in (0, heaviest, last)}
     if profile.by_rank or plan.has_unlike_ranks or plan.stage_weights is not None:
         ranks = set(range(plan.world))
@@ -272,12 +240,12 @@ class _RankTensors:
         self._job = rank.job
         self._schedule = rank.job.step_schedule
         self._text_tokens = text_tokens
-        self._footprint = subject.get_footprint(rank.divisor)
         self._channels = rank.job.shape.token_channels
+        self._footprint = subject.divide_footprint(self._channels, rank.divisor)
         self._image = rank.job.image_layout.image_tokens
         # A synchronous step, which computes the whole image.
         self._whole = rank.take_share(MicroStep(0, None))
-        self._kept_of_block = subject.count_kept_numbers
+        self._largest = self._list_largest_shares()
 
     def count_activation_bytes(self, *, fuses: bool) -> int:
         """Count the bytes of tensors kept by steps, or computed, sent and received ahead by the largest micro-step.
@@ -292,20 +260,20 @@ class _RankTensors:
             # Such a plan fuses GELU in every step; other plans have steps in which it is not fused.
             footprint = replace(footprint, moments=footprint.fused)
         computed = 0.0
-        for micro in self._list_largest_micro_steps():
-            numbers = self._count_computed_numbers(footprint, micro) + self._count_sent_numbers(micro)
-            computed = max(computed, rank.number_bytes * numbers + self._count_prefetch_bytes(micro))
+        for share in self._largest:
+            numbers = self._count_computed_numbers(footprint, share) + self._count_sent_numbers(share)
+            computed = max(computed, rank.number_bytes * numbers + self._count_prefetch_bytes(share.micro))
         kept = self._count_kept_numbers(self._whole.text)
         if rank.stage > 0:
             # Later stages keep the embedded latents too, although they do not read them.
             kept += self._image * self._channels
-        if len(self._schedule.split_micro_batches(self._whole.micro)) > 1:
+        if len(self._whole.micro_batches) > 1:
             # These tensors are kept for each micro-batch, and once more for the whole batch.
             kept *= 2
         in_flight = 0
         # DistriFusion sends the keys of all layers at once; the keys of the text are not sent.
         if plan.distrifusion > 1:
-            in_flight = cost.count_key_store_bytes(rank, text=False)
+            in_flight = rank.kept_image_key_bytes
         return int(computed + rank.number_bytes * kept) + NUM_LATENT_COPIES * rank.shape.latent_bytes + in_flight
 
     def count_tape_bytes(self) -> int:
@@ -318,17 +286,17 @@ class _RankTensors:
         plan = self._job.plan
         schedule = self._schedule
         whole = self._whole
-        micro_steps = self._list_largest_micro_steps()
+        shares = self._largest
         # Before stale keys, one or two synchronous steps run as code, and so do split ones.
-        is_split = len(schedule.split_micro_batches(whole.micro)) > 1 or bool(whole.warmup_group)
+        is_split = len(whole.micro_batches) > 1 or bool(whole.warmup_group)
         if schedule.has_stale_steps and (schedule.warmup < 3 or is_split):
-            micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
+            shares = [share for share in shares if schedule.reads_stale_keys(share.micro.step)]
         computed = 0.0
-        for micro in micro_steps:
+        for share in shares:
             # The last synchronous step keeps its keys, so it runs as code.
-            if micro.patch is None and plan.distrifusion == 1:
-                micro = whole.micro
-            computed = max(computed, self._count_computed_numbers(self._footprint, micro))
+            if share.micro.patch is None and plan.distrifusion == 1:
+                share = whole
+            computed = max(computed, self._count_computed_numbers(self._footprint, share))
         text = self._job.image_layout.text
         # Values kept by steps for the next ones are computed again in a tape, because it does not know other tapes.
         kept = self._count_kept_numbers(text)
@@ -337,10 +305,9 @@ class _RankTensors:
             # Tapes of patches also hold their shared outputs, with the embedded latents.
             computed += kept + self._image * self._channels
         branches = self._job.count_calls_in_step(1)
-        patches = range(plan.num_patches)
         # Each patch has a tape for each branch of guidance, and returns a prediction of the whole image.
         latents = rank.shape.latent_bytes // rank.shape.images * rank.shape.batch
-        results = len(patches) * branches * latents
+        results = plan.num_patches * branches * latents
         token_bytes = self._channels * rank.number_bytes
         if rank.is_last_stage and plan.num_patches * plan.token_ranks * plan.distrifusion > 1:
             # All tokens after the last block; a call computes some of them.
@@ -348,17 +315,17 @@ class _RankTensors:
         inputs = branches * (latents + (text or self._text_tokens) * token_bytes)
         # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
         neighbours = (rank.stage > 0) + (not rank.is_last_stage)
-        messages = neighbours * branches * sum(cost.count_activation_bytes(rank, patch) for patch in patches)
+        messages = neighbours * branches * sum(rank.patch_bytes)
         return int(computed * rank.number_bytes) + results + inputs + messages
 
     def _count_kept_numbers(self, text: int) -> float:
         """Count the numbers per row kept by the blocks for a whole generation. Without text in the sequence, cross
         attention reads it."""
-        rank = self._rank
-        return self._kept_of_block(rank.blocks, rank.divisor, self._image, text or self._text_tokens)
+        kept = self._footprint.kept
+        return sum(kept[block].count_numbers(self._image, text or self._text_tokens) for block in self._rank.blocks)
 
-    def _list_largest_micro_steps(self) -> list[MicroStep]:
-        """List a micro-step for each kind of patch: the first patch, because it is the largest, and the first with
+    def _list_largest_shares(self) -> list[MicroStepShare]:
+        """List a share for each kind of patch: of the first patch, which is the largest, and of the first with
         latents."""
         schedule = self._schedule
         # The first step and the last synchronous one; and a stale step after the pipeline was filled.
@@ -372,45 +339,44 @@ class _RankTensors:
             for micro in schedule.list_micro_steps(step):
                 if micro.patch in (None, 0, schedule.num_references):
                     micro_by_patch[micro.patch] = micro
-        return list(micro_by_patch.values())
+        return [self._rank.take_share(micro) for micro in micro_by_patch.values()]
 
-    def _count_sent_numbers(self, micro: MicroStep) -> float:
+    def _count_sent_numbers(self, share: MicroStepShare) -> float:
         """Count the numbers per row of earlier messages to the next stage that may be on their way in a micro-step."""
         if self._rank.is_last_stage:
             return 0.0
-        num_micro_batches = len(self._schedule.split_micro_batches(micro))
-        steps = min(2, micro.step) + (num_micro_batches - 1) / num_micro_batches
+        num_micro_batches = len(share.micro_batches)
+        steps = min(2, share.micro.step) + (num_micro_batches - 1) / num_micro_batches
         tokens = self._whole.image + self._whole.text
         sent = steps * self._job.count_calls_in_step(1) * tokens * self._channels
         if self._job.plan.split_scheme == "sequence":
             sent /= self._job.plan.tensor
         return sent
 
-    def _count_computed_numbers(self, footprint: Footprint, micro: MicroStep) -> float:
+    def _count_computed_numbers(self, footprint: Footprint, share: MicroStepShare) -> float:
         """Count the numbers per row of the batch computed by a micro-step, at its peak."""
-        image = self._whole.image
-        text = self._whole.text
+        image = share.image
+        text = share.text
         group_size = self._schedule.warmup_group_size
-        if micro.patch is not None:
-            share = self._rank.take_share(micro)
-            image = share.image
-            text = share.text
-        elif group_size:
-            image = -(-image // group_size)
-            text = -(-text // group_size)
-        exchanged = self._count_exchanged_tokens(micro, image + text) * self._channels / self._rank.divisor
+        if share.micro.patch is None:
+            image = self._whole.image
+            text = self._whole.text
+            if group_size:
+                image = -(-image // group_size)
+                text = -(-text // group_size)
+        exchanged = self._count_exchanged_tokens(share, image + text) * self._channels / self._rank.divisor
         # If the sequence has no text, cross attention reads it.
         text = text or self._text_tokens
         most = max(moment.count_numbers(image, text) for moment in footprint.moments)
         attending = max(moment.count_numbers(image, text) for moment in footprint.attending) + exchanged
-        rows = self._schedule.split_micro_batches(micro)[0]
-        return max(most, attending) * len(rows) / self._schedule.batch
+        return max(most, attending) * len(share.micro_batches[0]) / self._schedule.batch
 
-    def _count_exchanged_tokens(self, micro: MicroStep, own: int) -> int:
+    def _count_exchanged_tokens(self, share: MicroStepShare, own: int) -> int:
         """Count the tokens that an exchange around attention adds to the other live tensors of a rank."""
         plan = self._job.plan
-        keeps_keys = plan.distrifusion == 1 and self._schedule.keeps_keys(micro.step)
-        if plan.ulysses > 1 and micro.patch is not None:
+        is_patch = share.micro.patch is not None
+        keeps_keys = plan.distrifusion == 1 and self._schedule.keeps_keys(share.micro.step)
+        if plan.ulysses > 1 and is_patch:
             # The 5 is fitted, like the 8 below.
             return 5 * own
         if plan.ulysses > 1:
@@ -418,8 +384,8 @@ class _RankTensors:
             return 8 * own if keeps_keys else 9 * own
         if plan.ring == 1:
             return 0
-        lengths = [shard.count_tokens() for shard in self._rank.take_share(micro).shards]
-        if micro.patch is not None or keeps_keys:
+        lengths = [shard.count_tokens() for shard in share.shards]
+        if is_patch or keeps_keys:
             # Kept keys and values: this rank's, those received from all ranks, and the joined ones.
             return 2 * own + 4 * sum(lengths)
         # The keys and values that are passed on, the next keys and values, and the partial sum.
@@ -431,4 +397,4 @@ class _RankTensors:
             return 0
         # The first patch has the text, and where references come first, another one has the most latents.
         first = {0, self._schedule.num_references} & set(range(self._job.plan.num_patches))
-        return (RECEIVES_AHEAD + 1) * max(cost.count_activation_bytes(self._rank, patch) for patch in first)
+        return (RECEIVES_AHEAD + 1) * max(self._rank.patch_bytes[patch] for patch in first)

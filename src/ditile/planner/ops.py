@@ -17,7 +17,7 @@ from typing import Any
 from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
-from ditile.plan.cost import MicroStepShare, PlannedCall
+from ditile.plan.cost import MicroStepShare, PlannedCall, memoize_method
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 from ditile.planner.kernel_times import TransformerWork, Work, WorkMix, count_unpacking_traffic
@@ -30,7 +30,6 @@ from ditile.planner.seconds import (
     WarmupBlock,
     compute_exposed_seconds,
     compute_packing_load,
-    compute_slowdown,
     compute_warmup_seconds,
     find_crossed_link,
     get_bandwidth_share,
@@ -113,53 +112,46 @@ class MachineWork:
     host: int | None = None
     records: bool = False
     stored: StoredWeights | None = None
-    _loads: dict[tuple[int, tuple[float, ...]], DeviceLoad] = field(default_factory=dict)
-    _attends: dict[int, bool] = field(default_factory=dict)
-    _attentions: dict[range, Work] = field(default_factory=dict)
-    _alike: dict[range, frozenset[Any]] = field(default_factory=dict)
-    _mixes: dict[tuple[range, CacheSkips | None], WorkMix] = field(default_factory=dict)
+    _loads: dict[tuple[int, RankTokens], DeviceLoad] = field(default_factory=dict)
 
+    @memoize_method
     def select_attention(self, blocks: range) -> Work:
         """Return the attention of some blocks."""
-        if blocks not in self._attentions:
-            work = merge_work([self.transformer_work.blocks[block] for block in blocks])
-            self._attentions[blocks] = {kernel: n for kernel, n in work.items() if kernel.kind == "attention"}
-        return self._attentions[blocks]
+        work = merge_work([self.transformer_work.blocks[block] for block in blocks])
+        return {kernel: n for kernel, n in work.items() if kernel.kind == "attention"}
 
+    @memoize_method
     def fingerprint_work(self, blocks: range) -> frozenset[Any]:
         """Return an equal key for blocks with the same work."""
-        if blocks not in self._alike:
-            # Blocks that are built alike share one object, so their ids are equal.
-            works = self.transformer_work
-            counts = Counter[tuple[int, int]]()
-            for block in blocks:
-                counts[id(works.blocks[block]), id(works.block_steps[block])] += 1
-            self._alike[blocks] = frozenset(counts.items())
-        return self._alike[blocks]
+        # Blocks that are built alike share one object, so their ids are equal.
+        works = self.transformer_work
+        return frozenset(Counter((id(works.blocks[block]), id(works.block_steps[block])) for block in blocks).items())
 
+    @memoize_method
     def mix_blocks(self, blocks: range, skips: CacheSkips | None) -> WorkMix:
         """Mix the work of some blocks, except blocks left out by a cache."""
-        if (blocks, skips) not in self._mixes:
-            num_blocks = len(self.transformer_work.blocks)
-            runs = [1.0] * len(blocks)
-            if skips:
-                runs = [float(not skips.can_skip_block(block, num_blocks)) for block in blocks]
-            self._mixes[blocks, skips] = self.transformer_work.mix_blocks(blocks, runs)
-        return self._mixes[blocks, skips]
+        num_blocks = len(self.transformer_work.blocks)
+        runs = [1.0] * len(blocks)
+        if skips:
+            runs = [float(not skips.can_skip_block(block, num_blocks)) for block in blocks]
+        return self.transformer_work.mix_blocks(blocks, runs)
 
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
         """Return the seconds of some work. They are cached by tokens and by its `id`, so the work must outlive this."""
-        key = id(work)
-        if key not in self._attends:
-            self._attends[key] = any(kernel.kind == "attention" for kernel in work)
-        relevant: tuple[float, ...] = tokens
-        # Without attention, keys and heads say nothing.
-        if not self._attends[key]:
-            relevant = tokens[:3] + (tokens.split, tokens.fused)
-        key_of_load = key, relevant
-        if key_of_load not in self._loads:
-            self._loads[key_of_load] = self.roofline_device.compute_load(work, tokens)
-        return self._loads[key_of_load]
+        key = id(work), tokens
+        if key not in self._loads:
+            self._loads[key] = self.roofline_device.compute_load(work, tokens)
+        return self._loads[key]
+
+    def compute_slowdown(self, ranks: int) -> float:
+        """Compute the slowdown of work while this number of ranks of a host compute."""
+        devices = self.profile.devices
+        slowdown = max(1.0, ranks / devices)
+        if devices == 1:
+            return slowdown
+        # Between one device and all of them, the factor grows with each.
+        most_slowdown = self.profile.together - 1
+        return slowdown * (1 + most_slowdown * (min(ranks, devices) - 1) / (devices - 1))
 
     @cached_property
     def unpacking_load(self) -> DeviceLoad:
@@ -191,19 +183,18 @@ class OpPricer:
         self.job = job
         self.skips = skips
         self._profile = basis.profile
-        self._offloads = job.plan.offloads_rank(rank)
+        self._offloads = job.plan_rank(rank).offloads
         self.schedule = job.step_schedule
         # Replicas and halves of guidance do the same work, so the first of each stands for all.
         of_stage = job.ranks_of_stage
         self._ranks = [job.plan_rank(stage * of_stage + rank % of_stage) for stage in range(job.plan.pipefusion)]
         # A host may have room for more ranks than the plan has.
         self._host = min(job.plan.world, basis.host or job.plan.world)
-        self._slowdown = compute_slowdown(basis.profile, self._host)
+        self._slowdown = basis.compute_slowdown(self._host)
         self._fuses = FUSED in basis.profile.pointwise
         can_record = can_record_calls(job.plan, self._profile) and skips.can_be_recorded(job.plan)
         self.records = basis.records and can_record
         self._seen: dict[Any, float] = {}
-        self._links: dict[str, Link] = {}
 
     @cached_property
     def first_alike_stages(self) -> list[int]:
@@ -354,16 +345,13 @@ class OpPricer:
 
     def _count_message_bytes(self, stage: int, op: Op) -> float:
         """Count the bytes of a message from stage to stage."""
-        job = self.job
         rank = self._ranks[stage]
         if op.kind is OpKind.SEND and op.patch is not None:
             num_micro_batches = len(self.schedule.split_micro_batches(self._make_micro_step(op)))
-            size = cost.count_activation_bytes(rank, op.patch) / num_micro_batches
-        elif op.kind is OpKind.SEND_PREDICTION:
-            size = cost.count_prediction_bytes(rank)
-        else:
-            size = rank.shape.latent_bytes * job.count_denoised_share(op.patch)
-        return size
+            return rank.patch_bytes[op.patch] / num_micro_batches
+        if op.kind is OpKind.SEND_PREDICTION:
+            return cost.count_prediction_bytes(rank)
+        return rank.shape.latent_bytes * self.job.count_denoised_share(op.patch)
 
     def _make_micro_step(self, op: Op) -> MicroStep:
         # Under DistriFusion each rank owns a patch, and computes it in every step.
@@ -386,13 +374,15 @@ class OpPricer:
             skips = self.skips
             computed = self._get_computed_share(blocks, op.step)
         mix = self._basis.mix_blocks(blocks, skips)
-        parts = [(work.every, 1.0), *mix.blocks]
-        is_first_call = op.branch == 0 and op.micro_batch == 0
-        if is_first_call and share.micro == self.schedule.list_micro_steps(op.step)[0]:
-            parts += [(work.step, 1.0), *mix.steps]
         # Values that are constant in a generation are computed in its first step.
+        of_step = [(work.step, 1.0), *mix.steps]
+        of_generation = [(work.once, 1.0), *mix.once]
+        is_first = share.micro == self.schedule.list_micro_steps(op.step)[0]
+        parts = [(work.every, 1.0), *mix.blocks]
+        if is_first and op.branch == 0 and op.micro_batch == 0:
+            parts += of_step
         if op.step == 0:
-            parts += [(work.once, 1.0), *mix.once]
+            parts += of_generation
         total = DeviceLoad(0.0, 0.0)
         for part, times in parts:
             total = total.combine_loads(self._basis.compute_load(part, tokens), times)
@@ -408,8 +398,9 @@ class OpPricer:
         if self.is_played(op.step, rank.stage):
             # A segment ends where activations arrive, and where they leave.
             num_segments = 1 + (rank.stage > 0) + (not rank.is_last_stage)
-            if self._makes_shared_outputs(share.micro, mix):
-                # Copies of these outputs are a segment after the call.
+            # Tapes read nothing kept by code, so each step also makes values that last a generation.
+            if is_first and share.micro.patch is not None and any(part for part, _ in of_step + of_generation):
+                # Copies of what other patches' calls of the step read are a segment after the call.
                 num_segments += 1
             if self.skips.has_probe(blocks):
                 # The host starts the second part, which computes the model's beginning again, when the first is done.
@@ -432,18 +423,6 @@ class OpPricer:
         # Each rank of the tensor axis starts all kernels, on a part of each weight.
         return DeviceLoad(share * load.device / self.job.plan.tensor, share * load.host)
 
-    def _makes_shared_outputs(self, micro: MicroStep, mix: WorkMix) -> bool:
-        """Return whether a recorded call makes values that are read in other patches' calls of its step."""
-        first = self.schedule.list_micro_steps(micro.step)[0]
-        if micro.patch is None or micro != first:
-            return False
-        # Tapes read nothing kept by code, so each step also makes values that last a generation.
-        work = self._basis.transformer_work
-        shared = [work.step, work.once]
-        shared += [each for each, _ in mix.steps]
-        shared += [each for each, _ in mix.once]
-        return any(shared)
-
     def _get_computed_share(self, blocks: range, step: int) -> float:
         """Return the share of some blocks that run in a step. Blocks left out exchange nothing."""
         if step not in self.skips.steps:
@@ -465,7 +444,7 @@ class OpPricer:
         batch = rank.shape.batch
         # Each micro-batch has some rows of the batch.
         if self.schedule.mode == "pipelined":
-            batch = len(self.schedule.split_micro_batches(share.micro)[micro_batch])
+            batch = len(share.micro_batches[micro_batch])
         keys = self.job.image_layout
         attended = 1.0
         if plan.ulysses > 1:
@@ -545,11 +524,10 @@ class OpPricer:
             return DeviceLoad(0.0, 0.0)
         return compute_packing_load(self._profile, sent, messages)
 
+    @memoize_method
     def get_axis_link(self, axis: str) -> Link:
         """Return the slowest link on an axis, with the bandwidth of each rank while others share it."""
-        if axis not in self._links:
-            self._links[axis] = find_crossed_link(self.job.plan, self._profile, self._host, axis)
-        return self._links[axis]
+        return find_crossed_link(self.job.plan, self._profile, self._host, axis)
 
 
 class UnlikeOpPricer(OpPricer):
@@ -565,7 +543,7 @@ class UnlikeOpPricer(OpPricer):
         pricers: dict[tuple[Any, ...], OpPricer] = {}
         for rank in range(job.plan.world):
             planned = job.plan_rank(rank)
-            key = id(works[rank]), planned.token_place, planned.tensor, job.plan.offloads_rank(rank)
+            key = id(works[rank]), planned.token_place, planned.tensor, planned.offloads
             if key not in pricers:
                 pricers[key] = OpPricer(works[rank], job, skips, rank)
             of_stage = self._pricers_of_stages[planned.stage]

@@ -11,10 +11,9 @@ import bisect
 import contextlib
 import gc
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ditile.cache.build import build_skip_rules
@@ -35,11 +34,11 @@ from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.plan.stages import weigh_ends, weigh_shares
-from ditile.planner.memory import compute_decode_share, compute_text_share, count_host_memory, count_peaks_of_ranks
+from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
-from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
+from ditile.planner.seconds import predict_decode_seconds, predict_text_seconds
 from ditile.planner.subject import PlanSubject
 
 MOST_PATCHES = 32
@@ -262,7 +261,7 @@ class PlanSearch:
         for plan in (Plan(), Plan(offload="blocks")):
             sized = self._size_job(self._make_job(plan), records=False)
             if sized.lacks <= 0:
-                return [self._complete_price(self.pricer.price_call(sized.job, self.skips, sized.memory))]
+                return [self._complete_price(self._price_job(sized))]
         return []
 
     def price_plan(self, plan: Plan) -> SearchResult:
@@ -275,19 +274,15 @@ class PlanSearch:
         if plan.world > request.devices:
             raise PlanError(f"'{plan}' needs {plan.world} devices, and there are devices={request.devices}")
         sized = self._size_plan(plan)
-        job = sized.job
         if sized.lacks > 0 and request.records:
             return self._give_up_recording().price_plan(plan)
         if sized.on_host:
             raise self._make_host_memory_error(sized)
         if sized.lacks > 0:
             there = self._get_device_bytes(sized.rank)
-            place = self._name_place(sized.rank)
-            raise PlanError(
-                f"'{plan}' needs {_format_gigabytes(there + sized.lacks)} {place}, and there are "
-                f"{_format_gigabytes(there)}"
-            )
-        price = self._complete_price(self.pricer.price_call(job, self.skips, sized.memory), may_divide=False)
+            needed = f"{_format_gigabytes(there + sized.lacks)} {self._name_place(sized.rank)}"
+            raise PlanError(f"'{plan}' needs {needed}, and there are {_format_gigabytes(there)}")
+        price = self._complete_price(self._price_job(sized), may_divide=False)
         limit = request.max_latency_s
         if limit is not None and price.latency_s > limit:
             raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
@@ -389,10 +384,8 @@ class PlanSearch:
 
     def _balance_stages(self, price: Price) -> Price:
         """Move single blocks from stage to stage while that makes the loop shorter."""
-        better: Price | None = price
-        while better is not None:
+        while (better := self._find_shorter_loop(price)) is not None:
             price = better
-            better = self._find_shorter_loop(price)
         return price
 
     def _find_shorter_loop(self, price: Price) -> Price | None:
@@ -412,7 +405,7 @@ class PlanSearch:
                 break
             sized = self._size_job(moved)
             if sized.lacks <= 0 and self.pricer.predict_latency(moved, self.skips) < price.latency_s:
-                return self.pricer.price_call(moved, self.skips, sized.memory)
+                return self._price_job(sized)
         return None
 
     def _count_rooms(self, sized: SizedJob) -> list[int]:
@@ -446,14 +439,12 @@ class PlanSearch:
         if chosen.resolve_warmup() == shared:
             yield chosen
             return
-        is_worth_it = False
         # Who asks for a number of synchronous steps gets no other.
-        if self.request.warmup is None:
-            is_worth_it = self._predict_latency(chosen) <= WORTH * self._predict_latency(shared)
-        if is_worth_it:
-            yield chosen
-        else:
+        if self.request.warmup is not None:
             yield shared
+            return
+        seconds = [self.pricer.predict_latency(self._make_job(each), self.skips) for each in (chosen, shared)]
+        yield chosen if seconds[0] <= WORTH * seconds[1] else shared
 
     def sort_jobs_by_bound(self) -> list[tuple[float, PlannedCall]]:
         """Return every plan with the seconds its busiest stage is occupied, the fastest first."""
@@ -487,30 +478,26 @@ class PlanSearch:
             rooms[rank] = self._get_device_bytes(rank) - peak
         shortest = min(rooms, key=rooms.__getitem__)
         lacks = -rooms[shortest]
-        lacks_on_host = 0
-        # Offloaded weights need the memory of the host, others that of a device.
-        if lacks <= 0:
-            lacks_on_host = self._count_missing_host_bytes(job)
-        return SizedJob(job, max(peaks.values()), lacks_on_host or lacks, shortest, rooms, lacks_on_host > 0)
+        on_host = False
+        # Offloaded weights need the memory of the host, others that of a device. A host with unknown memory is taken to
+        # have enough.
+        if lacks <= 0 and job.plan.offload != "none" and self.host_bytes:
+            host = count_host_memory(self.subject, job, self.request.ranks_of_host)
+            on_host = host.kept > self.host_bytes
+            if on_host:
+                lacks = host.kept - self.host_bytes
+        return SizedJob(job, max(peaks.values()), lacks, shortest, rooms, on_host)
+
+    def _price_job(self, sized: SizedJob) -> Price:
+        return self.pricer.price_call(sized.job, self.skips, sized.memory)
 
     def _insert_price(self, prices: list[Price], sized: SizedJob) -> None:
-        price = self.pricer.price_call(sized.job, self.skips, sized.memory)
-        bisect.insort(prices, price, key=lambda known: known.latency_s)
-
-    def _predict_latency(self, plan: Plan) -> float:
-        return self.pricer.predict_latency(self._make_job(plan), self.skips)
+        bisect.insort(prices, self._price_job(sized), key=lambda known: known.latency_s)
 
     @property
     def host_bytes(self) -> int:
         """Return the bytes of a host's memory; 0 if they are not known."""
         return self.request.host_memory_bytes or self.profile.host_memory_bytes
-
-    def _count_missing_host_bytes(self, job: PlannedCall) -> int:
-        """Count the bytes a host lacks for the weights kept in its memory; 0 if it has enough or is not known."""
-        # A host with unknown memory is taken to have enough.
-        if job.plan.offload == "none" or not self.host_bytes:
-            return 0
-        return max(0, count_host_memory(self.subject, job, self.request.ranks_of_host).kept - self.host_bytes)
 
     def _make_host_memory_error(self, sized: SizedJob) -> PlanError:
         plan = sized.job.plan
@@ -540,7 +527,13 @@ class PlanSearch:
             for price in prices:
                 fastest.setdefault(replace(price.plan, stage_blocks=None, stage_weights=None, rank_weights=None), price)
             shown = list(fastest.values())[:SHOWN]
-            balanced = [self._fit_weighted_ends(self._balance_stages(price)) for price in shown]
+            balanced = []
+            for price in map(self._balance_stages, shown):
+                sized = self._size_plan(self._weigh_ends(price.plan))
+                # Weights for decode and text are left out if memory is short.
+                if sized.lacks <= 0:
+                    price = replace(price, plan=sized.job.plan, memory_bytes=sized.memory)
+                balanced.append(price)
             prices = sorted(balanced, key=lambda price: price.latency_s)
         completed = [self._complete_price(price) for price in prices[:SHOWN]]
         # In a short call the decode and the text encoders are a large part of the time.
@@ -554,59 +547,29 @@ class PlanSearch:
             return price
         subject = self.subject
         plan = price.plan
-        completed = replace(price, text_s=self._predict_text_seconds(plan), decode_s=self._predict_decode_seconds(plan))
+        profile = self.profile
+        work = subject.count_decode_work(self.shape.frames)
+        tokens = subject.count_prompt_tokens(self.call, self.shape)
+        job = self._make_job(plan)
+        decode_s = predict_decode_seconds(job, work, subject.vae_scale, profile)
+        text_s = predict_text_seconds(job, subject.text, tokens, profile)
+        completed = replace(price, text_s=text_s, decode_s=decode_s)
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
-        by_rows_plan = self._weigh_ends(replace(plan, vae="rows"))
-        divided = self._predict_decode_seconds(by_rows_plan)
-        if completed.decode_s - divided < ROWS_GAIN * completed.call_s:
+        by_rows = self._make_job(self._weigh_ends(replace(plan, vae="rows")))
+        divided = predict_decode_seconds(by_rows, work, subject.vae_scale, profile)
+        if decode_s - divided < ROWS_GAIN * completed.call_s:
             return completed
-        by_rows = self._size_plan(by_rows_plan)
-        if by_rows.lacks > 0:
-            return completed
-        return replace(completed, plan=by_rows.job.plan, decode_s=divided, memory_bytes=by_rows.memory)
-
-    def _fit_weighted_ends(self, price: Price) -> Price:
-        """Return the price with decode and text divided by device speeds; unchanged if memory is short."""
-        sized = self._size_plan(self._weigh_ends(price.plan))
+        sized = self._size_job(by_rows)
         if sized.lacks > 0:
-            return price
-        return replace(price, plan=sized.job.plan, memory_bytes=sized.memory)
+            return completed
+        return replace(completed, plan=by_rows.plan, decode_s=divided, memory_bytes=sized.memory)
 
     def _weigh_ends(self, plan: Plan) -> Plan:
         """Divide a plan's decode and text by the speeds of the devices, if the plan divides them."""
         if not self._device_speeds:
             return plan
         return weigh_ends(plan, self._device_speeds)
-
-    def _predict_decode_seconds(self, plan: Plan) -> float:
-        """Predict the seconds until the slowest rank has decoded its share."""
-        images = math.ceil(self.shape.images / plan.data)
-        pixels = images * self.shape.height * self.shape.width // self.subject.vae_scale**2
-        rows = self.shape.height // self.subject.vae_scale
-        work = self.subject.count_decode_work(self.shape.frames)
-        slowest = 0.0
-        for rank in range(plan.world):
-            share = compute_decode_share(plan, rank, rows)
-            if share > 0:
-                device = self.profile.get_rank_profile(rank)
-                slowest = max(slowest, compute_decode_seconds(work, pixels, share, device))
-        return slowest
-
-    def _predict_text_seconds(self, plan: Plan) -> float:
-        """Predict the seconds until the text encoders of the slowest replica are done."""
-        tokens = self.subject.count_prompt_tokens(self.call, self.shape)
-        ranks_of_image = plan.world // plan.data
-        slowest = 0.0
-        for first in range(0, plan.world, ranks_of_image):
-            seconds = []
-            for rank in range(first, first + ranks_of_image):
-                alone = compute_text_seconds(self.subject.text, tokens, self.profile.get_rank_profile(rank))
-                seconds.append(compute_text_share(plan, rank) * alone)
-            # Ranks that split the layers compute one after the other, and those with all layers compute at once.
-            of_image = max(seconds) if plan.text == "each" else sum(seconds)
-            slowest = max(slowest, of_image)
-        return slowest
 
     def _find_equal_shares(self, best: Price) -> EqualShares | None:
         """Return the best plan with equal shares; None if devices are alike, or its shares are equal."""
@@ -621,7 +584,7 @@ class PlanSearch:
         if not self.profile.by_rank or equal == best.plan:
             return None
         sized = self._size_plan(equal)
-        price = self._complete_price(self.pricer.price_call(sized.job, self.skips, sized.memory), may_divide=False)
+        price = self._complete_price(self._price_job(sized), may_divide=False)
         # The division of decode and text only counts in calls with a price for them.
         has_equal_loop = sized.job.has_shares_of(self._make_job(best.plan))
         if has_equal_loop and price.call_s <= best.call_s:
@@ -694,20 +657,17 @@ def _iterate_patch_counts(degrees: Mapping[str, int], warmup: int) -> Iterator[d
     stages = degrees["pipefusion"]
     if stages == 1:
         # Only stale keys need synchronous steps before them.
-        if degrees["distrifusion"] > 1:
-            yield {"warmup": warmup}
-        else:
-            yield {}
+        yield {"warmup": warmup} if degrees["distrifusion"] > 1 else {}
         return
     for factor in FACTORS:
         if stages * factor <= MOST_PATCHES:
             yield {"patches": stages * factor, "warmup": warmup}
 
 
+@lru_cache
 def list_divisors(number: int) -> list[int]:
     """List the divisors of a number, in order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n < number]
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def predict_skipped_steps(

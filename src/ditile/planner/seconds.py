@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import AXES, Plan
 from ditile.planner.footprint import DecodeWork
 from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_stream_length
@@ -148,17 +149,6 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
     return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
 
 
-def compute_slowdown(profile: Profile, ranks: int) -> float:
-    """Compute the slowdown of work while this number of ranks of a host compute."""
-    slowdown = max(1.0, ranks / profile.devices)
-    if profile.devices == 1:
-        return slowdown
-    # Between one device and all of them, the factor grows with each.
-    other_devices = min(ranks, profile.devices) - 1
-    most_slowdown = profile.together - 1
-    return slowdown * (1 + most_slowdown * other_devices / (profile.devices - 1))
-
-
 def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
     """Return the share of a link's bandwidth in an exchange."""
     if kind == "tensor":
@@ -212,6 +202,33 @@ def compute_decode_seconds(work: DecodeWork, pixels: int, share: float, profile:
     if share == 1:
         return whole
     return whole * share + work.exchanges * (profile.link.latency_s + profile.link.call_s)
+
+
+def predict_text_seconds(job: PlannedCall, parameters: int, tokens: int, profile: Profile) -> float:
+    """Predict the seconds until the text encoders of the slowest replica are done."""
+    ranks_of_image = len(job.end_weights)
+    slowest = 0.0
+    for first in range(0, job.plan.world, ranks_of_image):
+        seconds = []
+        for rank in range(first, first + ranks_of_image):
+            alone = compute_text_seconds(parameters, tokens, profile.get_rank_profile(rank))
+            seconds.append(job.plan_rank(rank).text_share * alone)
+        # Ranks that split the layers compute one after the other, and those with all layers compute at once.
+        of_image = max(seconds) if job.plan.text == "each" else sum(seconds)
+        slowest = max(slowest, of_image)
+    return slowest
+
+
+def predict_decode_seconds(job: PlannedCall, work: DecodeWork, vae_scale: int, profile: Profile) -> float:
+    """Predict the seconds until the slowest rank has decoded its share."""
+    shape = job.shape
+    pixels = math.ceil(shape.images / job.plan.data) * shape.height * shape.width // vae_scale**2
+    slowest = 0.0
+    for rank in range(job.plan.world):
+        share = job.plan_rank(rank).compute_decode_share(shape.height // vae_scale)
+        if share > 0:
+            slowest = max(slowest, compute_decode_seconds(work, pixels, share, profile.get_rank_profile(rank)))
+    return slowest
 
 
 class WarmupBlock(NamedTuple):

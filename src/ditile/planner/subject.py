@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,13 @@ from ditile.plan.option_classes import CallArguments, JsonObject, drop_missing
 from ditile.plan.plan import AXES, Facts, Plan
 from ditile.plan.shape import CallFamily, Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.planner.footprint import (
+    FRAMES,
     DecodeWork,
     Footprint,
     VaeScale,
     count_decode_work,
     count_decoder_numbers,
-    count_frame_decoder_numbers,
+    count_on_line,
     measure_vae_scale,
 )
 from ditile.planner.kernel_times import CountedCall, Stream, StreamSizes, TransformerWork, count_transformer_work
@@ -186,11 +187,6 @@ class PlanSubject:
         return CallFamily(name=name_family(type(self.transformer)), joint=joint)
 
     @cached_property
-    def is_derived(self) -> bool:
-        """Return whether the work must be counted on a recorded call, because no `CallFamily` describes it."""
-        return self.recorder is not None and find_call_family(self.transformer) is None
-
-    @cached_property
     def block_hooks(self) -> TransformerHooks:
         """Build hooks for its blocks, without installing them."""
         return build_block_hooks(self.transformer)
@@ -199,7 +195,7 @@ class PlanSubject:
     def parameter_counts(self) -> Weights:
         """Return the numbers of its parameters."""
         weights = self.block_hooks.describe_weights()
-        if not self.is_derived:
+        if self.family.example is not None:
             return weights
         layers = []
         for hook in self.block_hooks.chain:
@@ -215,7 +211,7 @@ class PlanSubject:
     def _find_tensor_exchanges(self) -> tuple[tuple[tuple[str, str], ...], ...]:
         """Find for each block the sums after its row-parallel Linears and within its norms across heads."""
         chain = self.block_hooks.chain
-        if "tensor" in find_holes(type(self.transformer), self.pipeline.__name__):
+        if "tensor" in self._holes:
             return tuple(() for _ in chain)
         styles = self._tensor_cuts.styles
         exchanges = []
@@ -231,13 +227,14 @@ class PlanSubject:
     @cached_property
     def transformer_work(self) -> TransformerWork:
         """Count its work on the first use."""
-        call = self._make_counted_call() if self.is_derived else None
-        return count_transformer_work(self.transformer, self.family, call)
+        if self.family.example is None:
+            return count_transformer_work(self.transformer, self.family, self._make_counted_call())
+        return count_transformer_work(self.transformer, self.family)
 
     @cached_property
     def token_side(self) -> int:
         """Return the pixels along the side of a token."""
-        if not self.is_derived:
+        if self.family.example is not None:
             return self.vae_scale * self.family.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
         # Inputs besides the image, such as references, are the same at both sizes.
         sides = [side * self.vae_scale for side in SIDES]
@@ -301,30 +298,15 @@ class PlanSubject:
         return sum(buffer.numel() for buffer in self.transformer.buffers())
 
     @memoize_method
-    def get_footprint(self, ranks: float) -> Footprint:
+    def divide_footprint(self, channels: int, ranks: float) -> Footprint:
         """Return the numbers alive in its forward, on each of so many ranks of tensor parallelism.
 
         Args:
+            channels: of a token between blocks.
             ranks: of unlike shares, the whole over the share.
         """
         footprint = self.transformer_work.footprint
-        if ranks == 1:
-            return footprint
-        return footprint.divide_by_ranks(self._token_channels, ranks)
-
-    @property
-    def _token_channels(self) -> int:
-        if self.is_derived:
-            return self._record_probe().calls[0].channels
-        config: Any = self.transformer.config
-        return int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-
-    @memoize_method
-    def count_kept_numbers(self, blocks: range, ranks: float, image: int, text: int) -> float:
-        """Count the numbers kept by some blocks for a whole generation, on each of so many ranks of tensor
-        parallelism."""
-        kept = self.get_footprint(ranks).kept
-        return sum(kept[block].count_numbers(image, text) for block in blocks)
+        return footprint if ranks == 1 else footprint.divide_by_ranks(channels, ranks)
 
     @cached_property
     def _tensor_cuts(self) -> TensorCuts:
@@ -352,15 +334,15 @@ class PlanSubject:
         return tuple(counts)
 
     @memoize_method
-    def count_parameters(self, blocks: range, ranks: float) -> int:
-        """Count the parameters of some blocks on each of so many ranks of tensor parallelism."""
-        count = 0
-        for block in blocks:
-            count += self.parameter_counts.blocks[block]
-            if ranks > 1:
-                sharded = self.sharded_parameters[block]
-                count += math.ceil(sharded / ranks) - sharded
-        return count
+    def count_block_parameters(self, ranks: float) -> tuple[int, ...]:
+        """Count the parameters of each block on each of so many ranks of tensor parallelism."""
+        whole = self.parameter_counts.blocks
+        if ranks == 1:
+            return whole
+        counts = []
+        for count, sharded in zip(whole, self.sharded_parameters, strict=True):
+            counts.append(count - sharded + math.ceil(sharded / ranks))
+        return tuple(counts)
 
     @cached_property
     def _cost_model(self) -> CostModel:
@@ -373,19 +355,22 @@ class PlanSubject:
             return 0.0
         # A VAE of frames keeps some of them alive, so its peak depends on their number.
         if self.scale.frames:
-            return count_frame_decoder_numbers(self.decoder, self.coder, self.scale.channels, frames)
+            count = partial(count_decoder_numbers, self.coder, self.decoder, self.scale.channels)
+            return count_on_line(count, frames)
         if self.decodes is not None:
             return self.decodes
-        return count_decoder_numbers(self.decoder, self.coder)
+        return count_decoder_numbers(self.coder, self.decoder)
 
     @memoize_method
     def count_decode_work(self, frames: int = 1) -> DecodeWork:
         """Count the work to decode so many latent frames."""
         if self.decoder is None:
             return DecodeWork(0.0, 0)
-        if self.scale.frames:
-            return count_decode_work(self.coder, self.decoder, self.scale.channels, frames)
-        return count_decode_work(self.coder, self.decoder, "latent_channels")
+        count = partial(count_decode_work, self.coder, self.decoder, self.scale.channels)
+        if not self.scale.frames:
+            return count()
+        work = count(min(frames, FRAMES[1]))
+        return work._replace(operations=count_on_line(lambda number: count(number).operations, frames))
 
     @staticmethod
     def count_prompt_tokens(call: CallArguments, shape: Shape) -> int:
@@ -399,7 +384,7 @@ class PlanSubject:
         # Text in the sequence is counted with its tokens.
         if self.family.joint != "none":
             return 0
-        if self.is_derived and self.recorder is not None:
+        if self.recorder is not None:
             return self.recorder.count_text_tokens(call)
         # The default of PixArt-Sigma, a family with text in cross attention.
         return int(call.get("max_sequence_length") or 300)
@@ -418,7 +403,7 @@ class PlanSubject:
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
         """List (field of a plan, value) that lower a rank's memory at no cost in the loop."""
         options = []
-        if not self.is_derived or self.divides_decode:
+        if self.divides_decode:
             options.append(("vae", "rows"))
         if all(encoder is not None and can_split_encoder(encoder) for encoder in self.encoders):
             options.append(("text", "split"))
@@ -426,23 +411,25 @@ class PlanSubject:
 
     def can_run_plan(self, plan: Plan) -> bool:
         """Return whether its family can run under a plan, by the table of families (`ditile models`)."""
-        if not self.is_derived:
-            return True
         if self._find_holes(plan):
             return False
         # Grouped queries have fewer heads of keys, which tensor parallelism must divide too.
         heads, _ = self.attention_heads
         return round(heads * self.transformer_work.key_heads) % plan.tensor == 0
 
+    @cached_property
+    def _holes(self) -> Mapping[str, str]:
+        """Return the columns that the table of families does not hold for it, each with the reason."""
+        return find_holes(type(self.transformer), self.pipeline.__name__)
+
     def _find_holes(self, plan: Plan) -> dict[str, str]:
         """Return the reason for each axis of a plan not supported by its family."""
-        holes = find_holes(type(self.transformer), self.pipeline.__name__)
         reasons = {}
         for axis in AXES:
             columns = COLUMNS[axis] if getattr(plan, axis) > 1 else ()
             for column in columns:
-                if column in holes:
-                    reasons[axis] = holes[column]
+                if column in self._holes:
+                    reasons[axis] = self._holes[column]
         return reasons
 
     def fill_arguments(self, call: CallArguments) -> CallArguments:
@@ -570,8 +557,10 @@ class PlanSubject:
     def _find_grid(self, height: int, width: int, first: RecordedCall) -> Grid:
         """Return the rows to cut patches at: of every frame of latents `[B, .., H, W]`, or of the flattened tokens."""
         flat = Grid(first.image, 1)
-        if not self.is_derived:
-            shown = first.arguments[self.block_hooks.anatomy.grid]
+        # The row of the family may name an argument that shows the rows.
+        shows_rows = self.block_hooks.anatomy.grid
+        if shows_rows:
+            shown = first.arguments[shows_rows]
             grid = read_token_grid(self.transformer, shown)
             return grid if grid.num_tokens == first.image else flat
         latents = first.arguments.get(find_latents_parameter(self.transformer))
@@ -596,8 +585,14 @@ class PlanSubject:
             PlanError: if the plan does not fit.
             ModelError: if a text encoder cannot be split as it says.
         """
-        if self.is_derived:
-            self._check_derived_plan(plan)
+        kind = type(self.transformer).__name__
+        for axis, reason in self._find_holes(plan).items():
+            raise PlanError(f"{axis}={getattr(plan, axis)}: {kind} {reason}; `ditile models` says what it holds")
+        if plan.vae == "rows" and not self.divides_decode:
+            raise PlanError(
+                f"vae=rows: whether {self.coder.__name__} can be divided by rows is only seen when it is loaded; "
+                "use vae=whole"
+            )
         if plan.references is not None and not shape.references:
             raise PlanError(
                 f"references={plan.references}: no tokens of reference images are known of this call of "
@@ -614,7 +609,7 @@ class PlanSubject:
         if key not in self._stages:
             # The numbers of a call are of the type that weights will be loaded in; here they are of torch's default.
             costs = None
-            if not self.is_derived:
+            if self.family.example is not None:
                 costs = replace(self._cost_model, itemsize=min(size, 4))
             self._stages[key] = divide_blocks(self.block_hooks, plan, costs)
         weights = self.parameter_counts
@@ -627,16 +622,6 @@ class PlanSubject:
             weights=weights,
             stages=self._stages[key],
         )
-
-    def _check_derived_plan(self, plan: Plan) -> None:
-        kind = type(self.transformer).__name__
-        for axis, reason in self._find_holes(plan).items():
-            raise PlanError(f"{axis}={getattr(plan, axis)}: {kind} {reason}; `ditile models` says what it holds")
-        if plan.vae == "rows" and not self.divides_decode:
-            raise PlanError(
-                f"vae=rows: whether {self.coder.__name__} can be divided by rows is only seen when it is loaded; "
-                "use vae=whole"
-            )
 
 
 def _renew_numbers(value: Any) -> Any:

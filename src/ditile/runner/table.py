@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ditile.plan.cost import PlannedCall, count_key_store_bytes, count_traffic_in_step
+from ditile.plan.cost import PlannedCall, count_traffic_in_step
 from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AXES, Plan, compute_coordinates
 from ditile.plan.simulate import bound_speedup
@@ -57,7 +57,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
             _format_blocks(planned.blocks),
             tokens,
             _format_parameters(num_parameters),
-            format_bytes(count_key_store_bytes(planned)),
+            format_bytes(planned.kept_key_bytes),
             "\n".join(traffic) or "0 B",
         )
     num_blocks = len(job.weights.blocks)
