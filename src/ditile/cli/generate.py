@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ditile
@@ -192,7 +192,7 @@ def build_outcome(
 
 def _prepare_runner(
     request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
-) -> tuple[Any, Runner, dict[str, Any]]:
+) -> tuple[Any, Runner, CallArguments]:
     """Load the pipeline, and return it with its runner and the conditions of its calls."""
     silence_libraries()
     check_request_by_files(request, plan, cache)
@@ -256,7 +256,7 @@ def _build_lines_call(
     lines: Sequence[PromptLine],
     request: GenerateOptions,
     plan: Plan,
-    conditions: Mapping[str, Any],
+    conditions: CallArguments,
 ) -> CallArguments:
     """Build the call for the images of some lines: one line, or a batch over the replicas."""
     seeds = [line.seed for line in lines]

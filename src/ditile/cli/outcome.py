@@ -9,7 +9,6 @@ import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ditile.cache.report import format_steps
 from ditile.model.recording.recorded_calls import format_recorded_calls, sum_recorded_calls
@@ -55,7 +54,7 @@ def compute_median_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObje
 SECONDS = ("total", "text", "denoise", "decode")
 MAX_ITEMS_SHOWN = 4
 """Files that are named one by one."""
-_NO_REPORT: Mapping[str, Any] = {
+_NO_REPORT: JsonObject = {
     "steps": 0,
     "synchronous": [],
     "warmup_mode": "serial",

@@ -8,11 +8,11 @@ import functools
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from ditile.distributed import env
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
+from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import check_weight_source, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
@@ -40,7 +40,7 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
 
 async def predict_call(
     model: str, plan: Plan, components: Mapping[str, str] | None = None, profile: str | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the prediction of `ditile plan` for a plan on this machine, as JSON types; empty if the machine was never
     measured.
 

@@ -60,7 +60,7 @@ ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 
 
 PipelineFactory = Callable[[Plan | None], Any]
 """See `run_plan_checks`."""
-ArgumentsFactory = Callable[[Any], dict[str, Any]]
+ArgumentsFactory = Callable[[Any], CallArguments]
 
 
 def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ditile.plan.errors import PlanError
-from ditile.plan.option_classes import Seconds, get_option_types, iterate_literals, parse_option
+from ditile.plan.option_classes import CallArguments, Seconds, get_option_types, iterate_literals, parse_option
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -108,11 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser, cls: Any, *, title: str, left
             for flag in field.metadata["aliases"]:
                 group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, type=str, help=f"as {names[0]}")
         for flag, value in field.metadata["switches"].items():
-            switch: dict[str, Any] = {"action": "store_const", "const": value, "help": f"as {names[0]} {value}"}
+            switch: CallArguments = {"action": "store_const", "const": value, "help": f"as {names[0]} {value}"}
             group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, **switch)
 
 
-def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> tuple[list[str], dict[str, Any]]:
+def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> tuple[list[str], CallArguments]:
     """Return the names and the keyword arguments of `add_argument` for an option."""
     metadata = field.metadata
     names = [format_flag(field.name), *metadata["aliases"]]
@@ -169,7 +169,7 @@ def make_text_reader(cls: type, name: str) -> Any:
     return read
 
 
-def collect_arguments(cls: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+def collect_arguments(cls: Any, arguments: argparse.Namespace) -> CallArguments:
     """Return the given flags of `cls` as keyword arguments."""
     values = {}
     for field in dataclasses.fields(cls):

@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -57,7 +56,7 @@ from ditile.planner.recording.recorded import (
     RecordedStep,
 )
 from ditile.runner.load import convert_build_errors
-from ditile.runner.model_files import DENOISERS
+from ditile.runner.model_files import DENOISERS, ComponentFiles, ModelSource
 from ditile.runner.requests.conditions import bind_conditions, check_picture_count, read_call_conditions
 from ditile.runner.weights.prequantized import StoredWeights
 
@@ -118,11 +117,11 @@ class PlanSubject:
     def from_configs(
         cls,
         name: str,
-        source: Path | str,
+        source: ModelSource,
         given: Collection[str] = (),
         *,
         has_controlnet: bool = False,
-        components: Mapping[str, str] | None = None,
+        components: ComponentFiles | None = None,
     ) -> PlanSubject:
         """Read the pipeline of a folder or hub id. Only its configs are read.
 

@@ -30,7 +30,7 @@ from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.plan.errors import ModelError
-from ditile.plan.option_classes import check_values
+from ditile.plan.option_classes import CallArguments, check_values
 from ditile.runner.report import CallMeter
 
 StepNumber = Annotated[int, Field(ge=0)]
@@ -83,7 +83,7 @@ class StepEndCallbacks:
         self,
         pipe: Any,
         mesh: Mesh,
-        call: dict[str, Any],
+        call: CallArguments,
         device: torch.device,
         meter: CallMeter,
         is_stopped: Callable[[], bool],
@@ -113,7 +113,7 @@ class StepEndCallbacks:
         self._order = 1
         self._bar: Any = None
 
-    def install_callbacks(self, stack: ExitStack, call: dict[str, Any]) -> StepCallbacks:
+    def install_callbacks(self, stack: ExitStack, call: CallArguments) -> StepCallbacks:
         """Replace the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
         if self._callback is not None or self._gathers_tensors:
             call["callback_on_step_end"] = self._handle_micro_step_end
@@ -205,11 +205,11 @@ class StepEndCallbacks:
         schedulers."""
         return step == self._steps - 1 or (step + 1) % self._order == 0
 
-    def _handle_micro_step_end(self, pipe: Any, _: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    def _handle_micro_step_end(self, pipe: Any, _: int, timestep: Any, tensors: CallArguments) -> CallArguments:
         step = self.loop.closing_step
         if step is None:
             return {}
-        answer: dict[str, Any] = {}
+        answer: CallArguments = {}
         if self._callback:
             is_guided = getattr(pipe, "do_classifier_free_guidance", None)
             returned = self._callback(pipe, step, timestep, dict(tensors))

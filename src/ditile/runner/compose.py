@@ -73,6 +73,7 @@ from ditile.plan.anatomy import Anatomy
 from ditile.plan.cost import make_token_split
 from ditile.plan.errors import ModelError, PlanError, StateError, StoppedError
 from ditile.plan.numbers import format_bytes
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import CallFamily, Weights, count_images
 from ditile.runner.user_code import list_user_code
@@ -226,7 +227,7 @@ class Composition:
 
     @contextmanager
     def install_for_call(
-        self, callbacks: StepCallbacks, call: Mapping[str, Any], decisions: AgreementGroups | None, *, first: bool
+        self, callbacks: StepCallbacks, call: CallArguments, decisions: AgreementGroups | None, *, first: bool
     ) -> Iterator[Loop]:
         """Install all strategies for one call, on the pipeline's present scheduler.
 
@@ -363,7 +364,7 @@ class Composition:
                 raise
             agreement.close_channels()
 
-    def _surround_calls(self, stack: ExitStack, batch: DataCfgBatch, call: Mapping[str, Any]) -> LoopForecasts | None:
+    def _surround_calls(self, stack: ExitStack, batch: DataCfgBatch, call: CallArguments) -> LoopForecasts | None:
         """Put caches of whole calls around the models until the stack is closed. None if there are none."""
         caches = [cache for cache in self.model_caches if isinstance(cache, CallCache)]
         if not caches:
@@ -587,7 +588,7 @@ def _take_own_weights(
     # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out: a model that cannot be cut is refused
     # while every model is whole.
     keep = options.keep_weights
-    shards: list[dict[str, Any]] = []
+    shards: list[CallArguments] = []
     if plan.tensor > 1:
         for hooks in block_hooks.models:
             shards.append(_match_shard(hooks, plan, mesh["tensor"], keep=keep))
@@ -817,7 +818,7 @@ def _build_warmup_group(
     return WarmupGroup(mesh, block_hooks, stages[mesh.stage_index], weight_stream, may_rest=may_rest)
 
 
-def _match_shard(hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool) -> dict[str, Any]:
+def _match_shard(hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool) -> CallArguments:
     """Return how tensor parallelism cuts a model. Raises `ModelError` if it cannot."""
     model = hooks.transformer
     loaded: tuple[int, ...] = ()

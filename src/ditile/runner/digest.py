@@ -19,6 +19,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from ditile.model.hooks.compile import unwrap_compiled
+from ditile.plan.option_classes import CallArguments, JsonObject
 
 SHORT = 300
 """Characters of a description sent in full; of a longer one the beginning and a checksum are sent."""
@@ -26,7 +27,7 @@ PLACES_OF_ADAPTERS = ("target_modules", "base_model_name_or_path", "revision", "
 """The items of an adapter's config that may differ between ranks."""
 
 
-def describe_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def describe_call(call: CallArguments) -> JsonObject:
     """Describe each argument that is not None. Callbacks are left out, since only one rank may have them."""
     described = {}
     for name, value in call.items():
@@ -35,10 +36,10 @@ def describe_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return described
 
 
-def describe_state(pipe: Any, device: torch.device) -> dict[str, Any]:
+def describe_state(pipe: Any, device: torch.device) -> JsonObject:
     """Describe the scheduler, configs, dtypes, autocast and type of device. Besides the arguments, an image depends
     on these."""
-    state: dict[str, Any] = {"device": device.type, "autocast": "off"}
+    state: JsonObject = {"device": device.type, "autocast": "off"}
     if torch.is_autocast_enabled(device.type):
         state["autocast"] = str(torch.get_autocast_dtype(device.type))
     for name, part in pipe.components.items():

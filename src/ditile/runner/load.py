@@ -40,7 +40,7 @@ from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
 from ditile.plan.errors import DitileError, LoadError, ModelError, join_error_lines
 from ditile.plan.extras import require_torchvision
-from ditile.plan.option_classes import checked
+from ditile.plan.option_classes import CallArguments, JsonObject, checked
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.runner.compose import divide_into_stages
 from ditile.runner.model_files import (
@@ -50,8 +50,10 @@ from ditile.runner.model_files import (
     MODULAR_MARK,
     STEMS,
     TRANSFORMER,
+    ComponentFiles,
     ConfigValues,
     IndexValues,
+    ModelSource,
     check_config_counts,
     check_hub_access,
     check_stored_types,
@@ -76,6 +78,8 @@ from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_ba
 STEM = STEMS[0]
 LOG = logging.getLogger(__name__)
 CHOOSE = "for another one give --model NAME --transformer FILE"
+Components = dict[str, Any]
+"""Component of a pipeline -> what was loaded."""
 LOADED_WHOLE = "%s is loaded whole on every rank and then divided: %s"
 _BUILD_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
@@ -108,7 +112,7 @@ def load(
     plan: Plan | None = None,
     variant: str | None = None,
     transformer: str | None = None,
-    components: Mapping[str, str] | None = None,
+    components: ComponentFiles | None = None,
 ) -> diffusers.DiffusionPipeline | diffusers.ModularPipeline:
     """Load the pipeline of a bundled model, a folder or a hub id onto the CPU.
 
@@ -146,7 +150,7 @@ def load(
             stack.enter_context(report_download_progress(source))
         check_component_packages(source)
         refuse_unknown_components(source, read_model_index(source), files)
-        partial: dict[str, Any] = {}
+        partial: Components = {}
         if plan is not None:
             partial = load_partial_components(source, plan, rank, weight_dtype, variant, files)
         loaded = dict(partial)
@@ -176,7 +180,7 @@ def load(
     return pipe
 
 
-def choose_weight_dtype(source: Path | str, dtype: torch.dtype | str | None) -> torch.dtype:
+def choose_weight_dtype(source: ModelSource, dtype: torch.dtype | str | None) -> torch.dtype:
     """Return `dtype` if it is given, otherwise the type chosen by `choose_dtype_name`."""
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -237,13 +241,13 @@ def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, s
 
 
 def load_partial_components(
-    source: Path | str,
+    source: ModelSource,
     plan: Plan,
     rank: int,
     dtype: torch.dtype,
     variant: str | None = None,
-    files: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+    files: ComponentFiles | None = None,
+) -> Components:
     """Load the components read in part by a rank of a plan. diffusers reads the others whole.
 
     Raises:
@@ -251,7 +255,7 @@ def load_partial_components(
         LoadError: if files or weights are missing or corrupt.
     """
     placement = _choose_placement(plan, rank)
-    partial: dict[str, Any] = {}
+    partial: Components = {}
     for component in _list_components(source):
         name = component.name
         is_denoiser = DENOISER_NAME.fullmatch(name) is not None
@@ -288,7 +292,7 @@ def _choose_placement(plan: Plan, rank: int) -> EncoderPlacement:
     return EncoderPlacement.choose_placement(plan, image.index(rank))
 
 
-def find_pipeline_kind(source: Path | str) -> Any:
+def find_pipeline_kind(source: ModelSource) -> Any:
     """Return the class of a pipeline; of a modular one, the pipeline itself without its components.
 
     Returns:
@@ -308,9 +312,7 @@ def find_pipeline_kind(source: Path | str) -> Any:
     return cls
 
 
-def load_modular_pipeline(
-    source: Path | str, dtype: torch.dtype, variant: str | None, loaded: Mapping[str, Any]
-) -> Any:
+def load_modular_pipeline(source: ModelSource, dtype: torch.dtype, variant: str | None, loaded: Components) -> Any:
     """Load a modular pipeline with all components of its blocks. Some of them are loaded already."""
     pipe = find_pipeline_kind(source)
     pipe.register_components(**{name: part for name, part in loaded.items() if name in pipe.component_names})
@@ -323,7 +325,7 @@ def load_modular_pipeline(
             if not is_hub_id(place):
                 raise LoadError(f"{place}/{name} is missing, and the index of {source} names it; copy the whole model")
             check_hub_access(place, "*")
-        options: dict[str, Any] = {}
+        options: CallArguments = {}
         # Tokenizers and schedulers have no weights, and refuse these arguments.
         if not isinstance(spec.type_hint, type) or issubclass(spec.type_hint, nn.Module):
             options["use_safetensors"] = True
@@ -340,7 +342,7 @@ def load_modular_pipeline(
 
 
 def load_whole_models(
-    source: Path | str, dtype: torch.dtype, variant: str | None = None, *, apart: Collection[str] = ()
+    source: ModelSource, dtype: torch.dtype, variant: str | None = None, *, apart: Collection[str] = ()
 ) -> dict[str, nn.Module]:
     """Load the models not in `apart` whole. Each is checked first for all of its weights.
 
@@ -370,9 +372,9 @@ def load_whole_models(
     return models
 
 
-def load_shared_components(source: Path | str, *, apart: Collection[str] = ()) -> dict[str, Any]:
+def load_shared_components(source: ModelSource, *, apart: Collection[str] = ()) -> Components:
     """Load tokenizers and schedulers from the folder of another bundled model if they lie there."""
-    shared: dict[str, Any] = {}
+    shared: Components = {}
     if not isinstance(source, Path):
         return shared
     for component in _list_components(source):
@@ -418,7 +420,7 @@ def load_partial_transformer(
 
 
 def load_component_file(
-    source: Path | str, file: str, plan: Plan, rank: int, dtype: torch.dtype, name: str = TRANSFORMER
+    source: ModelSource, file: str, plan: Plan, rank: int, dtype: torch.dtype, name: str = TRANSFORMER
 ) -> nn.Module:
     """Load a pipeline's component with the weights of a file: a rank's share if the plan divides it.
 
@@ -440,7 +442,7 @@ def load_component_file(
     return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype, row_blocks)
 
 
-def check_component_file(source: Path | str, name: str, file: str) -> ConvertedFile | None:
+def check_component_file(source: ModelSource, name: str, file: str) -> ConvertedFile | None:
     """Check a file for `load_component_file` by its header. The errors are the same.
 
     Returns:
@@ -453,7 +455,7 @@ def check_component_file(source: Path | str, name: str, file: str) -> ConvertedF
     return None
 
 
-def _find_file_class(source: Path | str, name: str, file: str) -> Any:
+def _find_file_class(source: ModelSource, name: str, file: str) -> Any:
     """Return the class of a component with weights in a file. Raises `ModelError` if it is not a model."""
     component = next(part for part in _list_components(source) if part.name == name)
     if component.cls is None or not issubclass(component.cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
@@ -462,7 +464,7 @@ def _find_file_class(source: Path | str, name: str, file: str) -> Any:
 
 
 def _load_encoder_file(
-    source: Path | str, name: str, model_class: Any, file: str, placement: EncoderPlacement, dtype: torch.dtype | None
+    source: ModelSource, name: str, model_class: Any, file: str, placement: EncoderPlacement, dtype: torch.dtype | None
 ) -> nn.Module:
     """Load a rank's part of a transformers model with the weights of a file; without a dtype on the meta device."""
     locate = _locate_component_files(source, name)
@@ -471,7 +473,7 @@ def _load_encoder_file(
         raise ModelError(f"{path} is of quantized weights, and those of {file} are not; remove its quantization_config")
     # The file has only weights; the config and class of the encoder are in the pipeline's folder.
     config = model_class.config_class.from_pretrained(path.parent)
-    options: dict[str, Any] = {"config": config, "config_place": path.parent}
+    options: CallArguments = {"config": config, "config_place": path.parent}
     if locate("generation_config.json") is not None:
         options["generation_config"] = transformers.GenerationConfig.from_pretrained(path.parent)
     with open_encoder_file(Path(file), model_class, config) as opened:
@@ -483,7 +485,7 @@ def _load_encoder_file(
     return encoder
 
 
-def _match_component_file(source: Path | str, name: str, model_class: Any, file: str) -> ConvertedFile:
+def _match_component_file(source: ModelSource, name: str, model_class: Any, file: str) -> ConvertedFile:
     """Match the tensors of a file to a component. Its config in the pipeline may be that of another model.
 
     Raises:
@@ -574,7 +576,7 @@ def _has_unsaved_tensors(module: nn.Module) -> bool:
     return has_tensor or bool(module._non_persistent_buffers_set)
 
 
-def _locate_component_files(source: Path | str, name: str) -> LocateFile:
+def _locate_component_files(source: ModelSource, name: str) -> LocateFile:
     """Return a function to locate the files of a component, in a folder or on the hub."""
     if isinstance(source, Path):
         return locate_in_folder(find_component_folder(source, name))
@@ -589,12 +591,12 @@ def _locate_component_files(source: Path | str, name: str) -> LocateFile:
     return locate_hub_file
 
 
-def locate_component_file(source: Path | str, name: str, file: str) -> Path | None:
+def locate_component_file(source: ModelSource, name: str, file: str) -> Path | None:
     """Return a file of a component; None if there is no such file."""
     return _locate_component_files(source, name)(file)
 
 
-def read_model_index(source: Path | str) -> dict[str, Any]:
+def read_model_index(source: ModelSource) -> JsonObject:
     """Read the index of a pipeline: name -> [library, class]. In a modular pipeline a dict with the location is added.
 
     Raises:
@@ -607,7 +609,7 @@ def read_model_index(source: Path | str) -> dict[str, Any]:
     return read_json_object(path, IndexValues)
 
 
-def check_component_packages(source: Path | str) -> None:
+def check_component_packages(source: ModelSource) -> None:
     """Check that torchvision is installed if a component needs it. Raises `ModelError` otherwise."""
     for component in _list_components(source):
         if component.library == "transformers" and _lacks_torchvision(component.cls):
@@ -625,7 +627,7 @@ def _lacks_torchvision(cls: Any) -> bool:
     return "torchvision" in getattr(transformers.AutoVideoProcessor, "_backends", ())
 
 
-def _list_components(source: Path | str) -> list[_Component]:
+def _list_components(source: ModelSource) -> list[_Component]:
     """List the components of a pipeline stored next to its index."""
     components = []
     for name, (library, class_name) in list_own_components(source, read_model_index(source)):
@@ -673,7 +675,7 @@ def _open_prequantized(checkpoint: Checkpoint, config: Path) -> PrequantizedChec
     return prequantized
 
 
-def count_quantized_components(source: Path | str, apart: Collection[str] = ()) -> dict[str, StoredWeights]:
+def count_quantized_components(source: ModelSource, apart: Collection[str] = ()) -> dict[str, StoredWeights]:
     """Count the quantized weights of each transformer not in `apart`, by the files of a folder or of the hub's cache.
 
     Raises:
@@ -700,8 +702,8 @@ def count_quantized_components(source: Path | str, apart: Collection[str] = ()) 
 
 
 def _collect_source_options(
-    source: Path | str, name: str, locate: LocateFile, variant: str | None
-) -> tuple[str, dict[str, Any]]:
+    source: ModelSource, name: str, locate: LocateFile, variant: str | None
+) -> tuple[str, CallArguments]:
     """Return the source of a component for `from_pretrained`: its folder or hub id, and keyword arguments."""
     place, options = name_component_source(source, name)
     if variant is not None and _has_variant_files(locate, variant):

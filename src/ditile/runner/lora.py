@@ -30,7 +30,7 @@ from ditile.parallel.text.parts import FREED, read_placement
 from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.numbers import is_number
-from ditile.plan.option_classes import checked
+from ditile.plan.option_classes import CallArguments, checked
 from ditile.runner.model_files import DENOISERS, TRANSFORMER, is_hub_id, refuse_out_of_memory
 from ditile.runner.weights.lora_keys import LoraKeyFilter, NothingHereError
 
@@ -113,7 +113,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         )
 
 
-def _locate_source(source: Any, label: str, kwargs: dict[str, Any]) -> str:
+def _locate_source(source: Any, label: str, kwargs: CallArguments) -> str:
     """Return the folder or hub id of a LoRA. If the name of its file is known, it is put into the arguments.
 
     Raises:

@@ -38,7 +38,17 @@ from ditile.model.known import (
 from ditile.plan.errors import LoadError, ModelError, join_error_lines, suggest_nearest
 from ditile.plan.extras import require_extra
 from ditile.plan.numbers import is_number
-from ditile.plan.option_classes import Count, Frames, Pixels, Scale, Steps, checked, describe_wrong_value
+from ditile.plan.option_classes import (
+    CallArguments,
+    Count,
+    Frames,
+    JsonObject,
+    Pixels,
+    Scale,
+    Steps,
+    checked,
+    describe_wrong_value,
+)
 
 PERIOD = 1.0
 """Seconds between two looks at a folder that grows."""
@@ -86,6 +96,10 @@ MOST_TENSORS = 30_000
 # Endings read by torch.load, which runs code from the file.
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
+ModelSource = Path | str
+"""The folder of a pipeline, or its hub id."""
+ComponentFiles = Mapping[str, str]
+"""Component of a pipeline -> the file with its weights."""
 PlainValue = str | bool | int | Scale | None
 
 
@@ -134,7 +148,7 @@ class WeightMap(FileValues):
 
 
 @checked()
-def defaults(model: str) -> dict[str, Any]:
+def defaults(model: str) -> CallArguments:
     """Return the call arguments for a model: its size, steps, guidance and others. The command line uses them too.
 
         runner(prompt, **ditile.defaults("shapes-flux"))
@@ -154,7 +168,7 @@ def defaults(model: str) -> dict[str, Any]:
     return call
 
 
-def read_generation_defaults(model: str) -> dict[str, Any]:
+def read_generation_defaults(model: str) -> CallArguments:
     """Return the result of `defaults` and the frame rate of video files, which is not a call argument."""
     source = _locate_model(model, weights=False)
     if isinstance(source, str):
@@ -166,8 +180,8 @@ def read_generation_defaults(model: str) -> dict[str, Any]:
 
 
 def find_model_source(
-    name: str, variant: str | None = None, *, weights: bool = True, components: Mapping[str, str] | None = None
-) -> Path | str:
+    name: str, variant: str | None = None, *, weights: bool = True, components: ComponentFiles | None = None
+) -> ModelSource:
     """Return the folder of a bundled or local model, or the hub id itself.
 
     Args:
@@ -206,7 +220,7 @@ def find_model_source(
 
 
 def collect_component_files(
-    transformer: str | None, components: Mapping[str, str] | Iterable[str] | None
+    transformer: str | None, components: ComponentFiles | Iterable[str] | None
 ) -> dict[str, str]:
     """Return the file with the weights of each component.
 
@@ -294,7 +308,7 @@ def _read_format(path: Path) -> str:
     return "of no known format"
 
 
-def _locate_model(name: str, *, weights: bool) -> Path | str:
+def _locate_model(name: str, *, weights: bool) -> ModelSource:
     """Return the folder or hub id of a model without looking at its files."""
     if not name or not isinstance(name, str | Path):
         raise ModelError(_describe_unknown_model(name))
@@ -359,7 +373,7 @@ def find_index_file(folder: Path) -> Path | None:
     return None
 
 
-def list_own_components(source: Path | str, index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def list_own_components(source: ModelSource, index: JsonObject) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield the name and (library, class) of components stored next to a pipeline's index.
 
     Args:
@@ -383,7 +397,7 @@ def list_own_components(source: Path | str, index: Mapping[str, Any]) -> Iterato
                 yield name, (library, class_name)
 
 
-def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
+def _is_beside_index(source: ModelSource, name: str, place: Any) -> bool:
     """Return whether a component of a modular pipeline lies next to the index. The index names its original
     location."""
     if place == source:
@@ -393,7 +407,7 @@ def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
     return (source / name).is_dir() or (isinstance(place, str) and Path(place).resolve() == source.resolve())
 
 
-def refuse_unknown_components(source: Path | str, index: Mapping[str, Any], names: Iterable[str]) -> None:
+def refuse_unknown_components(source: ModelSource, index: JsonObject, names: Iterable[str]) -> None:
     """Check that a pipeline's index has all of the components. Raises `ModelError` otherwise."""
     known = []
     for name, (library, _) in list_own_components(source, index):
@@ -602,7 +616,7 @@ def refuse_missing_weights(names: Collection[str], place: Path) -> None:
         raise LoadError(f"{place} lacks {len(names)} weight(s), such as {min(names)}; copy it again")
 
 
-def check_config_counts(config: Mapping[str, Any], path: Path | str) -> None:
+def check_config_counts(config: JsonObject, path: Path | str) -> None:
     """Raise `LoadError` for a config with more layers or timesteps than any model. Building it would not end."""
     for name, value in config.items():
         for pattern, most in MOST_IN_CONFIGS.items():
@@ -610,7 +624,7 @@ def check_config_counts(config: Mapping[str, Any], path: Path | str) -> None:
                 _check_config_count(name, value, most, path)
 
 
-def count_one_of_each(config: Mapping[str, Any]) -> dict[str, int]:
+def count_one_of_each(config: JsonObject) -> dict[str, int]:
     """Return changes to a config that leave one block of each kind."""
     changes = {}
     for name, value in config.items():
@@ -627,7 +641,7 @@ def _check_config_count(name: str, value: Any, most: int, path: Path | str) -> N
         raise LoadError(f"{path} says {name}={value}, and no model has more than {most}; copy it again")
 
 
-def choose_dtype_name(source: Path | str, dtype: str | None, *, on_gpu: bool | None = None) -> str:
+def choose_dtype_name(source: ModelSource, dtype: str | None, *, on_gpu: bool | None = None) -> str:
     """Return the name of `dtype` if it is given, otherwise bfloat16 on GPUs and float32 for bundled models.
 
     Args:
@@ -652,7 +666,7 @@ def choose_dtype_name(source: Path | str, dtype: str | None, *, on_gpu: bool | N
     return "bfloat16" if on_gpu else "float32"
 
 
-def read_json_object(path: Path, kind: type[FileValues] = FileValues) -> dict[str, Any]:
+def read_json_object(path: Path, kind: type[FileValues] = FileValues) -> JsonObject:
     """Return the object in a file of JSON. Raises `LoadError` if there is none, or a value is none of its kind."""
     try:
         content = files.parse_json(files.read_text(path))

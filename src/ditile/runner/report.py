@@ -5,13 +5,13 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 
 from ditile.distributed.trace import DeviceClock, GenerationTrace
 from ditile.distributed.transport import Traffic
 from ditile.model.recording.recorded_calls import RecordedCalls
+from ditile.plan.option_classes import JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Report:
         """Return the bytes of all kinds together."""
         return sum(self.sent.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Convert the report to JSON types."""
         return asdict(self) | {"bytes_sent": self.bytes_sent}
 

@@ -80,7 +80,7 @@ from ditile.plan.errors import (
     quote_value,
 )
 from ditile.plan.extras import import_lab
-from ditile.plan.option_classes import check_value, checked
+from ditile.plan.option_classes import CallArguments, JsonObject, check_value, checked
 from ditile.plan.plan import Facts, Plan, suggest_whole_images
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.shape import CallFamily, Shape, count_images, fill_call_defaults
@@ -288,7 +288,7 @@ class Runner:
             raise StateError("this runner was restored; switch its pipeline between calls")
         if self.is_running:
             raise StateError("this runner is in the middle of a call; switch its pipeline between calls")
-        components: dict[str, Any] = {}
+        components: CallArguments = {}
         # The current pipeline last, as its components are the newest.
         for pipe in (*(pipe for pipe, _ in self._pipes.values()), self.pipe):
             # A class of the family may take only some of them.
@@ -365,7 +365,7 @@ class Runner:
                 )
 
     @note_shared_call()
-    def reports(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[JsonObject]:
         """Gather `report` of every rank in JSON types, in rank order, on every rank. All ranks must call it.
 
         Raises:
@@ -435,7 +435,7 @@ class Runner:
         rank = f"rank {self.mesh.rank} of {self.plan.world} on {self.devices[self.mesh.rank]}"
         return f"<Runner of {type(self.pipe).__name__}: {self.plan}; {rank}>"
 
-    def _derive_and_divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _derive_and_divide(self, args: tuple[Any, ...], kwargs: CallArguments) -> None:
         """Derive unknown models from the arguments of the first call, and divide the pipeline.
 
         Raises:
@@ -443,7 +443,7 @@ class Runner:
             StateError: if the ranks were called with different arguments.
         """
 
-        def describe(call: dict[str, Any]) -> dict[str, Any]:
+        def describe(call: CallArguments) -> JsonObject:
             return {"call": digest.describe_call(call), "is_spoiled": self.mesh.groups.is_spoiled}
 
         call, everyone = _agree_on_result(lambda: self._bind_arguments(args, kwargs), self.mesh, describe)
@@ -461,7 +461,7 @@ class Runner:
         finally:
             self.pipe.__class__ = class_now
 
-    def _run_pipeline(self, call: dict[str, Any], output_on: str, watcher: StepWatch) -> Any:
+    def _run_pipeline(self, call: CallArguments, output_on: str, watcher: StepWatch) -> Any:
         parts = self._parts
         mesh = self.mesh
         first_only = output_on == "first"
@@ -527,11 +527,11 @@ class Runner:
     def _agree_on_call(
         self,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: CallArguments,
         output_name: str,
-        options: dict[str, Any],
+        options: CallArguments,
         watch: StepWatch,
-    ) -> dict[str, Any]:
+    ) -> CallArguments:
         """Return the arguments by name. Raises on every rank if one refuses the call, or they were called
         differently."""
         parts = self._parts
@@ -540,7 +540,7 @@ class Runner:
         if self.mesh.everyone is None:
             return bind()
 
-        def describe(call: dict[str, Any]) -> dict[str, Any]:
+        def describe(call: CallArguments) -> JsonObject:
             # The class comes first, because the first difference is named.
             described = digest.describe_call({"pipeline": self._pipeline_class.__name__} | call | options)
             described |= digest.describe_state(self.pipe, parts.device)
@@ -568,18 +568,18 @@ class Runner:
             self._decisions = None
         return call
 
-    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bind_arguments(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
         """Return the arguments of the pipeline's call by name."""
         try:
-            call: dict[str, Any] = dict(self._signature.bind(*args, **kwargs).arguments)
+            call: CallArguments = dict(self._signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
             raise ModelError(f"{self._pipeline_class.__name__}: {error}") from None
-        rest: dict[str, Any] = call.pop(self._rest, {})
+        rest: CallArguments = call.pop(self._rest, {})
         return call | rest
 
     def _bind_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output_name: str, output_on: Any, watch: Any
-    ) -> dict[str, Any]:
+        self, args: tuple[Any, ...], kwargs: CallArguments, output_name: str, output_on: Any, watch: Any
+    ) -> CallArguments:
         """Return the arguments by name. Raises for faults in them or in the named output that are seen on this rank
         only."""
         if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
@@ -603,12 +603,12 @@ class Runner:
             self._check_call(call)
         return call
 
-    def _count_iterations(self, call: Mapping[str, Any]) -> int | None:
+    def _count_iterations(self, call: CallArguments) -> int | None:
         """Return the maximum number of steps in a call; None if it is not known."""
         steps = self._fill_defaults(call).get("num_inference_steps")
         return count_most_iterations(self.pipe, call, steps if isinstance(steps, int) else None)
 
-    def _check_call(self, call: Mapping[str, Any]) -> None:
+    def _check_call(self, call: CallArguments) -> None:
         """Check that this rank can run a call exactly. Raises `ModelError` otherwise."""
         steps = self._fill_defaults(call).get("num_inference_steps")
         iterations = self._count_iterations(call)
@@ -627,7 +627,7 @@ class Runner:
         if self._parts.block_hooks.chain and not is_fresh:
             self._advise_once(describe_stale_statistics(self.pipe, self._fill_defaults(call)))
 
-    def _explain_step_refusal(self, call: Mapping[str, Any], steps: int | None) -> str | None:
+    def _explain_step_refusal(self, call: CallArguments, steps: int | None) -> str | None:
         """Return why the actions of a call between and at the ends of its steps cannot be exact, or None."""
         reason = None
         # Without known blocks there are no patches: every rank steps whole images.
@@ -648,7 +648,7 @@ class Runner:
             reason = reason or explain_callback_refusal(self.pipe, self._fill_defaults(call), steps)
         return reason
 
-    def _fill_defaults(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def _fill_defaults(self, call: CallArguments) -> CallArguments:
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
         return defaults | dict(call)
 
@@ -658,16 +658,16 @@ class Runner:
             LOG.warning(advice)
         self._advised.add(advice)
 
-    def _describe_weights(self) -> dict[str, Any]:
+    def _describe_weights(self) -> JsonObject:
         """Describe the LoRAs and quantized weights of the divided model, and the type of each parameter."""
-        described: dict[str, Any] = digest.describe_loras({"transformer": self._parts.model})
+        described: JsonObject = digest.describe_loras({"transformer": self._parts.model})
         described["the number of quantized weights"] = len(list_quantized_parameters(self._parts.model))
         for model in self._parts.list_partial_models():
             for name, parameter in model.named_parameters():
                 described[f"{type(model).__name__}.{name}"] = parameter.dtype
         return described
 
-    def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
+    def _check_call_fits_plan(self, call: CallArguments) -> None:
         """Check before anything runs that a call fits the plan. Raises `PlanError` otherwise."""
         rule = None
         if self.plan.cfg > 1:
@@ -695,7 +695,7 @@ class Runner:
         bound = bound_speedup(PatchSchedule.from_plan(self.plan, shape.steps, replica.batch), replica.calls)
         self._advise_once(self.plan.advice(bound))
 
-    def _build_call_shape(self, call: Mapping[str, Any], family: CallFamily) -> Shape:
+    def _build_call_shape(self, call: CallArguments, family: CallFamily) -> Shape:
         model = self._parts.model
         config: Any = model.config
         scale = self.pipe.vae_scale_factor
@@ -707,8 +707,8 @@ class Runner:
 
 
 def _agree_on_result(
-    run: Callable[[], Result], mesh: Mesh, describe: Callable[[Result], dict[str, Any]] = lambda result: {}
-) -> tuple[Result, list[dict[str, Any]]]:
+    run: Callable[[], Result], mesh: Mesh, describe: Callable[[Result], JsonObject] = lambda result: {}
+) -> tuple[Result, list[JsonObject]]:
     """Return a function's result on this rank, and its description on each rank. If it raises on one rank, all ranks
     raise.
 

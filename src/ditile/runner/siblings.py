@@ -15,6 +15,7 @@ from torch import nn
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import CallArguments
 
 
 def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, Any]) -> Any:
@@ -33,8 +34,8 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
     name = kind.__name__
     needed, settings = builder._get_signature_keys(builder)
     types = builder._get_signature_types()
-    arguments: dict[str, Any] = {}
-    shared: dict[str, Any] = {}
+    arguments: CallArguments = {}
+    shared: CallArguments = {}
     missing: list[str] = []
     # The signature has both: components, and settings that are kept in the config.
     for key in {*needed, *settings}:

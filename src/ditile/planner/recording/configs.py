@@ -29,6 +29,8 @@ from ditile.runner.load import check_component_file, count_quantized_components,
 from ditile.runner.model_files import (
     DENOISERS,
     MODULAR_MARK,
+    ComponentFiles,
+    ModelSource,
     check_config_counts,
     list_own_components,
     read_json_object,
@@ -63,18 +65,18 @@ class PipelineConfigs:
         stored: transformer -> the format of its weights, if they are in a file of its own or quantized.
     """
 
-    source: Path | str
+    source: ModelSource
     pipeline: Any
     index: JsonObject
     kind: Any
     transformer: JsonObject
     coder: Any
     vae: JsonObject
-    places: Mapping[str, Path | str] = field(default_factory=dict)
+    places: Mapping[str, ModelSource] = field(default_factory=dict)
     stored: Mapping[str, StoredWeights] = field(default_factory=dict)
 
     @classmethod
-    def read_source(cls, source: Path | str, components: Mapping[str, str] | None = None) -> PipelineConfigs:
+    def read_source(cls, source: ModelSource, components: ComponentFiles | None = None) -> PipelineConfigs:
         """Read only configs.
 
         Args:
@@ -88,7 +90,7 @@ class PipelineConfigs:
         files = components or {}
         stored: dict[str, StoredWeights] = {}
         index = read_model_index(source)
-        places = dict[str, Path | str]()
+        places = dict[str, ModelSource]()
         # A modular pipeline says in an index of its own where its parts are.
         if MODULAR_MARK in index:
             index, places = _read_modular_index(source, index)
@@ -182,7 +184,7 @@ class PipelineConfigs:
         pipe = build_recorded_pipeline(self.locate_component, self.pipeline, self.index, parts)
         return PipelineRecorder(pipe, *hooks)
 
-    def locate_component(self, name: str) -> Path | str:
+    def locate_component(self, name: str) -> ModelSource:
         """Return the folder or hub id of a component."""
         return self.places.get(name, self.source)
 
@@ -219,7 +221,7 @@ def _list_unlisted_encoders(pipeline: Any, index: JsonObject) -> dict[str, list[
     return encoders
 
 
-def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObject, dict[str, Path | str]]:
+def _read_modular_index(source: ModelSource, index: JsonObject) -> tuple[JsonObject, dict[str, ModelSource]]:
     """Read the index of the ordinary pipeline for a modular one's transformer, and the locations of its components.
 
     Raises:
@@ -232,7 +234,7 @@ def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObje
             "which makes the same; give the degrees"
         )
     parts = {part: [*entry] for part, entry in list_own_components(source, index)}
-    places = dict[str, Path | str]()
+    places = dict[str, ModelSource]()
     for part, entry in index.items():
         has_place = isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)
         if part not in parts and has_place:
@@ -243,7 +245,7 @@ def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObje
     return {"_class_name": name, **parts}, places
 
 
-def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int | None:
+def _count_encoder_parameters(source: ModelSource, name: str, kind: str) -> int | None:
     """Count the parameters of a text encoder; None if transformers has no such class, or the config cannot be read."""
     kinds = getattr(transformers, kind, None)
     if kinds is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ditile.model.pipeline_calls import COUNTS, find_call_owner
@@ -56,7 +56,7 @@ def build_object_arguments(
     request: GenerateOptions,
     seeds: Sequence[int],
     *,
-    conditions: Mapping[str, Any] | None = None,
+    conditions: CallArguments | None = None,
     alone: bool | None = None,
 ) -> CallArguments:
     """Build the objects among the call arguments: generators, the same on every rank, and the call's inputs.
@@ -85,7 +85,7 @@ def build_batch_call(
     request: GenerateOptions,
     seeds: Sequence[int],
     *,
-    conditions: Mapping[str, Any] | None = None,
+    conditions: CallArguments | None = None,
 ) -> CallArguments:
     """Build one call for several images of one shape, each with its own prompt and seed.
 

@@ -344,14 +344,14 @@ class CacheOptions(Fields):
         parallelism = self._load_config_file().get("parallelism_config")
         return None if parallelism is None else parallelism.cp_plan
 
-    def collect_plan_values(self, flag_values: dict[str, Any]) -> dict[str, Any]:
+    def collect_plan_values(self, flag_values: JsonObject) -> JsonObject:
         """Collect the values of a `Plan` from its own flags, from --parallel-type, and from --config.
 
         Raises:
             PlanError: if --parallel-type is given without torchrun, or its ranks cannot be divided so.
         """
         parallelism = self._load_config_file().get("parallelism_config")
-        values: dict[str, Any] = {}
+        values: JsonObject = {}
         if parallelism is not None:
             defaults = Plan().to_dict()
             for name, value in parallelism.to_plan().to_dict().items():

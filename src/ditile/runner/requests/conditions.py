@@ -161,7 +161,7 @@ def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | 
     return None
 
 
-def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: int | None = None) -> CallArguments:
+def bind_conditions(call: CallConditions, contents: CallArguments, copies: int | None = None) -> CallArguments:
     """Build the arguments of a call for its conditions.
 
     Args:

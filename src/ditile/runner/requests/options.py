@@ -213,7 +213,7 @@ class GenerateOptions(CallOptions):
                 raise ModelError(f"{name}={value!r} goes with an image; add {format_flag(needed[0])} FILE")
 
     @property
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self) -> CallArguments:
         """Return the inputs besides words: option -> its file. For `image` it is all files."""
         values = {name: getattr(self, name) for name in ("image", "mask", "control_image", "video", "last_image")}
         return drop_missing(values)

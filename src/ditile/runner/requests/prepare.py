@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,14 @@ from ditile.plan.errors import LoadError, ModelError, PlanError
 from ditile.plan.numbers import format_bytes, is_whole_number
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
-from ditile.runner.model_files import DENOISERS, TRANSFORMER, find_model_source, refuse_unknown_components
+from ditile.runner.model_files import (
+    DENOISERS,
+    TRANSFORMER,
+    ComponentFiles,
+    ModelSource,
+    find_model_source,
+    refuse_unknown_components,
+)
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import Status
 from ditile.runner.requests.options import EngineOptions
@@ -39,7 +46,7 @@ def prepare_runner(
     *,
     conditions: Collection[str] = (),
     controlnet: str | None = None,
-    components: Mapping[str, str] | None = None,
+    components: ComponentFiles | None = None,
 ) -> tuple[Any, Runner]:
     """Prepare a pipeline on this rank: divided, quantized and with its cache. All ranks call it.
 
@@ -95,7 +102,7 @@ def prepare_runner(
     return pipe, runner
 
 
-def _check_pipeline_class(source: Path | str, plan: Plan, cache: CacheOptions) -> None:
+def _check_pipeline_class(source: ModelSource, plan: Plan, cache: CacheOptions) -> None:
     """Raise `ModelError` for a class that cannot run here or take the LoRAs, and `PlanError` for cfg without guidance
     to divide."""
     from ditile.model.pipeline_calls import read_guidance_rule
@@ -120,7 +127,7 @@ def _check_pipeline_class(source: Path | str, plan: Plan, cache: CacheOptions) -
         raise PlanError(reason)
 
 
-def _describe_weights(source: Path | str) -> str:
+def _describe_weights(source: ModelSource) -> str:
     """Describe the bytes of weights in a model's folder. Empty for a model of the hub, which may not be fetched yet."""
     if not isinstance(source, Path):
         return ""

@@ -53,7 +53,7 @@ def build_png_texts(
     plan: Plan,
     cache: CacheOptions,
     call: CallArguments,
-    conditions: Mapping[str, Any] | None,
+    conditions: CallArguments | None,
     promise: JsonObject | None,
 ) -> dict[str, str]:
     """Build the texts of an image's file about how it was made, without its prompt and seed.
@@ -67,7 +67,7 @@ def build_png_texts(
     if config.get("schedule") is not None:
         config["schedule"] = pictures.hide_local_path(config["schedule"])
     # A server keeps the inputs of requests under names of its own, so they are described by size and content.
-    described: dict[str, Any] = {}
+    described: JsonObject = {}
     for name, value in (conditions or {}).items():
         if name == "image":
             described[name] = [_describe_frames([image], is_video=False) for image in value]

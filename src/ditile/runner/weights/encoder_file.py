@@ -7,7 +7,7 @@ transformers' names and with its changes for the architecture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_models
 
 from ditile.plan.errors import LoadError, join_error_lines
 from ditile.runner.model_files import FLOATS, FP8
-from ditile.runner.weights.single_file import CONVERSION_ERRORS, ConvertedTensor, FileTensor, SingleFile
+from ditile.runner.weights.single_file import CONVERSION_ERRORS, ConvertedTensor, FileTensors, SingleFile
 
 _SECTIONS = {"general", "tokenizer"}
 """Entries in transformers' list of GGUF architectures that are not architectures."""
@@ -76,9 +76,7 @@ class EncoderTensor(ConvertedTensor):
         return block.unpack_rows(self.tensor.replay_operations(self.read_stored))[index]
 
 
-def _rename_tensors(
-    path: Path, architecture: str, tensors: Mapping[str, FileTensor], kind: Any, config: Any
-) -> dict[str, FileTensor]:
+def _rename_tensors(path: Path, architecture: str, tensors: FileTensors, kind: Any, config: Any) -> FileTensors:
     """Rename the tensors of GGUF for a model, and undo the changes of its architecture to them."""
     known = set(gguf_models.GGUF_SUPPORTED_ARCHITECTURES) - _SECTIONS
     # Files of T5 without a decoder are of "t5encoder".

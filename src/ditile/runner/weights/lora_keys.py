@@ -36,6 +36,8 @@ from ditile.parallel.tensor.sharding import ShardedTransformer
 from ditile.plan.errors import ModelError
 
 LOG = logging.getLogger(__name__)
+LoraState = dict[str, Any]
+"""Key of a LoRA -> its tensor or number."""
 NUM_NAMED = 3
 """Keys that a message names; of the others it says how many they are."""
 PEFT_FACTORS = {".lora_A.": ".lora_down.", ".lora_B.": ".lora_up."}
@@ -134,11 +136,11 @@ class LoraKeyFilter:
         """Return the components changed by a LoRA on other ranks but not on this one."""
         return self._dropped - self._kept
 
-    def _select_applied_keys(self, loaded_state: Any) -> dict[str, Any]:
-        state: dict[str, Any] = loaded_state[0] if isinstance(loaded_state, tuple) else loaded_state
+    def _select_applied_keys(self, loaded_state: Any) -> LoraState:
+        state: LoraState = loaded_state[0] if isinstance(loaded_state, tuple) else loaded_state
         return {key: value for key, value in state.items() if self._is_applied(key, state)}
 
-    def _is_applied(self, key: str, state: Mapping[str, Any]) -> bool:
+    def _is_applied(self, key: str, state: LoraState) -> bool:
         """Return whether a key leads to a layer of the pipeline on any rank. One factor without the other does not
         count.
 
@@ -174,7 +176,7 @@ class LoraKeyFilter:
             )
         return True
 
-    def _find_problem(self, key: str, state: Mapping[str, Any], layer: Any) -> str:
+    def _find_problem(self, key: str, state: LoraState, layer: Any) -> str:
         """Return why a layer cannot take a value of a LoRA; empty if it can."""
         value = state[key]
         shape = list(value.shape)
@@ -211,7 +213,7 @@ class LoraKeyFilter:
             return f"of shape {shape} does not fit .lora_B.weight of shape {up}"
         return ""
 
-    def _check_alphas(self, values: Mapping[str, Any]) -> None:
+    def _check_alphas(self, values: LoraState) -> None:
         """Check that each alpha is one finite number. Raises `ModelError` otherwise."""
         for key, value in values.items():
             if not key.endswith(".alpha"):
@@ -223,9 +225,7 @@ class LoraKeyFilter:
                     "one finite number; take a file that is whole"
                 )
 
-    def _find_config(
-        self, component: str, state: Mapping[str, Any], alphas: Sequence[Any], metadata: Mapping[str, Any] | None
-    ) -> Any:
+    def _find_config(self, component: str, state: LoraState, alphas: Sequence[Any], metadata: LoraState | None) -> Any:
         """Return diffusers' config for the adapter of a whole component.
 
         Args:
@@ -247,7 +247,7 @@ class LoraKeyFilter:
             # LoHa, IA3 and others, which diffusers does not load either.
             named = ", ".join(sorted(state)[:NUM_NAMED])
             raise ModelError(f"lora={self._label!r} has no LoRA or LoKr factors for the {component}: {named}")
-        own_alphas: dict[str, Any] = {}
+        own_alphas: LoraState = {}
         for table in alphas:
             own_alphas |= _strip_component(component, table or {})
         own_metadata = None if metadata is None else _strip_component(component, metadata)
@@ -269,7 +269,7 @@ class LoraKeyFilter:
             )
         return config
 
-    def _check_layers_are_alike(self, factors: Mapping[str, Any]) -> None:
+    def _check_layers_are_alike(self, factors: LoraState) -> None:
         """Raise `ModelError` if a layer lacks a bias or a magnitude and others have it. peft would leave it empty."""
         layers = {key.partition(".lora_B.weight")[0] for key in factors if key.endswith(".lora_B.weight")}
         for leaf in (".lora_B.bias", ".lora_magnitude_vector"):
@@ -291,9 +291,7 @@ class LoraKeyFilter:
             self._whole_parts[component] = whole
         return self._whole_parts.get(component)
 
-    def _report_unapplied_keys(
-        self, file_keys: Sequence[str], state: Mapping[str, Any], applied: Mapping[str, Any]
-    ) -> None:
+    def _report_unapplied_keys(self, file_keys: Sequence[str], state: LoraState, applied: LoraState) -> None:
         """Log the keys without a layer to take them. Raises `ModelError` if none has one."""
         if not applied:
             raise ModelError(
@@ -318,13 +316,13 @@ class LoraKeyFilter:
             )
 
 
-def _strip_component(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _strip_component(component: str, values: LoraState) -> LoraState:
     """Return a component's part of a table, without its name."""
     prefix = f"{component}."
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
-def _measure_ranks(part: nn.Module, factors: dict[str, Any], *, is_text: bool) -> tuple[dict[str, Any], dict[str, int]]:
+def _measure_ranks(part: nn.Module, factors: LoraState, *, is_text: bool) -> tuple[LoraState, dict[str, int]]:
     """Return factors under peft's names, and the rank of each layer by the rule of diffusers' loaders."""
     ranks = {}
     if is_text:

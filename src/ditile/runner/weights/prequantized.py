@@ -23,6 +23,7 @@ from ditile.parallel.block_formats import RowBlocks, describe_row_blocks, take_p
 from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.errors import LoadError, PlanError, join_error_lines
 from ditile.plan.extras import require_extra, require_quantizer
+from ditile.plan.option_classes import JsonObject
 from ditile.runner.model_files import open_safetensors
 from ditile.runner.weights.checkpoint import Checkpoint, OpenedTensors
 
@@ -121,8 +122,8 @@ class TorchaoWeights:
     """
 
     parts: Parts
-    descriptions: Mapping[str, Mapping[str, Any]]
-    build: Callable[[Mapping[str, Any]], Tensor]
+    descriptions: Mapping[str, JsonObject]
+    build: Callable[[JsonObject], Tensor]
 
     @classmethod
     def read_metadata(cls, metadata: Mapping[str, str], place: Path) -> TorchaoWeights:
@@ -278,7 +279,7 @@ class PrequantizedCheckpoint:
                         plain += numbers
         return StoredWeights(quantized, plain, quantized_bytes)
 
-    def build_checkpoint(self, model: Any, dtype: torch.dtype, config: Mapping[str, Any] | None = None) -> Checkpoint:
+    def build_checkpoint(self, model: Any, dtype: torch.dtype, config: JsonObject | None = None) -> Checkpoint:
         """Build the checkpoint of a model without weights, after preparing it for quantized ones like diffusers.
 
         Args:

@@ -30,6 +30,7 @@ from ditile.model.known import KnownModel, find_known_model, list_known_models
 from ditile.parallel.block_formats import RowBlocks, locate_number
 from ditile.plan.errors import LoadError
 from ditile.plan.extras import require_extra
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.runner.model_files import (
     FLOATS,
     FP8,
@@ -87,7 +88,7 @@ class _Operation(NamedTuple):
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: CallArguments
     place: int | None = None
 
 
@@ -168,6 +169,10 @@ class FileTensor(Tensor):
         return result if place is None else result[place]  # type: ignore[no-any-return]
 
 
+FileTensors = dict[str, FileTensor]
+"""Name of a tensor -> the tensor."""
+
+
 def _list_operands(operation: _Operation) -> list[FileTensor]:
     return [leaf for leaf in tree_leaves(operation.args) if isinstance(leaf, FileTensor)]
 
@@ -186,7 +191,7 @@ class SingleFile:
     """
 
     path: Path
-    tensors: Mapping[str, FileTensor]
+    tensors: FileTensors
     open_file: OpenTensors
     gguf: GgufTensors | None = None
     prequantized: PrequantizedCheckpoint | None = None
@@ -256,7 +261,7 @@ class SingleFile:
         return ""
 
     @property
-    def own_tensors(self) -> dict[str, FileTensor]:
+    def own_tensors(self) -> FileTensors:
         """Return the transformer's tensors, without ComfyUI's prefix."""
         prefix = self.prefix
         return {name.removeprefix(prefix): self.tensors[name] for name in self.tensors if name.startswith(prefix)}
@@ -276,7 +281,7 @@ class SingleFile:
             numbers[tensor.stored_type + scaled] += math.prod(tensor.get_own_shape())
         return numbers
 
-    def convert_tensors(self, model_class: Any, config: Path) -> dict[str, FileTensor]:
+    def convert_tensors(self, model_class: Any, config: Path) -> FileTensors:
         """Return the tensors needed by a model, under its own names.
 
         Args:
@@ -304,8 +309,8 @@ class SingleFile:
         return tensors
 
     def _rename_tensors(
-        self, class_name: str, config: Mapping[str, Any], tensors: dict[str, FileTensor]
-    ) -> tuple[dict[str, FileTensor], set[str]]:
+        self, class_name: str, config: JsonObject, tensors: FileTensors
+    ) -> tuple[FileTensors, set[str]]:
         """Rename tensors by diffusers' conversion. Return them, and the names left over."""
         loadable: Any = SINGLE_FILE_LOADABLE_CLASSES.get(class_name)
         if loadable is None:
@@ -313,7 +318,7 @@ class SingleFile:
         # The function takes the values it uses out of this.
         remaining = dict(tensors)
         try:
-            renamed: dict[str, FileTensor] = loadable["checkpoint_mapping_fn"](checkpoint=remaining, config=config)
+            renamed: FileTensors = loadable["checkpoint_mapping_fn"](checkpoint=remaining, config=config)
         except KeyError as error:
             raise LoadError(f"{self.path} lacks the weight {error} of a {class_name}") from error
         except CONVERSION_ERRORS as error:
@@ -329,7 +334,7 @@ class SingleFile:
     def _check_tensors(
         self,
         class_name: str,
-        tensors: Mapping[str, FileTensor],
+        tensors: FileTensors,
         model_tensors: Mapping[str, Tensor],
         unused: set[str],
     ) -> None:
@@ -382,7 +387,7 @@ class ConvertedFile:
     file: SingleFile
     model_class: Any
     config: Path
-    tensors: Mapping[str, FileTensor]
+    tensors: FileTensors
 
     @classmethod
     def match_config(cls, file: SingleFile, model_class: Any, own_config: Path | None) -> ConvertedFile:
@@ -464,7 +469,7 @@ class _ConvertedTensors:
     """An open file under the names of a model; `quantized` are the weights that stay so."""
 
     opened: OpenedTensors
-    tensors: Mapping[str, FileTensor]
+    tensors: FileTensors
     quantized: frozenset[str]
 
     def offset_keys(self) -> list[str]:
@@ -514,7 +519,7 @@ class ConvertedTensor:
         return stored.scale.replay_operations(self.read_stored)
 
 
-def _attach_scales(path: Path, tensors: Mapping[str, FileTensor], opened: OpenedTensors) -> dict[str, FileTensor]:
+def _attach_scales(path: Path, tensors: FileTensors, opened: OpenedTensors) -> FileTensors:
     """Attach the scales in an open file to its fp8 weights, and return the tensors without them.
 
     Raises:
