@@ -204,7 +204,6 @@ def refused_by_model(capsys: pytest.CaptureFixture[str], model: str, *words: str
     [
         ("--cache --w 1", "Fn_compute_blocks=8: all 5 blocks of .* always compute "),
         ("--cache --Fn 1 --steps-mask 1/1", "has 2 steps and the generation 4"),
-        ("-q --quantize-type int4_w4a4", "int4_w4a4 has no kernel"),
         ("--cache --Fn 1 --w 1 --attn nothing", "attention='nothing' is not known"),
     ],
 )

@@ -22,7 +22,7 @@ import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
 from ditile.runner.model_files import read_generation_defaults
-from ditile.runner.requests import arguments, videos
+from ditile.runner.requests import arguments, results, videos
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import check_num_frames, find_frame_rate
@@ -77,7 +77,7 @@ def test_the_bundled_model_draws_its_caption() -> None:
 def test_an_animation_by_its_name(name: str, ends: int) -> None:
     """Its frames stay for as long as the rate says, which is not a whole number of the format's units."""
     video = np.random.default_rng(0).integers(0, 255, (5, 8, 8, 3), np.uint8)
-    videos.save_video_with_poster(video, Path(name), 16.0, {"prompt": "a"})
+    results.write_drawn(video, name, 16.0, {"prompt": "a"})
     with Image.open(name) as image:
         durations = []
         for frame in range(image.n_frames):  # type: ignore[attr-defined]

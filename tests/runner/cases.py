@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ditile.plan.plan import Plan
 from ditile.runner import compose
+from ditile.runner.load import list_components, load_model
 from ditile.runner.runner import Runner, parallelize
 from tests import tiny
 from tests.pool import Pool, share
@@ -44,6 +45,17 @@ def call_of(name: str, **changes: Any) -> dict[str, Any]:
     if embeds:
         call |= _embeddings(name, embeds)
     return call
+
+
+def load_parts(
+    source: Any, plan: Plan, rank: int, dtype: Any, variant: str | None = None, files: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """The models of which a rank reads a part."""
+    parts = {}
+    for part in list_components(source):
+        if part.is_divided(plan, rank):
+            parts[part.name] = load_model(part, plan, rank, dtype, variant, (files or {}).get(part.name))
+    return parts
 
 
 def run(pipe: Any, name: str, **changes: Any) -> Any:

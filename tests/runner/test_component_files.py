@@ -19,11 +19,11 @@ import ditile
 from ditile import LoadError, ModelError
 from ditile.plan.plan import Plan
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import load_component_file, load_partial_components
+from ditile.runner.load import load_component_file
 from ditile.runner.model_files import find_model_source
 from tests import tiny
 from tests.pool import Pool
-from tests.runner.cases import run
+from tests.runner.cases import load_parts, run
 from tests.runner.gguf_files import make_model
 from tests.runner.single_files import copy_weights, save_configs, save_encoder_gguf, save_gguf, save_single_file
 from tests.zoo import encoders
@@ -57,7 +57,7 @@ def draw_with_two_files(folder: str, files: dict[str, str]) -> list[str]:
     problems = []
     for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(tensor=2), 1e-5)):
         pipe = entry.make()
-        parts = load_partial_components(Path(folder), plan, dist.get_rank(), torch.float32, None, files)
+        parts = load_parts(Path(folder), plan, dist.get_rank(), torch.float32, None, files)
         assert parts.keys() == set(BOTH)
         pipe.register_modules(**parts)
         got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))

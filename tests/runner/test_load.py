@@ -22,9 +22,10 @@ import ditile
 from ditile import DitileError, LoadError, ModelError, PlanError
 from ditile.model.known import ASSETS, find_known_model, list_bundled_models
 from ditile.plan.plan import Plan
-from ditile.runner.load import load, load_partial_components
+from ditile.runner.load import load
 from ditile.runner.model_files import check_hub_access, check_weight_source, defaults, find_model_source
 from tests import tiny
+from tests.runner.cases import load_parts
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
@@ -59,7 +60,7 @@ def test_a_model_that_is_based_on_another_one() -> None:
     assert turbo.scheduler.config == base.scheduler.config
     assert turbo.tokenizer.get_vocab() == base.tokenizer.get_vocab() == turbo.tokenizer_2.get_vocab()
     source, plan = ASSETS / "shapes-flux-turbo", Plan(pipefusion=2, text="split")
-    parts = load_partial_components(source, plan, 1, torch.float32)
+    parts = load_parts(source, plan, 1, torch.float32)
     assert parts.keys() == {"transformer", "text_encoder", "text_encoder_2"}
     assert torch.equal(parts["transformer"].proj_out.weight, turbo.transformer.proj_out.weight)
 

@@ -20,12 +20,12 @@ from ditile import LoadError, StateError
 from ditile.model.hooks.placeholders import is_placeholder
 from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.plan import Plan
-from ditile.runner.load import STEM, load_partial_components
+from ditile.runner.load import STEM
 from ditile.runner.runner import parallelize
 from ditile.runner.weights.checkpoint import Checkpoint, locate_in_folder
 from tests import tiny
 from tests.pool import Pool
-from tests.runner.cases import run, same
+from tests.runner.cases import load_parts, run, same
 from tests.runner.loras import load as load_lora
 from tests.runner.loras import write
 
@@ -69,7 +69,7 @@ def test_what_is_read_is_what_diffusers_reads(models: dict[str, Path], family: s
     for text in ("first", "split"):
         seen: set[tuple[str, str]] = set()
         for rank in range(RANKS):
-            mine = load_partial_components(models[family], Plan(pipefusion=RANKS, text=text), rank, dtype)  # type: ignore[arg-type]
+            mine = load_parts(models[family], Plan(pipefusion=RANKS, text=text), rank, dtype)  # type: ignore[arg-type]
             for name, module in mine.items():
                 model = getattr(whole, name)
                 assert type(module) is type(model) and not module.training
@@ -145,11 +145,11 @@ def test_a_variant_is_read_where_there_is_one(models: dict[str, Path], tmp_path:
         pipe.transformer.save_pretrained(model / "transformer", variant="fp16", max_shard_size=size)
         whole = DiffusionPipeline.from_pretrained(model, variant="fp16", use_safetensors=True, dtype=torch.float32)
         plan = Plan(pipefusion=2, text="split")
-        mine = load_partial_components(model, plan, 0, torch.float32, "fp16")
+        mine = load_parts(model, plan, 0, torch.float32, "fp16")
         assert torch.equal(mine["transformer"].proj_out.bias, whole.transformer.proj_out.bias)
         assert mine["transformer"].proj_out.bias[0] == 7 and "text_encoder" in mine
         with pytest.raises(LoadError, match=f"neither {STEM}.safetensors nor {STEM}.safetensors.index.json"):
-            load_partial_components(model, plan, 0, torch.float32)
+            load_parts(model, plan, 0, torch.float32)
 
 
 def test_the_hub_is_asked_for_what_is_needed(
@@ -171,7 +171,7 @@ def test_the_hub_is_asked_for_what_is_needed(
     index = read_json(models["flux"] / "transformer" / f"{STEM}.safetensors.index.json")["weight_map"]
     for rank in range(2):
         fetched.clear()
-        made = load_partial_components("someone/something", Plan(pipefusion=2), rank, torch.float32)["transformer"]
+        made = load_parts("someone/something", Plan(pipefusion=2), rank, torch.float32)["transformer"]
         needed = {index[name] for name, _ in made.named_parameters()}
         assert {file for file in fetched if file.endswith("safetensors")} == needed < set(index.values())
 
@@ -182,7 +182,7 @@ def read_json(path: Path) -> Any:
 
 def message(model: Path | str, plan: Plan, kind: type[Exception] = LoadError, rank: int = 0) -> str:
     with pytest.raises(kind) as caught:
-        load_partial_components(model, plan, rank, torch.float32)
+        load_parts(model, plan, rank, torch.float32)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -205,14 +205,12 @@ def test_what_is_missing_is_said_on_every_rank(models: dict[str, Path], tmp_path
 
 def test_only_what_a_plan_divides_is_read_in_part(models: dict[str, Path]) -> None:
     """A failure means that a rank which needs all blocks lacks some."""
-    assert load_partial_components(models["flux"], Plan(), 0, torch.float32) == {}
-    assert load_partial_components(models["flux"], Plan(data=2, text="split"), 1, torch.float32) == {}
-    mine = load_partial_components(models["flux"], Plan(cfg=2, text="first"), 1, torch.float32)
+    assert load_parts(models["flux"], Plan(), 0, torch.float32) == {}
+    assert load_parts(models["flux"], Plan(data=2, text="split"), 1, torch.float32) == {}
+    mine = load_parts(models["flux"], Plan(cfg=2, text="first"), 1, torch.float32)
     assert list(mine) == ["text_encoder", "text_encoder_2"]
     hybrid = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
-    stages = [
-        held(load_partial_components(models["flux"], hybrid, rank, torch.float32)["transformer"]) for rank in range(16)
-    ]
+    stages = [held(load_parts(models["flux"], hybrid, rank, torch.float32)["transformer"]) for rank in range(16)]
     assert stages == ([held_by(0)] * 2 + [held_by(1)] * 2) * 4
 
 

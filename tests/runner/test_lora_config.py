@@ -15,7 +15,7 @@ from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.digest import describe_loras
-from ditile.runner.load import load, load_partial_components
+from ditile.runner.load import load
 
 MODEL = "shapes-flux"
 STAGES = 2
@@ -102,7 +102,7 @@ def test_a_stage_has_the_config_of_the_whole_file(case: str) -> None:
     seen: set[str] = set()
     for rank in range(STAGES):
         pipe = load(MODEL)
-        part = load_partial_components(ASSETS / MODEL, Plan(pipefusion=STAGES), rank, torch.float32)["transformer"]
+        part = load_parts(ASSETS / MODEL, Plan(pipefusion=STAGES), rank, torch.float32)["transformer"]
         pipe.register_modules(transformer=part)
         ditile.load_lora(pipe, dict(state))
         own = describe_layers(part)

@@ -21,12 +21,7 @@ from ditile import LoadError, ModelError
 from ditile.model.hooks.placeholders import count_parameter_bytes, count_tensor_bytes
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.runner.load import (
-    count_quantized_components,
-    load_component_file,
-    load_partial_components,
-    load_whole_models,
-)
+from ditile.runner.load import count_quantized_components, list_components, load_component_file, load_model
 from tests.pool import Pool
 from tests.runner.prequantized_files import FILE, compute_in_float32, make_pipeline, rewrite_file, save_quantized
 from tests.runner.single_files import save_configs
@@ -38,9 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def load_share(folder: Path, plan: Plan, rank: int) -> Any:
     """The transformer that a rank reads."""
-    if plan.divides_blocks:
-        return load_partial_components(folder, plan, rank, torch.float32)["transformer"]
-    return load_whole_models(folder, torch.float32)["transformer"]
+    (transformer,) = (part for part in list_components(folder) if part.name == "transformer")
+    return load_model(transformer, plan, rank, torch.float32)
 
 
 def list_parts(tensor: Any) -> list[Tensor]:
@@ -57,7 +51,7 @@ def list_parts(tensor: Any) -> list[Tensor]:
 def check_shares(folder: Path, name: str) -> None:
     """Two stages have the parts of all weights, bit for bit, and no rank more than its own."""
     theirs = dict(make_pipeline(name, folder).transformer.named_parameters())
-    whole = load_whole_models(folder, torch.float32)["transformer"]
+    whole = load_share(folder, Plan(), 0)
     assert count_parameter_bytes(whole) == sum(map(count_tensor_bytes, theirs.values()))
     seen = set()
     for rank in range(2):

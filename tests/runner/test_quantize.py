@@ -115,9 +115,8 @@ def test_what_a_kernel_cannot_take_is_left_and_reported(caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("quant_type", "options", "message"),
     [
-        ("float9", {}, "quant_type='float9' is not known; try float8_weight_only, int8_weight_only"),
+        ("float9", {}, "quant_type='float9' should be 'float8_weight_only', 'int8_weight_only'"),
         ("float8", {}, "float8 with per_row=True needs bfloat16, and the weights are float32.*per_row=False"),
-        ("int4_w4a4", {}, "int4_w4a4 has no kernel"),
         ("int8", {"exclude_layers": ["block", "_out", "embed"]}, "no layer to quantize: of 54 Linears 0 are quantized"),
     ],
 )

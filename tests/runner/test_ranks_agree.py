@@ -17,9 +17,10 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from peft import LoraConfig
 from PIL import Image
 
+from ditile.model.fingerprint import fingerprint
 from ditile.plan.errors import ModelError, PlanError, StateError
 from ditile.plan.plan import Plan
-from ditile.runner.digest import describe_call, describe_value
+from ditile.runner.digest import describe_call
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import on_ranks
@@ -62,7 +63,7 @@ def _values() -> list[Any]:
 
 def test_what_differs_is_described_unlike() -> None:
     """A failure means that two ranks draw a picture of neither: what they were given differs and is not noticed."""
-    described = [repr(describe_value(value)) for value in _values()]
+    described = [repr(fingerprint(value, "numbers")) for value in _values()]
     twins = {(i, k) for i, one in enumerate(described) for k in range(i) if one == described[k]}
     zeros = next(i for i, value in enumerate(_values()) if isinstance(value, torch.Tensor) and value.numel() == 2)
     assert twins == {(zeros + 1, zeros)}, "0 and 0 - 0 alone are one"
@@ -84,18 +85,18 @@ def test_what_is_alike_is_described_alike() -> None:
         (float("nan"), float("nan")),
     ]
     for one, other in alike:
-        assert describe_value(one) == describe_value(other), (one, other)
+        assert fingerprint(one, "numbers") == fingerprint(other, "numbers"), (one, other)
     assert describe_call({"a": None, "callback_on_step_end": print, "callback_steps": 2}) == {}
 
 
 def test_a_checksum_sees_each_bit_and_place() -> None:
     """A failure means that a difference in some places of a tensor is not seen."""
     octets = torch.zeros(2**22 + 13, dtype=torch.uint8)
-    described = {describe_value(octets)}
+    described = {fingerprint(octets, "numbers")}
     for place in (0, 7, 4096, 2**22, 2**22 + 12):
         for bit in (1, 128):
             octets[place] = bit
-            described.add(describe_value(octets))
+            described.add(fingerprint(octets, "numbers"))
         octets[place] = 0
     assert len(described) == 11
     signs = _draw(64).double()
@@ -103,7 +104,7 @@ def test_a_checksum_sees_each_bit_and_place() -> None:
     flipped[0][[3, 5]] *= -1
     flipped[1][[3, 6]] *= -1
     flipped[2][[3, 5]] = signs[[5, 3]]
-    assert len({describe_value(each) for each in (signs, -signs, *flipped)}) == 5
+    assert len({fingerprint(each, "numbers") for each in (signs, -signs, *flipped)}) == 5
 
 
 def _with_generators(kind: str, count: int) -> Any:

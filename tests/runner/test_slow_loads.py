@@ -64,7 +64,6 @@ def wait_for(asked: str, finished: str) -> str:
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.environ["HF_HUB_CACHE"])
         patch.setattr("ditile.runner.model_files.check_hub_access", lambda repository: None)  # as if the hub answered
         patch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
-        patch.setattr("ditile.runner.load.load_whole_models", lambda *_, **__: {})
         patch.setattr("ditile.runner.load.read_model_index", lambda _: {"_class_name": "FluxPipeline"})
         return str(load("owner/model"))
 

@@ -169,6 +169,29 @@ def plan_division(**arguments: Any) -> RankDivision:
 ParallelismConfig = plan_division
 
 
+QuantType = Literal[
+    "float8_weight_only",
+    "int8_weight_only",
+    "int4_weight_only",
+    "float8",
+    "int8",
+    "int4",
+    "bitsandbytes_4bit",
+    "fp8_w8a8_dq",
+    "fp8_w8a16_wo",
+    "int8_w8a8_dq",
+    "int8_w8a16_wo",
+    "int4_w4a8_dq",
+    "int4_w4a16_wo",
+    "float8_per_row",
+    "float8_per_tensor",
+    "float8_per_block",
+    "int8_per_row",
+    "int8_per_tensor",
+]
+"""The types of quantization; only `quantize` knows whether one runs on this device."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeConfig(Fields):
     """The settings of `ditile.quantize` as one config.
@@ -195,12 +218,12 @@ class QuantizeConfig(Fields):
         "filter_fn": "name layers in exclude_layers",
     }
 
-    quant_type: str = "float8_weight_only"
+    quant_type: QuantType = "float8_weight_only"
     exclude_layers: Sequence[str] | set[str] | frozenset[str] = ("embedder", "embed")
     per_row: bool = True
     group_size: int = 128
     components_to_quantize: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
-    precision_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
+    precision_plan: Mapping[str, QuantType] = field(default_factory=dict, hash=False)
     regional_quantize: bool = False
     repeated_blocks: Sequence[str] | set[str] | frozenset[str] = ()
     per_tensor_fallback: bool = False

@@ -88,20 +88,28 @@ _BUILD_ERRORS = (
 """The exceptions of diffusers and transformers for a config they cannot build."""
 
 
-class _Component(NamedTuple):
+class Component(NamedTuple):
     """A component with files next to the pipeline's index.
 
     Attributes:
+        source: of the pipeline.
         name: in the pipeline.
         library: the package of its class.
         class_name: of its class; None for an optional component that the pipeline lacks.
         cls: the class itself; None if it is in neither diffusers nor transformers.
     """
 
+    source: ModelSource
     name: str
     library: Any
     class_name: Any
     cls: type[Any] | None
+
+    def is_divided(self, plan: Plan, rank: int) -> bool:
+        """Return whether a rank of a plan reads a part of it. Other components are read whole."""
+        if DENOISER_NAME.fullmatch(self.name):
+            return plan.divides_blocks
+        return self.name.startswith("text_encoder") and _choose_placement(plan, rank) != WHOLE
 
 
 @checked()
@@ -150,14 +158,15 @@ def load(
             stack.enter_context(report_download_progress(source))
         check_component_packages(source)
         refuse_unknown_components(source, read_model_index(source), files)
-        partial: Components = {}
-        if plan is not None:
-            partial = load_partial_components(source, plan, rank, weight_dtype, variant, files)
-        loaded = dict(partial)
-        for component in files.keys() - partial.keys():
-            loaded[component] = load_component_file(source, files[component], Plan(), 0, weight_dtype, component)
-        # After the parts this rank has read itself. They are left out here.
-        loaded |= load_whole_models(source, weight_dtype, variant, apart=loaded)
+        loaded: Components = {}
+        divided = []
+        for component in list_components(source):
+            model = load_model(component, plan or Plan(), rank, weight_dtype, variant, files.get(component.name))
+            if model is None:
+                continue
+            loaded[component.name] = model
+            if component.is_divided(plan or Plan(), rank):
+                divided.append(model)
         loaded |= load_shared_components(source, apart=loaded)
         pipe: diffusers.DiffusionPipeline | diffusers.ModularPipeline
         if MODULAR_MARK in read_model_index(source):
@@ -171,12 +180,12 @@ def load(
             )
     if isinstance(source, str):
         # Of a folder `find_model_source` has checked them.
-        for part in _list_components(source):
-            config = locate_component_file(source, part.name, "config.json")
+        for component in list_components(source):
+            config = locate_component_file(source, component.name, "config.json")
             if config is not None:
                 check_stored_types(config.parent, variant)
-    if partial:
-        refuse_saving(ExitStack(), pipe, partial.values())
+    if divided:
+        refuse_saving(ExitStack(), pipe, divided)
     return pipe
 
 
@@ -240,50 +249,70 @@ def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, s
     return base, {**files, TRANSFORMER: name}
 
 
-def load_partial_components(
-    source: ModelSource,
-    plan: Plan,
-    rank: int,
-    dtype: torch.dtype,
-    variant: str | None = None,
-    files: ComponentFiles | None = None,
-) -> Components:
-    """Load the components read in part by a rank of a plan. diffusers reads the others whole.
+def load_model(
+    component: Component, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None = None, file: str | None = None
+) -> nn.Module | None:
+    """Load a component that is a model onto the CPU: what a rank of a plan needs of it.
+
+    Args:
+        file: with its weights; by default they are the pipeline's own.
+
+    Returns:
+        None for what is read with the pipeline, by its own loader: other components, classes from neither diffusers nor
+        transformers, and quantized models that only their quantizers can read.
 
     Raises:
         ModelError, PlanError: if the transformer cannot be divided so.
         LoadError: if files or weights are missing or corrupt.
     """
-    placement = _choose_placement(plan, rank)
-    partial: Components = {}
-    for component in _list_components(source):
-        name = component.name
-        is_denoiser = DENOISER_NAME.fullmatch(name) is not None
-        is_encoder = name.startswith("text_encoder")
-        in_part = (is_denoiser and plan.divides_blocks) or (is_encoder and placement != WHOLE)
-        if not in_part or component.class_name is None:
-            continue
-        if files is not None and name in files:
-            # A file of its own counts before the files of the folder.
-            partial[name] = load_component_file(source, files[name], plan, rank, dtype, name)
-            if is_encoder:
-                install_guards(ExitStack(), partial[name], name)
-            continue
-        locate = _locate_component_files(source, name)
-        config = _find_config(locate, name)
-        if component.cls is None:
+    source = component.source
+    name = component.name
+    cls = component.cls
+    is_divided = component.is_divided(plan, rank)
+    if not is_divided:
+        plan = Plan()
+        rank = 0
+    model: Any
+    locate = _locate_component_files(source, name)
+    if component.class_name is None:
+        return None
+    if file is not None:
+        # A file of its own counts before the files of the folder.
+        model = load_component_file(source, file, plan, rank, dtype, name)
+    elif cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
+        if is_divided:
             reason = f"its class {component.class_name} is in neither diffusers nor transformers"
             LOG.warning(LOADED_WHOLE, name, reason)
-        elif _is_quantized(config) and not (is_denoiser and _is_read_by_share(config)):
-            reason = "its weights are quantized, and only its quantizer can read them"
-            LOG.warning(LOADED_WHOLE, name, reason)
-        elif is_denoiser:
-            partial[name] = load_partial_transformer(component.cls, locate, config, plan, rank, dtype, variant=variant)
-        else:
-            place, options = _collect_source_options(source, name, locate, variant)
-            partial[name] = read_partial_encoder(component.cls, place, placement, dtype, **options)
-            install_guards(ExitStack(), partial[name], name)
-    return partial
+        return None
+    else:
+        config = _find_config(locate, name)
+        is_share_read = issubclass(cls, diffusers.ModelMixin) and _is_read_by_share(config)
+        if _is_quantized(config) and not is_share_read:
+            if is_divided:
+                LOG.warning(LOADED_WHOLE, name, "its weights are quantized, and only its quantizer can read them")
+            return None
+        place, options = _collect_source_options(source, name, locate, variant)
+        if is_share_read or (is_divided and issubclass(cls, diffusers.ModelMixin)):
+            return load_partial_transformer(cls, locate, config, plan, rank, dtype, variant=variant)
+        if not is_divided:
+            return _load_whole_model(cls, place, options, dtype, config.parent)
+        model = read_partial_encoder(cls, place, _choose_placement(plan, rank), dtype, **options)
+    if is_divided and not DENOISER_NAME.fullmatch(name):
+        install_guards(ExitStack(), model, name)
+    return model  # type: ignore[no-any-return]
+
+
+def _load_whole_model(cls: Any, place: str, options: CallArguments, dtype: torch.dtype, folder: Path) -> nn.Module:
+    """Load a model whole, and check that no weight was missing."""
+    # diffusers still calls it `torch_dtype` for models.
+    dtype_option = "torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype"
+    options[dtype_option] = dtype
+    model: nn.Module
+    model, info = cls.from_pretrained(place, use_safetensors=True, output_loading_info=True, **options)
+    # Not buffers: missing ones are computed, such as tables of positions.
+    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    refuse_missing_weights(parameters & set(info["missing_keys"]), folder)
+    return model
 
 
 def _choose_placement(plan: Plan, rank: int) -> EncoderPlacement:
@@ -341,43 +370,12 @@ def load_modular_pipeline(source: ModelSource, dtype: torch.dtype, variant: str 
     return pipe
 
 
-def load_whole_models(
-    source: ModelSource, dtype: torch.dtype, variant: str | None = None, *, apart: Collection[str] = ()
-) -> dict[str, nn.Module]:
-    """Load the models not in `apart` whole. Each is checked first for all of its weights.
-
-    Quantized models are not among them, nor classes from neither diffusers nor transformers: their own loaders read
-    them, with the pipeline.
-    """
-    models: dict[str, nn.Module] = {}
-    for component in _list_components(source):
-        name = component.name
-        cls: Any = component.cls
-        if name in apart or cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
-            continue
-        locate = _locate_component_files(source, name)
-        config = _find_config(locate, name)
-        if issubclass(cls, diffusers.ModelMixin) and _is_read_by_share(config):
-            models[name] = load_partial_transformer(cls, locate, config, Plan(), 0, dtype, variant=variant)
-        if _is_quantized(config):
-            continue
-        place, options = _collect_source_options(source, name, locate, variant)
-        # diffusers still calls it `torch_dtype` for models.
-        dtype_option = "torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype"
-        options[dtype_option] = dtype
-        models[name], info = cls.from_pretrained(place, use_safetensors=True, output_loading_info=True, **options)
-        # Not buffers: missing ones are computed, such as tables of positions.
-        parameters = {key for key, _ in models[name].named_parameters(remove_duplicate=False)}
-        refuse_missing_weights(parameters & set(info["missing_keys"]), config.parent)
-    return models
-
-
 def load_shared_components(source: ModelSource, *, apart: Collection[str] = ()) -> Components:
     """Load tokenizers and schedulers from the folder of another bundled model if they lie there."""
     shared: Components = {}
     if not isinstance(source, Path):
         return shared
-    for component in _list_components(source):
+    for component in list_components(source):
         cls: Any = component.cls
         folder = find_component_folder(source, component.name)
         if component.name not in apart and cls is not None and folder.parent != source:
@@ -457,7 +455,7 @@ def check_component_file(source: ModelSource, name: str, file: str) -> Converted
 
 def _find_file_class(source: ModelSource, name: str, file: str) -> Any:
     """Return the class of a component with weights in a file. Raises `ModelError` if it is not a model."""
-    component = next(part for part in _list_components(source) if part.name == name)
+    component = next(part for part in list_components(source) if part.name == name)
     if component.cls is None or not issubclass(component.cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
         raise ModelError(f"{name} of {source} is a {component.class_name}, which is not read from one file ({file})")
     return component.cls
@@ -611,7 +609,7 @@ def read_model_index(source: ModelSource) -> JsonObject:
 
 def check_component_packages(source: ModelSource) -> None:
     """Check that torchvision is installed if a component needs it. Raises `ModelError` otherwise."""
-    for component in _list_components(source):
+    for component in list_components(source):
         if component.library == "transformers" and _lacks_torchvision(component.cls):
             needed_by = f"{component.name} of {source}, a {component.class_name},"
             require_torchvision(needed_by)
@@ -627,11 +625,11 @@ def _lacks_torchvision(cls: Any) -> bool:
     return "torchvision" in getattr(transformers.AutoVideoProcessor, "_backends", ())
 
 
-def _list_components(source: ModelSource) -> list[_Component]:
+def list_components(source: ModelSource) -> list[Component]:
     """List the components of a pipeline stored next to its index."""
     components = []
     for name, (library, class_name) in list_own_components(source, read_model_index(source)):
-        components.append(_Component(name, library, class_name, _find_component_class(library, class_name)))
+        components.append(Component(source, name, library, class_name, _find_component_class(library, class_name)))
     return components
 
 

@@ -40,7 +40,6 @@ ALIASES = {
     "int8_w8a8_dq": "int8",
     "int4_w4a16_wo": "int4_weight_only",
     "int4_w4a8_dq": "int4",
-    "int4_w4a4_dq": "int4_w4a4",
 }
 """Other names of the types, with the bits of weights (w) and activations (a); wo is weight only, dq dynamic."""
 
@@ -67,10 +66,6 @@ _TORCHAO_CONFIGS = {
     "int8": "Int8DynamicActivationInt8WeightConfig",
 }
 """The types with a choice of granularity for their scales, and their configs."""
-QUANT_TYPES = (
-    *("float8_weight_only", "int8_weight_only", "int4_weight_only"),
-    *("float8", "int8", "int4", "int4_w4a4", "bitsandbytes_4bit"),
-)
 QuantizeLinear = Callable[[nn.Linear], nn.Module]
 """Quantizes a Linear: in place, or as another module."""
 
@@ -80,7 +75,7 @@ class QuantizationRecord:
     """The changes made to a model by one call of `quantize`.
 
     Attributes:
-        quant_type: the type, under its name in `QUANT_TYPES`.
+        quant_type: the type, under ditile's name.
         layers: the names of layers that were quantized.
         left: the names of unsuitable layers, or layers kept in float32 by the model -> the reason.
         bytes_before, bytes_after: of all parameters of the model.
@@ -110,7 +105,7 @@ class _QuantizationWork:
     """The layers of a model that will be quantized to one type.
 
     Attributes:
-        quant_type: under its name in `QUANT_TYPES`.
+        quant_type: the type, under ditile's name.
         quantizers: the path of each layer -> its quantizer; each was tried on a layer of that shape.
         left: the paths of unchanged layers -> the reason.
     """
@@ -245,13 +240,6 @@ def _check_quant_type(
     model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, schemes: Sequence[str]
 ) -> None:
     """Check a type without a trial. Raises `ModelError` if it is known not to run."""
-    if name not in QUANT_TYPES:
-        raise ModelError(f"quant_type={name!r} is not known; try {', '.join((*QUANT_TYPES, *SCALED_TYPES))}")
-    if name == "int4_w4a4":
-        raise ModelError(
-            "quant_type=int4_w4a4 has no kernel: torchao multiplies no 4-bit weights with 4-bit activations any more; "
-            "try int4_weight_only or int8"
-        )
     require_quantizer(name)
     if name == "bitsandbytes_4bit" and find_share(model) is not None:
         raise ModelError("quant_type=bitsandbytes_4bit cannot take a share of the weights; try int8_weight_only")
@@ -373,7 +361,7 @@ def quantize(
         target: a transformer or any other module; or a pipeline or a runner, with all its transformers (of guidance and
             priors too) and the U-Net.
         quant_type: float8_weight_only, int8_weight_only, int4_weight_only; with activations that are quantized too:
-            float8, int8, int4, int4_w4a4; bitsandbytes_4bit (NF4); or one of `ALIASES` or `SCALED_TYPES`.
+            float8, int8, int4; bitsandbytes_4bit (NF4); or one of `ALIASES` or `SCALED_TYPES`.
         exclude_layers: layers with one of these in their names are not quantized.
         per_row: a scale for each row of weights and each token. False gives each layer and each call one scale, so that
             the result of a token depends on the other tokens of the call. It has no effect on the 4-bit types.

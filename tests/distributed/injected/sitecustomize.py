@@ -20,7 +20,7 @@ from typing import Any
 PLACES = {
     "imports": ("ditile.distributed.launch", "_set_up_process_group"),
     "joining": ("ditile.distributed.backend", "choose_backend"),
-    "loading": ("ditile.runner.load", "load_partial_components"),
+    "loading": ("ditile.runner.load", "load_model"),
     "text": ("diffusers.pipelines.flux.pipeline_flux", "FluxPipeline.encode_prompt"),
     "first step": ("ditile.runner.callbacks", "StepEndCallbacks._handle_step_end"),
     "mid-loop": ("ditile.runner.callbacks", "StepEndCallbacks._handle_step_end"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from ditile.cache.cache_dit import parse_quantize_config
+from ditile.cache.cache_dit import QuantType, parse_quantize_config
 from ditile.cache.config import (
     CACHE_WORDS,
     Fields,
@@ -31,25 +31,6 @@ from ditile.plan.flag_parser import format_flag
 from ditile.plan.option_classes import CallArguments, JsonObject, define_option
 from ditile.plan.plan import AXES, Plan
 from ditile.runner.model_files import DENOISERS, TRANSFORMER
-
-QuantizeType = Literal[
-    "float8",
-    "float8_weight_only",
-    "int8",
-    "int8_weight_only",
-    "int4",
-    "int4_weight_only",
-    "int4_w4a4",
-    "bitsandbytes_4bit",
-    "fp8_w8a8_dq",
-    "fp8_w8a16_wo",
-    "int8_w8a8_dq",
-    "int8_w8a16_wo",
-    "int4_w4a8_dq",
-    "int4_w4a16_wo",
-    "int4_w4a4_dq",
-]
-"""The types of quantization; only `quantize` knows whether one runs on this device."""
 
 CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
 """The fields of `CacheOptions` that are fields of a config."""
@@ -187,8 +168,8 @@ class CacheOptions(Fields):
         reads=True,
     )
     quantize: bool = define_option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
-    quantize_type: QuantizeType = define_option(
-        "float8_weight_only", f"how: {', '.join(get_args(QuantizeType))}", metavar="TYPE"
+    quantize_type: QuantType = define_option(
+        "float8_weight_only", f"how: {', '.join(get_args(QuantType))}", metavar="TYPE"
     )
     parallel_type: Literal["tp", "ulysses", "ring"] | None = define_option(
         None, "divide over all ranks that torchrun started", aliases=("--parallel",)

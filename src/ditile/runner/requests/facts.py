@@ -25,6 +25,7 @@ from ditile.runner.requests.pipeline_choice import choose_requested_class, find_
 from ditile.runner.requests.pipelines import (
     FRAME_RATES,
     check_frame_count,
+    check_prompt_cleaner,
     find_frames_ratio,
     name_pipeline,
     returns_videos,
@@ -250,6 +251,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     config = dict(getattr(pipe, "config", {}))
     base = defaults(model)
     call = collect_call_facts(own, config)
+    check_prompt_cleaner(own)
     related: dict[str, CallFacts] = {}
     for name, conditions in {"edit": ["image"], "inpaint": ["image", "mask"]}.items():
         pipeline_class = find_pipeline_class_for(own, conditions, config)

@@ -7,7 +7,7 @@ know of a class of pipelines.
 from __future__ import annotations
 
 from ditile.model.known import find_known_model
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import check_weight_source, defaults, find_model_source
@@ -76,13 +76,7 @@ def read_condition_files(request: GenerateOptions) -> CallArguments:
 
 
 def check_known_model(request: GenerateOptions, plan: Plan) -> None:
-    """Raise `ModelError` or `PlanError` for faults that need no class of diffusers: of guidance, and of models known by
-    name."""
-    if plan.cfg > 1 and request.true_cfg is not None and request.true_cfg <= 1:
-        raise PlanError(
-            f"cfg={plan.cfg} divides the branches of guidance, and --true-cfg {request.true_cfg:g} makes no second "
-            "one; give --true-cfg above 1, or use cfg=1"
-        )
+    """Raise `ModelError` or `PlanError` for a call that a model known by name cannot make."""
     known = find_known_model(request.model)
     if known is not None:
         known.check_call(plan, defaults(request.model) | request.to_call_arguments())

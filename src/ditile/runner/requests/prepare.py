@@ -12,23 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env
 from ditile.distributed.torchrun import join_torchrun
-from ditile.plan.errors import LoadError, ModelError, PlanError
+from ditile.plan.errors import LoadError, ModelError
 from ditile.plan.numbers import format_bytes, is_whole_number
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import (
     DENOISERS,
-    TRANSFORMER,
     ComponentFiles,
-    ModelSource,
     find_model_source,
-    refuse_unknown_components,
 )
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import Status
 from ditile.runner.requests.options import EngineOptions
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
-from ditile.runner.requests.pipelines import check_prompt_cleaner, enable_required_tiling, returns_videos
+from ditile.runner.requests.pipelines import enable_required_tiling
 
 if TYPE_CHECKING:
     from ditile.runner.runner import Runner
@@ -70,10 +67,14 @@ def prepare_runner(
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     source = find_model_source(model, components=components)
-    _check_pipeline_class(source, plan, cache)
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
-    with Status(f"loading {model}{_describe_weights(source)}") as loading:
+    work = f"loading {model}"
+    # A model of the hub may not be fetched yet.
+    if isinstance(source, Path):
+        size = sum(path.stat().st_size for path in source.glob("*/*.safetensors"))
+        work += f", {format_bytes(size)} of weights"
+    with Status(work) as loading:
         pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan, components=components)
     enable_required_tiling(pipe)
     if conditions:
@@ -100,38 +101,6 @@ def prepare_runner(
     _enable_cache_and_quantization(runner, cache)
     loading.follow_up("the model is ready; the prompt is encoded before the first step")
     return pipe, runner
-
-
-def _check_pipeline_class(source: ModelSource, plan: Plan, cache: CacheOptions) -> None:
-    """Raise `ModelError` for a class that cannot run here or take the LoRAs, and `PlanError` for cfg without guidance
-    to divide."""
-    from ditile.model.pipeline_calls import read_guidance_rule
-    from ditile.runner.load import find_pipeline_kind, read_model_index
-
-    for choice in cache.loras.values():
-        # The first transformer has other names in some pipelines.
-        if choice.component != TRANSFORMER:
-            refuse_unknown_components(source, read_model_index(source), [choice.component])
-    pipeline = find_pipeline_kind(source)
-    # This refuses a class that returns neither images nor videos.
-    returns_videos(pipeline)
-    check_prompt_cleaner(pipeline)
-    if plan.cfg == 1 or pipeline is None:
-        return
-    rule = read_guidance_rule(pipeline, read_model_index(source))
-    # A rule with scales depends on the call.
-    if rule is None or rule.scales:
-        return
-    reason = rule.explain_cfg_refusal(plan.cfg, pipeline.__name__, {})
-    if reason is not None:
-        raise PlanError(reason)
-
-
-def _describe_weights(source: ModelSource) -> str:
-    """Describe the bytes of weights in a model's folder. Empty for a model of the hub, which may not be fetched yet."""
-    if not isinstance(source, Path):
-        return ""
-    return f", {format_bytes(sum(path.stat().st_size for path in source.glob('*/*.safetensors')))} of weights"
 
 
 def switch_to_conditions(

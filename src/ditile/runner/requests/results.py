@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ditile.distributed import files
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject, drop_missing
@@ -205,13 +206,17 @@ def encode_drawn(
 
 def write_drawn(drawn: Image.Image | Video, path: str, fps: float, texts: dict[str, str]) -> None:
     """Write an image, or a video and its poster."""
-    from PIL import Image
-
+    file = Path(path)
+    suffix = file.suffix.lower()
+    format = pictures.PICTURE_FORMATS.get(suffix, suffix.removeprefix("."))
+    content, poster = encode_drawn(drawn, format, pictures.FILE_QUALITY, fps, texts)
     try:
-        Path(path).parent.mkdir(exist_ok=True)
-        if isinstance(drawn, Image.Image):
-            pictures.save_picture_with_texts(drawn, Path(path), texts)
-        else:
-            videos.save_video_with_poster(drawn, Path(path), fps, texts)
+        file.parent.mkdir(exist_ok=True)
+        # A poster says that its video is whole, so it is written last.
+        if poster is not None:
+            videos.build_poster_path(file).unlink(missing_ok=True)
+        files.write_atomically(file, content)
+        if poster is not None:
+            files.write_atomically(videos.build_poster_path(file), poster)
     except OSError as error:
         raise ModelError(f"out={path!r} cannot be written: {error}") from error

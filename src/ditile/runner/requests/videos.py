@@ -88,18 +88,6 @@ def _convert_video(frames: Any) -> Video:
     return video
 
 
-def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[str, str]) -> None:
-    """Write a video in the format of the path's ending, and its poster with the texts.
-
-    Raises:
-        OSError: if a file cannot be written.
-    """
-    # The poster goes before the video is written: a poster says that its video is whole.
-    build_poster_path(path).unlink(missing_ok=True)
-    files.write_atomically(path, encode_video(video, path.suffix.lower().removeprefix("."), fps, texts))
-    files.write_atomically(build_poster_path(path), encode_poster(video, fps, texts))
-
-
 def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]) -> bytes:
     """Encode a video into the bytes of a file.
 
