@@ -16,6 +16,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.digest import describe_loras
 from ditile.runner.load import load
+from tests.runner.cases import load_parts
 
 MODEL = "shapes-flux"
 STAGES = 2

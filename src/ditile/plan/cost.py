@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, cast
 
 from ditile.plan.layout import (
     DUMMY_TEXT,
@@ -38,12 +38,11 @@ from ditile.plan.layout import (
     pick_even_chunk,
     pick_weighted_chunk,
 )
+from ditile.plan.option_classes import FunctionT
 from ditile.plan.plan import Plan, compute_coordinates
 from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.plan.shape import CallFamily, Shape, Weights
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 ALIGNMENT = 16
 """The alignment of tensors in a buffer, in bytes."""
 
@@ -59,23 +58,19 @@ MOST_SCALED = 16
 """The most numbers that share a scale when sent as int8 (distributed/wire.py says why)."""
 
 
-def memoize_method(
-    method: Callable[Concatenate[Any, Arguments], Result],
-) -> Callable[Concatenate[Any, Arguments], Result]:
+def memoize_method(method: FunctionT) -> FunctionT:
     """Keep the results of a method on its instance, by the arguments, for the lifetime of the instance."""
     attribute = f"_results_of_{method.__qualname__}"
 
     @wraps(method)
-    def look_up(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        results: dict[Any, Result] | None = vars(self).get(attribute)
-        if results is None:
-            results = vars(self)[attribute] = {}
+    def look_up(self: Any, *args: Any, **kwargs: Any) -> Any:
+        results = vars(self).setdefault(attribute, {})
         key = (*args, *kwargs.items())
         if key not in results:
             results[key] = method(self, *args, **kwargs)
         return results[key]
 
-    return look_up
+    return cast(FunctionT, look_up)
 
 
 class RepeatedExchange(NamedTuple):

@@ -264,28 +264,18 @@ def _use_instances(kind: Any) -> Any:
 
 def parse_option(cls: type, name: str, text: str) -> Any:
     """Parse the text of an option. Raises `ValueError` with a message that says what the value should be."""
+    adapter, example = _build_adapters(cls)[name]
     try:
-        return _build_text_adapter(cls, name).validate_python(text, strict=False)
+        return adapter.validate_python(text, strict=False)
     except ValidationError as invalid:
         expected = join_expectations(invalid.errors())
-    example = find_option(cls, name).metadata["example"]
     proposal = "" if example is None else f", such as {example}"
     raise ValueError(f"{quote_value(text)} should be {expected}{proposal}")
-
-
-@functools.cache
-def _build_text_adapter(cls: type, name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(get_option_types(cls)[name])
 
 
 def get_option_types(cls: type) -> dict[str, Any]:
     """Return the types of a class's options, by name."""
     return typing.get_type_hints(cls, include_extras=True)
-
-
-def find_option(cls: Any, name: str) -> dataclasses.Field[Any]:
-    """Return the field of an option."""
-    return next(field for field in dataclasses.fields(cls) if field.name == name)
 
 
 def iterate_literals(kind: Any) -> Iterator[Any]:

@@ -309,7 +309,6 @@ class Plan:
         keys."""
         return self.num_patches * self.distrifusion > 1
 
-    @checked(PlanError)
     def predicts_whole(self, steps: int | None) -> bool:
         """Return whether no step of a call is computed patch by patch. Each prediction is then of one step as a whole.
 
@@ -318,7 +317,6 @@ class Plan:
         """
         return self.num_patches == 1 or not self.has_stale_steps(steps)
 
-    @checked(PlanError)
     def has_stale_steps(self, steps: int | None) -> bool:
         """Return whether keys are, or may be, stale in some steps of a call.
 
@@ -329,7 +327,6 @@ class Plan:
             return False
         return self.attends_to_stale_keys
 
-    @checked(PlanError)
     def resolve_warmup(self, *, streams: bool = True) -> Plan:
         """Return the plan with another mode instead of `warmup_mode=auto`. Any other plan is returned unchanged.
 
@@ -350,7 +347,6 @@ class Plan:
         # With split_scheme=sequence there are hooks on parts of the model.
         return self.offload == "none" and self.split_scheme != "sequence"
 
-    @checked(PlanError)
     def offloads_rank(self, rank: int) -> bool:
         """Return whether the weights of a rank's blocks stay in the host's memory."""
         return self.offload == "blocks" and (self.offload_ranks is None or rank in self.offload_ranks)
@@ -366,7 +362,6 @@ class Plan:
         """Return the number of ranks that split the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses
 
-    @checked(PlanError)
     def find_token_place(self, coordinates: Mapping[str, int]) -> int:
         """Find the place, by the coordinates of a rank, among the ranks that split tokens."""
         # A plan has only one of ring and distrifusion.
@@ -440,7 +435,6 @@ class Plan:
         """Return the plan as a JSON object with all its fields."""
         return json.dumps(self.to_dict())
 
-    @checked(PlanError)
     def check_world(self, world: int) -> None:
         """Check that the plan uses all of `world` ranks.
 
@@ -456,7 +450,6 @@ class Plan:
                 f"product is {world}, such as pipefusion={world}"
             )
 
-    @checked(PlanError)
     def illegal(self, facts: Facts) -> list[str]:
         """List why the plan does not fit a model and a call: a line for each reason, with what would work. Empty if it
         fits.
@@ -480,7 +473,6 @@ class Plan:
         if violations:
             raise PlanError("; and ".join(violations))
 
-    @checked(PlanError)
     def advice(self, bound: float) -> str | None:
         """Warn if warmup and the filling of the pipeline cost more than 30 % of the gain. Otherwise this is None.
 
