@@ -94,7 +94,7 @@ class RankDivision:
         None, "the attention kernel, as diffusers names it; None leaves it to the pipeline", example="'native'"
     )
     cp_plan: Mapping[str, Any] | None = define_option(
-        None, "what is split over tokens, in the format of diffusers' `_cp_plan`; None leaves it to the model"
+        None, "accepted and not used: what of a model counts tokens is derived from its calls"
     )
     ulysses_anything: bool | None = define_option(
         None,

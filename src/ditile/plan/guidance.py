@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from ditile.plan.numbers import is_number
 from ditile.plan.option_classes import CallArguments
 
-FLAGS = {"true_cfg_scale": "--true-cfg", "guidance_scale": "--guidance"}
+FLAGS = {
+    "true_cfg_scale": "--true-cfg",
+    "guidance_scale": "--guidance",
+    "num_inference_steps": "--steps",
+    "num_frames": "--frames",
+}
 """Arguments of a call -> the flags that set them."""
 
 

@@ -574,7 +574,7 @@ def _divide_and_quantize(
         plan = division.to_plan(torch.distributed.get_world_size() if torch.distributed.is_initialized() else None)
     if division is not None and (plan != Plan() or kernel is not None):
         # The weights are kept, because `disable_cache` gives the whole pipeline back.
-        divided = runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=division.cp_plan)
+        divided = runner = parallelize(pipe, plan, keep_weights=True, attention=kernel)
         stack.callback(runner.restore)
 
         replace_pipeline_call(stack, pipe, lambda _, *args, **kwargs: divided(*args, **kwargs))

@@ -31,9 +31,7 @@ from ditile.model.known import (
     CONFIGS,
     find_component_folder,
     find_known_model,
-    list_bundled_models,
     list_known_models,
-    list_published_models,
 )
 from ditile.plan.errors import LoadError, ModelError, join_error_lines, suggest_nearest
 from ditile.plan.extras import require_extra
@@ -258,12 +256,11 @@ def collect_component_files(
 
 
 def check_model_file(file: Path | str, component: str = TRANSFORMER) -> str:
-    """Return the format of a file of weights, by its ending and its content.
+    """Return the format of a file of weights, by its ending.
 
     Raises:
         ModelError: if there is no such file, or it needs a package that is not installed.
-        LoadError: if it is of another format than its ending says, a pickle, or cut short; or if the name of a
-            tensor cannot be printed.
+        LoadError: if it is of another format than its ending says, a pickle, or cut short.
     """
     if not os.path.isfile(file):
         raise ModelError(f"{component}={str(file)!r} is not a file; give a .safetensors or .gguf file")
@@ -272,40 +269,14 @@ def check_model_file(file: Path | str, component: str = TRANSFORMER) -> str:
         raise LoadError(f"{path} is a pickle, which can run code when it is read; take a .safetensors or .gguf file")
     if path.suffix not in FORMATS:
         raise LoadError(f"{path}: its ending is none of {', '.join(FORMATS)}; take a file of such a format")
-    ending = FORMATS[path.suffix]
-    content = _read_format(path)
-    if content != ending:
-        raise LoadError(f"{path} is named {path.suffix}, and its content is {content}; rename it, or copy it again")
-    if ending == GGUF:
+    if FORMATS[path.suffix] == GGUF:
         names = [tensor.name for tensor in open_gguf(path).tensors]
     else:
         with open_safetensors(path, "np") as opened:
             names = opened.keys()
     if len(names) > MOST_TENSORS:
         raise LoadError(f"{path} has {len(names)} tensors, and no model has more than {MOST_TENSORS}; copy it again")
-    # Refusals quote names: none may move the cursor of a terminal, or begin a line.
-    for name in names:
-        if not name.isprintable():
-            raise LoadError(f"{path} has a tensor named {name!r}, which cannot be printed; copy it again")
-    return ending
-
-
-def _read_format(path: Path) -> str:
-    """Return the format of a file according to its first bytes."""
-    try:
-        with path.open("rb") as file:
-            # Eight bytes of length come before the brace of a header of safetensors.
-            first = file.read(9)
-    except OSError as error:
-        raise LoadError(f"{path} cannot be read: {join_error_lines(error)}") from error
-    if first.startswith(b"GGUF"):
-        return GGUF
-    # After the length of the header, which may look like the beginning of a pickle.
-    if first.endswith(b"{"):
-        return SAFETENSORS
-    if first.startswith((b"PK", b"\x80")):
-        return "a pickle"
-    return "of no known format"
+    return FORMATS[path.suffix]
 
 
 def _locate_model(name: str, *, weights: bool) -> ModelSource:
@@ -331,26 +302,14 @@ def _locate_model(name: str, *, weights: bool) -> ModelSource:
 
 def _describe_unknown_model(name: Any) -> str:
     """Explain why there is no model of a name, and suggest one."""
-    hint = suggest_nearest(str(name), [model.name for model in list_known_models()], "")
-    if hint:
-        hint += " "
-    path = ""
-    if isinstance(name, str | Path):
-        path = str(name)
+    path = name if isinstance(name, str) else ""
     if os.path.isfile(path):
-        return (
-            f"model {name!r} is a file; {hint}give the folder of a pipeline, and the file as its transformer "
-            "(--model FOLDER --transformer FILE)"
-        )
-    if path.startswith((".", "~")) or "/" in path or os.sep in path:
-        return (
-            f"model {name!r}: there is no such folder, and it is not a hub id (owner/name); {hint}give a "
-            "folder that save_pretrained of a pipeline wrote, a hub id, or a name that ditile models lists"
-        )
-    return (
-        f"model {name!r} is not known; {hint}bundled are {', '.join(list_bundled_models())}; published "
-        f"{', '.join(list_published_models())}; a folder saved by save_pretrained and a hub id (owner/name) work too"
-    )
+        return f"model {name!r} is a file; give the folder of a pipeline, and the file as its transformer"
+    problem = "is not known"
+    if path.startswith((".", "~")) or "/" in path:
+        problem = "is not a hub id (owner/name), and there is no such folder"
+    hint = suggest_nearest(path, [model.name for model in list_known_models()], "ditile models lists the known ones;")
+    return f"model {name!r} {problem}; {hint} a folder saved by save_pretrained and a hub id work too"
 
 
 def is_hub_id(name: str) -> bool:
@@ -474,20 +433,14 @@ def has_all_weights(folder: Path) -> bool:
 def _explain_missing_weights(folder: Path, or_give: str) -> str:
     """Return why a component has no files of weights under the expected names."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    for name in names:
-        variant = re.fullmatch(rf"(?:{'|'.join(STEMS)})\.(?!safetensors)(\w+)(?:-\d+-of-\d+)?\.safetensors", name)
-        if variant is not None:
-            return (
-                f"{folder} has weights of the variant {variant[1]} alone, and plain names are read here; give "
-                f"ditile.load(.., variant={variant[1]!r}), or leave .{variant[1]} out of the names of its files"
-            )
+    reason = f"{folder} has no weights under the names {' or '.join(f'{stem}.safetensors' for stem in STEMS)}"
     for name in names:
         if name.endswith(PICKLES):
-            return (
-                f"{folder} has only {name}, a pickle, which can run code when it is read; "
-                "convert it with save_pretrained(..., safe_serialization=True)"
-            )
-    return f"{folder} has no weights; {' or '.join(f'{stem}.safetensors' for stem in STEMS)} belongs there{or_give}"
+            return f"{reason}, and {name} is a pickle, which can run code; convert it with save_pretrained"
+        variant = re.fullmatch(r"\w+\.(\w+)(-\d+-of-\d+)?\.safetensors", name)
+        if variant is not None:
+            return f"{reason}, but weights of the variant {variant[1]!r}; give ditile.load(.., variant={variant[1]!r})"
+    return reason + or_give
 
 
 def check_stored_types(folder: Path, variant: str | None) -> None:

@@ -610,43 +610,44 @@ class Runner:
 
     def _check_call(self, call: CallArguments) -> None:
         """Check that this rank can run a call exactly. Raises `ModelError` otherwise."""
-        steps = self._fill_defaults(call).get("num_inference_steps")
+        filled = self._fill_defaults(call)
         iterations = self._count_iterations(call)
-        partial = self.plan.attends_to_stale_keys or self.plan.pipefusion > 1
-        is_fresh = not partial or self.plan.predicts_whole(iterations)
-        reason = (
-            explain_hook_refusal(find_loop_models(self.pipe), self.plan, steps)
-            or explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh, trusts_code=self._parts.trusts_code)
-            or explain_condition_refusal(self.pipe, call)
-            or (explain_latent_cut(self._pipeline_class, self._fill_defaults(call)) if partial else None)
-            or self._explain_step_refusal(call, iterations)
-            or self._parts.find_refusal_reason()
-        )
-        if reason:
-            raise ModelError(reason)
-        if self._parts.block_hooks.chain and not is_fresh:
-            self._advise_once(describe_stale_statistics(self.pipe, self._fill_defaults(call)))
-
-    def _explain_step_refusal(self, call: CallArguments, steps: int | None) -> str | None:
-        """Return why the actions of a call between and at the ends of its steps cannot be exact, or None."""
-        reason = None
+        plan = self.plan
+        partial = plan.attends_to_stale_keys or plan.pipefusion > 1
+        is_fresh = not partial or plan.predicts_whole(iterations)
+        has_blocks = bool(self._parts.block_hooks.chain)
+        reasons = [
+            explain_hook_refusal(find_loop_models(self.pipe), plan, filled.get("num_inference_steps")),
+            explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh, trusts_code=self._parts.trusts_code),
+            explain_condition_refusal(self.pipe, call),
+        ]
+        if partial:
+            reasons.append(explain_latent_cut(self._pipeline_class, filled))
         # Without known blocks there are no patches: every rank steps whole images.
-        if self._parts.block_hooks.chain and self.plan.num_patches > 1:
-            reason = explain_scheduler_refusal(self.pipe)
-        if self.plan.cuts_latents:
-            reason = reason or explain_replaced_step_refusal(self.pipe)
-            images = count_images(read_call_values(self._fill_defaults(call)))
-            scheduler = self.pipe.scheduler
-            if self.plan.data > images and is_custom_scheduler(scheduler):
-                reason = reason or (
-                    f"{type(scheduler).__name__} is not diffusers' own code and may compute with all images of a call, "
-                    f"which replicas without images do not gather: data={self.plan.data} is more than the {images} "
-                    f"image(s) of this call; use data={images}, or {suggest_whole_images()}"
-                )
-        if self.plan.cuts_latents or self.plan.has_stale_steps(steps):
-            reason = reason or explain_changed_size_refusal(self.pipe)
-            reason = reason or explain_callback_refusal(self.pipe, self._fill_defaults(call), steps)
-        return reason
+        if has_blocks and plan.num_patches > 1:
+            reasons.append(explain_scheduler_refusal(self.pipe))
+        if plan.cuts_latents:
+            reasons += [explain_replaced_step_refusal(self.pipe), self._explain_idle_replica(filled)]
+        if plan.cuts_latents or plan.has_stale_steps(iterations):
+            reasons.append(explain_changed_size_refusal(self.pipe))
+            reasons.append(explain_callback_refusal(self.pipe, filled, iterations))
+        reasons.append(self._parts.find_refusal_reason())
+        for reason in filter(None, reasons):
+            raise ModelError(reason)
+        if has_blocks and not is_fresh:
+            self._advise_once(describe_stale_statistics(self.pipe, filled))
+
+    def _explain_idle_replica(self, call: CallArguments) -> str | None:
+        """Return why a replica without images of its own cannot step those of the others, or None."""
+        images = count_images(read_call_values(call))
+        scheduler = self.pipe.scheduler
+        if self.plan.data <= images or not is_custom_scheduler(scheduler):
+            return None
+        return (
+            f"{type(scheduler).__name__} is not diffusers' own code and may compute with all images of a call, which "
+            f"replicas without images do not gather: data={self.plan.data} is more than the {images} image(s) of this "
+            f"call; use data={images}, or {suggest_whole_images()}"
+        )
 
     def _fill_defaults(self, call: CallArguments) -> CallArguments:
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
@@ -793,7 +794,6 @@ def parallelize(
     text_after: Literal["keep", "offload", "free"] = "keep",
     *,
     attention: str | None = None,
-    cp_plan: Mapping[str, Any] | None = None,
     compile: bool | Literal["auto"] = False,
     cuda_graphs: bool = False,
     checks: AgeChecks | None = None,
@@ -811,8 +811,6 @@ def parallelize(
         text_after: the state of the text encoders when denoising begins: they stay, wait on the CPU for the next call,
             or are freed for good, after which calls need prompt embeddings and `restore` refuses.
         attention: the kernel of all attention computed by ditile, under diffusers' name; by default the pipeline's.
-        cp_plan: a table in the format of diffusers' `_cp_plan`. It is not needed: which dimensions count tokens is
-            derived from calls of the model.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks;
             "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and otherwise says why not.
         cuda_graphs: record calls of the model as CUDA graphs, with the messages between them, and play them in later
@@ -846,8 +844,6 @@ def parallelize(
     mesh = build_mesh(plan, groups, chosen)
     if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
-    if cp_plan is not None:
-        LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
     recorder = build_recorder(cuda_graphs, plan, chosen)
     options = CompositionOptions(keep_weights, text_after, attention, compile, checks, recorder, trust_code)
 

@@ -34,32 +34,18 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
     name = kind.__name__
     needed, settings = builder._get_signature_keys(builder)
     types = builder._get_signature_types()
-    arguments: CallArguments = {}
-    shared: CallArguments = {}
-    missing: list[str] = []
-    # The signature has both: components, and settings that are kept in the config.
-    for key in {*needed, *settings}:
-        if key in needed and key in components:
-            shared[key] = components[key]
-            part = unwrap_compiled(components[key]) if isinstance(components[key], nn.Module) else None
-            allowed = []
-            for cls in types.get(key, ()):
-                if isinstance(cls, type) and issubclass(cls, nn.Module):
-                    allowed.append(cls)
-            if part is not None and allowed and not isinstance(part, tuple(allowed)):
-                names = " or ".join(cls.__name__ for cls in allowed)
-                raise ModelError(f"{name} takes {names} for its {key}, and there is {type(part).__name__}")
-        elif key in settings:
-            if key in pipe.config:
-                arguments[key] = pipe.config[key]
-        elif key in builder._optional_components:
-            arguments[key] = None
-        else:
-            missing.append(key)
+    shared = {key: components[key] for key in needed if key in components}
+    for key, part in shared.items():
+        allowed = tuple(cls for cls in types.get(key, ()) if isinstance(cls, type) and issubclass(cls, nn.Module))
+        if isinstance(part, nn.Module) and allowed and not isinstance(unwrap_compiled(part), allowed):
+            names = " or ".join(cls.__name__ for cls in allowed)
+            raise ModelError(f"{name} takes {names} for its {key}, and there is {type(unwrap_compiled(part)).__name__}")
+    arguments: CallArguments = dict.fromkeys(set(needed) & set(builder._optional_components))
+    arguments |= {key: pipe.config[key] for key in settings if key in pipe.config} | shared
+    missing = sorted(set(needed) - arguments.keys())
     if missing:
-        lacking = " and ".join(sorted(missing))
-        raise ModelError(f"{name} needs {lacking}, which {type(pipe).__name__} has not; load that class")
-    sibling = builder(**arguments, **shared)
+        raise ModelError(f"{name} needs {' and '.join(missing)}, which {type(pipe).__name__} has not; load that class")
+    sibling = builder(**arguments)
     sibling.register_to_config(_name_or_path=pipe.config.get("_name_or_path"))
     share_settings(pipe, sibling, shared)
     models = find_denoisers(pipe)

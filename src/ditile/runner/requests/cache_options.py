@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -318,12 +318,6 @@ class CacheOptions(Fields):
         if name is None and parallelism is not None:
             name = parallelism.attention_backend
         return name
-
-    @property
-    def cp_plan(self) -> Mapping[str, Any] | None:
-        """Return the `cp_plan` of --config, the table of splits over tokens. None if it has none."""
-        parallelism = self._load_config_file().get("parallelism_config")
-        return None if parallelism is None else parallelism.cp_plan
 
     def collect_plan_values(self, flag_values: JsonObject) -> JsonObject:
         """Collect the values of a `Plan` from its own flags, from --parallel-type, and from --config.

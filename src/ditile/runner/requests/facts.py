@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.flag_parser import format_flag
-from ditile.plan.guidance import GuidanceRule
+from ditile.plan.guidance import FLAGS, GuidanceRule
 from ditile.plan.numbers import is_number, is_whole_number
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import Plan
@@ -67,7 +67,8 @@ class CallFacts:
         self._check_conditions(request)
         refused = sorted(requested.keys() - self.defaults.keys())
         if refused:
-            raise ModelError(f"{self.pipeline} takes no {', '.join(map(_flag_of_argument, refused))}; leave it out")
+            flags = [FLAGS.get(name, format_flag(name)) for name in refused]
+            raise ModelError(f"{self.pipeline} takes no {', '.join(flags)}; leave it out")
         call = {name: value for name, value in base.items() if name in self.defaults}
         call = fill_negative_prompt(call | requested)
         if request.negative_prompt is not None:
@@ -118,7 +119,7 @@ class CallFacts:
         refusal = f"{self.pipeline} ignores a negative prompt"
         if not rule.scales:
             raise ModelError(f"{refusal}, as its model is distilled; leave --negative-prompt out")
-        flag = _flag_of_argument(rule.scales[0])
+        flag = FLAGS.get(rule.scales[0], format_flag(rule.scales[0]))
         value = values[rule.scales[0]]
         if is_number(value):
             raise ModelError(f"{refusal} at {flag} {value:g}; try {flag} above {rule.above:g}, or leave it out")
@@ -336,19 +337,6 @@ def fill_negative_prompt(call: CallArguments) -> CallArguments:
     if "true_cfg_scale" in call:
         return {"negative_prompt": "", **call}
     return dict(call)
-
-
-_FLAG_NAMES = {
-    "true_cfg_scale": "true_cfg",
-    "guidance_scale": "guidance",
-    "num_inference_steps": "steps",
-    "num_frames": "frames",
-}
-
-
-def _flag_of_argument(argument: str) -> str:
-    """Return the flag that sets an argument of a pipeline's call."""
-    return format_flag(_FLAG_NAMES.get(argument, argument))
 
 
 def _find_default_size(pipe: Any, call: CallArguments) -> list[int]:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from ditile.distributed import env
 from ditile.distributed.torchrun import join_torchrun
 from ditile.plan.errors import LoadError, ModelError
-from ditile.plan.numbers import format_bytes, is_whole_number
+from ditile.plan.numbers import is_whole_number
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import (
     DENOISERS,
     ComponentFiles,
-    find_model_source,
 )
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import Status
@@ -66,15 +65,9 @@ def prepare_runner(
     silence_libraries()
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    source = find_model_source(model, components=components)
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
-    work = f"loading {model}"
-    # A model of the hub may not be fetched yet.
-    if isinstance(source, Path):
-        size = sum(path.stat().st_size for path in source.glob("*/*.safetensors"))
-        work += f", {format_bytes(size)} of weights"
-    with Status(work) as loading:
+    with Status(f"loading {model}") as loading:
         pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan, components=components)
     enable_required_tiling(pipe)
     if conditions:
@@ -91,7 +84,6 @@ def prepare_runner(
         device=engine.device,
         text_after=engine.text_after,
         attention=engine.attention,
-        cp_plan=cache.cp_plan,
         compile=engine.compile,
         cuda_graphs=engine.cuda_graphs,
     )
