@@ -21,12 +21,12 @@ from ditile.runner.requests.console import (
     make_console,
     print_parts,
 )
-from ditile.runner.requests.options import CalibrateOptions, FitOptions
 from ditile.runner.requests.outputs import check_output_files
 from ditile.runner.requests.preflight import check_known_model
 from ditile_lab.bench.cells import parse_cells
 from ditile_lab.bench.options import Comparison, Workload
-from ditile_lab.quality.options import EvaluateOptions, JudgeOptions, SessionOptions
+from ditile_lab.machine.options import CalibrateOptions
+from ditile_lab.quality.options import EvaluateOptions, FitOptions, JudgeOptions, SessionOptions
 
 
 def _run_bench_command(arguments: argparse.Namespace) -> int:

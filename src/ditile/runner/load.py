@@ -151,6 +151,7 @@ def load(
     if plan is not None:
         begin_watch(None)
         rank = find_process_rank(plan)
+    plan = plan or Plan()
     weight_dtype = choose_weight_dtype(source, dtype)
     with ExitStack() as stack:
         stack.enter_context(convert_build_errors(name))
@@ -161,23 +162,20 @@ def load(
         loaded: Components = {}
         divided = []
         for component in list_components(source):
-            model = load_model(component, plan or Plan(), rank, weight_dtype, variant, files.get(component.name))
+            model = load_model(component, plan, rank, weight_dtype, variant, files.get(component.name))
             if model is None:
                 continue
             loaded[component.name] = model
-            if component.is_divided(plan or Plan(), rank):
+            if component.is_divided(plan, rank):
                 divided.append(model)
         loaded |= load_shared_components(source, apart=loaded)
         pipe: diffusers.DiffusionPipeline | diffusers.ModularPipeline
         if MODULAR_MARK in read_model_index(source):
             pipe = load_modular_pipeline(source, weight_dtype, variant, loaded)
         else:
-            # DiffusionPipeline itself would read components with a default in the signature again, such as Wan's
-            # transformers.
-            pipeline_class = find_pipeline_kind(source) or diffusers.DiffusionPipeline
-            pipe = pipeline_class.from_pretrained(
-                source, dtype=weight_dtype, use_safetensors=True, variant=variant, **loaded
-            )
+            # DiffusionPipeline itself would read components with a default again, such as Wan's transformers.
+            cls = find_pipeline_kind(source) or diffusers.DiffusionPipeline
+            pipe = cls.from_pretrained(source, dtype=weight_dtype, use_safetensors=True, variant=variant, **loaded)
     if isinstance(source, str):
         # Of a folder `find_model_source` has checked them.
         for component in list_components(source):

@@ -37,13 +37,13 @@ from ditile.planner.subject import PlanSubject
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.console import show_progress_bar
-from ditile.runner.requests.options import ALONE_HERE, CalibrateOptions
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import Runner, parallelize
 from ditile_lab.bench.options import Comparison, Workload
 from ditile_lab.machine import timings as curves
 from ditile_lab.machine.comparison import measure_plans_alone
 from ditile_lab.machine.host_fit import fit_profile, read_alone_lines
+from ditile_lab.machine.options import ALONE_HERE, CalibrateOptions
 from ditile_lab.machine.session import ROWS
 from ditile_lab.machine.timings import Bench
 from ditile_lab.sessions import read_cpu_name

@@ -1,10 +1,13 @@
-"""The options of `ditile evaluate`: the comparison, the judges, and the ranks. Nothing here imports torch."""
+"""The options of `ditile evaluate` and `ditile fit`. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from ditile.cache.config_text import NO_CACHE
 from ditile.cache.fitted.schedule import read_shipped_schedules
@@ -14,7 +17,15 @@ from ditile.plan.plan import Plan
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.facts import build_dry_run_call, count_request_steps
-from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
+from ditile.runner.requests.options import (
+    GUIDANCE,
+    CallOptions,
+    DeviceOptions,
+    GenerateOptions,
+    ModelOptions,
+    Seed,
+    Strength,
+)
 from ditile.runner.requests.outputs import check_output_files
 from ditile_lab.quality.methods import SCHEDULE, list_method_lines
 
@@ -209,3 +220,24 @@ def list_images(folder: Path) -> list[Path]:
 
 def _split_at_semicolons(text: str) -> list[str]:
     return [part.strip() for part in text.split(";") if part.strip()]
+
+
+@options()
+class FitOptions(DeviceOptions, CallOptions):
+    """The options of `ditile fit`: a model, a call of it, and captions."""
+
+    captions: str = define_option("bundled", "bundled, a file of one per line, or coco:FILE of annotations", reads=True)
+    num_captions: Annotated[int, Field(ge=1, le=1000)] = define_option(8, "captions to generate")
+    seed: Seed = define_option(1000, "seed of the first caption; they count up")
+    negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
+    strength: Strength | None = define_option(
+        None, "how far the result may depart from --image, above 0 and up to 1", example=0.6
+    )
+    out: str | None = define_option(None, "the file to write; schedule-MODEL-STEPS.json by default", metavar="FILE")
+
+    def choose_file(self, num_steps: int) -> str:
+        """Choose the file to write."""
+        if self.out is not None:
+            return self.out
+        name = re.sub(r"[^\w.-]+", "-", self.model.rstrip("/").rpartition("/")[2])
+        return f"schedule-{name}-{num_steps}.json"

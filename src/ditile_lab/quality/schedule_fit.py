@@ -39,12 +39,13 @@ from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import show_progress_bar
-from ditile.runner.requests.options import EngineOptions, FitOptions
+from ditile.runner.requests.options import EngineOptions
 from ditile.runner.requests.preflight import read_condition_files
 from ditile.runner.requests.prepare import prepare_runner
 from ditile.runner.requests.results import list_drawn
 from ditile_lab.quality.captions import BUNDLED_SOURCE, load_captions
 from ditile_lab.quality.fit import EXACT_DB, Matrix, compute_gram_matrix, fit_budgets
+from ditile_lab.quality.options import FitOptions
 from ditile_lab.sessions import use_cache_within
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -244,62 +243,6 @@ class VerifyOptions(PlannedOptions, DeviceOptions, CallOptions):
         False,
         "calls with recorded steps (cuda_graphs) against those without, on 2 GPUs or more; each axis, or the plan",
     )
-
-
-ALONE_HERE = "here"
-"""A value in place of a file: ranks are measured one by one on this machine."""
-
-
-@options()
-class FitOptions(DeviceOptions, CallOptions):
-    """The options of `ditile fit`: a model, a call of it, and captions."""
-
-    captions: str = define_option("bundled", "bundled, a file of one per line, or coco:FILE of annotations", reads=True)
-    num_captions: Annotated[int, Field(ge=1, le=1000)] = define_option(8, "captions to generate")
-    seed: Seed = define_option(1000, "seed of the first caption; they count up")
-    negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
-    strength: Strength | None = define_option(
-        None, "how far the result may depart from --image, above 0 and up to 1", example=0.6
-    )
-    out: str | None = define_option(None, "the file to write; schedule-MODEL-STEPS.json by default", metavar="FILE")
-
-    def choose_file(self, num_steps: int) -> str:
-        """Choose the file to write."""
-        if self.out is not None:
-            return self.out
-        name = re.sub(r"[^\w.-]+", "-", self.model.rstrip("/").rpartition("/")[2])
-        return f"schedule-{name}-{num_steps}.json"
-
-
-@options()
-class CalibrateOptions:
-    """The options of `ditile calibrate`, which measures a machine."""
-
-    out: str | None = define_option(
-        None, "where to keep it; where `ditile plan` looks for it by default", metavar="FILE"
-    )
-    name: str | None = define_option(None, "of the machine; its device's by default")
-    ranks: Ranks | None = define_option(None, "ranks that compute at once; its GPUs or cores by default")
-    threads: Ranks = define_option(1, "CPU threads of each rank")
-    dtype: Dtype | None = define_option(None, "float32 on CPUs, otherwise bfloat16")
-    alone: str | None = define_option(
-        None,
-        "fit what a GPU's host needs to ranks measured alone: here, or to a file of `ditile bench --alone`",
-        implied=ALONE_HERE,
-        reads=True,
-    )
-    hardware: str | None = define_option(
-        None, "alone: whose other figures are kept, such as h200-nvlink; this machine's, as calibrated, by default"
-    )
-
-    def __post_init__(self) -> None:
-        if self.hardware is not None and self.alone is None:
-            raise ModelError(f"hardware={self.hardware!r} is for --alone; otherwise this machine is measured")
-        if self.hardware is not None and "," in self.hardware:
-            first = self.hardware.partition(",")[0]
-            raise ModelError(f"hardware={self.hardware!r} names several devices, and --alone fits one; try {first}")
-        if self.ranks is not None and self.alone is not None:
-            raise ModelError(f"ranks={self.ranks} compute together, and --alone is for one; leave one of them out")
 
 
 @options()
