@@ -272,7 +272,7 @@ MUTANTS = (
     ),
     Mutant(
         "the slowest rank has the largest share",
-        "plan/stages.py",
+        "planner/shares.py",
         "stage_weights=_round_weights(stage_speeds),",
         "stage_weights=_round_weights(stage_speeds[::-1]),",
         ("plan/test_stages.py",),

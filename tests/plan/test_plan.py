@@ -64,7 +64,6 @@ def plans(draw: Any) -> Plan:
 @given(plans())
 def test_a_plan_survives_its_line_and_json(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan and "\n" not in str(plan)
-    assert Plan.from_json(plan.to_json()) == plan
     assert Plan(**json.loads(json.dumps(plan.to_dict()))) == plan
 
 
@@ -108,19 +107,6 @@ def test_what_is_no_plan_is_refused_with_its_value_and_a_hint(asked: dict[str, A
     with pytest.raises(PlanError) as caught:
         Plan.parse(asked) if isinstance(asked, str) else Plan(**asked)
     assert says in str(caught.value) and isinstance(caught.value, ValueError) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "is not JSON"),
-        ("[2]", r"'\[2\]' is not a JSON object; a plan is one such as {\"pipefusion\": 2}"),
-        ('{"pipefuson": 2}', "did you mean pipefusion"),
-    ],
-)
-def test_json_that_is_no_plan_is_refused(text: str, says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        Plan.from_json(text)
 
 
 def test_defaults_and_derived_numbers() -> None:

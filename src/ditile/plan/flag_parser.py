@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import itertools
 import re
 import typing
@@ -121,7 +122,7 @@ def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> t
         return names, settings | {"action": "store_true"}
     if kind == bool | None:
         return names, settings | {"action": argparse.BooleanOptionalAction}
-    settings["type"] = make_text_reader(cls, field.name)
+    settings["type"] = functools.partial(_read_text, cls, field.name)
     if metadata["positional"]:
         metavar = metadata["metavar"] or field.name.upper()
         return [field.name], settings | {"nargs": "?", "metavar": metavar}
@@ -156,17 +157,12 @@ def _choose_metavar(field: dataclasses.Field[Any], kind: Any) -> str:
     return field.name.split("_")[-1].upper()
 
 
-def make_text_reader(cls: type, name: str) -> Any:
-    """Return a function that argparse calls for the text of an option. argparse shows the message of its error
-    unchanged."""
-
-    def read(text: str) -> Any:
-        try:
-            return parse_option(cls, name, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
+def _read_text(cls: type, name: str, text: str) -> Any:
+    """Read the text of an option. argparse shows the message of this error unchanged."""
+    try:
+        return parse_option(cls, name, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def collect_arguments(cls: Any, arguments: argparse.Namespace) -> CallArguments:

@@ -7,7 +7,6 @@ a model is checked before it runs. `Plan.parse` is the inverse of `str(plan)`, w
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -413,28 +412,6 @@ class Plan:
         # With fewer tokens, matrix products have other shapes, and libraries choose other kernels for them.
         return self.token_ranks > 1
 
-    @classmethod
-    @checked(PlanError)
-    def from_json(cls, text: str) -> Plan:
-        """Build a plan from the result of `to_json`.
-
-        Raises:
-            PlanError: if the text is not a JSON object of a plan's fields.
-        """
-        example = '{"pipefusion": 2}'
-        try:
-            values = json.loads(text)
-        # JSON that is nested too deep raises RecursionError.
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{text[:80]!r} is not JSON ({error}); a plan is an object such as {example}") from error
-        if not isinstance(values, dict):
-            raise PlanError(f"{text[:80]!r} is not a JSON object; a plan is one such as {example}")
-        return cls(**values)
-
-    def to_json(self) -> str:
-        """Return the plan as a JSON object with all its fields."""
-        return json.dumps(self.to_dict())
-
     def check_world(self, world: int) -> None:
         """Check that the plan uses all of `world` ranks.
 
@@ -462,7 +439,6 @@ class Plan:
             lines += check(self, facts)
         return lines
 
-    @checked(PlanError)
     def check(self, facts: Facts) -> None:
         """Check the plan against a model and a call.
 

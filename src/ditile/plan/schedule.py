@@ -4,7 +4,7 @@ A step is synchronous (the whole image at once, exact) or asynchronous (patch by
 that are not computed yet are from the step before). One iteration of the pipeline's loop is a `MicroStep`: a whole
 synchronous step, or one patch of an asynchronous one. `PatchSchedule.iter_ops_before_call`, `iter_call_ops` and
 `iter_ops_after_call` say what a stage does in it. The executor runs these ops. `simulate.py` runs them without
-processes: it prices them, proves that no stage waits forever, and shows them as text.
+processes: it prices them, and proves that no stage waits forever.
 
 The channels carry the same messages in both kinds of step: M patches per step and branch, in patch order. (Branches
 come one after the other in a synchronous step, and take turns in an asynchronous one.) A `pipelined` synchronous step

@@ -48,10 +48,6 @@ class Weights:
     tensors: tuple[tuple[int, ...], ...] = ()
     tensor_units: int = 1
 
-    def count_stage_parameters(self, owned: range) -> int:
-        """Count the parameters of a stage."""
-        return self.shared + sum(self.blocks[block] for block in owned)
-
 
 class Conditioning(NamedTuple):
     """The text, batch and calls that a pipeline's call needs for one image.

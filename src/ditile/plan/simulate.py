@@ -1,5 +1,4 @@
-"""Runs a schedule without processes: it finds when each op starts and ends, how long a generation takes, and draws a
-chart.
+"""Runs a schedule without processes: it finds when each op starts and ends, and how long a generation takes.
 
 The planner prices a plan by `simulate_schedule`. A schedule that would deadlock raises an error here, so tests find it
 without starting a rank.
@@ -7,7 +6,7 @@ without starting a rank.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,11 +43,7 @@ def simulate_schedule(
         RuntimeError: if the stages wait for each other forever.
     """
 
-    def compute_default_cost(stage: int, op: Op) -> float:
-        calls_of_step = calls(op.step) if callable(calls) else calls
-        return _compute_unit_cost(schedule, op, calls_of_step)
-
-    cost = cost or compute_default_cost
+    cost = cost or functools.partial(_compute_unit_cost, schedule, calls)
     programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
     clocks = [0.0] * schedule.stages
     spans: list[Span] = []
@@ -84,10 +79,12 @@ def simulate_schedule(
     return sorted(spans, key=lambda span: span.start)
 
 
-def _compute_unit_cost(schedule: PatchSchedule, op: Op, calls: int) -> float:
+def _compute_unit_cost(schedule: PatchSchedule, calls: int | Callable[[int], int], _: int, op: Op) -> float:
     """Return the time of an op if a whole step takes 1 on one rank."""
     if op.kind is not OpKind.COMPUTE:
         return 0.0
+    if callable(calls):
+        calls = calls(op.step)
     if op.patch is None:
         micro = MicroStep(op.step, None)
         ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
@@ -146,28 +143,3 @@ def _compute_synchronous_time(schedule: PatchSchedule, calls: int) -> float:
         return 1 / schedule.warmup_group_size
     largest = len(schedule.split_micro_batches(MicroStep(0, None))[0]) / schedule.batch / calls
     return (1 + (schedule.stages - 1) * largest) / schedule.stages
-
-
-_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
-    """Render the first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of
-    time."""
-    num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
-    # A cell is the longest time that divides the time of each op.
-    cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
-    spans = []
-    for span in simulate_schedule(schedule, calls=calls):
-        if span.op.kind is OpKind.COMPUTE and span.op.step < steps:
-            spans.append(span)
-    width = max(round(span.end / cell) for span in spans)
-    rows = [["."] * width for _ in range(schedule.stages)]
-    for span in spans:
-        patch = span.op.patch
-        mark = "=" if patch is None else _LETTERS[patch % len(_LETTERS)]
-        for column in range(round(span.start / cell), round(span.end / cell)):
-            rows[span.stage][column] = mark
-    lines = [f"stage {stage:<2} |{''.join(row)}|" for stage, row in enumerate(rows)]
-    legend = "= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle"
-    return "\n".join([f"steps 0 to {steps - 1} ({legend}):", *lines])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from ditile.plan.errors import ModelError
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
-from ditile.plan.simulate import render_gantt_chart
+from ditile.plan.schedule import MicroStep, OpKind, PatchSchedule
+from ditile.plan.simulate import simulate_schedule
 from ditile.planner.memory import count_host_memory
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import choose_dtype_name, defaults, find_model_source
@@ -29,6 +31,7 @@ from ditile.runner.requests.pipelines import name_pipeline, returns_videos
 from ditile.runner.table import describe_plan
 
 STEPS_SHOWN = 2
+_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArguments, engine: EngineOptions) -> str:
@@ -57,7 +60,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     shown = STEPS_SHOWN
     if plan.warmup < 2:
         shown = min(plan.warmup + STEPS_SHOWN, job.shape.steps)
-    chart = render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
+    chart = _render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
     host = ""
     offloads_text = engine.text_after == "offload"
     if plan.offload != "none" or offloads_text:
@@ -91,6 +94,28 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArgum
     collect_call_facts(pipeline).merge_arguments(options, base)
     pictures = [read_picture(path, "image") for path in options.image or ()]
     return subject, build_dry_run_call(options, base) | subject.bind_pictures(pictures)
+
+
+def _render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
+    """Render the first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of
+    time."""
+    num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
+    # A cell is the longest time that divides the time of each op.
+    cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
+    spans = []
+    for span in simulate_schedule(schedule, calls=calls):
+        if span.op.kind is OpKind.COMPUTE and span.op.step < steps:
+            spans.append(span)
+    width = max(round(span.end / cell) for span in spans)
+    rows = [["."] * width for _ in range(schedule.stages)]
+    for span in spans:
+        patch = span.op.patch
+        mark = "=" if patch is None else _LETTERS[patch % len(_LETTERS)]
+        for column in range(round(span.start / cell), round(span.end / cell)):
+            rows[span.stage][column] = mark
+    lines = [f"stage {stage:<2} |{''.join(row)}|" for stage, row in enumerate(rows)]
+    legend = "= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle"
+    return "\n".join([f"steps 0 to {steps - 1} ({legend}):", *lines])
 
 
 def _describe_host_memory(subject: PlanSubject, job: PlannedCall, *, offloads_text: bool) -> str:

@@ -33,12 +33,12 @@ from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, Facts, Plan
 from ditile.plan.shape import Shape
-from ditile.plan.stages import weigh_ends, weigh_shares
 from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
 from ditile.planner.seconds import predict_decode_seconds, predict_text_seconds
+from ditile.planner.shares import weigh_ends, weigh_shares
 from ditile.planner.subject import PlanSubject
 
 MOST_PATCHES = 32

@@ -61,7 +61,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
             "\n".join(traffic) or "0 B",
         )
     num_blocks = len(job.weights.blocks)
-    whole = _format_parameters(job.weights.count_stage_parameters(range(num_blocks)))
+    whole = _format_parameters(job.weights.shared + sum(job.weights.blocks))
     rows = list(map(layout.count_rows, range(layout.num_patches)))
     parts: list[str | Table] = [
         f"{model}: {job.family.name}, {num_blocks} blocks, {whole}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
 from typing import Any, cast, get_args
 
 from ditile.plan.errors import ModelError
@@ -65,33 +64,50 @@ class CallConditions:
 
 def read_call_conditions(pipeline: Any) -> CallConditions:
     """Read the inputs of the call of a class of pipelines, or of a modular pipeline."""
-    if isinstance(pipeline, type):
-        return _read_class_call(pipeline)
-    return _read_modular_call(pipeline)
-
-
-def _read_modular_call(pipe: Any) -> CallConditions:
-    """Read the inputs of a modular pipeline. Its blocks choose by the inputs that are there, so it needs few of
-    them."""
     from ditile.model.pipeline_calls import list_call_parameters, list_required_inputs
 
-    parameters = list_call_parameters(pipe)
+    is_modular = not isinstance(pipeline, type)
+    parameters = list_call_parameters(pipeline)
+    keyframe = None if is_modular else _find_keyframe_class(parameters)
+    if keyframe is not None:
+        arguments = dict.fromkeys(("image", "video", "last_image"), _KEYFRAMES)
+        return CallConditions(arguments=arguments, max_pictures=1, keyframe=keyframe)
     arguments = _find_arguments(parameters)
-    required = list_required_inputs(pipe)
+    if _CONTROL_MASK in parameters and "image" not in parameters:
+        # This is a ControlNet that fills in: the image that it is shown is the one to fill.
+        arguments |= {"image": arguments.pop("control_image"), "mask": _CONTROL_MASK}
+    without_default = list_required_inputs(pipeline)
+    required = {name for name, argument in arguments.items() if argument in without_default}
+    # The blocks of a modular pipeline choose by the inputs that are there, so it needs few of them.
+    if not is_modular:
+        required.add("control_image")
+        if arguments.get("mask") in ("mask_image", _CONTROL_MASK):
+            required |= {"image", "mask"}
+        start = [name for name in ("image", "video") if name in arguments]
+        # `strength` says how far the result may depart from the input, so an input is needed.
+        if "strength" in parameters and len(start) == 1:
+            required.add(start[0])
     reference = _find_reference_class(parameters)
     max_pictures = 0
     if "image" in arguments:
-        image = parameters[arguments["image"]]
-        # An image that noise is added to, or that is the first frame of a video, is a single one.
-        is_start = "strength" in parameters or (returns_videos(pipe) and image.name == "image")
-        takes_list = "list" in str(image.annotation) and not is_start
-        max_pictures = MOST_PICTURES if takes_list or reference is not None else 1
+        max_pictures = 2 if _REFERENCE in parameters else 1
+        if reference is not None or _composes_images(pipeline, parameters, arguments["image"]):
+            max_pictures = MOST_PICTURES
     return CallConditions(
         arguments=arguments,
-        needed=tuple(name for name, argument in arguments.items() if argument in required),
+        needed=tuple(name for name in arguments if name in required),
         max_pictures=max_pictures,
         reference=reference,
     )
+
+
+def _composes_images(pipeline: Any, parameters: Mapping[str, Any], argument: str) -> bool:
+    """Return whether a call makes one result of several images."""
+    if isinstance(pipeline, type):
+        return argument.endswith("s") or pipeline.__name__ in COMPOSING
+    # An image that noise is added to, or that is the first frame of a video, is a single one.
+    is_start = "strength" in parameters or (returns_videos(pipeline) and argument == "image")
+    return "list" in str(parameters[argument].annotation) and not is_start
 
 
 def _find_arguments(parameters: Mapping[str, Any]) -> dict[str, str]:
@@ -117,38 +133,6 @@ def _find_reference_class(parameters: Mapping[str, inspect.Parameter]) -> type |
             if is_dataclass(cls) and [field.name for field in fields(cls)] == ["image"]:
                 return cast(type, cls)
     return None
-
-
-@lru_cache(maxsize=256)
-def _read_class_call(pipeline: type) -> CallConditions:
-    parameters = inspect.signature(pipeline.__call__).parameters
-    keyframe = _find_keyframe_class(parameters)
-    if keyframe is not None:
-        arguments = dict.fromkeys(("image", "video", "last_image"), _KEYFRAMES)
-        return CallConditions(arguments=arguments, max_pictures=1, keyframe=keyframe)
-    arguments = _find_arguments(parameters)
-    if _CONTROL_MASK in parameters and "image" not in parameters:
-        # This is a ControlNet that fills in: the image that it is shown is the one to fill.
-        arguments |= {"image": arguments.pop("control_image"), "mask": _CONTROL_MASK}
-    required = {"control_image"}
-    for name, argument in arguments.items():
-        if parameters[argument].default is inspect.Parameter.empty:
-            required.add(name)
-    if arguments.get("mask") in ("mask_image", _CONTROL_MASK):
-        required |= {"image", "mask"}
-    start = [name for name in ("image", "video") if name in arguments]
-    # `strength` says how far the result may depart from the input, so an input is needed.
-    if "strength" in parameters and len(start) == 1:
-        required.add(start[0])
-    max_pictures = 0
-    if "image" in arguments:
-        max_pictures = 1
-        if _REFERENCE in parameters:
-            max_pictures = 2
-        if arguments["image"].endswith("s") or pipeline.__name__ in COMPOSING:
-            max_pictures = MOST_PICTURES
-    needed = tuple(name for name in arguments if name in required)
-    return CallConditions(arguments=arguments, needed=needed, max_pictures=max_pictures)
 
 
 def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:
