@@ -141,7 +141,7 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
         ("--Fn 1", "--Fn 1 is for --cache or --prune or --config, which is not given"),
         ("--cache --taylorseer --foca", "enable_taylorseer and enable_foca"),
         ("--cache -order 2", "is for --taylorseer"),
-        ("-q --quantize-type int3", "'int3' should be 'float8'"),
+        ("-q --quantize-type int3", "'int3' should be 'float8_weight_only'"),
         ("--config nothing.yaml", "nothing.yaml"),
     ],
 )

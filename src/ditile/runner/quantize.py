@@ -177,7 +177,7 @@ def _plan_layers(
         device = layer.weight.device
         shape = (layer.in_features, layer.out_features, device, layer.weight.dtype)
         if shape not in outcomes:
-            _check_quant_type(model, name, device, layer.weight.dtype, schemes)
+            _check_quant_type(model, name, device)
             candidates: list[QuantizeLinear] = [_quantize_to_nf4]
             if name != "bitsandbytes_4bit":
                 candidates = _list_torchao_quantizers(name, device, schemes, config.group_size)
@@ -204,52 +204,41 @@ def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, 
     float32_names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     layers: dict[str, nn.Linear] = {}
     kept: list[str] = []
-    total = 0
     quantized: list[str] = []
-    excluded = 0
     for path, layer in model.named_modules():
         if not isinstance(layer, nn.Linear) or not path.startswith(tuple(regions)) or ".lora_" in path:
             continue
-        total += 1
         if not is_plain_parameter(layer.weight):
             quantized.append(path)
         elif any(word in path for word in config.exclude_layers):
-            excluded += 1
+            continue
         elif float32_names & set(path.split(".")):
             kept.append(path)
         else:
             layers[path] = layer
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} has no layer to quantize: of {total} Linears {len(quantized)} are quantized "
-            f"already, exclude_layers={list(config.exclude_layers)} takes {excluded}, and {len(kept)} are of its "
-            "_keep_in_fp32_modules"
+            f"{type(model).__name__} has no layer to quantize: {len(quantized)} of its Linears are quantized already, "
+            f"{len(kept)} are of its _keep_in_fp32_modules, and exclude_layers={list(config.exclude_layers)}"
         )
     own = {path for record in list_quantization_records(model) for path in record.layers}
     stored = [path for path in quantized if path not in own]
     if stored:
         kind = type(model.get_submodule(stored[0]).weight).__name__
         raise ModelError(
-            f"{type(model).__name__} was loaded with {len(stored)} of {total} Linears quantized ({kind}), and these "
+            f"{type(model).__name__} was loaded with {len(stored)} Linears quantized ({kind}), and these "
             f"would stay so beside {len(layers)} of {config.quant_type}; leave quantize out, or load plain weights"
         )
     return layers, kept
 
 
-def _check_quant_type(
-    model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, schemes: Sequence[str]
-) -> None:
+def _check_quant_type(model: nn.Module, name: str, device: torch.device) -> None:
     """Check a type without a trial. Raises `ModelError` if it is known not to run."""
     require_quantizer(name)
     if name == "bitsandbytes_4bit" and find_share(model) is not None:
         raise ModelError("quant_type=bitsandbytes_4bit cannot take a share of the weights; try int8_weight_only")
     if device.type == "meta":
         raise ModelError(f"{type(model).__name__} has no weights yet; load them before they are quantized")
-    if name == "float8" and [*schemes] == ["row"] and dtype != torch.bfloat16:
-        raise ModelError(
-            f"quant_type=float8 with per_row=True needs bfloat16, and the weights are "
-            f"{str(dtype).removeprefix('torch.')}; load the model in bfloat16, or use per_row=False"
-        )
 
 
 def _choose_quantizer(
