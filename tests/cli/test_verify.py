@@ -19,10 +19,10 @@ from ditile.model.recording.kept_tapes import StaticInput
 from ditile.plan import cost
 from ditile.plan.errors import JoinError, PlanError, RankError, StateError
 from ditile.plan.plan import Plan
-from ditile.runner import recorded_cases
 from ditile.runner.requests.console import LINE_WIDTH
 from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.runner import LOG, Runner
+from ditile_lab.machine import recorded_cases
 from tests import tiny
 from tests.parallel.sequence import planned
 from tests.pool import Pool

@@ -17,8 +17,8 @@ from ditile.model.recording.recorded_steps import LOG
 from ditile.plan.plan import Plan
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.graph_segments import GraphSegments, prepare_capture_stream
-from ditile.runner.recorded_cases import CASES, compare_recorded_calls
 from ditile.runner.runner import Runner, parallelize
+from ditile_lab.machine.recorded_cases import CASES, compare_recorded_calls
 from tests.planner.test_simulated_gpu import LARGE, Row, list_late_syncs
 from tests.pool import Pool
 from tests.recorded_calls import record_on_simulated_gpus

@@ -47,7 +47,6 @@ from ditile.plan.schedule import PatchSchedule
 from ditile.plan.version import __version__
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
-from ditile.runner.recorded_cases import compare_plans, compare_recorded_calls, count_cards
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
 from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.requests.pipelines import convert_value_errors, find_argument
@@ -83,9 +82,10 @@ def verify_recorded_steps(options: VerifyOptions, plan: Plan, run_on_ranks: Call
     Raises:
         PlanError: if there are too few GPUs.
     """
-    num_cards = count_cards(options.device)
+    cases = import_lab("machine.recorded_cases")
+    num_cards = cases.count_cards(options.device)
     name = "ditile.cli.verify.compare_on_rank"
-    findings = compare_plans(plan, num_cards, lambda plan: run_on_ranks(name, plan, options, (options, plan)))
+    findings = cases.compare_plans(plan, num_cards, lambda plan: run_on_ranks(name, plan, options, (options, plan)))
     machine = describe_versions(["cuda"] * num_cards)
     return PlanVerdict(f"{options.model}, recorded or not; {machine}", list(itertools.starmap(Check, findings)))
 
@@ -93,7 +93,7 @@ def verify_recorded_steps(options: VerifyOptions, plan: Plan, run_on_ranks: Call
 def compare_on_rank(options: VerifyOptions, plan: Plan) -> Any:
     """Return the cases of recorded steps under a plan; every rank must call it."""
     with _prepare_calls(options, plan) as (create_pipeline, make_arguments):
-        return compare_recorded_calls(
+        return import_lab("machine.recorded_cases").compare_recorded_calls(
             lambda recorded: parallelize(create_pipeline(plan), plan, options.device, cuda_graphs=recorded),
             lambda runner, more: _generate_first_result(runner, make_arguments(runner.pipe) | more),
         )

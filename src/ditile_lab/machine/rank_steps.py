@@ -16,9 +16,9 @@ from ditile.plan import cost
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
-from ditile.runner.recorded_cases import compare_recorded_calls
 from ditile.runner.runner import Runner, parallelize
 from ditile_lab.machine.messages import LoneMessages, replace_torch_distributed
+from ditile_lab.machine.recorded_cases import compare_recorded_calls
 
 WARMUPS = 2
 """Calls that are not timed: kernels are chosen in the first one, and calls are recorded in the second one."""
