@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ditile.plan.plan import Plan
 from ditile.runner import compose
-from ditile.runner.load import list_components, load_model
+from ditile.runner.load import Component, list_components, load_model
 from ditile.runner.runner import Runner, parallelize
 from tests import tiny
 from tests.pool import Pool, share
@@ -45,6 +45,11 @@ def call_of(name: str, **changes: Any) -> dict[str, Any]:
     if embeds:
         call |= _embeddings(name, embeds)
     return call
+
+
+def find_component(source: Any, name: str = "transformer") -> Component:
+    """A component of a pipeline's folder."""
+    return next(part for part in list_components(source) if part.name == name)
 
 
 def load_parts(

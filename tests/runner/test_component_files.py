@@ -23,7 +23,7 @@ from ditile.runner.load import load_component_file
 from ditile.runner.model_files import find_model_source
 from tests import tiny
 from tests.pool import Pool
-from tests.runner.cases import load_parts, run
+from tests.runner.cases import find_component, load_parts, run
 from tests.runner.gguf_files import make_model
 from tests.runner.single_files import copy_weights, save_configs, save_encoder_gguf, save_gguf, save_single_file
 from tests.zoo import encoders
@@ -116,7 +116,7 @@ def test_an_encoder_of_gguf_is_that_of_transformers(tmp_path: Path, architecture
     file = save_encoder_gguf(encoder, architecture, tmp_path / "encoder.gguf")
     place = tmp_path / "text_encoder"
     theirs: Any = type(encoder).from_pretrained(place, gguf_file=str(file), config=encoder.config, dtype=torch.bfloat16)
-    mine: Any = load_component_file(tmp_path, str(file), Plan(), 0, torch.bfloat16, "text_encoder")
+    mine: Any = load_component_file(find_component(tmp_path, "text_encoder"), str(file), Plan(), 0, torch.bfloat16)
     assert type(mine) is type(encoder) and not mine.training
     wanted = theirs.state_dict()
     assert wanted.keys() == mine.state_dict().keys()

@@ -23,6 +23,7 @@ from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.load import count_quantized_components, list_components, load_component_file, load_model
 from tests.pool import Pool
+from tests.runner.cases import find_component
 from tests.runner.prequantized_files import FILE, compute_in_float32, make_pipeline, rewrite_file, save_quantized
 from tests.runner.single_files import save_configs
 from tests.runner.test_gguf import CASES, draw, measure_error
@@ -33,8 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def load_share(folder: Path, plan: Plan, rank: int) -> Any:
     """The transformer that a rank reads."""
-    (transformer,) = (part for part in list_components(folder) if part.name == "transformer")
-    return load_model(transformer, plan, rank, torch.float32)
+    return load_model(find_component(folder), plan, rank, torch.float32)
 
 
 def list_parts(tensor: Any) -> list[Tensor]:
@@ -63,7 +63,7 @@ def check_shares(folder: Path, name: str) -> None:
             seen.add(key)
         assert count_parameter_bytes(mine) < 0.9 * count_parameter_bytes(whole)
     assert seen == theirs.keys()
-    stored = count_quantized_components(folder)["transformer"]
+    stored = count_quantized_components(list_components(folder))["transformer"]
     quantized = [x for x in theirs.values() if len(list_parts(x)) > 1]
     assert quantized and 0 <= stored.quantized_bytes - sum(map(count_tensor_bytes, quantized)) < 2000 * len(quantized)
     plain = type(whole).from_config(dict(whole.config, quantization_config=None))
@@ -150,10 +150,10 @@ def test_one_file_is_read_as_its_folder_is(tmp_path: Path) -> None:
     pipe = EVERY["flux"].make()
     configs = save_configs(pipe, tmp_path / "configs")
     wanted = draw(make_pipeline("flux", folder), "flux")
-    pipe.transformer = load_component_file(configs, file, Plan(), 0, torch.float32)
+    pipe.transformer = load_component_file(find_component(configs), file, Plan(), 0, torch.float32)
     assert torch.equal(draw(pipe, "flux"), wanted)
     for rank in range(2):
-        part = load_component_file(configs, file, Plan(pipefusion=2), rank, torch.float32)
+        part = load_component_file(find_component(configs), file, Plan(pipefusion=2), rank, torch.float32)
         assert count_parameter_bytes(part) < 0.8 * count_parameter_bytes(pipe.transformer)
 
 

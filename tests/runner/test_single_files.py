@@ -27,6 +27,7 @@ from ditile.runner.weights.checkpoint import Checkpoint
 from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
 from tests import tiny
 from tests.pool import Pool
+from tests.runner.cases import find_component
 from tests.runner.single_files import (
     COMFY,
     ORIGINAL,
@@ -62,7 +63,7 @@ def test_tensors_are_those_of_diffusers(folders: dict[str, Path], family: str) -
     file = folder / "model.safetensors"
     whole = EVERY[family].make().transformer
     theirs = type(whole).from_single_file(str(file), config=str(folder / "transformer"))
-    mine: Any = load_component_file(folder, str(file), Plan(), 0, torch.float32)
+    mine: Any = load_component_file(find_component(folder), str(file), Plan(), 0, torch.float32)
     assert type(mine) is type(theirs) and not mine.training
     assert dict(mine.config) | {"_name_or_path": ""} == dict(theirs.config) | {"_name_or_path": ""}
     wanted = copy_weights(theirs)
@@ -85,7 +86,9 @@ def test_blocks_of_gguf_are_those_of_diffusers(tmp_path: Path, folders: dict[str
     wanted = dict(theirs.named_parameters())
     seen = set()
     for rank in range(2):
-        mine: Any = load_component_file(folders[family], str(file), Plan(pipefusion=2), rank, torch.float32)
+        mine: Any = load_component_file(
+            find_component(folders[family]), str(file), Plan(pipefusion=2), rank, torch.float32
+        )
         for name, tensor in mine.named_parameters():
             assert hasattr(tensor, "quant_type") is hasattr(wanted[name], "quant_type"), name
             assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(wanted[name])), name
@@ -108,7 +111,7 @@ def test_weights_in_fp8_are_multiplied_with_their_scales(tmp_path: Path, folders
     for plan, dtype in ((Plan(), torch.bfloat16), (Plan(pipefusion=2), torch.float32), (Plan(tensor=2), torch.float32)):
         for rank in range(plan.world):
             mine, theirs = (
-                load_component_file(folders[family], str(path), plan, rank, dtype).named_parameters()
+                load_component_file(find_component(folders[family]), str(path), plan, rank, dtype).named_parameters()
                 for path in (file, plain)
             )
             for (name, tensor), (_, wanted) in zip(mine, theirs, strict=True):
@@ -131,7 +134,7 @@ def test_scales_of_rows_are_those_of_diffusers(tmp_path: Path, folders: dict[str
         quantization_config=diffusers.BFLQuantizationConfig(compute_dtype=torch.float32),
     )
     theirs.dequantize()
-    mine = load_component_file(folders["flux-2"], str(file), Plan(), 0, torch.float32)
+    mine = load_component_file(find_component(folders["flux-2"]), str(file), Plan(), 0, torch.float32)
     for (name, tensor), (_, wanted) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(tensor, wanted), name
 
@@ -151,7 +154,9 @@ def draw_from_file(family: str, folder: str) -> list[str]:
     problems = []
     # Without stale keys stages compute what one rank does; Ulysses adds in another order.
     for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(ulysses=2), 1e-5)):
-        pipe.transformer = load_component_file(Path(folder), str(file), plan, dist.get_rank(), torch.float32)
+        pipe.transformer = load_component_file(
+            find_component(Path(folder)), str(file), plan, dist.get_rank(), torch.float32
+        )
         got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
         pipe = entry.make()
         if problem := compare_drawings(got, want, tolerance):
@@ -194,7 +199,9 @@ def test_a_rank_holds_its_share(folders: dict[str, Path], family: str, monkeypat
             return read[0]
 
         monkeypatch.setattr(Checkpoint, "read_into_module", count_bytes)
-        load_component_file(folder, str(folder / "model.safetensors"), Plan(pipefusion=2), rank, torch.float32)
+        load_component_file(
+            find_component(folder), str(folder / "model.safetensors"), Plan(pipefusion=2), rank, torch.float32
+        )
         assert 0.2 * whole < read[0] < 0.8 * whole
         # A little more where halves of a tensor are swapped.
         assert read[0] <= made.num_bytes < 1.1 * read[0]

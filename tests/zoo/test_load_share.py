@@ -17,7 +17,7 @@ from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.load import load_partial_transformer
+from ditile.runner.load import Component, load_model
 from ditile.runner.weights.checkpoint import locate_in_folder
 from ditile_lab.study.record import list_chain
 from tests.zoo import ZOO
@@ -41,8 +41,10 @@ def save_transformers(one: Entry, folder: Path) -> dict[str, nn.Module]:
 
 def load_share(model: nn.Module, folder: Path, plan: Plan, rank: int) -> Any:
     """What a rank of a plan reads."""
-    locate = locate_in_folder(folder)
-    return load_partial_transformer(type(model), locate, folder / "config.json", plan, rank, torch.float32)
+    cls, locate = type(model), locate_in_folder(folder)
+    config = folder / "config.json"
+    part = Component(folder.parent, folder.name, "diffusers", cls.__name__, cls, locate, config, {})
+    return load_model(part, plan, rank, torch.float32)
 
 
 def count_bytes(tensors: dict[str, Tensor]) -> int:

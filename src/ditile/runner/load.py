@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,6 +97,9 @@ class Component(NamedTuple):
         library: the package of its class.
         class_name: of its class; None for an optional component that the pipeline lacks.
         cls: the class itself; None if it is in neither diffusers nor transformers.
+        locate: finds its files, and fetches them if need be.
+        config: its config.json; None if it has none.
+        quantization: how its weights are quantized, as its config says; empty if they are not.
     """
 
     source: ModelSource
@@ -104,6 +107,22 @@ class Component(NamedTuple):
     library: Any
     class_name: Any
     cls: type[Any] | None
+    locate: LocateFile
+    config: Path | None
+    quantization: JsonObject
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of its config. Raises `LoadError` if there is none."""
+        if self.config is None:
+            raise LoadError(f"{self.name} has no config.json, or the hub cannot be reached; copy the whole model")
+        return self.config.parent
+
+    @property
+    def is_read_by_share(self) -> bool:
+        """Return whether a rank can read its share of the quantized weights: torchao's, or bitsandbytes' 4 bits."""
+        method = self.quantization.get("quant_method")
+        return method == "torchao" or (method == "bitsandbytes" and bool(self.quantization.get("load_in_4bit")))
 
     def is_divided(self, plan: Plan, rank: int) -> bool:
         """Return whether a rank of a plan reads a part of it. Other components are read whole."""
@@ -157,18 +176,19 @@ def load(
         stack.enter_context(convert_build_errors(name))
         if isinstance(source, str):
             stack.enter_context(report_download_progress(source))
-        check_component_packages(source)
+        components_there = list_components(source)
+        check_component_packages(components_there)
         refuse_unknown_components(source, read_model_index(source), files)
         loaded: Components = {}
         divided = []
-        for component in list_components(source):
+        for component in components_there:
             model = load_model(component, plan, rank, weight_dtype, variant, files.get(component.name))
             if model is None:
                 continue
             loaded[component.name] = model
             if component.is_divided(plan, rank):
                 divided.append(model)
-        loaded |= load_shared_components(source, apart=loaded)
+        loaded |= load_shared_components(components_there, apart=loaded)
         pipe: diffusers.DiffusionPipeline | diffusers.ModularPipeline
         if MODULAR_MARK in read_model_index(source):
             pipe = load_modular_pipeline(source, weight_dtype, variant, loaded)
@@ -178,10 +198,9 @@ def load(
             pipe = cls.from_pretrained(source, dtype=weight_dtype, use_safetensors=True, variant=variant, **loaded)
     if isinstance(source, str):
         # Of a folder `find_model_source` has checked them.
-        for component in list_components(source):
-            config = locate_component_file(source, component.name, "config.json")
-            if config is not None:
-                check_stored_types(config.parent, variant)
+        for component in components_there:
+            if component.config is not None:
+                check_stored_types(component.folder, variant)
     if divided:
         refuse_saving(ExitStack(), pipe, divided)
     return pipe
@@ -263,7 +282,6 @@ def load_model(
         ModelError, PlanError: if the transformer cannot be divided so.
         LoadError: if files or weights are missing or corrupt.
     """
-    source = component.source
     name = component.name
     cls = component.cls
     is_divided = component.is_divided(plan, rank)
@@ -271,29 +289,27 @@ def load_model(
         plan = Plan()
         rank = 0
     model: Any
-    locate = _locate_component_files(source, name)
     if component.class_name is None:
         return None
     if file is not None:
         # A file of its own counts before the files of the folder.
-        model = load_component_file(source, file, plan, rank, dtype, name)
+        model = load_component_file(component, file, plan, rank, dtype)
     elif cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
         if is_divided:
             reason = f"its class {component.class_name} is in neither diffusers nor transformers"
             LOG.warning(LOADED_WHOLE, name, reason)
         return None
     else:
-        config = _find_config(locate, name)
-        is_share_read = issubclass(cls, diffusers.ModelMixin) and _is_read_by_share(config)
-        if _is_quantized(config) and not is_share_read:
+        is_share_read = issubclass(cls, diffusers.ModelMixin) and component.is_read_by_share
+        if component.quantization and not is_share_read:
             if is_divided:
                 LOG.warning(LOADED_WHOLE, name, "its weights are quantized, and only its quantizer can read them")
             return None
-        place, options = _collect_source_options(source, name, locate, variant)
         if is_share_read or (is_divided and issubclass(cls, diffusers.ModelMixin)):
-            return load_partial_transformer(cls, locate, config, plan, rank, dtype, variant=variant)
+            return _load_partial_transformer(component, plan, rank, dtype, variant)
+        place, options = _collect_source_options(component, variant)
         if not is_divided:
-            return _load_whole_model(cls, place, options, dtype, config.parent)
+            return _load_whole_model(cls, place, options, dtype, component.folder)
         model = read_partial_encoder(cls, place, _choose_placement(plan, rank), dtype, **options)
     if is_divided and not DENOISER_NAME.fullmatch(name):
         install_guards(ExitStack(), model, name)
@@ -368,56 +384,46 @@ def load_modular_pipeline(source: ModelSource, dtype: torch.dtype, variant: str 
     return pipe
 
 
-def load_shared_components(source: ModelSource, *, apart: Collection[str] = ()) -> Components:
+def load_shared_components(components: Sequence[Component], *, apart: Collection[str] = ()) -> Components:
     """Load tokenizers and schedulers from the folder of another bundled model if they lie there."""
     shared: Components = {}
-    if not isinstance(source, Path):
-        return shared
-    for component in list_components(source):
+    for component in components:
         cls: Any = component.cls
-        folder = find_component_folder(source, component.name)
-        if component.name not in apart and cls is not None and folder.parent != source:
+        if component.name in apart or cls is None or not isinstance(component.source, Path):
+            continue
+        folder = find_component_folder(component.source, component.name)
+        if folder.parent != component.source:
             shared[component.name] = cls.from_pretrained(str(folder))
     return shared
 
 
-def load_partial_transformer(
-    cls: type[Any],
-    locate: LocateFile,
-    config: Path,
-    plan: Plan,
-    rank: int,
-    dtype: torch.dtype,
-    *,
-    variant: str | None = None,
+def _load_partial_transformer(
+    component: Component, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None
 ) -> nn.Module:
-    """Load a transformer onto the CPU, with the weights of a rank's blocks and those shared by all ranks.
+    """Load a transformer with the weights of a rank's blocks and those shared by all ranks.
 
     Raises:
         ModelError: if its anatomy is not known, or its quantizer is not installed.
         PlanError: if it cannot be cut as the plan says.
         LoadError: if files or weights are missing or corrupt, also if only other ranks read them.
     """
-    if variant is not None and not _has_variant_files(locate, variant):
+    if variant is not None and not _has_variant_files(component.locate, variant):
         variant = None
-    model = _build_empty_model(cls, config.parent, dtype)
-    checkpoint = Checkpoint.open_checkpoint(locate, STEM, variant)
-    if not _is_quantized(config):
-        return _read_share(model, lambda _: checkpoint, config.parent, plan, rank, dtype)
-    prequantized = _open_prequantized(checkpoint, config)
-
+    folder = component.folder
+    model = _build_empty_model(component.cls, folder, dtype)
+    checkpoint = Checkpoint.open_checkpoint(component.locate, STEM, variant)
+    if not component.quantization:
+        return _read_share(model, lambda _: checkpoint, folder, plan, rank, dtype)
+    prequantized = _open_prequantized(checkpoint, folder)
     row_blocks = prequantized.list_row_blocks(model.state_dict(), plan.tensor)
-    quantization = read_json_object(config)["quantization_config"]
 
     def build_checkpoint(model: Any) -> Checkpoint:
-        return prequantized.build_checkpoint(model, dtype, quantization)
+        return prequantized.build_checkpoint(model, dtype, component.quantization)
 
-    return _read_share(model, build_checkpoint, config.parent, plan, rank, dtype, row_blocks)
+    return _read_share(model, build_checkpoint, folder, plan, rank, dtype, row_blocks)
 
 
-def load_component_file(
-    source: ModelSource, file: str, plan: Plan, rank: int, dtype: torch.dtype, name: str = TRANSFORMER
-) -> nn.Module:
+def load_component_file(component: Component, file: str, plan: Plan, rank: int, dtype: torch.dtype) -> nn.Module:
     """Load a pipeline's component with the weights of a file: a rank's share if the plan divides it.
 
     Raises:
@@ -425,11 +431,10 @@ def load_component_file(
         PlanError: if it cannot be cut as the plan says.
         LoadError: if the file is not whole, or does not fit the component.
     """
-    model_class = _find_file_class(source, name, file)
-    if issubclass(model_class, transformers.PreTrainedModel):
-        return _load_encoder_file(source, name, model_class, file, _choose_placement(plan, rank), dtype)
-    converted = _match_component_file(source, name, model_class, file)
-    model = _build_empty_model(model_class, converted.config.parent, dtype)
+    converted = check_component_file(component, file)
+    if converted is None:
+        return _load_encoder_file(component, file, _choose_placement(plan, rank), dtype)
+    model = _build_empty_model(component.cls, converted.config.parent, dtype)
 
     def build_checkpoint(model: Any) -> Checkpoint:
         return converted.build_checkpoint(model, dtype)
@@ -438,61 +443,51 @@ def load_component_file(
     return _read_share(model, build_checkpoint, Path(file), plan, rank, dtype, row_blocks)
 
 
-def check_component_file(source: ModelSource, name: str, file: str) -> ConvertedFile | None:
+def check_component_file(component: Component, file: str) -> ConvertedFile | None:
     """Check a file for `load_component_file` by its header. The errors are the same.
 
     Returns:
-        The tensors of the component; None if it is a model of transformers.
+        The tensors of the component; None if it is a model of transformers. Its config in the pipeline may be that of
+        another model.
     """
-    model_class = _find_file_class(source, name, file)
-    if not issubclass(model_class, transformers.PreTrainedModel):
-        return _match_component_file(source, name, model_class, file)
-    _load_encoder_file(source, name, model_class, file, EncoderPlacement.choose_placement(Plan(), 0), None)
-    return None
-
-
-def _find_file_class(source: ModelSource, name: str, file: str) -> Any:
-    """Return the class of a component with weights in a file. Raises `ModelError` if it is not a model."""
-    component = next(part for part in list_components(source) if part.name == name)
-    if component.cls is None or not issubclass(component.cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
-        raise ModelError(f"{name} of {source} is a {component.class_name}, which is not read from one file ({file})")
-    return component.cls
+    cls = component.cls
+    if cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
+        raise ModelError(
+            f"{component.name} of {component.source} is a {component.class_name}, which is not read from one file "
+            f"({file})"
+        )
+    if issubclass(cls, transformers.PreTrainedModel):
+        _load_encoder_file(component, file, EncoderPlacement.choose_placement(Plan(), 0), None)
+        return None
+    converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), cls, component.config)
+    if component.config is not None and converted.config != component.config:
+        published = converted.config.parent.parent.name
+        LOG.warning("%s does not fit the config of %s, and is built by that of %s", file, component.source, published)
+    return converted
 
 
 def _load_encoder_file(
-    source: ModelSource, name: str, model_class: Any, file: str, placement: EncoderPlacement, dtype: torch.dtype | None
+    component: Component, file: str, placement: EncoderPlacement, dtype: torch.dtype | None
 ) -> nn.Module:
     """Load a rank's part of a transformers model with the weights of a file; without a dtype on the meta device."""
-    locate = _locate_component_files(source, name)
-    path = _find_config(locate, name)
-    if _is_quantized(path):
-        raise ModelError(f"{path} is of quantized weights, and those of {file} are not; remove its quantization_config")
+    cls: Any = component.cls
+    folder = component.folder
+    if component.quantization:
+        raise ModelError(
+            f"{component.config} is of quantized weights, and those of {file} are not; remove its quantization_config"
+        )
     # The file has only weights; the config and class of the encoder are in the pipeline's folder.
-    config = model_class.config_class.from_pretrained(path.parent)
-    options: CallArguments = {"config": config, "config_place": path.parent}
-    if locate("generation_config.json") is not None:
-        options["generation_config"] = transformers.GenerationConfig.from_pretrained(path.parent)
-    with open_encoder_file(Path(file), model_class, config) as opened:
+    config = cls.config_class.from_pretrained(folder)
+    options: CallArguments = {"config": config, "config_place": folder}
+    if component.locate("generation_config.json") is not None:
+        options["generation_config"] = transformers.GenerationConfig.from_pretrained(folder)
+    with open_encoder_file(Path(file), cls, config) as opened:
         weights: dict[str, Any] = {**opened}
         if dtype is None:
             options["device_map"] = "meta"
             weights = {key: torch.empty(tensor.shape, device="meta") for key, tensor in opened.items()}
-        encoder: nn.Module = read_partial_encoder(model_class, file, placement, dtype, state_dict=weights, **options)
+        encoder: nn.Module = read_partial_encoder(cls, file, placement, dtype, state_dict=weights, **options)
     return encoder
-
-
-def _match_component_file(source: ModelSource, name: str, model_class: Any, file: str) -> ConvertedFile:
-    """Match the tensors of a file to a component. Its config in the pipeline may be that of another model.
-
-    Raises:
-        LoadError: if the file is not whole, or fits no config of such a model.
-    """
-    own_config = locate_component_file(source, name, "config.json")
-    converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), model_class, own_config)
-    if own_config is not None and converted.config != own_config:
-        published = converted.config.parent.parent.name
-        LOG.warning("%s does not fit the config of %s, and is built by that of %s", file, source, published)
-    return converted
 
 
 def _read_share(
@@ -587,11 +582,6 @@ def _locate_component_files(source: ModelSource, name: str) -> LocateFile:
     return locate_hub_file
 
 
-def locate_component_file(source: ModelSource, name: str, file: str) -> Path | None:
-    """Return a file of a component; None if there is no such file."""
-    return _locate_component_files(source, name)(file)
-
-
 def read_model_index(source: ModelSource) -> JsonObject:
     """Read the index of a pipeline: name -> [library, class]. In a modular pipeline a dict with the location is added.
 
@@ -605,11 +595,11 @@ def read_model_index(source: ModelSource) -> JsonObject:
     return read_json_object(path, IndexValues)
 
 
-def check_component_packages(source: ModelSource) -> None:
+def check_component_packages(components: Sequence[Component]) -> None:
     """Check that torchvision is installed if a component needs it. Raises `ModelError` otherwise."""
-    for component in list_components(source):
+    for component in components:
         if component.library == "transformers" and _lacks_torchvision(component.cls):
-            needed_by = f"{component.name} of {source}, a {component.class_name},"
+            needed_by = f"{component.name} of {component.source}, a {component.class_name},"
             require_torchvision(needed_by)
 
 
@@ -624,10 +614,22 @@ def _lacks_torchvision(cls: Any) -> bool:
 
 
 def list_components(source: ModelSource) -> list[Component]:
-    """List the components of a pipeline stored next to its index."""
+    """List the components of a pipeline stored next to its index.
+
+    Raises:
+        LoadError: if an index or a config cannot be read, or no model can be built from it.
+    """
     components = []
     for name, (library, class_name) in list_own_components(source, read_model_index(source)):
-        components.append(Component(source, name, library, class_name, _find_component_class(library, class_name)))
+        cls = _find_component_class(library, class_name)
+        locate = _locate_component_files(source, name)
+        config = locate("config.json")
+        quantization: JsonObject = {}
+        if config is not None:
+            values = read_json_object(config, ConfigValues)
+            check_config_counts(values, config)
+            quantization = values.get("quantization_config") or {}
+        components.append(Component(source, name, library, class_name, cls, locate, config, quantization))
     return components
 
 
@@ -638,40 +640,20 @@ def _find_component_class(library: Any, class_name: Any) -> type[Any] | None:
     return cls if isinstance(cls, type) else None
 
 
-def _find_config(locate: LocateFile, name: str) -> Path:
-    """Return the config of a component. Raises `LoadError` if there is none, or no model can be built from it."""
-    config = locate("config.json")
-    if config is None:
-        raise LoadError(f"{name} has no config.json, or the hub cannot be reached; copy the whole model")
-    check_config_counts(read_json_object(config), config)
-    return config
-
-
-def _is_quantized(config: Path) -> bool:
-    return bool(read_json_object(config, ConfigValues).get("quantization_config"))
-
-
-def _is_read_by_share(config: Path) -> bool:
-    """Return whether a rank can read its share of a quantized model: torchao's, or bitsandbytes' 4 bits."""
-    quantization = read_json_object(config, ConfigValues).get("quantization_config") or {}
-    method = quantization.get("quant_method")
-    if method == "bitsandbytes":
-        return bool(quantization.get("load_in_4bit"))
-    return bool(method == "torchao")
-
-
-def _open_prequantized(checkpoint: Checkpoint, config: Path) -> PrequantizedCheckpoint:
+def _open_prequantized(checkpoint: Checkpoint, folder: Path) -> PrequantizedCheckpoint:
     """Open the quantized weights promised by a model's config. Raises `LoadError` if there are none."""
-    prequantized = PrequantizedCheckpoint.recognize(checkpoint, config.parent)
+    prequantized = PrequantizedCheckpoint.recognize(checkpoint, folder)
     if prequantized is None:
         raise LoadError(
-            f"{config} has a quantization_config, and the weights with it are plain; remove it there, or copy the "
-            "model again"
+            f"{folder / 'config.json'} has a quantization_config, and the weights with it are plain; remove it there, "
+            "or copy the model again"
         )
     return prequantized
 
 
-def count_quantized_components(source: ModelSource, apart: Collection[str] = ()) -> dict[str, StoredWeights]:
+def count_quantized_components(
+    components: Sequence[Component], apart: Collection[str] = ()
+) -> dict[str, StoredWeights]:
     """Count the quantized weights of each transformer not in `apart`, by the files of a folder or of the hub's cache.
 
     Raises:
@@ -679,30 +661,28 @@ def count_quantized_components(source: ModelSource, apart: Collection[str] = ())
         ModelError: if they are torchao's, and it is not installed.
     """
     stored = {}
-    for name in set(DENOISERS).difference(apart):
-        config = locate_component_file(source, name, "config.json")
-        if config is None or not _is_read_by_share(config):
+    for component in components:
+        if component.name not in DENOISERS or component.name in apart or not component.is_read_by_share:
             continue
         # A model on the hub has a folder in the cache with its fetched files.
-        locate = locate_in_folder(config.parent)
-        if isinstance(source, str) and not has_all_weights(config.parent):
+        folder = component.folder
+        if isinstance(component.source, str) and not has_all_weights(folder):
             LOG.warning(
                 "the weights of %s in %s are quantized, and are not in the hub's cache: they count as plain ones, so "
                 "that a plan takes less memory than it says",
-                name,
-                source,
+                component.name,
+                component.source,
             )
             continue
-        stored[name] = _open_prequantized(Checkpoint.open_checkpoint(locate, STEM), config).count_stored_weights()
+        checkpoint = Checkpoint.open_checkpoint(locate_in_folder(folder), STEM)
+        stored[component.name] = _open_prequantized(checkpoint, folder).count_stored_weights()
     return stored
 
 
-def _collect_source_options(
-    source: ModelSource, name: str, locate: LocateFile, variant: str | None
-) -> tuple[str, CallArguments]:
+def _collect_source_options(component: Component, variant: str | None) -> tuple[str, CallArguments]:
     """Return the source of a component for `from_pretrained`: its folder or hub id, and keyword arguments."""
-    place, options = name_component_source(source, name)
-    if variant is not None and _has_variant_files(locate, variant):
+    place, options = name_component_source(component.source, component.name)
+    if variant is not None and _has_variant_files(component.locate, variant):
         return place, {**options, "variant": variant}
     return place, {**options}
 

@@ -25,7 +25,7 @@ from ditile.planner.recording.recorded import (
     load_component_config,
     read_prompt_table,
 )
-from ditile.runner.load import check_component_file, count_quantized_components, read_model_index
+from ditile.runner.load import check_component_file, count_quantized_components, list_components, read_model_index
 from ditile.runner.model_files import (
     DENOISERS,
     MODULAR_MARK,
@@ -100,12 +100,13 @@ class PipelineConfigs:
             if name is None:
                 raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
             kind = getattr(diffusers, name)
-            stored |= count_quantized_components(source, files)
+            components_there = {component.name: component for component in list_components(source)}
+            stored |= count_quantized_components([*components_there.values()], files)
             encoders = _list_unlisted_encoders(pipeline, index)
             refuse_unknown_components(source, read_model_index(source) | encoders, files)
             # Of two transformers only the config of the first counts. It comes last.
             for component in sorted(files.keys() - encoders.keys(), reverse=True):
-                converted = check_component_file(source, component, files[component])
+                converted = check_component_file(components_there[component], files[component])
                 if converted is not None and component in DENOISERS:
                     transformer = read_json_object(converted.config)
                     stored[component] = converted.count_stored_weights()

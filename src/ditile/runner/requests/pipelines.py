@@ -42,13 +42,13 @@ def draws_videos(model: str, *, check_packages: bool = False) -> bool:
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
         return known.is_video
-    from ditile.runner.load import check_component_packages, find_pipeline_kind
+    from ditile.runner.load import check_component_packages, find_pipeline_kind, list_components
 
     source = find_model_source(model, weights=False)
     pipeline = find_pipeline_kind(source)
     if check_packages:
         check_prompt_cleaner(pipeline)
-        check_component_packages(source)
+        check_component_packages(list_components(source))
     return returns_videos(pipeline)
 
 
