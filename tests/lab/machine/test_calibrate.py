@@ -18,9 +18,9 @@ from ditile.distributed.torchrun import list_ranks_by_host
 from ditile.plan.errors import PlanError
 from ditile.planner.hardware import load_profile
 from ditile.planner.profile import Link, Profile
-from ditile_lab.machine.options import CalibrateOptions
 from ditile_lab.machine import calibrate as command
 from ditile_lab.machine import timings as calibrate
+from ditile_lab.machine.options import CalibrateOptions
 from ditile_lab.machine.timings import Bench, fit_kernel_costs
 from tests.pool import Pool
 
