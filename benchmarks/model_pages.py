@@ -66,6 +66,8 @@ STALE = ("pipefusion", "distrifusion")
 """Axes whose images are close, and not the same."""
 PROMPTS = {"": "a lighthouse at dawn", "photo.png": "make it a snowy night", "boat.png": "the boat sails away"}
 """File that a call starts from -> a prompt."""
+IMAGE_SIZES = {"": "", "photo.png": "1024x1024", "boat.png": "1280x720"}
+"""File that a call starts from -> the size that is priced, as `ditile plan --image` takes it."""
 COMPARED = ("2 x RTX 4090", "1 x L40", "4 x L40", "1 x H100", "8 x H100")
 """Rows of the pages that the index has."""
 MARK = "Made by `python -m benchmarks.model_pages`; a test fails if it is not up to date."
@@ -167,12 +169,14 @@ class ModelPage:
         """Read the configs of a model."""
         known = find_known_model(model)
         assert known is not None
-        return cls(
-            model=known,
-            name=NAMES[model],
-            subject=PlanSubject.from_configs(model, find_model_source(model, weights=False)),
-            call=PlanQuestion(model=model).fill_call_arguments(),
-        )
+        name = NAMES[model]
+        question = PlanQuestion(model=model)
+        if name.image:
+            question = PlanQuestion(model=model, image=(IMAGE_SIZES[name.image],))
+        conditions = ["image"] if name.image else []
+        subject = PlanSubject.from_configs(model, find_model_source(model, weights=False), conditions)
+        call = question.fill_call_arguments() | subject.bind_pictures(question.read_pictures())
+        return cls(known, name, subject, call)
 
     def write_text(self) -> str:
         """Return the page."""
@@ -248,9 +252,15 @@ class ModelPage:
         return (
             f"`{self.model.name}` is [{self.model.hub_id}](https://huggingface.co/{self.model.hub_id}) "
             f"({subject.pipeline.__name__}). {transformer} Figures on this page are for "
-            f"{describe_planned_call(subject, self.call).rstrip('.').partition(';')[0]}, {guidance}. "
+            f"{describe_planned_call(subject, self.call).rstrip('.').partition(';')[0]}{self._describe_image()}, "
+            f"{guidance}. "
             "**They are predictions of the planner; none was measured.**"
         )
+
+    def _describe_image(self) -> str:
+        if not self.name.image:
+            return ""
+        return f", from an image of {IMAGE_SIZES[self.name.image].replace('x', ' x ')} px"
 
     def _write_command(self, plan: Plan | None) -> str:
         words = [f'ditile generate "{PROMPTS[self.name.image]}"', f"--model {self.model.name}"]
@@ -286,14 +296,15 @@ class ModelPage:
 
     def _write_plans(self) -> Iterator[str]:
         yield "## Which plan"
+        size = f" --image {IMAGE_SIZES[self.name.image]}" if self.name.image else ""
         yield _fill(
             "Each row has the fastest plan that uses all of the cards and fits into them. Seconds are those of "
             + ("the whole call" if self.steps <= FEW_STEPS else "the denoising loop")
             + "; memory is that of the card that needs most, and `host` what waits in the host's memory. Same image: "
             "`yes` is the image of one card, up to rounding; `close` has keys and values of other patches from the "
             "step before ([what that costs](../../README.md#what-can-be-divided)). If more cards are no faster, take "
-            f"fewer. `ditile plan --model {self.model.name} --hardware {CARDS[0].hardware} --devices 2` prints the "
-            "next best plans, and [Recipes](../recipes.md) says what all figures assume."
+            f"fewer. `ditile plan --model {self.model.name}{size} --hardware {CARDS[0].hardware} --devices 2` prints "
+            "the next best plans, and [Recipes](../recipes.md) says what all figures assume."
         )
         for card in CARDS:
             yield f"### {self.name.name} on {card.memory} GB GPUs ({card.name})"
