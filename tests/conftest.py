@@ -5,12 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ |= {
-    "DITILE_CHECK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
+os.environ |= {"DITILE_CHECK": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 import pytest
 import torch

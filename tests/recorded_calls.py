@@ -174,10 +174,7 @@ def _find_address(tensor: Tensor) -> int:
 
 @contextmanager
 def record_on_cpu(
-    segments: Callable[[], OperatorSegments] = OperatorSegments,
-    limit_bytes: int = sys.maxsize,
-    *,
-    checks: bool = True,
+    segments: Callable[[], OperatorSegments] = OperatorSegments, limit_bytes: int = sys.maxsize, *, checks: bool = True
 ) -> Iterator[list[RecordedSteps]]:
     """Within it `cuda_graphs=True` records on a CPU; gives the recorders that are made."""
     made: list[RecordedSteps] = []

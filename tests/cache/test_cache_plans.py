@@ -103,11 +103,7 @@ def on_rank(case: Case, threshold: float) -> tuple[Tensor, list[dict[str, Any]]]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "case",
-    [*MECHANISMS, *CASES],
-    ids=lambda case: f"{case.name}, {case.plan}, {case.config}",
-)
+@pytest.mark.parametrize("case", [*MECHANISMS, *CASES], ids=lambda case: f"{case.name}, {case.plan}, {case.config}")
 def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:
     """Decisions and latents are those of one process. A failure of decisions means that ranks decided on a part of
     the image, or on another's; of latents alone, that what is remembered belongs to other tokens or rows."""

@@ -30,10 +30,7 @@ OF_TREE: list[TreeRule] = [
 TEXTS = {".py", ".typed", ".md", ".toml", ".txt", ".json", ".sh", ".yml", ".yaml", ""}
 
 WRONG = {
-    rules.sizes: [
-        "def f():\n" + "    x = 1\n" * 50,
-        "async def f():\n    '''doc'''\n" + "    x = 1\n" * 50,
-    ],
+    rules.sizes: ["def f():\n" + "    x = 1\n" * 50, "async def f():\n    '''doc'''\n" + "    x = 1\n" * 50],
     rules.globals_: ["def f():\n    global x\n    x = 1"],
     rules.environment: ["import os\nos.environ['A']", "from os import environ", "import os\nos.getenv('A')"],
     rules.swallowed: [

@@ -45,11 +45,7 @@ GB = 10**9
 )
 def test_a_capture_leaves_room_for_code(free: int, cached: int, own_pool: int, fits: bool, empties: bool) -> None:
     """On a card with 40 GB in use, where code has needed 10 GB more. A failure is an error where code would run."""
-    numbers = {
-        "memory_allocated": 40,
-        "max_memory_allocated": 50,
-        "memory_reserved": 40 + cached + own_pool,
-    }
+    numbers = {"memory_allocated": 40, "max_memory_allocated": 50, "memory_reserved": 40 + cached + own_pool}
     emptied: list[bool] = []
     replacements: dict[str, Callable[..., object]] = {
         "mem_get_info": lambda device: (free * GB, 80 * GB),

@@ -193,13 +193,7 @@ MUTANTS = (
         "if self.mask is not None and self.mask[place - 1]:",
         CACHE,
     ),
-    Mutant(
-        "skips in a row are not counted",
-        "cache/skip_rules.py",
-        "        record.streak += 1\n",
-        "",
-        CACHE,
-    ),
+    Mutant("skips in a row are not counted", "cache/skip_rules.py", "        record.streak += 1\n", "", CACHE),
     Mutant(
         "a difference is not relative",
         "cache/skip_decision.py",

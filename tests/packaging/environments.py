@@ -56,11 +56,7 @@ class Environment:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        wheel: Path,
-        extras: tuple[str, ...] = (),
-        base: Environment | None = None,
+        self, folder: Path, wheel: Path, extras: tuple[str, ...] = (), base: Environment | None = None
     ) -> None:
         self.folder = folder / "environment"
         self.work = folder / "work"

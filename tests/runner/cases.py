@@ -143,17 +143,10 @@ def _embeddings(name: str, tokens: int) -> dict[str, Any]:
     given: dict[str, Any] = {"prompt": None, "prompt_embeds": draw(1, tokens, tiny.WIDTH)}
     if name.startswith("pixart"):
         mask = torch.ones(1, tokens, dtype=torch.int64)
-        given |= {
-            "negative_prompt": None,
-            "prompt_attention_mask": mask,
-            "negative_prompt_attention_mask": mask,
-        }
+        given |= {"negative_prompt": None, "prompt_attention_mask": mask, "negative_prompt_attention_mask": mask}
         return given | {"negative_prompt_embeds": draw(1, tokens, tiny.WIDTH)}
     if name.startswith("flux"):
         return given | {"pooled_prompt_embeds": draw(1, tiny.WIDTH)}
     wide = 2 * tiny.WIDTH
     given |= {"prompt_embeds": draw(1, tokens, wide), "pooled_prompt_embeds": draw(1, wide)}
-    return given | {
-        "negative_prompt_embeds": draw(1, tokens, wide),
-        "negative_pooled_prompt_embeds": draw(1, wide),
-    }
+    return given | {"negative_prompt_embeds": draw(1, tokens, wide), "negative_pooled_prompt_embeds": draw(1, wide)}

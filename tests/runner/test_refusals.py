@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import (
-    NucleusMoEImageTransformer2DModel,
-    PixArtSigmaPAGPipeline,
-)
+from diffusers import NucleusMoEImageTransformer2DModel, PixArtSigmaPAGPipeline
 from peft import LoraConfig, get_peft_model
 from torch import nn
 

@@ -23,15 +23,7 @@ from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep
 from ditile_lab.machine.messages import LoneGroup
-from tests.simulated_gpu.gpu import (
-    AFTER,
-    CALL,
-    REHEARSAL,
-    SETUP,
-    SimulatedGpu,
-    SimulatedGraph,
-    SimulatedMessage,
-)
+from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedGraph, SimulatedMessage
 from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard
 
 NCCL = "cpu:gloo,cuda:nccl"

@@ -8,11 +8,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
-from diffusers.models.embeddings import (
-    ImageProjection,
-    IPAdapterTimeImageProjection,
-    MultiIPAdapterImageProjection,
-)
+from diffusers.models.embeddings import ImageProjection, IPAdapterTimeImageProjection, MultiIPAdapterImageProjection
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
 from tests.more_families import EVERY

@@ -223,9 +223,6 @@ def of_own(name: str, make: Any, **changes: Any) -> Entry:
 
 OWN = {
     one.name: one
-    for one in (
-        of_own("own-text-first", TextFirstTransformer),
-        of_own("own-frames", FrameTransformer, num_frames=9),
-    )
+    for one in (of_own("own-text-first", TextFirstTransformer), of_own("own-frames", FrameTransformer, num_frames=9))
 }
 """Entries of transformers that no table knows: they are derived when they are loaded."""

@@ -23,16 +23,7 @@ from tests.zoo import ZOO, matrix, modular
 from tests.zoo.derive_table import OTHERS, TABLE, derive_all, derive_rows, prove_calls, prove_rows, record_calls
 from tests.zoo.holes import find_hole, has_row
 from tests.zoo.own import OWN
-from tests.zoo.rows import (
-    EVERY,
-    HYBRID,
-    REFERENCES,
-    ROWS,
-    Row,
-    draw_padded_prompts,
-    draw_rows,
-    judge_row,
-)
+from tests.zoo.rows import EVERY, HYBRID, REFERENCES, ROWS, Row, draw_padded_prompts, draw_rows, judge_row
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TIMEOUT = 60.0

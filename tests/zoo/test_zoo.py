@@ -17,12 +17,7 @@ from torch import Tensor
 
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.requests import results
-from ditile.runner.requests.pipelines import (
-    check_num_frames,
-    enable_required_tiling,
-    find_argument,
-    returns_videos,
-)
+from ditile.runner.requests.pipelines import check_num_frames, enable_required_tiling, find_argument, returns_videos
 from tests.zoo import LEFT_OUT, ZOO, Entry, more_videos, videos
 from tests.zoo.once import find_missing
 

@@ -59,11 +59,7 @@ def test_a_call_is_rehearsed_once_for_its_shapes() -> None:
         {"prompt": "a green ring", "negative_prompt": "a circle"},
         {"generator": torch.Generator().manual_seed(4), "num_inference_steps": 6, "output_type": "pt"},
     ]
-    anew: list[dict[str, Any]] = [
-        {"height": 48, "width": 64},
-        {"prompt": ["a ring"] * 2},
-        {"true_cfg_scale": 2.0},
-    ]
+    anew: list[dict[str, Any]] = [{"height": 48, "width": 64}, {"prompt": ["a ring"] * 2}, {"true_cfg_scale": 2.0}]
     pipe = MAKE["flux true cfg"]()
     with counted_passes() as made, divided(pipe, patches=PATCHES, warmup=1) as runner:
         run(runner, "flux true cfg")

@@ -65,12 +65,7 @@ def test_two_ranks(pool: Pool, name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [
-        ("flux", 3),
-        ("flux", 4),
-        ("flux", 8),
-        *((name, n) for name in ("pixart sigma", "sd3.5 medium") for n in (3, 4)),
-    ],
+    [("flux", 3), ("flux", 4), ("flux", 8), *((name, n) for name in ("pixart sigma", "sd3.5 medium") for n in (3, 4))],
 )
 def test_any_number(pool: Pool, name: str, ranks: int) -> None:
     """Four heads over three and eight ranks, 140 image tokens, text of 7: nothing divides."""

@@ -38,33 +38,15 @@ def cut(model: Any, ranks: int = 2, table: Any = None) -> None:
 def test_gated_and_packed_projections_are_cut_block_by_block() -> None:
     """A failure: a rank has a value without its gate, or hidden features of the wrong half."""
     gated = TensorCuts.match_tensor_table(FeedForward(8, mult=2, activation_fn="swiglu"), FF, 1, 2)
-    assert gated.select_shard("net.0.proj.weight", (32, 8)) == TensorCut(
-        0,
-        (
-            slice(8, 16),
-            slice(24, 32),
-        ),
-    )
-    assert gated.select_shard("net.0.proj.bias", (32,)) == TensorCut(
-        0,
-        (
-            slice(8, 16),
-            slice(24, 32),
-        ),
-    )
+    assert gated.select_shard("net.0.proj.weight", (32, 8)) == TensorCut(0, (slice(8, 16), slice(24, 32)))
+    assert gated.select_shard("net.0.proj.bias", (32,)) == TensorCut(0, (slice(8, 16), slice(24, 32)))
     plain = TensorCuts.match_tensor_table(FeedForward(8, mult=2, activation_fn="gelu-approximate"), FF, 1, 2)
     assert plain.select_shard("net.0.proj.weight", (16, 8)) == TensorCut(0, (slice(8, 16),))
     assert plain.select_shard("net.2.weight", (8, 16)) == TensorCut(1, (slice(8, 16),))
     assert plain.select_shard("net.2.bias", (8,)) is None
     assert plain.select_shard("elsewhere.weight", (8, 16)) is None
     packed = TensorCuts.match_tensor_table(nn.Sequential(nn.Linear(10, 4)), {"0": PackedRowwiseParallel([1, 4])}, 0, 2)
-    assert packed.select_shard("0.weight", (4, 10)) == TensorCut(
-        1,
-        (
-            slice(0, 1),
-            slice(2, 6),
-        ),
-    )
+    assert packed.select_shard("0.weight", (4, 10)) == TensorCut(1, (slice(0, 1), slice(2, 6)))
 
 
 def test_factors_of_loras_are_cut_where_their_linear_is() -> None:
