@@ -66,3 +66,9 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_ranks(monkeypatch)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests.pool import Pool, on_ranks
-from tests.runner.cases import MAKE, call_of, divided, run
+from tests.runner.cases import MAKE, call_of, divided, make_double, run
 from tests.zoo import ZOO
 
 TOLERANCE = 1e-6
@@ -76,9 +76,7 @@ CASES = [
 def draw(case: Case, threshold: float, plan: str | None) -> tuple[Tensor, list[dict[str, Any]]]:
     """Latents, and what was decided here, alone or on a rank."""
     pipe = MAKE[case.name]()
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            torch.nn.Module.to(part, torch.float64)
+    make_double(pipe)
     caching.enable_cache(pipe, case.config.reset(residual_diff_threshold=threshold), case.calibrator)
     call = call_of(case.name, num_inference_steps=STEPS, **case.changes)
     runner = pipe if plan is None else parallelize(pipe, Plan.parse(plan))

@@ -13,7 +13,7 @@ from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibrat
 from ditile.runner import caching
 from tests.more_families import EVERY
 from tests.parallel.pipefusion.moves import RUN, calls, enable, skipped, tensors
-from tests.runner.cases import MAKE, run
+from tests.runner.cases import MAKE, make_double, run
 
 OTHER_MOVES = ((0, 1.0), (1, 1.0), (1, 1.02), (1, 0.98), (2, 1.0))
 APART = [[1, 3], [2, 3]]
@@ -106,9 +106,7 @@ def test_an_image_does_not_know_what_it_is_drawn_with(name: str, config: Any) ->
     """Each image is cached in the steps, and drawn, as if it were alone; all its rows of guidance together. A failure
     means that one image makes another be computed or skipped, or that a picture depends on its neighbours."""
     pipe = MAKE[name]()
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            torch.nn.Module.to(part, torch.float64)  # so that no decision hangs on the shape of a matrix
+    make_double(pipe)
     caching.enable_cache(pipe, config.reset(residual_diff_threshold=1e-9))
     draw(pipe, name, [3, 4, 5])
     measured = caching.summary(pipe, logging=False)[0].differences

@@ -274,34 +274,6 @@ def test_before_or_after_parallelize(pool: Pool, name: str) -> None:
         assert near(pictures[1], pictures[0])
 
 
-def stopped(name: str, how: str) -> list[Any]:
-    """On a rank: a picture that a callback ends, and what follows."""
-    pipe = MAKE[name]()
-    ditile.enable_cache(pipe, CACHE)
-    plan = Plan(pipefusion=2, patches=2, warmup=1) if how == "interrupts" else Plan(ulysses=2)
-    runner = ditile.parallelize(pipe, plan)
-    wanted, seen = draw(runner, name, num_inference_steps=9), []
-
-    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
-        seen.append(step)
-        if step == 4 and how == "raises":
-            raise KeyError("from the callback")
-        if step == 4 and dist.get_rank() == 0:
-            pipe._interrupt = True
-        return {}
-
-    call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": [], "num_inference_steps": 9}
-    if how == "raises":
-        with pytest.raises(KeyError):
-            draw(runner, name, **call)
-        assert find_model_cache(pipe.transformer).memory_bytes == 0
-        return [seen]
-    picture = draw(runner, name, **call)
-    assert find_model_cache(pipe.transformer).memory_bytes == 0 and 5 <= len(seen) < 9
-    same(draw(runner, name, num_inference_steps=9), wanted, "the next picture")
-    return [picture, seen]
-
-
 UNLIKE: list[DBCacheConfig | None] = [
     None,
     CACHE.reset(residual_diff_threshold=0.5),

@@ -22,7 +22,7 @@ from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of, different, same
+from tests.runner.cases import MAKE, call_of, different, make_double, same
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
@@ -144,9 +144,7 @@ def test_decisions_and_images_are_the_authors(name: str, branches: int) -> None:
 def draw(name: str, plan: str | None, threshold: float) -> tuple[Tensor, list[list[int]], int]:
     """Latents in float64, the steps left out, and the bytes by which a rank agreed with others."""
     pipe = MAKE[name]()
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            torch.nn.Module.to(part, torch.float64)
+    make_double(pipe)
     ditile.enable_cache(pipe, CONFIG.reset(threshold=threshold))
     call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=2)
     if plan is None:
@@ -285,9 +283,7 @@ def test_half_of_the_work_is_done_after_the_gate(name: str, rows: list[int]) -> 
 def draw_gated(name: str, plan: str | None, images: int) -> tuple[Tensor, list[list[int]]]:
     """Latents in float64, and the steps left out."""
     pipe = MAKE[name]()
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            torch.nn.Module.to(part, torch.float64)
+    make_double(pipe)
     ditile.enable_cache(pipe, GATE)
     call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=images)
     runner = pipe if plan is None else parallelize(pipe, Plan.parse(plan))

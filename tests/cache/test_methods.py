@@ -25,7 +25,7 @@ from tests.cache.hand_cache import HandCache
 from tests.parallel.pipefusion.simulated import Case, arguments, distance, pipeline
 from tests.parallel.pipefusion.simulation import simulate
 from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of, same
+from tests.runner.cases import MAKE, call_of, make_double, same
 from tests.zoo import ZOO
 
 STEPS = 9
@@ -163,9 +163,7 @@ def draw(name: str, configs: dict[str, BlockCacheConfig], plan: str | None) -> d
     found = {}
     for method, config in configs.items():
         pipe = MAKE[name]()
-        for part in pipe.components.values():
-            if isinstance(part, torch.nn.Module):
-                torch.nn.Module.to(part, torch.float64)
+        make_double(pipe)
         ditile.enable_cache(pipe, config)
         call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=2)
         if plan is None:

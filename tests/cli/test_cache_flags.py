@@ -142,7 +142,6 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
         ("--cache --taylorseer --foca", "enable_taylorseer and enable_foca"),
         ("--cache -order 2", "is for --taylorseer"),
         ("-q --quantize-type int3", "'int3' should be 'float8_weight_only'"),
-        ("--config nothing.yaml", "nothing.yaml"),
     ],
 )
 def test_what_is_refused(words: str, says: str) -> None:

@@ -34,15 +34,11 @@ from tests import tiny
 from tests.zoo.methods import build_matrix
 from tests.zoo.page import format_page, read_families
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 ROOT = Path(__file__).parents[2]
 WEIGHTS = next((ASSETS / "shapes-pixart" / "transformer").glob("*.safetensors"))
 SMALL = ("--steps", "2", "--seed", "7", "--threads", "1")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
 
 
 def ditile(*words: str, module: tuple[str, ...] = ("ditile",)) -> subprocess.CompletedProcess[str]:
@@ -79,36 +75,21 @@ def opened(path: str) -> Image.Image:
         (("generate", " "), "prompt is empty"),
         (("generate", "a", "circle"), "in quotes"),
         (("serve", "--bogus"), "--bogus is not known; see ditile serve --help-all"),
-        (("plan", "--hardware", "b200"), "hardware='b200' is not known; known are "),
         (("generate", "a", "--steps", "-3"), "--steps: '-3' should be"),
-        (
-            ("generate", "a", "--cache", "--steps-mask", "999999999/1"),
-            "steps in the bins=1000000000 should be less than or equal to 10000",
-        ),
         (("generate", "caf\udce9 red"), "'caf\\udce9 red' is not UTF-8"),
         (("generate", "a", "--json", "p.png", "--out", "p.png"), "out='p.png' and json='p.png' are one file"),
-        (("generate", "a", "--guidance", "inf"), "'inf' should be a finite number"),
         (("generate", "a", "--model", "nothing-like-it"), "shapes-flux, shapes-flux-turbo, shapes-pixart"),
-        (("generate", "a", "--model", "flux.1-dev"), "and HF_HUB_OFFLINE is set"),
-        (("generate", "a", "--model", "./nosuchfolder"), "model './nosuchfolder': there is no such folder"),
         (("generate", "a", "--lora", "./nosuchfolder"), "lora='./nosuchfolder' is not a file"),
         (("plan", "--hardware", "l40-pcie", "--json", "a\0b"), "json='a\\x00b' is not a file name"),
         (("generate", "a", "--height", "100"), "not a multiple of 8, a token of this model; try height=96"),
         (("generate", "a", "--pipefusion", "20"), "pipefusion=20 exceeds the 12 blocks of PixArtTransformer2DModel"),
-        (
-            ("generate", "a", "--model", "flux.1-dev", "--tensor", "5", "--dry-run"),
-            "tensor=5 does not divide the 24 heads",
-        ),
-        (("generate", "a", "--plan", "ulysses=2,ring=2"), "have blanks between them; write 'ulysses=2 ring=2'"),
         (("plan", "--hardware", "l40-pcie", "--memory", "48"), "memory='48' is not an amount; write 48GB"),
         (("plan", "--hardware", "l40-pcie", "--cache", "F=x"), "Fn_compute_blocks='x'"),
-        (("plan", "--hardware", "l40-pcie", "--price", "pipefusion=99"), "pipefusion=99 exceeds the 12 blocks"),
         (("verify",), "there is nothing to prove"),
         (("generate", "a", "--out", "nowhere/a.png"), "nowhere"),
         (("generate", "a", "--out", "a.bmp"), "this model makes images; name it a.png, .jpg or .webp"),
         (("generate", "a", "--image", "nothing.png"), "nothing.png"),
         (("generate", "a", "--strength", "0.5"), "--image"),
-        (("generate", "a", "--uaa=yes"), "--uaa/--no-uaa"),
         (("generate", "a", "--text-after", "free", "--perf"), "this run encodes prompts several times"),
         (("generate", "a", "--pipefusion_parallel_degree", "2", "--attn_layer_num_for_pp", "3"), "give 2 numbers"),
         (("generate", "a", "--prompts-file", "p.txt"), "give one of them"),
@@ -124,7 +105,6 @@ def opened(path: str) -> Image.Image:
         ),
         (("models", "a", "foo"), "'foo' is one argument too many"),
         (("generate", "a", "--out", "{foo}.png"), "brace of no placeholder; known are {seed}, {index}"),
-        (("generate", "a", "--out", "{index:999999999}.png"), "has a brace of no placeholder"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -159,12 +139,6 @@ def test_a_file_of_prompts_that_will_not_do(
 ) -> None:
     Path("prompts.txt").write_bytes(content)
     assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
-
-
-@pytest.mark.parametrize("strength", ["1.5"])
-def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: str) -> None:
-    Image.new("RGB", (8, 8)).save("a.png")
-    assert "--strength" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
 
 
 @pytest.mark.nightly
@@ -249,7 +223,6 @@ def test_what_takes_long_is_said(capfd: pytest.CaptureFixture[str], monkeypatch:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--height", "100"), "height=100"),
         (("--negative-prompt", "red", "--guidance", "1"), "ignores a negative prompt"),
         (("--device", "toaster"), "toaster"),
         (("--true-cfg", "3", "--dry-run"), "PixArtSigmaPipeline takes no --true-cfg; leave it out"),

@@ -37,13 +37,9 @@ from tests.cli.test_cli import ROOT, opened, refused
 from tests.parallel.sequence import planned
 from tests.runner.single_files import COMFY, write_sparse_flux
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
 
 
 def test_text_encoders_leave_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

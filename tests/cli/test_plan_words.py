@@ -120,7 +120,6 @@ def test_what_the_first_host_refuses_all_do(
     ("words", "said"),
     [
         (("--plan", "auto", "--ulysses", "2"), "plan='auto' is a whole plan, and flags say 'ulysses=2' too"),
-        (("--plan", "pipefusion=99"), "pipefusion=99"),
         (("--min-psnr", "30", "--pipefusion", "2"), "not what stale keys of 'pipefusion=2' lose; use"),
     ],
 )

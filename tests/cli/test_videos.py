@@ -31,14 +31,10 @@ from tests.cli.test_cli import opened, refused
 from tests.zoo import ZOO
 from training.motion_check import judge_clip
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 PROMPT = "a large red circle moves from left to right on a gray background"
 SHORT = ("--model", "shapes-wan", "--steps", "2", "--seed", "7", "--threads", "1")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
 
 
 def decoded(path: str) -> tuple[float, np.ndarray]:

@@ -73,6 +73,27 @@ def draw_plain(name: str, **changes: Any) -> Any:
     return share(f"{name} {changes}", lambda: run(MAKE[name](), name, **changes))
 
 
+def make_double(pipe: Any) -> None:
+    """Give all models of a pipeline weights in float64, so that no decision and no tolerance hangs on a kernel."""
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            torch.nn.Module.to(part, torch.float64)
+
+
+def measure_error(got: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference as a share of the largest value."""
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+def close(got: Any, wanted: Any, what: Any, tolerance: float = 1e-5) -> None:
+    """Raise unless two results differ by no more than rounding."""
+    a, b = _array(got), _array(wanted)
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, not {b.shape} {b.dtype}"
+    assert np.isfinite(b).all()
+    distance = float(np.abs(a - b).max() / np.abs(b).max())
+    assert distance < tolerance, f"{what}: {distance:.2g}"
+
+
 @contextmanager
 def divided(pipe: Any, *, trusts: bool = True, **plan: Any) -> Iterator[Runner]:
     """The pipeline under a plan; it is whole again afterwards."""

@@ -14,7 +14,7 @@ from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.runner.cases import divided, same
+from tests.runner.cases import divided, measure_error, same
 from tests.runner.gguf_files import load_pipeline, write_model
 from tests.zoo import ZOO
 from tests.zoo.rows import ENOUGH, list_tensors
@@ -62,10 +62,6 @@ def draw_in_every_case(folder: Path, name: str, keys: list[str]) -> tuple[dict[s
             held[key] = count_parameter_bytes(pipe.transformer)
     held["restored"] = count_parameter_bytes(pipe.transformer)
     return images, held
-
-
-def measure_error(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).abs().max() / wanted.abs().max())
 
 
 MECHANISMS = [("flux-2", "Q5_K"), ("z-image", "Q8_0")]

@@ -25,7 +25,7 @@ from torch import Tensor
 from ditile.plan.plan import AXES, Plan
 from tests import tiny
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, run
+from tests.runner.cases import MAKE, divided, make_double, run
 from tests.runner.loras import edits, folders_of
 
 TOLERANCE = 1e-6
@@ -152,9 +152,7 @@ def draw(jobs: list[Job], loras: dict[str, Path]) -> list[list[Tensor]]:
                 pipes[name, also] = tiny.quiet(FROM_IMAGE[name].from_pipe(pipes[name, also]))
             if also == "lora":
                 edits(name)["loaded"](pipes[name, also], loras[name])
-            for part in pipes[name, also].components.values():
-                if isinstance(part, torch.nn.Module):
-                    torch.nn.Module.to(part, torch.float64)
+            make_double(pipes[name, also])
     return [drawn(pipes[job.name, job.also], job) for job in jobs]
 
 

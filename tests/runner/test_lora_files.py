@@ -26,7 +26,7 @@ from ditile.runner.requests.prepare import load_loras
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import Pool
-from tests.runner.cases import different, same
+from tests.runner.cases import different, measure_error, same
 from tests.runner.gguf_files import load_pipeline, write_model
 from tests.zoo import ZOO
 from tests.zoo.rows import ENOUGH, list_tensors
@@ -138,10 +138,6 @@ def write_styles(folder: Path, model: nn.Module, name: str) -> None:
 
 def draw(pipe: Any, name: str) -> Tensor:
     return list_tensors(pipe(**ZOO[name].call()))[0]
-
-
-def measure_error(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).abs().max() / wanted.abs().max())
 
 
 def draw_in_every_style(name: str, folder: Path, plan: dict[str, Any]) -> list[Tensor]:

@@ -27,7 +27,7 @@ from ditile.runner.runner import parallelize
 from ditile.runner.user_code import explain_code_refusal, list_user_code
 from tests import tiny
 from tests.pool import Pool, on_ranks
-from tests.runner.cases import call_of, run
+from tests.runner.cases import call_of, measure_error, run
 from tests.zoo.own import FrameTransformer, of_own
 
 Change = Callable[[Any], None]
@@ -192,7 +192,7 @@ def trusted() -> list[float]:
         pipe = tiny.flux()
         scale(pipe)
         actual = torch.as_tensor(run(parallelize(pipe, Plan(**plan), trust_code=True), "flux"))
-        distances.append(distance(actual, expected))
+        distances.append(measure_error(actual, expected))
     return distances
 
 
@@ -210,10 +210,6 @@ def test_one_rank_refuses_only_stale_steps() -> None:
     assert torch.equal(torch.as_tensor(run(runner, "flux")), expected)
     with pytest.raises(ModelError, match="'patches=2' computes parts of a call apart"):
         run(parallelize(pipe, Plan(patches=2, warmup=1)), "flux")
-
-
-def distance(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -242,7 +238,7 @@ def own_classes(plan: dict[str, Any], is_cached: bool) -> float:
         for each in (pipe, plain):
             enable_cache(each, DBCacheConfig(residual_diff_threshold=0.0))
     expected = plain(**entry.call())[0]
-    return distance(parallelize(pipe, Plan(**plan))(**entry.call())[0], expected)
+    return measure_error(parallelize(pipe, Plan(**plan))(**entry.call())[0], expected)
 
 
 @pytest.mark.parametrize(("plan", "is_cached"), [({"cfg": 2}, False), ({"ulysses": 2}, False), ({"ulysses": 2}, True)])

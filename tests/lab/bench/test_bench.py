@@ -24,6 +24,8 @@ from ditile_lab.bench.subjects import create_bench_subject
 from ditile_lab.bench.submission import Submission
 from ditile_lab.machine import comparison
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
 JOB = {"model": "shapes-pixart", "steps": 4, "threads": 1, "machine": MACHINE}
 
@@ -159,12 +161,6 @@ def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     assert predict_cells(subject, jobs, unlike).keys() == {one, plan}
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -175,8 +171,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--plans", "ulysses=2", "--alone", "--submit", "x.json"), "submit='x.json' is for whole images"),
         (("--plans", "ulysses=2", "--submit", "nowhere/x.json"), "nowhere"),
         (("--plans", "ulysses=2", "--alone", "--model", "random-ltx-2"), "gets no random weights"),
-        (("--plans", "ulysses=2", "--model", "nothing-like-it"), "shapes-flux"),
-        (("--plans", "tensor=3"), "tensor=3 does not divide"),
         (("--plans", "ulysses=2", "--out", "nowhere/there"), "nowhere"),
         (("--plans", "ulysses=2", "--profile", "nowhere"), "the profile nowhere cannot be read"),
     ],

@@ -32,6 +32,8 @@ from ditile_lab.rows import Row
 from tests.cli.test_cli import refused
 from tests.pool import fork_ranks
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 SETTING = EvaluationSetting("pipefusion=2", "F=1")
 
 
@@ -201,12 +203,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
-
-
 def test_what_is_written(folder: Path) -> None:
     """All settings in the order asked for, what was left out where something was, and files that can be opened."""
     found = json.loads((folder / "first.json").read_text())
@@ -268,8 +264,6 @@ def test_another_job_in_the_same_folder(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--model", "nothing-like-it"), "shapes-flux, shapes-flux-turbo, shapes-pixart"),
-        (("--plans", "pipefusion=64"), "pipefusion=64"),
         (("--plans", "data=2"), "leave data out"),
         (("--caches", "mask=2,1/1,1 policy=static"), "steps"),
         (("--captions", "empty.txt"), "has no prompt"),

@@ -24,9 +24,8 @@ from ditile.parallel.sequence.ulysses import UlyssesExchange
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
 from ditile.plan.plan import Plan
-from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool
-from tests.runner.cases import MAKE, different, divided, run
+from tests.runner.cases import MAKE, close, different, divided, run
 
 LENGTH, BATCH, SIZE = 23, 2, 8
 MASKS = ("none", "flat", "boolean", "additive", "by head", "whole blocks", "expanded", "pairs")

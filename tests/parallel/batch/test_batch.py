@@ -7,6 +7,7 @@ CFG, one image under data) is bitwise.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from ditile.model.hooks.batch_rows import slice_batch_arguments
 from ditile.parallel.batch.shares import BatchSlice
 from ditile.plan.errors import ModelError, PlanError
 from tests.pool import Pool, on_ranks, share
+from tests.runner import cases
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
 TOLERANCE = 1e-10
+close = functools.partial(cases.close, tolerance=TOLERANCE)
 FOUR: dict[str, Any] = {"prompt": ["a red circle", "the blue ring on the left"], "num_images_per_prompt": 2}
 GUIDED = [name for name in MAKE if name not in ("flux", "flux embedded guidance")]
 Job = tuple[dict[str, Any], dict[str, Any]]
@@ -32,15 +35,6 @@ Job = tuple[dict[str, Any], dict[str, Any]]
 def made(name: str) -> Any:
     """A pipeline of `MAKE` in fp64."""
     return MAKE[name]().to(torch.float64)
-
-
-def close(got: Any, wanted: Any, what: Any, tolerance: float = TOLERANCE) -> None:
-    """Raises unless two results differ by no more than rounding."""
-    a, b = np.asarray(got), np.asarray(wanted)
-    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, not {b.shape} {b.dtype}"
-    assert np.isfinite(b).all()
-    distance = float(np.abs(a - b).max() / np.abs(b).max())
-    assert distance < tolerance, f"{what}: {distance:.2g}"
 
 
 def drawn_whole(pipe: Any, name: str, call: dict[str, Any]) -> tuple[Any, Tensor]:
@@ -173,10 +167,10 @@ def decoded(kinds: list[str], images: int) -> None:
             sent = dict(runner.report.sent) if runner.report else {}
         mine = [2, 1][dist.get_rank()] if images == 3 else 1
         assert batches == ([] if kind == "latent" else [mine, mine]), "each replica decodes its own"
-        close(np.stack(got.images), np.stack(wanted), f"{kind}, rank {dist.get_rank()}", 1e-6)  # np is fp32
+        close(np.stack(got.images), np.stack(wanted), f"{kind}, rank {dist.get_rank()}", tolerance=1e-6)  # np is fp32
         assert (first is None) == (dist.get_rank() != 0)
         if first is not None:
-            close(np.stack(first.images), np.stack(wanted), f"{kind}, the first rank alone", 1e-6)
+            close(np.stack(first.images), np.stack(wanted), f"{kind}, the first rank alone", tolerance=1e-6)
             assert "pictures" not in sent
     handle.remove()
 

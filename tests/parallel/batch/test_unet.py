@@ -237,7 +237,7 @@ def denoising(name: str, plan: dict[str, Any], images: int) -> None:
     pipe = tiny.quiet(Denoising(model, FlowMatchEulerDiscreteScheduler()))
     wanted = pipe(inputs, images)
     with divided(pipe, **plan) as runner:
-        close(runner(inputs, images), wanted, f"{name} {plan} rank {dist.get_rank()}", 1e-4)
+        close(runner(inputs, images), wanted, f"{name} {plan} rank {dist.get_rank()}", tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -216,13 +216,13 @@ def test_lumina_2_ends_guidance_by_an_argument() -> None:
     wanted, guided = draw(pipe), draw(pipe, cfg_trunc_ratio=1.0)
     for plan in EXACT:
         with divided(pipe, **plan) as runner:
-            close(draw(runner), wanted, plan, ROUNDING)
+            close(draw(runner), wanted, plan, tolerance=ROUNDING)
     done: list[int] = []
     with divided(pipe, pipefusion=2, warmup=TIMED_STEPS) as runner:
         with pytest.raises(StateError, match=r"its model on \[1\] rows in step 3 and on \[1, 1\] in the first one"):
             draw(runner, callback_on_step_end=lambda _, step, *__: done.append(step) or {})
         assert not done
-        close(draw(runner, cfg_trunc_ratio=1.0), guided, "guidance in all steps", ROUNDING)
+        close(draw(runner, cfg_trunc_ratio=1.0), guided, "guidance in all steps", tolerance=ROUNDING)
     # The first step without a second call is synchronous, and so are its keys those of one call.
     with divided(pipe, distrifusion=2, warmup=1) as runner:
         assert draw(runner).shape == wanted.shape

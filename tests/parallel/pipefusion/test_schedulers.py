@@ -221,7 +221,7 @@ def test_methods_that_the_user_replaced_are_called() -> None:
     different(wanted, stock, "the replaced step")
     for plan in EXACT:
         with divided(pipe, **plan) as runner:
-            close(run(runner, "flux", **TWO), wanted, plan, ROUNDING)
+            close(run(runner, "flux", **TWO), wanted, plan, tolerance=ROUNDING)
     says = "FlowMatchEulerDiscreteScheduler.step was replaced on the scheduler itself.*a class derived from Flow"
     with divided(pipe, **PATCHES) as runner, pytest.raises(ModelError, match=says):
         run(runner, "flux")
@@ -231,7 +231,7 @@ def test_methods_that_the_user_replaced_are_called() -> None:
     wanted = run(pipe, "flux", **TWO)
     for plan in (*EXACT, PATCHES):
         with divided(pipe, **plan) as runner:
-            close(run(runner, "flux", **TWO), wanted, plan, ROUNDING)
+            close(run(runner, "flux", **TWO), wanted, plan, tolerance=ROUNDING)
     # A replica without images makes no micro-steps, and its part of the predictions is not gathered.
     says = "data=2 is more than the 1 image.*use data=1, or a plan without pipefusion and patches"
     with divided(pipe, data=2, patches=2, warmup=99) as runner, pytest.raises(ModelError, match=says):

@@ -18,9 +18,9 @@ from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.sequence.test_tokens import TOLERANCE, close
+from tests.parallel.sequence.test_tokens import TOLERANCE
 from tests.pool import CaseError, Pool, on_ranks
-from tests.runner.cases import MAKE, divided, draw_plain, run, same
+from tests.runner.cases import MAKE, close, divided, draw_plain, run, same
 from tests.runner.loras import folder_of, load
 
 FLOAT = 4

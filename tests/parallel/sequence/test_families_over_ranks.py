@@ -22,8 +22,8 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.sequence.planned import denoising
-from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool
+from tests.runner.cases import close
 
 TWO = [{"ulysses": 2}, {"ring": 2}]
 UNSEEN = "chronoedit from a picture"

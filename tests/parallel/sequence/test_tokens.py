@@ -20,19 +20,11 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, draw_plain, run
+from tests.runner.cases import MAKE, close, divided, draw_plain, run
 
 TOLERANCE = 1e-5
 ASYNC = {"async_ulysses": True}
 NAMES = [f"{what} {name}" for what in ("project", "exchange") for name in "qkv"]
-
-
-def close(got: Tensor, wanted: Tensor, what: Any) -> None:
-    """Raises unless two results differ by no more than rounding."""
-    assert got.shape == wanted.shape
-    assert torch.isfinite(wanted).all()
-    distance = float((got - wanted).abs().max() / wanted.abs().max())
-    assert distance < TOLERANCE, f"{what}: {distance:.2g}"
 
 
 def plain_and_divided(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, run
+from tests.runner.cases import MAKE, divided, make_double, run
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
@@ -48,9 +48,7 @@ def make_images(name: str, plans: list[str]) -> list[tuple[Tensor, int]]:
     """On a rank: the latents under each plan, and the image tokens that the rank computes."""
     results = []
     pipe = MAKE[name]()
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            torch.nn.Module.to(part, torch.float64)
+    make_double(pipe)
     for plan in plans:
         runner = parallelize(pipe, Plan.parse(plan), keep_weights=True)
         images: Any = run(runner, name, **CALL)

@@ -83,11 +83,6 @@ def _own(length: int, line: Axis) -> slice:
     return slice(mine.start, mine.stop)
 
 
-def error(results: Tensor, wanted: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    return float((results - wanted).abs().max() / wanted.abs().max())
-
-
 def with_heads(family: str, heads: int = HEADS, **changes: Any) -> Any:
     """The transformer of a family with another number of heads of 8 channels."""
     plain = tiny.FAMILIES[family]().transformer

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
@@ -17,8 +16,9 @@ from ditile.plan.errors import DitileError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.tensor.tensors import SCHEMES, error, forward, inputs, sharded, with_heads
+from tests.parallel.tensor.tensors import SCHEMES, forward, inputs, sharded, with_heads
 from tests.pool import Pool, on_ranks
+from tests.runner.cases import measure_error
 from tests.zoo import ZOO
 
 TOLERANCE = 1e-5  # sums over ranks are in another order than sums within a matrix product
@@ -45,7 +45,7 @@ def test_ip_adapters(name: str, scheme: str) -> None:
     assert processor.scale != before
     plain.append(torch.as_tensor(pipe(**entry.call())[0]))
     assert all(torch.equal(x, whole[key]) for key, x in pipe.transformer.state_dict().items())
-    assert max(map(error, drawn, plain)) < TOLERANCE < error(*plain)
+    assert max(map(measure_error, drawn, plain)) < TOLERANCE < measure_error(*plain)
 
 
 def divided_forward(family: str, heads: int, changes: dict[str, Any]) -> list[tuple[float, Tensor]]:
@@ -54,7 +54,7 @@ def divided_forward(family: str, heads: int, changes: dict[str, Any]) -> list[tu
     for scheme in SCHEMES:
         with sharded(transformer, scheme):
             out = forward(transformer, call)
-        pairs.append((error(out, plain), out))
+        pairs.append((measure_error(out, plain), out))
     return pairs
 
 
@@ -90,7 +90,7 @@ def refused_and_half() -> tuple[list[str], torch.dtype, float]:
     plain = forward(transformer, call)
     with sharded(transformer.to(torch.bfloat16), "sequence"):
         out = forward(transformer, _half(call))
-    return pairs, out.dtype, error(out.float(), plain)
+    return pairs, out.dtype, measure_error(out.float(), plain)
 
 
 def _chunked(transformer: Any, call: dict[str, Any]) -> Any:
@@ -122,7 +122,7 @@ def cast_shares(family: str) -> list[float]:
     for scheme in SCHEMES:
         pipe = tiny.FAMILIES[family]()
         with sharded(pipe.transformer, scheme):
-            pairs.append(error(casting(pipe), plain))
+            pairs.append(measure_error(casting(pipe), plain))
     return pairs
 
 
@@ -132,15 +132,6 @@ def test_shares_that_are_cast_for_each_use(pool: Pool, family: str) -> None:
     """A failure: what a refusal of a model that is cast before advises does not work."""
     for differences in pool.run(cast_shares, 2, family):
         assert max(differences) < TOLERANCE
-
-
-def wan() -> tuple[nn.Module, dict[str, Any]]:
-    model = WanTransformer3DModel(
-        num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
-        ffn_dim=64, num_layers=2,
-    )  # fmt: skip
-    call = {"hidden_states": torch.randn(2, 4, 2, 6, 8), "encoder_hidden_states": torch.randn(2, 7, 16)}
-    return tiny.randomise(model), call | {"timestep": torch.tensor([500, 500])}
 
 
 @pytest.mark.nightly

@@ -13,9 +13,9 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.tensor.tensors import error, sharded
+from tests.parallel.tensor.tensors import sharded
 from tests.pool import Pool
-from tests.runner.cases import MAKE, run, same
+from tests.runner.cases import MAKE, measure_error, run, same
 from tests.runner.loras import folder_of, load, write
 
 TOLERANCE = 1e-5
@@ -85,4 +85,4 @@ def test_a_pipeline_that_was_loaded_for_the_plan_takes_loras_after_the_cut(pool:
         for line in said:
             assert "of this FluxTransformer2DModel only a share of tensor=2 was loaded" in line
             assert "call parallelize, and load the LoRA into its runner's pipeline" in line
-        assert error(picture, wanted) < TOLERANCE
+        assert measure_error(picture, wanted) < TOLERANCE
