@@ -111,7 +111,7 @@ def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
 ) -> None:
     """A failure means a traceback, or seconds of imports before a mistake is told, none of which needs torch."""
-    monkeypatch.setattr(main, "_silence_libraries", lambda: pytest.fail("torch would be imported"))
+    monkeypatch.setattr(main, "silence_libraries", lambda: pytest.fail("torch would be imported"))
     monkeypatch.setattr(main, "_run_on_ranks", lambda *_: pytest.fail("torch would be imported"))
     assert says in refused(capsys, *words)
 

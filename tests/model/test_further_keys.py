@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ditile.runner.runner import build_single_runner
 from ditile_lab.study.derive import derive_anatomy
 from ditile_lab.study.merge import merge_lists
 from ditile_lab.study.prove import TOLERANCE, prove_anatomy
+from tests import tiny
 from tests.tiny import quiet
 from tests.zoo import ZOO
 from tests.zoo.derive_table import record_calls
@@ -80,6 +82,21 @@ def test_experts_that_choose_among_all_tokens_are_refused() -> None:
     for block in transformer.transformer_blocks:  # type: ignore[union-attr]
         block.img_mlp = nn.Identity()
     assert compute_source_hash(transformer, ["transformer_blocks"]) != before
+
+
+class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
+    """Of the name of a row, with a forward of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_row_is_of_the_forwards_that_it_was_derived_from() -> None:
+    """A failure means that a model is divided by what holds for another one of its name."""
+    transformer = tiny.flux().transformer
+    assert find_anatomy(transformer) is not None
+    transformer.__class__ = FluxTransformer2DModel
+    assert find_anatomy(transformer) is None
 
 
 def test_one_dictionary_for_several_blocks() -> None:
