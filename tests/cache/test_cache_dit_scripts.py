@@ -186,7 +186,7 @@ def test_settings_that_leave_no_block_are_said() -> None:
     assert cache_dit.summary(pipe, logging=False) == []
     cache_dit.disable_cache(pipe)
     with pytest.raises(IdleCacheWarning):
-        cache_dit.enable_cache(pipe, cache_config=DBPruneConfig(Fn_compute_blocks=1, non_prune_block_ids=range(1, 12)))
+        cache_dit.enable_cache(pipe, DBPruneConfig(Fn_compute_blocks=1, non_prune_block_ids=list(range(1, 12))))
     assert [vars(block).get("forward") for block in pipe.transformer.transformer_blocks] == before
 
 

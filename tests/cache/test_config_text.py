@@ -278,12 +278,6 @@ def test_what_is_refused(content: dict[str, Any], says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join(9 * ['*' + last])}]\n" for last, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
-"""400 characters that stand for 400 million."""
-
-
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -293,7 +287,6 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a.yaml", "- 1", "has no sections"),
         ("b.yaml", None, "cannot be read"),
         ("a.json", '{"a": ' + "[" * 100_000, "nested too deep"),
-        ("a.yaml", BOMB, "more than 100000 values"),
     ],
 )
 def test_files_that_will_not_do(tmp_path: Path, name: str, text: str | None, says: str) -> None:
@@ -333,5 +326,5 @@ def test_auto_counts_the_ranks_that_torchrun_started(monkeypatch: pytest.MonkeyP
 def test_kernel_and_splits_of_a_parallelism() -> None:
     table = {"": {}}
     config = ParallelismConfig(ulysses_size=2, parallel_kwargs={"attention_backend": "flash", "cp_plan": table})
-    assert config.attention_backend == "flash" and config.cp_plan is table
+    assert config.attention_backend == "flash" and config.cp_plan == table
     assert ParallelismConfig().attention_backend is None and ParallelismConfig().cp_plan is None

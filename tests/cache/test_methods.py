@@ -56,7 +56,6 @@ def left_out(pipe: Any) -> list[list[int]]:
     return [decision.skipped for report in reports for decision in report.decisions]
 
 
-@pytest.mark.filterwarnings("ignore:.*all .* steps compute:ditile.IdleCacheWarning")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_methods_leave_out_steps_and_none_at_their_limit(name: str) -> None:
     """A failure at the limit: a cache that computes everything changes the image."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_the_rows_that_run_are_told_once_a_step_without_a_copy(device: str) -> N
     blocks = [Block() for _ in range(BLOCKS)]
     hooks = [CacheHook(k, block, Flow(text=None)) for k, block in enumerate(blocks)]
     for hook in hooks:
-        hook.install_hook()
+        hook.install_hook(ExitStack(), None)
     segment = Segment(hooks, Residuals(lambda stream: Reuse()))
     units = split_into_units(2 * IMAGES, IMAGES, "image")
     tokens, temb = torch.zeros(2 * IMAGES, 4, 8, device=device), torch.ones(2 * IMAGES, device=device)

@@ -254,7 +254,7 @@ def test_outputs_die_with_the_generation_and_with_errors() -> None:
         def callback(pipe: Any, step: int, timestep: Any, tensors: Any) -> Any:
             if step == 4:
                 assert cache.forecasts is not None and cache.memory_bytes > 0
-                kept.extend(weakref.ref(x) for x in cache.forecasts._branches[0].outputs[0].tensors)
+                kept.extend(weakref.ref(x) for x in cache.forecasts.branches[0].outputs[0].tensors)
                 if fails:
                     raise ValueError("the callback fails")
             return {}

@@ -24,13 +24,13 @@ MOST_NODES = {
     "distributed": 26_650,
     "model": 56_000,
     "parallel": 69_700,
-    "cache": 42_350,
+    "cache": 40_700,
     "runner": 66_650,
     "planner": 44_300,
-    "serve": 37_060,
+    "serve": 36_700,
     "cli": 12_650,
     "": 400,
-    "lab": 74_400,
+    "lab": 75_100,
 }
 """Top folder of the package -> its nodes of the syntax tree; "" are the files beside them, and the lab counts whole."""
 MOST_DENSE = {

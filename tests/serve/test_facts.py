@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import ditile
@@ -107,12 +108,12 @@ def test_a_job_that_is_done() -> None:
         },
     )
     job = build_job(state="done", started=11.0, ended=15.0, result=result)
-    metrics.note_accepted_job(job)
-    metrics.note_started_job(job)
+    metrics.count("jobs_accepted", job.kind)
+    metrics.note_seconds("wait", job.created, job.started)
     for _ in range(4):
-        metrics.note_step()
+        metrics.count("steps")
     metrics.note_ended_job(job, "1")
-    families = text_string_to_metric_families(metrics.render_text().decode())
+    families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     values = {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
     assert values["ditile_drawn_total", "image"] == 2 and values["ditile_pixels_total",] == 2 * 32 * 16
     assert values["ditile_steps_total",] == 4 and values["ditile_steps_left_out_total",] == 3

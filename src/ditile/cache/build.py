@@ -24,17 +24,18 @@ from ditile.cache.config import (
 from ditile.cache.forecast import build_forecaster
 from ditile.cache.hooks import CacheHook
 from ditile.cache.methods.dbcache import DBCache
-from ditile.cache.methods.dbprune import DBPrune, DynamicThreshold
+from ditile.cache.methods.dbprune import DBPrune
 from ditile.cache.methods.easycache import EasyCacheConfig
-from ditile.cache.methods.magcache import MagCacheConfig, MagCalibration
+from ditile.cache.methods.magcache import MagCacheConfig
 from ditile.cache.methods.seacache import SeaCacheConfig, SpectralFeature
 from ditile.cache.segment import KeepMemory, Residuals
 from ditile.cache.skip_decision import Difference, SkipDecider
-from ditile.cache.skip_rules import SkipRules
+from ditile.cache.skip_rules import SkipRules, relax_threshold
 from ditile.cache.step_mask import resolve_step_mask
 from ditile.model.hooks.protocols import SkipAgreement
+from ditile.plan.extras import import_lab
 
-Chain = DBCache | DBPrune | MagCalibration
+Chain = DBCache | DBPrune
 """Decides which blocks of a context are left out in one generation, and leaves them out."""
 
 
@@ -92,7 +93,8 @@ class CacheContext:
             keep: gives memory that stays from generation to generation, where calls are recorded.
         """
         if isinstance(self.config, MagCacheConfig) and self.config.calibrate:
-            return MagCalibration(self.hooks, steps)
+            chain: Chain = import_lab("quality.mag_ratios").MagCalibration(self.hooks, steps)
+            return chain
         config, calibrator = self.config.resolve_for(steps, self.calibrator)
         rules = build_skip_rules(config, steps)
         difference = Difference(config.important_condition_threshold, config.downsample_factor)
@@ -116,11 +118,11 @@ class CacheContext:
 
         first = config.Fn_compute_blocks
         last = config.Bn_compute_blocks
-        chain: Chain
         if isinstance(config, DBPruneConfig):
             dynamic = None
             if config.enable_dynamic_prune_threshold:
-                dynamic = DynamicThreshold(config.dynamic_prune_threshold_relax_ratio, config.highest_threshold)
+                ratio = config.dynamic_prune_threshold_relax_ratio
+                dynamic = partial(relax_threshold, ratio=ratio, most=config.highest_threshold)
             never = config.non_prune_block_ids
             chain = DBPrune(self.hooks, decider, make_residuals, first, last, never=never, dynamic=dynamic)
         else:

@@ -64,14 +64,11 @@ INSTEAD = {
 """Public name of cache-dit that ditile does not have -> what to use."""
 
 
-def _read_backend(value: Any) -> str:
-    """Return the name of a backend, which may be a member of the enum, or its name in either case."""
-    return str(value).rpartition(".")[2].lower()
-
-
 Size = Count | Literal["auto"] | None
 Backend = Annotated[
-    Literal["auto", "cache_dit", "native_diffuser", "native_pytorch", "native_hybrid"], BeforeValidator(_read_backend)
+    Literal["auto", "cache_dit", "native_diffuser", "native_pytorch", "native_hybrid"],
+    # It may be a member of the enum, or its name in either case.
+    BeforeValidator(lambda value: str(value).rpartition(".")[2].lower()),
 ]
 
 

@@ -10,17 +10,16 @@ import abc
 import functools
 import itertools
 import logging
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ditile.cache.build import CacheContext, Chain, explain_idle_steps
+from ditile.cache.build import CacheContext, Chain
 from ditile.cache.config import (
     BlockCacheConfig,
     CacheConfig,
@@ -56,23 +55,6 @@ class IdleCacheWarning(UserWarning):
     """A cache was enabled that can never skip anything."""
 
 
-class CacheSettings(Protocol):
-    """The settings by which a cache decides, as it shows them."""
-
-    @property
-    def text(self) -> str:
-        """Return the settings in one word."""
-
-    @property
-    def settings(self) -> str:
-        """Return all settings. Ranks with equal texts decide alike."""
-
-    @property
-    def idle(self) -> str | None:
-        """Return the reason why nothing can ever be left out, and a setting that would work. None if something can
-        be."""
-
-
 class ModelCache(abc.ABC):
     """The cache of one model that a pipeline calls.
 
@@ -93,11 +75,14 @@ class ModelCache(abc.ABC):
         self._clock: PipelineClock | None = None
         self._own_clock: CallClock | None = None
         self._is_prepared = False
+        self._num_steps = 0
+        self._has_warned = False
 
     @property
     @abc.abstractmethod
-    def contexts(self) -> Sequence[CacheSettings]:
-        """Return the groups of work that are decided on together."""
+    def contexts(self) -> Sequence[Any]:
+        """Return the groups of work that are decided on together. Each has its settings in one word (`text`) and whole
+        (`settings`), and the reason why nothing can ever be left out (`idle`)."""
 
     @property
     @abc.abstractmethod
@@ -108,9 +93,24 @@ class ModelCache(abc.ABC):
     def begin_generation(self, steps: int) -> None:
         """Begin a generation of `steps` steps, with an empty cache."""
 
-    @abc.abstractmethod
     def end_generation(self) -> None:
         """End the generation, and drop everything remembered except the numbers that `summary` shows."""
+        self.update_reports()
+        self._drop_memory()
+        is_whole = all(report.steps == self._num_steps and not report.saved for report in self.reports)
+        # One rank speaks for those that decide alike.
+        if self._has_warned or not self.reports or not is_whole or (dist.is_initialized() and dist.get_rank() > 0):
+            return
+        self._has_warned = True
+        smallest = ""
+        for report in self.reports:
+            if report.differences:
+                smallest = f": the smallest difference was {report.differences[0]:.3g}"
+        LOG.warning("%s left out nothing%s", self.reports[0].settings, smallest)
+
+    @abc.abstractmethod
+    def _drop_memory(self) -> None:
+        """Drop everything remembered."""
 
     @abc.abstractmethod
     def update_reports(self) -> None:
@@ -254,8 +254,6 @@ class TransformerCache(ModelCache):
         self._chains: list[tuple[CacheContext, Chain]] = []
         self._loop_step = -1
         self._step = -1  # counted from the first step in which the transformer was called
-        self._num_steps = 0
-        self._has_warned = False
         self._keep: KeepMemory | None = None
         # What the blocks of the prepared call may read and store; nothing where all of them run.
         self._described: list[Residuals] = []
@@ -318,23 +316,13 @@ class TransformerCache(ModelCache):
         self._loop_step = -1
         self._step = -1
         self._num_steps = steps
-        # `enable_cache` has warned of the other contexts.
-        active = [context for context in self.contexts if context.idle is None]
-        # Contexts with the same reason warn once.
-        for reason in dict.fromkeys(explain_idle_steps(context.config, steps) for context in active):
-            if reason is not None:
-                self._has_warned = True
-                warnings.warn(reason, IdleCacheWarning, stacklevel=2)
         for context in self.contexts:
             chain = context.build_chain(steps, self._agreement, self._keep)
             if chain is not None:
                 chain.restrict_to_blocks(self._agreement.owned)
                 self._chains.append((context, chain))
 
-    def end_generation(self) -> None:
-        """End the generation, and drop everything remembered except the numbers that `summary` shows."""
-        self.update_reports()
-        self._warn_if_nothing_was_left_out()
+    def _drop_memory(self) -> None:
         self._bypass_chains()
         self._own_hooks.close()
         self._chains = []
@@ -349,20 +337,6 @@ class TransformerCache(ModelCache):
         self.kept_bytes = self.memory_bytes
         for context, chain in self._chains:
             self.reports.append(build_context_report(context, chain, self._step + 1, self.kept_bytes))
-
-    def _warn_if_nothing_was_left_out(self) -> None:
-        """Log a line once if a whole generation compared steps and computed every block."""
-        is_over = self._step + 1 >= self._num_steps
-        if self._has_warned or not is_over or any(report.saved for report in self.reports):
-            return
-        # One rank speaks for those that decide alike.
-        if dist.is_initialized() and dist.get_rank() > 0:
-            return
-        for report in self.reports:
-            if report.differences:
-                self._has_warned = True
-                smallest = report.differences[0]
-                LOG.warning("%s left out nothing: the smallest difference was %.3g", report.settings, smallest)
 
     @property
     def memory_bytes(self) -> int:

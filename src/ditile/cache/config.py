@@ -130,11 +130,6 @@ class CallCacheConfig(CacheConfig):
         """Explain why a plan cannot use it, or return None."""
         return None
 
-    def explain_idle_calls(self, steps: int) -> str | None:
-        """Explain why a generation of `steps` steps left out nothing, although these settings should have left out some
-        of it."""
-        return None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedScheduleConfig(CallCacheConfig):

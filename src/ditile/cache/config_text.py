@@ -37,7 +37,6 @@ import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
@@ -79,26 +78,17 @@ class CacheMethod(NamedTuple):
         name: its `cache_type` in a config file.
         words: each names it in a line. Without one of them the method of a line is DBCache.
         flag_help: what `--help` says of the flag with the name of the first word; "" where there is no flag.
-        compared: what a comparison of methods calls it -> the settings there, each a cache in one line.
     """
 
     name: str
     config: type[CacheConfig]
     words: tuple[str, ...] = ()
     flag_help: str = ""
-    compared: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 CACHE_METHODS = (
     CacheMethod("schedule", FittedScheduleConfig, ("steps", "schedule")),
-    CacheMethod(
-        "dbcache",
-        DBCacheConfig,
-        compared={
-            "step mask": ("F=0 W=3 R=1 MC=1 taylor=1 reach=0.5", "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5"),
-            "DBCache": ("F=1 W=4 R=0.12 taylor=1", "F=1 W=4 R=0.25 taylor=1"),
-        },
-    ),
+    CacheMethod("dbcache", DBCacheConfig),
     CacheMethod("dbprune", DBPruneConfig),
     CacheMethod("magcache", MagCacheConfig, ("mag",), "leave out steps by a table of ratios (MagCache), to this error"),
     CacheMethod(
@@ -106,28 +96,24 @@ CACHE_METHODS = (
         SeaCacheConfig,
         ("sea",),
         "leave out steps while the filtered latents change less than this (SeaCache)",
-        {"SeaCache": ("sea=0.2", "sea=0.3", "sea=0.5")},
     ),
     CacheMethod(
         "spectrum",
         SpectrumConfig,
         ("spectrum",),
         "forecast steps in windows that grow by this at each computed one (Spectrum)",
-        {"Spectrum": ("spectrum=0.75", "spectrum=3")},
     ),
     CacheMethod(
         "easycache",
         EasyCacheConfig,
         ("easy",),
         "leave out calls of the model while they should change less than this (EasyCache)",
-        {"EasyCache": ("easy=0.02", "easy=0.05", "easy=0.1")},
     ),
     CacheMethod(
         "gate",
         GuidanceGateConfig,
         ("gate",),
         "after this share of the steps run only the guidance branch with the prompt",
-        {"gating": ("gate=0.8", "gate=0.6", "gate=0.5")},
     ),
 )
 """All methods; a new one is a row here."""
@@ -136,10 +122,6 @@ METHODS_BY_WORD = {"prune": METHODS_BY_NAME["dbprune"]}
 for _method in CACHE_METHODS:
     METHODS_BY_WORD |= dict.fromkeys(_method.words, _method)
 """A word by which a line names a method -> the method."""
-MAX_VALUES = 100_000
-MAX_DEPTH = 32
-MAX_BITS = 1024
-"""The most values, levels and bits of a number in a file of settings, its aliases expanded: more than settings need."""
 NO_CACHE = "none"
 """The line that stands for no cache."""
 
@@ -189,7 +171,14 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
         if configs["calibrator_config"] is not None and "calibrator_config" in content:
             raise ModelError("cache_config and calibrator_config name a calibrator each; leave one of them out")
     if "calibrator_config" in content:
-        configs["calibrator_config"] = _parse_calibrator_section(_read_section(content, "calibrator_config"))
+        values = _read_section(content, "calibrator_config")
+        # The type with these fields, where it is not named.
+        prefixes = [field.partition("_")[0] for field in values]
+        calibrator = values.get("calibrator_type") or next(
+            filter(CALIBRATOR_CONFIGS.__contains__, prefixes), "taylorseer"
+        )
+        check_known(f"calibrator_type={calibrator!r}", calibrator, CALIBRATOR_CONFIGS)
+        configs["calibrator_config"] = CALIBRATOR_CONFIGS[calibrator](**values)
     if "parallelism_config" in content:
         division = _read_section(content, "parallelism_config")
         # A file may say ulysses for ulysses_size.
@@ -250,7 +239,6 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
         raise LoadError(f"the config {str(path)!r} cannot be read: {error}") from error
     try:
         content = files.parse_json(text) if language == "JSON" else yaml.safe_load(text)
-        _check_amount(content)
     except RecursionError:
         raise LoadError(f"the config {str(path)!r} is not {language}: it is nested too deep") from None
     # PyYAML raises the last three for a value that does not fit its tag, such as `!!bool x`.
@@ -259,29 +247,6 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise LoadError(f"the config {str(path)!r} has no sections; try some of {', '.join(_SECTIONS)}")
     return content
-
-
-def _check_amount(content: Any) -> None:
-    """Raise `ValueError` for more or deeper values than settings have. Aliases of YAML may stand for billions."""
-    level = [content]
-    count = 0
-    # Level by level: each value of an alias is counted as often as it is used, without following it to its end.
-    for _ in range(MAX_DEPTH):
-        inner = []
-        for value in level:
-            # No message could show it: Python refuses to write out a number of thousands of digits.
-            if isinstance(value, int) and value.bit_length() > MAX_BITS:
-                raise ValueError(f"it has a number of more than {MAX_BITS} bits")
-            if isinstance(value, Mapping):
-                inner += [*value, *value.values()]
-            elif isinstance(value, list | tuple | set):
-                inner += value
-            if count + len(inner) > MAX_VALUES:
-                raise ValueError(f"it stands for more than {MAX_VALUES} values")
-        count += len(inner)
-        level = inner
-    if level:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def _read_section(content: JsonObject, name: str) -> JsonObject:
@@ -342,20 +307,6 @@ def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
 
 
 _CALIBRATOR_ENTRIES = _list_calibrator_entries()
-
-
-def _parse_calibrator_section(values: JsonObject) -> Calibration:
-    """Return the config of the named type, or of the type with these fields."""
-    calibrator = values.get("calibrator_type")
-    if not calibrator:
-        calibrator = "taylorseer"
-        for field in values:
-            prefix = field.partition("_")[0]
-            if prefix in CALIBRATOR_CONFIGS:
-                calibrator = prefix
-                break
-    check_known(f"calibrator_type={calibrator!r}", calibrator, CALIBRATOR_CONFIGS)
-    return CALIBRATOR_CONFIGS[calibrator](**values)
 
 
 _SECTIONS = ("cache_config", "calibrator_config", "parallelism_config", "attention_backend", "quantize_config")

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ditile.cache.methods.magcache import MagCalibration
+from pydantic import TypeAdapter
+
 from ditile.plan.layout import merge_ranges
 from ditile.plan.option_classes import JsonObject
 
@@ -65,12 +66,7 @@ class ContextReport:
     @classmethod
     def from_dict(cls, values: JsonObject) -> ContextReport:
         """Build a report from the result of `to_dict`."""
-        decisions = []
-        for decision in values["decisions"]:
-            # JSON has no tuples, so pairs are lists there.
-            differences = [(int(step), float(difference)) for step, difference in decision["differences"]]
-            decisions.append(Decisions(**{**decision, "differences": differences}))
-        return cls(**{**values, "decisions": decisions})
+        return TypeAdapter(cls).validate_python(values)
 
     def to_dict(self) -> JsonObject:
         """Return the report as JSON types."""
@@ -107,10 +103,10 @@ def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_b
         differences = sorted(record.differences.items())
         decisions.append(Decisions(branch, patch, unit, list(record.skipped), differences))
     middle = len(chain.middle)
-    report = ContextReport(context.name, context.text, len(context.hooks), middle, steps, kept_bytes, decisions)
-    if isinstance(chain, MagCalibration):
-        report = replace(report, mag_ratios=chain.ratios)
-    return report
+    # A chain that measures MagCache has them.
+    ratios = getattr(chain, "ratios", [])
+    blocks = len(context.hooks)
+    return ContextReport(context.name, context.text, blocks, middle, steps, kept_bytes, decisions, mag_ratios=ratios)
 
 
 def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:
@@ -149,22 +145,23 @@ def _merge_context_reports(stage: int, reports_by_half: dict[tuple[int, int], Co
     for (replica, _), by_half in sorted(choices.items()):
         num_units = 1 + max((decision.unit for decision in merged), default=-1)
         first_unit = first_units.setdefault(replica, num_units)
+
+        def count_known(decisions: Sequence[Decisions]) -> tuple[int, int]:
+            known = sum(len(decision.skipped) + len(decision.differences) for decision in decisions)
+            return known, len(decisions)
+
         # The half that computed a branch knows most of its decisions.
-        for decision in max(by_half, key=_count_known):
+        for decision in max(by_half, key=count_known):
             merged.append(replace(decision, unit=first_unit + decision.unit))
     kept_bytes = max(report.kept_bytes for report in reports_by_half.values())
     first = next(iter(reports_by_half.values()))
     return replace(first, stage=stage, kept_bytes=kept_bytes, decisions=merged)
 
 
-def _count_known(decisions: Sequence[Decisions]) -> tuple[int, int]:
-    known = sum(len(decision.skipped) + len(decision.differences) for decision in decisions)
-    return known, len(decisions)
-
-
 def build_report_parts(reports: Iterable[ContextReport], *, details: bool) -> list[Table | str]:
     """Build a table of 80 columns with a row for each context, and below it lines that name the rows. With `details`
     it has a row for each image, branch and patch, and percentiles of differences."""
+    import numpy as np
     from rich.table import Table
 
     percentiles: tuple[int, ...] = (50,)
@@ -179,34 +176,22 @@ def build_report_parts(reports: Iterable[ContextReport], *, details: bool) -> li
         name += f", {report.settings}, {report.steps} steps"
         rows = [(name, report.cached_steps, report.saved, report.differences)]
         if details:
-            rows = [_describe_decision(name, report, decision) for decision in report.decisions]
+            rows = []
+            for decision in report.decisions:
+                label = f"{name}, branch {decision.branch}, patch {decision.patch}, image {decision.unit}"
+                share = len(decision.skipped) / max(report.steps, 1) * report.middle / report.blocks
+                rows.append((label, decision.skipped, share, [difference for _, difference in decision.differences]))
         for label, skipped, saved, differences in rows:
             number = table.row_count + 1
-            numbers = [_format_percentile(differences, percent) for percent in percentiles]
+            numbers = ["-"] * len(percentiles)
+            if differences:
+                numbers = [f"{value:.3f}" for value in np.percentile(differences, percentiles)]
             table.add_row(str(number), str(len(skipped)), f"{saved:.0%}", *numbers)
             lines.append(f"{number:>2}  {label}: {format_steps(skipped)}")
         # Users copy a measured table of ratios from here.
         if report.mag_ratios:
             lines.append("ratios=" + ",".join(f"{ratio:.5f}" for ratio in report.mag_ratios))
     return [table, *lines, "saved: share of the work of blocks; p50: median of the measured differences"]
-
-
-def _describe_decision(
-    name: str, report: ContextReport, decision: Decisions
-) -> tuple[str, list[int], float, list[float]]:
-    """Return the name of a decision's row, the steps and the share of blocks that were left out, and differences."""
-    label = f"{name}, branch {decision.branch}, patch {decision.patch}, image {decision.unit}"
-    share = len(decision.skipped) / max(report.steps, 1)
-    differences = [difference for _, difference in decision.differences]
-    return label, decision.skipped, share * report.middle / report.blocks, differences
-
-
-def _format_percentile(differences: Sequence[float], percent: float) -> str:
-    if not differences:
-        return "-"
-    import numpy as np
-
-    return f"{np.percentile(differences, percent):.3f}"
 
 
 def format_steps(steps: Sequence[int]) -> str:
@@ -229,36 +214,34 @@ def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[Js
     counts blocks that were left out for some of them.
     """
     reports_by_context: dict[tuple[int, str, int], list[ContextReport]] = {}
-    for reports in calls:
+    for reports_of_call in calls:
         # Two models of a pipeline may have lists of the same names.
         counts: Counter[tuple[int, str]] = Counter()
-        for report in reports:
+        for report in reports_of_call:
             place = (report.stage, report.name)
             reports_by_context.setdefault((*place, counts[place]), []).append(report)
             counts[place] += 1
-    return [_summarize_context(reports) for _, reports in sorted(reports_by_context.items())]
-
-
-def _summarize_context(reports: Sequence[ContextReport]) -> JsonObject:
-    steps = sum(report.steps for report in reports)
-    differences = []
-    for report in reports:
-        differences += report.differences
-    median = None
-    if differences:
-        median = statistics.median(differences)
-    # Only reports of a calibrated MagCache have ratios.
-    ratios = {}
-    if reports[0].mag_ratios:
-        ratios = {"mag_ratios": reports[0].mag_ratios}
-    return {
-        "stage": reports[0].stage,
-        "context": reports[0].name,
-        "settings": reports[0].settings,
-        "blocks": reports[0].blocks,
-        "middle": reports[0].middle,
-        "steps": steps,
-        "cached_steps": [report.cached_steps for report in reports],
-        "blocks_saved": sum(report.saved * report.steps for report in reports) / max(steps, 1),
-        "median_difference": median,
-    } | ratios
+    summaries: list[JsonObject] = []
+    for _, reports in sorted(reports_by_context.items()):
+        first = reports[0]
+        steps = sum(report.steps for report in reports)
+        differences = list(itertools.chain.from_iterable(report.differences for report in reports))
+        median = None
+        if differences:
+            median = statistics.median(differences)
+        summary: JsonObject = {
+            "stage": first.stage,
+            "context": first.name,
+            "settings": first.settings,
+            "blocks": first.blocks,
+            "middle": first.middle,
+            "steps": steps,
+            "cached_steps": [report.cached_steps for report in reports],
+            "blocks_saved": sum(report.saved * report.steps for report in reports) / max(steps, 1),
+            "median_difference": median,
+        }
+        # Only reports of a calibrated MagCache have ratios.
+        if first.mag_ratios:
+            summary["mag_ratios"] = first.mag_ratios
+        summaries.append(summary)
+    return summaries

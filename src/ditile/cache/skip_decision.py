@@ -189,21 +189,19 @@ class SkipDecider:
             skips.append(skipped)
         return skips
 
-    def decide_by_rules(self, call: CacheCall) -> list[bool]:
-        """Decide which units are left out, without a measurement."""
+    def decide_by_rules(self, call: CacheCall, decided: Sequence[bool] | None = None) -> list[bool]:
+        """Decide which units are left out, without a measurement.
+
+        Args:
+            decided: the decision of another stage; None without one.
+        """
         skips = []
-        for states in self._collect_states(call):
-            skipped = self._find_unit_verdict(call, states) is RuleVerdict.SKIP
+        for place, states in enumerate(self._collect_states(call)):
+            skipped = self._find_unit_verdict(call, states) is RuleVerdict.SKIP if decided is None else decided[place]
             for state in states:
                 self.rules.record_decision(call.step, state.record, skipped=skipped, difference=None)
             skips.append(skipped)
         return skips
-
-    def record_skips(self, call: CacheCall, skips: Sequence[bool]) -> None:
-        """Record the decision of another stage."""
-        for skipped, states in zip(skips, self._collect_states(call), strict=True):
-            for state in states:
-                self.rules.record_decision(call.step, state.record, skipped=skipped, difference=None)
 
     def store_probes(self, probe: Tensor, call: CacheCall, skips: Sequence[bool]) -> None:
         """Keep the probe `[rows, tokens, channels]` of the computed units."""

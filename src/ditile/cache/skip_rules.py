@@ -69,7 +69,12 @@ class SkipRules:
         config = self.config
         if place is None:
             place = step
-        is_warmup = step < self._count_warmup_steps(place - step) and step % config.warmup_interval == 0
+        warmup = config.max_warmup_steps
+        start = place - step
+        # The first 0 of a mask ends the warmup.
+        if self.mask is not None and 0 in self.mask[start:]:
+            warmup = min(warmup, self.mask.index(0, start) - start)
+        is_warmup = step < warmup and step % config.warmup_interval == 0
         if record.computed is None or is_warmup:
             return RuleVerdict.COMPUTE
         if self.mask is not None and self.mask[place]:
@@ -149,13 +154,6 @@ class SkipRules:
     def _active_budget(self) -> float | None:
         # A budget of 0 is none, as in cache-dit.
         return self.config.max_accumulated_residual_diff_threshold or None
-
-    def _count_warmup_steps(self, start: int) -> int:
-        """Return the number of warmup steps from `start` on. The first 0 of a mask ends the warmup."""
-        warmup = self.config.max_warmup_steps
-        if self.mask is None or 0 not in self.mask[start:]:
-            return warmup
-        return min(warmup, self.mask.index(0, start) - start)
 
 
 def relax_threshold(threshold: float, differences: list[float], ratio: float, most: float) -> float:

@@ -353,7 +353,9 @@ class Composition:
                 count = functools.partial(count_rows, cache.transformer)
                 clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, cache, count)
                 loop.when_over.append(clock.end_generation)
-                compile_ = torch.compile if self.compile and cache.transformer in self.models else None
+                compile_ = None
+                if self.compile and cache.transformer in self.models:
+                    compile_ = torch.compile
                 stack.enter_context(cache.join_call(clock, agreement, kept_buffers, compile_))
             # After an error the loop is not over, and the next call adds its own.
             stack.callback(loop.when_over.clear)
@@ -376,9 +378,10 @@ class Composition:
         forecasts = LoopForecasts(
             caches, self.loop.generation, lambda: self.pipefusion.is_last_stage, agreement, batch.num_images
         )
-        stack.enter_context(forecasts.use_caches())
         # Around the batch: a call that is left out exchanges no rows.
         for cache in caches:
+            # It is decided on before the model is called.
+            stack.enter_context(cache.use_clock(None))
             cache.check_pipeline_call(call)
             wrap_model_call(stack, self.pipe, cache.transformer, functools.partial(forecasts.wrap_forward, cache))
         return forecasts

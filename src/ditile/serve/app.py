@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import generate_latest
 from sse_starlette.sse import AppStatus
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -135,7 +136,7 @@ class AccessLog:
             # A request that became a job was not refused, even if its job failed or was cancelled.
             is_failed_post = scope["method"] == "POST" and status >= 400
             if status == 401 or (is_failed_post and state.get("job") is None):
-                self._metrics.note_refused_request(status)
+                self._metrics.count("requests_refused", status)
             line = {
                 "time": round(began, 3),
                 "method": scope["method"],
@@ -159,7 +160,8 @@ async def report_health(http: HttpRequest) -> Response:
 @router.get("/metrics")
 async def report_metrics(http: HttpRequest) -> Response:
     """Return the metrics for Prometheus."""
-    return Response(find_service(http).metrics.render_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    content = generate_latest(find_service(http).metrics.registry)
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/v1/plan")

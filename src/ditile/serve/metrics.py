@@ -1,8 +1,8 @@
-"""The counters and times of a server for Prometheus. Each event of the service has one method here."""
+"""The counters and times of a server for Prometheus."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ditile.serve.jobs import Job, JobResult
 
@@ -55,48 +55,31 @@ class Metrics:
         self._gauges["jobs"].labels("queued").set(waiting)
         self._gauges["jobs"].labels("running").set(running)
 
-    def note_accepted_job(self, job: Job) -> None:
-        """Count an accepted job."""
-        self._counters["jobs_accepted"].labels(job.kind).inc()
+    def count(self, name: str, *labels: object) -> None:
+        """Add one to a counter; `labels` are the values of its labels."""
+        counter = self._counters[name]
+        if labels:
+            counter = counter.labels(*labels)
+        counter.inc()
 
-    def note_refused_request(self, status: int) -> None:
-        """Count a request without a job; `status` is its HTTP status."""
-        self._counters["requests_refused"].labels(status).inc()
-
-    def note_started_job(self, job: Job) -> None:
-        """Record the waiting time of a job once ranks began it; `started` is set."""
-        self._note_seconds("wait", job.created, job.started)
-
-    def note_step(self) -> None:
-        """Count a step of a batch."""
-        self._counters["steps"].inc()
+    def note_seconds(self, stage: str, begin: float, end: float | None) -> None:
+        """Record the seconds of a stage of a job, if it has ended."""
+        # The system clock may have been set back meanwhile.
+        if end is not None:
+            self._seconds.labels(stage).observe(max(0.0, end - begin))
 
     def note_ended_job(self, job: Job, replica: str = "0") -> None:
         """Count a job that ended, in any state, on the replica of this name."""
-        self._counters["jobs_ended"].labels(job.kind, job.state).inc()
-        self._note_seconds("total", job.created, job.ended)
+        self.count("jobs_ended", job.kind, job.state)
+        self.note_seconds("total", job.created, job.ended)
         if job.failure is not None:
-            self._counters["failures"].labels(job.failure.code).inc()
+            self.count("failures", job.failure.code)
         if job.result is not None:
             self._note_result(job, job.result, replica)
 
     def set_replica_readiness(self, replica: str, *, is_ready: bool) -> None:
         """Set whether the ranks of a replica can generate."""
         self._gauges["group_ready"].labels(replica).set(is_ready)
-
-    def note_lost_replica(self, replica: str) -> None:
-        """Mark a replica as lost because its ranks ended or hang."""
-        self.set_replica_readiness(replica, is_ready=False)
-        self._counters["group_failures"].labels(replica).inc()
-
-    def render_text(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)
-
-    def _note_seconds(self, stage: str, begin: float, end: float | None) -> None:
-        # The system clock may have been set back meanwhile.
-        if end is not None:
-            self._seconds.labels(stage).observe(max(0.0, end - begin))
 
     def _note_result(self, job: Job, result: JobResult, replica: str) -> None:
         num_outputs = len(result.files)
@@ -105,7 +88,7 @@ class Metrics:
         num_frames = num_outputs * max(1, result.frames)
         self._counters["pixels"].inc(num_frames * width * height)
         for stage in CALL_STAGES:
-            self._note_seconds(stage, 0.0, result.seconds.get(stage))
+            self.note_seconds(stage, 0.0, result.seconds.get(stage))
         # Stages and contexts skip nearly the same steps, so the most counts; the steps of a batch count once.
         skipped = 0
         for context in result.facts.get("left_out", []):

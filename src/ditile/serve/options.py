@@ -123,13 +123,6 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
         """Return the largest number of pixels that an uploaded image may have."""
         return self.max_pixels or MAX_UPLOAD_PIXELS
 
-    def find_max_pixels(self, facts: ModelFacts) -> int:
-        """Return how many pixels an image of the served model may have."""
-        if self.max_pixels is None and facts.size:
-            width, height = facts.size
-            return 4 * width * height
-        return self.max_upload_pixels
-
     def list_origins(self) -> list[str]:
         """Return the origins whose pages may call the server."""
         if self.cors is None:

@@ -385,7 +385,7 @@ async def _watch_ranks(service: Service, predict: Predict, server: uvicorn.Serve
     # If they do not start, `_announce` reports the error.
     with contextlib.suppress(DitileError):
         await service.wait_until_ready()
-        service.note_plan_facts(await predict())
+        service.plan_facts |= await predict()
     await service.wait_until_failed()
     if service.options.exit_on_failure:
         server.should_exit = True

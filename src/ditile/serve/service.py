@@ -56,6 +56,9 @@ class Service:
     Args:
         options: limits, the state folder and the number of replicas.
         plan: the facts in `describe_plan` before the first image, as JSON types.
+
+    Attributes:
+        plan_facts: the facts in `describe_plan`; more may be added.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Service:
     ) -> None:
         self.options = options
         self.metrics = Metrics()
-        self._plan = dict(plan or {})
+        self.plan_facts = dict(plan or {})
         self._last_result: JsonObject | None = None
         self._replicas = [make_replica(str(number), self._handle_event) for number in range(options.num_groups)]
         self._queue = JobQueue(options.max_queue)
@@ -298,11 +301,7 @@ class Service:
             known = {"model": self._facts.name, "plan": self._facts.plan}
             if self._facts.components:
                 known["components"] = self._facts.components
-        return {**known, **self._plan, "last": self._last_result}
-
-    def note_plan_facts(self, facts: JsonObject) -> None:
-        """Add facts to the result of `describe_plan`."""
-        self._plan.update(facts)
+        return {**known, **self.plan_facts, "last": self._last_result}
 
     async def drain(self, seconds: float) -> None:
         """End the service. It accepts no more jobs, gives running ones some time, and ends the ranks.
@@ -323,7 +322,7 @@ class Service:
             except StateError as error:
                 raise NotReadyError(_hide_error("the job cannot be kept", error)) from None
         self._add_to_queue(job)
-        self.metrics.note_accepted_job(job)
+        self.metrics.count("jobs_accepted", job.kind)
         # The server may have begun to end while the job was written.
         if self._end is not None:
             self._leave_to_next_server([self._states[job.id]])
@@ -437,7 +436,7 @@ class Service:
         if event.kind == "begun":
             self._note_begun(batch)
         elif event.kind == "step":
-            self.metrics.note_step()
+            self.metrics.count("steps")
             # 100 is reserved for a result on disk.
             progress = min(99, 100 * event.step // max(1, event.num_steps))
             for state in batch.open:
@@ -486,7 +485,8 @@ class Service:
         assert event.failure is not None, "ranks that have ended had a reason"
         name = event.replica.name
         self._failures[name] = event.failure
-        self.metrics.note_lost_replica(name)
+        self.metrics.set_replica_readiness(name, is_ready=False)
+        self.metrics.count("group_failures", name)
         if self._facts is None and not isinstance(event.error, RankError):
             self._refusal = event.error
             self._has_started.set()
@@ -517,7 +517,7 @@ class Service:
             attempts = state.job.attempts + 1
             job = dataclasses.replace(state.job, state="running", started=time.time(), attempts=attempts)
             jobs.append(job)
-            self.metrics.note_started_job(job)
+            self.metrics.note_seconds("wait", job.created, job.started)
             state.publish(job)
         # Tasks begin in order, and the store keeps that order: nothing else of these jobs is written before this.
         self._spawn_task(self._save_jobs(jobs))

@@ -20,7 +20,7 @@ import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ditile.distributed.files import write_atomically
@@ -109,7 +109,10 @@ class JobStore:
             if settled is not job:
                 changed.append(settled)
         self.save_jobs(changed)
-        self._remove_unknown_folders({job.id for job in jobs})
+        # Folders of jobs without a row, and nothing else in their folder.
+        for name in {*os.listdir(self._folder / "jobs")} - {job.id for job in jobs}:
+            if JOB_ID.fullmatch(name):
+                shutil.rmtree(self._folder / "jobs" / name, ignore_errors=True)
         return jobs
 
     def accept_job(self, job: Job, inputs: Files) -> None:
@@ -227,12 +230,6 @@ class JobStore:
         # After a power failure, a row must not exist without the names of its files.
         _sync_file(folder)
         _sync_file(folder.parent)
-
-    def _remove_unknown_folders(self, known: Collection[str]) -> None:
-        """Remove folders of jobs without a row, and nothing else in their folder."""
-        for name in os.listdir(self._folder / "jobs"):
-            if name not in known and JOB_ID.fullmatch(name):
-                shutil.rmtree(self._folder / "jobs" / name, ignore_errors=True)
 
     @contextlib.contextmanager
     def _convert_errors(self) -> Iterator[None]:

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ditile.cache.config_text import CACHE_METHODS
-from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS, choose_measured_sizes
-from ditile.cache.methods.gating import GuidanceGateConfig
+from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS
 from ditile.plan.extras import require_extra
 from ditile.runner.requests.console import make_numbered_tables
 from ditile_lab.palette import MARKERS, save_figure
@@ -23,7 +21,25 @@ if TYPE_CHECKING:
 
 METHODS_FILE = "methods.png"
 SCHEDULE = "fitted schedule"
+COMPARED: dict[str, tuple[str, ...]] = {
+    "step mask": ("F=0 W=3 R=1 MC=1 taylor=1 reach=0.5", "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5"),
+    "DBCache": ("F=1 W=4 R=0.12 taylor=1", "F=1 W=4 R=0.25 taylor=1"),
+    "SeaCache": ("sea=0.2", "sea=0.3", "sea=0.5"),
+    "Spectrum": ("spectrum=0.75", "spectrum=3"),
+    "EasyCache": ("easy=0.02", "easy=0.05", "easy=0.1"),
+    "gating": ("gate=0.8", "gate=0.6", "gate=0.5"),
+}
+"""Method -> its settings, each a cache in one line."""
+MEASURED_SHARES = (0.75, 0.6, 0.5, 0.4, 0.3)
+"""The shares of computed steps that are measured: above them little is saved, and below them images change."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+
+
+def choose_measured_sizes(num_steps: int) -> list[int]:
+    """Choose the numbers of computed steps for which images are compared with those of all steps, the most first."""
+    if num_steps < FEWEST_FORECAST_STEPS:
+        return list(range(num_steps - 1, 1, -1))
+    return [round(share * num_steps) for share in MEASURED_SHARES]
 
 
 def list_method_lines(num_steps: int, *, is_guided: bool) -> dict[str, str]:
@@ -32,13 +48,11 @@ def list_method_lines(num_steps: int, *, is_guided: bool) -> dict[str, str]:
     A few steps are skipped only by a schedule: thresholds and lines were made for many.
     """
     lines = {f"steps={count}": SCHEDULE for count in choose_measured_sizes(num_steps)}
-    for method in CACHE_METHODS:
+    for title, settings in COMPARED.items():
         fits = num_steps >= FEWEST_FORECAST_STEPS
-        if method.config is GuidanceGateConfig:
+        if title == "gating":
             fits = is_guided
-        if not fits:
-            continue
-        for title, settings in method.compared.items():
+        if fits:
             lines |= dict.fromkeys(settings, title)
     return lines
 

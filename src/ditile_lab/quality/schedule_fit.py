@@ -28,7 +28,7 @@ from ditile.cache.fitted.identity import (
     describe_models,
     describe_scheduler,
 )
-from ditile.cache.fitted.schedule import Schedule, StepBudget, choose_measured_sizes
+from ditile.cache.fitted.schedule import Schedule, StepBudget
 from ditile.model.hooks.overrides import WatchedMethod, find_latents_parameter, list_parameter_names, override_attribute
 from ditile.parallel.pipefusion.patch_schedulers import StepSignature, extract_sample
 from ditile.plan.errors import ModelError
@@ -45,6 +45,7 @@ from ditile.runner.requests.prepare import prepare_runner
 from ditile.runner.requests.results import list_drawn
 from ditile_lab.quality.captions import BUNDLED_SOURCE, load_captions
 from ditile_lab.quality.fit import EXACT_DB, Matrix, compute_gram_matrix, fit_budgets
+from ditile_lab.quality.methods import choose_measured_sizes
 from ditile_lab.quality.options import FitOptions
 from ditile_lab.sessions import use_cache_within
 

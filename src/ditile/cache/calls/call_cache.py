@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
 
-from ditile.cache.build import explain_idle_steps
-from ditile.cache.cached import CacheSettings, IdleCacheWarning, ModelCache
+from ditile.cache.cached import ModelCache
 from ditile.cache.calls.forecasts import CallForecasts, list_planned_steps
 from ditile.cache.calls.policy import CallAgreement, CallPolicy, ModelCall
 from ditile.cache.config import (
@@ -64,10 +61,9 @@ class CallCache(ModelCache):
         self._names = list_parameter_names(transformer)
         self._latents = find_latents_parameter(transformer)
         self.forecasts: CallForecasts | None = None
-        self._num_steps = 0
 
     @property
-    def contexts(self) -> Sequence[CacheSettings]:
+    def contexts(self) -> Sequence[Any]:
         """Return this cache: all calls are decided on in one way."""
         return [self]
 
@@ -113,33 +109,24 @@ class CallCache(ModelCache):
         """Begin a generation of `steps` steps, with an empty cache."""
         self.end_generation()
         self._forget_reports()
-        if reason := explain_idle_steps(self._config, steps):
-            warnings.warn(reason, IdleCacheWarning, stacklevel=2)
         self._num_steps = steps
         self.forecasts = CallForecasts(self._make_policy(self._config, steps))
 
-    def end_generation(self) -> None:
-        """End the generation, and drop all outputs."""
-        self.update_reports()
-        forecasts = self.forecasts
+    def _drop_memory(self) -> None:
         self.forecasts = None
-        if forecasts is None or not forecasts.was_always_computed(self._num_steps):
-            return
-        if reason := self._config.explain_idle_calls(self._num_steps):
-            warnings.warn(reason, IdleCacheWarning, stacklevel=2)
 
     def update_reports(self) -> None:
         """Report the generation under way, if there is one."""
         forecasts = self.forecasts
-        if forecasts is None or not forecasts.num_steps:
+        if forecasts is None or not forecasts.steps:
             return
         self._forget_reports()
         self.kept_bytes = forecasts.memory_bytes
         decisions: list[Decisions] = []
-        for branch, skipped in forecasts.list_skipped_steps().items():
-            decisions.append(Decisions(branch, 0, 0, skipped, []))
+        for number, branch in forecasts.branches.items():
+            decisions.append(Decisions(number, 0, 0, sorted(branch.skipped), []))
         name = type(self.transformer).__name__
-        self.reports.append(ContextReport(name, self.text, 1, 1, forecasts.num_steps, self.kept_bytes, decisions))
+        self.reports.append(ContextReport(name, self.text, 1, 1, len(forecasts.steps), self.kept_bytes, decisions))
 
     def find_latents(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the noisy input among the arguments of a call."""
@@ -210,15 +197,6 @@ class LoopForecasts:
         self._caches = caches
         self._now = now
         self._steps_scheduler = steps_scheduler
-
-    @contextmanager
-    def use_caches(self) -> Iterator[None]:
-        """Take the caches from the clock of their pipeline."""
-        with ExitStack() as stack:
-            for cache in self._caches:
-                # They are decided on before the model is called.
-                stack.enter_context(cache.use_clock(None))
-            yield
 
     def begin_generation(self, steps: int) -> Collection[int] | None:
         """Begin a generation. Returns the steps that compute, if they are known."""

@@ -22,7 +22,7 @@ from ditile.model.hooks.pieces import open_result_class
 
 
 @dataclass(slots=True)
-class _Branch:
+class CallBranch:
     """The state of a branch of guidance.
 
     Attributes:
@@ -42,46 +42,35 @@ class _Branch:
 
 
 class CallForecasts:
-    """The outputs of one model in one generation."""
+    """The outputs of one model in one generation.
+
+    Attributes:
+        branches: of guidance, by number.
+        steps: in which the model was called, or left out.
+    """
 
     def __init__(self, policy: CallPolicy) -> None:
         self.policy = policy
-        self._branches: dict[int, _Branch] = {}
-        self._steps: set[int] = set()
-
-    @property
-    def num_steps(self) -> int:
-        """Return the number of steps in which the model was called, or left out."""
-        return len(self._steps)
+        self.branches: dict[int, CallBranch] = {}
+        self.steps: set[int] = set()
 
     @property
     def memory_bytes(self) -> int:
         """Return the number of kept bytes."""
         total = 0
-        for branch in self._branches.values():
+        for branch in self.branches.values():
             for output in branch.outputs:
                 total += sum(tensor.nbytes for tensor in output.tensors)
         return total
 
-    def was_always_computed(self, num_steps: int) -> bool:
-        """Return whether a generation of `num_steps` steps reached its end without leaving out a call."""
-        # A second model may begin in the last step, and has to compute its first one.
-        if not {num_steps - 2, num_steps - 1} <= self._steps:
-            return False
-        return not any(branch.skipped for branch in self._branches.values())
-
-    def list_skipped_steps(self) -> dict[int, list[int]]:
-        """Return the left out steps by branch."""
-        return {number: sorted(branch.skipped) for number, branch in self._branches.items()}
-
     def decide_call(self, call: ModelCall, planned: bool | None = None) -> bool:
         """Return whether a call is made. `planned` is the answer where it was known before the step."""
-        if not self._branches:
+        if not self.branches:
             self.policy.check_first_call(call)
         if call.branch == 0:
             self._copy_fresh_results()
-        self._steps.add(call.step)
-        branch = self._branches.get(call.branch)
+        self.steps.add(call.step)
+        branch = self.branches.get(call.branch)
         form = fingerprint(call.latents, "shape")
         # A call of another transformer or batch cannot use the kept outputs.
         if branch is None or branch.spec is None or branch.form != form:
@@ -94,7 +83,7 @@ class CallForecasts:
         """Make a call, and keep a copy of its output where `keeps`. Otherwise only its form is kept."""
         result = self._run_rows(call, run)
         open_result_class(result)
-        branch = self._branches.setdefault(call.branch, _Branch())
+        branch = self.branches.setdefault(call.branch, CallBranch())
         branch.leaves, branch.spec = pytree.tree_flatten(result)
         form = fingerprint(call.latents, "shape")
         if branch.form != form:
@@ -129,12 +118,11 @@ class CallForecasts:
         policy = self.policy
         if not isinstance(policy, GatedGuidance):
             return run()
-        policy.check_arguments(call, run)
-        if not policy.halves_call(call):
+        result = policy.run_half(call, run)
+        if result is None:
             return run()
         # The rows without the caption are reported as a branch of their own.
-        self._branches.setdefault(call.branch + 1, _Branch()).skipped.add(call.step)
-        result = policy.model.call_half(run)
+        self.branches.setdefault(call.branch + 1, CallBranch()).skipped.add(call.step)
         open_result_class(result)
         differences = iter(policy.differences[0])
 
@@ -145,7 +133,7 @@ class CallForecasts:
 
     def forecast_call(self, call: ModelCall) -> Any:
         """Return the result of a left out call."""
-        branch = self._branches[call.branch]
+        branch = self.branches[call.branch]
         branch.skipped.add(call.step)
         if not branch.outputs:
             # This rank steps no scheduler, so nobody reads what it returns.
@@ -160,7 +148,7 @@ class CallForecasts:
 
     def _copy_fresh_results(self) -> None:
         """Copy results that were incomplete when they were returned, and have been completed by a step since."""
-        for branch in self._branches.values():
+        for branch in self.branches.values():
             if not branch.is_fresh:
                 continue
             branch.is_fresh = False

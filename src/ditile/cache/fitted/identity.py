@@ -282,16 +282,16 @@ def _compare_weights(
             if not numbers:
                 return f"cannot be compared with {name}, which is quantized or offloaded"
             known = samples.get(name, ())
-            if len(known) != len(numbers) or not all(map(_are_equal_weights, known, numbers)):
+            if len(known) != len(numbers):
                 return f"was fitted to other weights than {name} has"
+            for number, other in zip(known, numbers, strict=True):
+                largest = max(abs(number), abs(other))
+                if abs(number - other) > WEIGHT_TOLERANCE * largest + LEAST_WEIGHT:
+                    return f"was fitted to other weights than {name} has"
         for name in samples.keys() - present_samples.keys():
             if not _is_elsewhere(model, name):
                 return f"was fitted to a model with {name}, which this one has not"
     return ""
-
-
-def _are_equal_weights(number: float, other: float) -> bool:
-    return abs(number - other) <= WEIGHT_TOLERANCE * max(abs(number), abs(other)) + LEAST_WEIGHT
 
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:

@@ -28,9 +28,6 @@ FOLDER = ASSETS / "schedules"
 FEWEST_FORECAST_STEPS = 8
 """With fewer steps an output differs so much from the last one that a line is worse than repeating the last output."""
 
-MEASURED_SHARES = (0.75, 0.6, 0.5, 0.4, 0.3)
-"""The shares of computed steps that are measured: above them little is saved, and below them images change."""
-
 Step = Annotated[int, Field(ge=0, lt=MAX_STEPS)]
 
 
@@ -149,13 +146,6 @@ class Schedule(BaseModel):
             f"steps={num_computed}: the schedule of {self.model} computes {', '.join(sizes)} or all of "
             f"{self.num_steps} steps; give one of these"
         )
-
-
-def choose_measured_sizes(num_steps: int) -> list[int]:
-    """Choose the numbers of computed steps for which images are compared with those of all steps, the most first."""
-    if num_steps < FEWEST_FORECAST_STEPS:
-        return list(range(num_steps - 1, 1, -1))
-    return [round(share * num_steps) for share in MEASURED_SHARES]
 
 
 @functools.lru_cache

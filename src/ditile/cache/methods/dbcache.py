@@ -98,8 +98,7 @@ class DBCache:
             self._probe_end.handle = self._run_probe_end
         elif self._waits_for_decision:
             skips = agreement.receive_skip_decision(len(call.units))
-            self.decider.record_skips(call, skips)
-            self._send_and_apply_skips(skips)
+            self._send_and_apply_skips(self.decider.decide_by_rules(call, skips))
 
     def bypass_cache(self) -> None:
         """Let all blocks run, and remember nothing."""

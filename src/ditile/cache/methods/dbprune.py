@@ -15,15 +15,8 @@ from torch import nn
 from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals, Segment
 from ditile.cache.skip_decision import CacheCall, SkipDecider
-from ditile.cache.skip_rules import DecisionRecord, relax_threshold
+from ditile.cache.skip_rules import DecisionRecord
 from ditile.model.hooks.protocols import SkipAgreement
-
-
-class DynamicThreshold(NamedTuple):
-    """The change of a step's threshold with the differences measured earlier in it; see `relax_threshold`."""
-
-    ratio: float
-    most: float
 
 
 class PrunableBlock(NamedTuple):
@@ -42,7 +35,7 @@ class DBPrune:
         residuals: makes a memory for a block, by its place.
         first, last: F and B.
         never: the positions of other blocks that always run.
-        dynamic: how the threshold changes within a step; None if it stays the same.
+        dynamic: (threshold, differences measured earlier in the step) -> the threshold; None if it stays the same.
 
     Attributes:
         middle: the positions of the blocks that may be skipped.
@@ -57,7 +50,7 @@ class DBPrune:
         last: int,
         *,
         never: Sequence[int],
-        dynamic: DynamicThreshold | None,
+        dynamic: Callable[[float, list[float]], float] | None,
     ) -> None:
         self._dynamic = dynamic
         places = range(first, max(first, len(hooks) - last))
@@ -119,7 +112,10 @@ class DBPrune:
     def _run_or_skip_block(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         decider, segment = self._mine[hook.index]
         probe = hook.read_tokens(args, kwargs).image
-        skips = decider.decide_skips(probe, self._call, self._agreement, self._compute_thresholds(decider))
+        thresholds = None
+        if self._dynamic is not None:
+            thresholds = [self._dynamic(decider.rules.threshold, seen) for seen in self._seen]
+        skips = decider.decide_skips(probe, self._call, self._agreement, thresholds)
         if not all(skips):
             # The probe is copied because a block may write into its input.
             decider.store_probes(probe.clone(), self._call, skips)
@@ -130,9 +126,3 @@ class DBPrune:
         segment.apply_decision(self._call, skips, self._agreement)
         assert hook.handle is not None
         return hook.handle(hook, args, kwargs)
-
-    def _compute_thresholds(self, decider: SkipDecider) -> list[float] | None:
-        if self._dynamic is None:
-            return None
-        base = decider.rules.threshold
-        return [relax_threshold(base, seen, self._dynamic.ratio, self._dynamic.most) for seen in self._seen]

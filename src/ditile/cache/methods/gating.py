@@ -59,16 +59,6 @@ class GuidanceGateConfig(CallCacheConfig):
         return int(round(self.gate * steps, 9))
 
     @checked()
-    def explain_idle_calls(self, steps: int) -> str | None:
-        """Explain why nothing was left out in a generation that should have been gated. None with a gate of 1."""
-        if self.count_full_steps(steps) >= steps:
-            return None
-        return (
-            f"{self}: no call had a branch of guidance without the caption, as where guidance is off or is an argument "
-            "of the model, or a third branch comes with it, so nothing was left out; leave gate out"
-        )
-
-    @checked()
     def explain_plan_refusal(self, plan: Plan) -> str | None:
         """Explain why a plan cannot use it, or return None."""
         if plan.cfg > 1:
@@ -101,7 +91,14 @@ class GatedGuidance(CallPolicy):
 
     def check_first_call(self, call: ModelCall) -> None:
         """Raise `ModelError` if the halves of the batch may not be the branches of guidance."""
-        self.model.check_guidance()
+        pipe = self.model.pipe
+        # Here too such a batch has two rows for each image where guidance is off, and it has three where guidance is
+        # on.
+        if getattr(pipe, "do_perturbed_attention_guidance", False):
+            raise ModelError(
+                f"the gate of guidance needs a batch with and without the caption, and pag_scale={pipe.pag_scale:g} "
+                "adds rows of perturbed attention; leave gate out, or set pag_scale=0"
+            )
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Return whether a call is made. The first of a step always is, because it has the caption."""
@@ -126,14 +123,15 @@ class GatedGuidance(CallPolicy):
         pairs = zip(self._with_caption, self.differences[call.branch], strict=True)
         return [with_caption - difference for with_caption, difference in pairs]
 
-    def halves_call(self, call: ModelCall) -> bool:
-        """Return whether a call is made only on the rows with the caption."""
-        return self._is_doubled(call) and self._is_gated(call, 0)
-
-    def check_arguments(self, call: ModelCall, run: partial[Any]) -> None:
-        """Raise `ModelError` if the rows of a call with both branches cannot be told apart."""
-        if self._is_doubled(call):
-            self.model.find_dims(run)
+    def run_half(self, call: ModelCall, run: partial[Any]) -> Any:
+        """Run a call on the rows with the caption where guidance is gated; None where all rows must run."""
+        if not self._is_doubled(call):
+            return None
+        # It raises where the rows cannot be told apart.
+        arguments, dims = self.model.find_dims(run)
+        if not self._is_gated(call, 0):
+            return None
+        return run.func(**dims.slice_arguments(arguments, lambda rows: self.model.split_rows(rows)[1]))
 
     def _is_doubled(self, call: ModelCall) -> bool:
         """Return whether a call has a row of each branch for each image."""
@@ -155,22 +153,12 @@ class GuidedModel:
     """
 
     def __init__(self, pipe: Any, names: Sequence[str], latents: str, finder: BatchDimFinder) -> None:
-        self._pipe = pipe
+        self.pipe = pipe
         self._name = type(pipe).__name__
         self._is_caption_first = self._name.startswith(CAPTION_FIRST)
         self._names = names
         self._latents = latents
         self._finder = finder
-
-    def check_guidance(self) -> None:
-        """Raise `ModelError` if the call under way is guided by perturbed attention."""
-        # Here too such a batch has two rows for each image where guidance is off, and it has three where guidance is
-        # on.
-        if getattr(self._pipe, "do_perturbed_attention_guidance", False):
-            raise ModelError(
-                f"the gate of guidance needs a batch with and without the caption, and pag_scale="
-                f"{self._pipe.pag_scale:g} adds rows of perturbed attention; leave gate out, or set pag_scale=0"
-            )
 
     def find_dims(self, run: partial[Any]) -> tuple[dict[str, Any], Any]:
         """Return the arguments of a call by name, and the batch dimension of each."""
@@ -186,12 +174,6 @@ class GuidedModel:
                 "apart; leave gate out"
             )
         return arguments, dims
-
-    def call_half(self, run: partial[Any]) -> Any:
-        """Call the model on the rows with the caption."""
-        arguments, dims = self.find_dims(run)
-        half = dims.slice_arguments(arguments, lambda rows: self.split_rows(rows)[1])
-        return run.func(**half)
 
     def split_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Split rows into those without the caption, and those with it."""

@@ -215,12 +215,18 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
     """
     service = find_service(http)
 
+    async def await_end() -> Job:
+        last = job
+        async for news in service.watch(job.id):
+            last = news
+        return last
+
     async def await_disconnect() -> None:
         # The body of the request has been read before.
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    end = asyncio.ensure_future(_watch_until_end(service, job))
+    end = asyncio.ensure_future(await_end())
     disconnect = asyncio.ensure_future(await_disconnect())
     try:
         await asyncio.wait({end, disconnect}, return_when=asyncio.FIRST_COMPLETED)
@@ -241,9 +247,3 @@ async def cancel_job_of_gone_client(service: Service, job: Job) -> None:
     """Cancel a job, even if the task of its request is being cancelled too."""
     cancelling = asyncio.ensure_future(service.cancel(job.id, job.owner))
     await asyncio.shield(cancelling)
-
-
-async def _watch_until_end(service: Service, job: Job) -> Job:
-    async for news in service.watch(job.id):
-        job = news
-    return job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -31,9 +31,6 @@ from ditile.serve.api.answers import (
 from ditile.serve.api.uploads import Body, Upload, decode_uploads
 from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Files, Job, Kind, Request
 from ditile.serve.options import ServeOptions
-
-if TYPE_CHECKING:
-    pass
 
 # Old clients send models with these prefixes by default; they get no warning.
 VENDOR_MODELS = ("dall-e", "gpt-image", "chatgpt-image", "sora")
@@ -432,7 +429,9 @@ def parse_size(
     own_width, own_height = facts.size or (0, 0)
     final_width = width or own_width
     final_height = height or own_height
-    max_pixels = options.find_max_pixels(facts)
+    max_pixels = options.max_upload_pixels
+    if options.max_pixels is None and facts.size:
+        max_pixels = 4 * own_width * own_height
     # Each side is checked as well, since a side of 0 would hide a long one.
     if max(final_width * final_height, final_width, final_height) > max_pixels:
         most = int(max_pixels**0.5)
@@ -486,17 +485,13 @@ def _choose_steps(fields: RequestFields, facts: ModelFacts, options: ServeOption
     return fields.num_inference_steps
 
 
-def check_prompt(prompt: str, options: ServeOptions) -> None:
+def check_prompt(prompt: str, options: ServeOptions, name: str = "prompt") -> None:
     """Check that a prompt is not empty or too long. Raises `RequestError` if it is."""
     if not prompt.strip():
-        raise RequestError("prompt is empty; say what to generate", param="prompt")
-    _check_length(prompt, "prompt", options)
-
-
-def _check_length(text: str, name: str, options: ServeOptions) -> None:
-    if len(text) > options.max_prompt:
+        raise RequestError(f"{name} is empty; say what to generate", param=name)
+    if len(prompt) > options.max_prompt:
         raise RequestError(
-            f"{name} has {len(text)} letters, and this server takes {options.max_prompt}; shorten it",
+            f"{name} has {len(prompt)} letters, and this server takes {options.max_prompt}; shorten it",
             status=422,
             param=name,
         )
@@ -512,7 +507,8 @@ def _check_limits(
 ) -> None:
     """Check a request against the limits of the server. Raises `RequestError` for what is above them."""
     check_prompt(fields.prompt, options)
-    _check_length(fields.negative_prompt or "", "negative_prompt", options)
+    if fields.negative_prompt and fields.negative_prompt.strip():
+        check_prompt(fields.negative_prompt, options, "negative_prompt")
     if isinstance(fields, VideoFields) and fields.output_format == "gif" and values.get("fps", 0) > GIF_MOST_FPS:
         raise RequestError(
             f"fps={fields.fps:g}: a GIF shows {GIF_MOST_FPS} frames a second at most; try output_format=mp4",

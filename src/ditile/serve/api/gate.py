@@ -71,7 +71,15 @@ class RequestGate:
             # Proxies log this status for a client that has disconnected.
             await Response(status_code=499)(scope, receive, send)
             return
-        await self._app(scope, _repeat_body(body, receive), send)
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            # The body once, and then what follows.
+            if messages:
+                return messages.pop()
+            return await receive()
+
+        await self._app(scope, receive_again, send)
 
     def _check_host(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -152,15 +160,3 @@ async def _receive_bytes(receive: Receive, body: bytearray, max_bytes: int) -> N
         if len(body) <= max_bytes:
             body += part
         has_more = message.get("more_body", False)
-
-
-def _repeat_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` function for a body that was read before. It gives the body once, and then what follows."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_again() -> Message:
-        if messages:
-            return messages.pop()
-        return await receive()
-
-    return receive_again

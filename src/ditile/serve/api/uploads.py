@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 from fastapi import Request as HttpRequest
 from PIL import Image, ImageOps
-from python_multipart.multipart import Field, File, FormParser, parse_options_header
+from python_multipart.multipart import File, FormParser, parse_options_header
 from starlette.datastructures import Headers
 
 from ditile.plan.option_classes import JsonObject
@@ -103,8 +103,12 @@ def parse_json_object(content: bytes) -> JsonObject:
     if num_values > MAX_VALUES:
         raise RequestError(f"the JSON has more than {MAX_VALUES} values; send fewer", code="bad_json")
     try:
+        # Python refuses to read many thousands of digits. Those are beyond every limit, of a float too.
         values = json.loads(
-            content, parse_constant=_refuse_constant, parse_float=_parse_finite_number, parse_int=_parse_whole_number
+            content,
+            parse_constant=_refuse_constant,
+            parse_float=_parse_finite_number,
+            parse_int=lambda text: int(text[:400]),
         )
     except RecursionError:
         raise RequestError("the JSON is nested too deep; send one object of plain fields", code="bad_json") from None
@@ -245,16 +249,19 @@ def _parse_multipart(content: bytes, content_type: str) -> list[tuple[str, str |
             raise ValueError(f"it has more than {MAX_FIELDS} fields")
         items.append(((name or b"").decode(), value))
 
-    def add_field(field: Field) -> None:
-        add_item(field.field_name, (field.value or b"").decode())
-
     def add_file(file: File) -> None:
         file.file_object.seek(0)
         add_item(file.field_name, file.file_object.read())
 
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     # Files stay in memory, since the whole body is there already.
-    parser = FormParser(MULTIPART, add_field, add_file, boundary=boundary, config={"MAX_MEMORY_FILE_SIZE": math.inf})
+    parser = FormParser(
+        MULTIPART,
+        lambda field: add_item(field.field_name, (field.value or b"").decode()),
+        add_file,
+        boundary=boundary,
+        config={"MAX_MEMORY_FILE_SIZE": math.inf},
+    )
     parser.write(content)
     parser.finalize()
     return items
@@ -300,11 +307,6 @@ def _collect_images(value: Any, param: str) -> list[bytes]:
             if isinstance(text, str):
                 return [decode_base64(text, param)]
     raise RequestError(f"{param} is not an image; send a file, or a text data:image/png;base64,...", param=param)
-
-
-def _parse_whole_number(text: str) -> int:
-    # Python refuses to read many thousands of digits. These are beyond every limit, of a float too.
-    return int(text[:400])
 
 
 def _parse_finite_number(text: str) -> float:
