@@ -10,7 +10,7 @@ from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests.model.hooks.compiling import MAKE, WAYS, Counting
-from tests.runner.cases import run, same, unfused
+from tests.runner.cases import run, same
 
 CONFIG = DBCacheConfig(
     Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=0.5, steps_computation_policy="static",
@@ -42,8 +42,7 @@ def test_compiled_and_cached_equal_cached(way: str, order: str, patches: int) ->
     plan = Plan(patches=patches, warmup=1)
     pipe = MAKE[name]()
     caching.enable_cache(pipe, CONFIG)
-    with unfused():
-        wanted = run(pipe if patches == 1 else parallelize(pipe, plan), name, **STEPS)
+    wanted = run(pipe if patches == 1 else parallelize(pipe, plan), name, **STEPS)
     torch._dynamo.reset()
     pipe, count = MAKE[name](), Counting()
     steps = [lambda: WAYS[way](pipe, backend=count), lambda: caching.enable_cache(pipe, CONFIG)]

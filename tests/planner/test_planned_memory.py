@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from ditile.model.hooks.fused import can_fuse_gelu
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import CONFIGS
 from ditile.plan import cost
@@ -26,7 +25,6 @@ from ditile.planner import hardware
 from ditile.planner.choose import answer_question
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_host_memory, count_rank_memory
-from ditile.planner.profile import FUSED
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
@@ -63,9 +61,6 @@ def test_live_bytes_by_hand() -> None:
 
 
 STEPS, CPU = 3, hardware.load_profile("epyc-2-cores")
-"""It was measured before GELU could be one kernel with its product."""
-FUSES = can_fuse_gelu(torch.device("cpu"), torch.float32)
-PROFILE = replace(CPU, pointwise={**CPU.pointwise, FUSED: CPU.pointwise["gelu"]}) if FUSES else CPU
 
 
 def count_host_bytes(family: str, text: str) -> tuple[int, int]:
@@ -108,8 +103,8 @@ def measured(family: str, text: str, side: int, calls: int = 1) -> tuple[int, in
         with LiveBytes() as live:
             runner(**subject.make_call_arguments(runner.pipe, cell, torch.device("cpu")))
         peaks.append(live.peak)
-    words = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), PROFILE).text_tokens
-    foretold = count_rank_memory(subject.planner_subject, subject.make_cost_job(cell), PROFILE, dist.get_rank(), words)
+    words = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), CPU).text_tokens
+    foretold = count_rank_memory(subject.planner_subject, subject.make_cost_job(cell), CPU, dist.get_rank(), words)
     offload = runner._parts.offload
     on_host = 0 if offload is None else sum(block.flat.numel() for block in offload._blocks.values())
     return count_weight_bytes(runner.pipe) - on_host + min(peaks), foretold.denoising_peak

@@ -27,7 +27,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache, summary
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of, divided, unfused
+from tests.runner.cases import MAKE, call_of, divided
 from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulationError, SimulationRecord
 from tests.simulated_gpu.messages import GlooMessages, SimulatedMessages, simulate_gpu
 from tests.simulated_gpu.tensors import PAGE, SimulatedTensor
@@ -117,7 +117,7 @@ ROWS: list[Row] = [
 def draw_on_simulated_gpu(row: Row) -> tuple[str, SimulationRecord]:
     """On a rank: how far its picture is from the CPU's under the same plan, and what was seen."""
     plan = Plan.parse(row.plan)
-    with unfused(), divided(row.make_pipeline(), **asdict(plan)) as runner:
+    with divided(row.make_pipeline(), **asdict(plan)) as runner:
         wanted = row.draw(runner)
     gpu = SimulatedGpu(dist.get_rank() % 8, keeps_numbers=True)
     with simulate_gpu(gpu, GlooMessages(gpu)), torch.no_grad():

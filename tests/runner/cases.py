@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 from ditile.plan.plan import Plan
-from ditile.runner import compose
 from ditile.runner.load import Component, list_components, load_model
 from ditile.runner.runner import Runner, parallelize
 from tests import tiny
@@ -101,14 +99,6 @@ def divided(pipe: Any, *, trusts: bool = True, **plan: Any) -> Iterator[Runner]:
     runner = parallelize(pipe, Plan(**plan), keep_weights=True, trust_code=trusts)
     yield runner
     runner.restore()
-
-
-@contextmanager
-def unfused() -> Iterator[None]:
-    """All steps compute GELU apart, as compiled and hooked layers do: to compare with those bit for bit."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "fuse_linear_gelu", lambda *_: None)
-        yield
 
 
 def same(got: Any, wanted: Any, what: Any = "") -> None:

@@ -13,11 +13,15 @@ Only rank 0 needs the whole model, for the first check. The tests run the same f
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import math
+import os
 import platform
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from ditile.cli.verdict import Check, PlanVerdict
 from ditile.distributed import backend, env
-from ditile.distributed.backend import PEER_TIMEOUT, count_live_cpu_bytes, list_host_syncs, pick_device, release_memory
+from ditile.distributed.backend import PEER_TIMEOUT, pick_device, release_memory
 from ditile.distributed.mesh import find_local_rank, find_process_rank
 from ditile.distributed.private_network import make_groups
 from ditile.distributed.torchrun import join_torchrun
@@ -356,7 +360,7 @@ class _HostSyncCounter:
 
         handle = find_loop_model(self._runner.pipe).register_forward_pre_hook(update_sync_mode)
         try:
-            with list_host_syncs() as self._places:
+            with _list_host_syncs() as self._places:
                 yield
         finally:
             handle.remove()
@@ -443,7 +447,7 @@ def _measure_tensor_bytes(runner: Runner) -> int:
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return count_live_cpu_bytes()
+    return _count_live_cpu_bytes()
 
 
 def describe_versions(devices: Sequence[str]) -> str:
@@ -456,3 +460,37 @@ def describe_versions(devices: Sequence[str]) -> str:
         f"ditile {__version__}, torch {torch.__version__}, diffusers {diffusers.__version__}, "
         f"Python {platform.python_version()}, {len(devices)} rank(s) on {', '.join(device_types)} {machine}"
     )
+
+
+@contextlib.contextmanager
+def _list_host_syncs() -> Iterator[list[str]]:
+    """Yield a list, and fill it with the places of the host's waits for the GPU. `torch.cuda` warns about them."""
+    places: list[str] = []
+    try:
+        with warnings.catch_warnings(record=True) as messages:
+            warnings.simplefilter("always")
+            yield places
+        for message in messages:
+            if "synchroniz" in str(message.message):
+                places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _count_live_cpu_bytes() -> int:
+    """Count the bytes of tensors on the CPU."""
+    # gloo frees a sent tensor in a thread, a moment after the wait for it ends.
+    return min(_count_cpu_bytes_after(seconds) for seconds in (0.0, 0.05, 0.05))
+
+
+def _count_cpu_bytes_after(wait_seconds: float) -> int:
+    """Count the bytes of tensors on the CPU, after some seconds."""
+    time.sleep(wait_seconds)
+    sizes = {}
+    for instance in gc.get_objects():
+        # isinstance would ask proxies for their class, which may compute. A tensor of `vmap` has no storage.
+        if issubclass(type(instance), torch.Tensor) and not torch._C._functorch.is_batchedtensor(instance):
+            storage = instance.untyped_storage()
+            if storage.device.type == "cpu":
+                sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())

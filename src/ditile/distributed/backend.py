@@ -17,12 +17,8 @@ import functools
 import gc
 import json
 import logging
-import os
 import socket
-import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,8 +46,17 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
     store = dist.PrefixStore("gpus", store)  # type: ignore[attr-defined]
     store.set(str(rank), json.dumps(_identify_gpu(device)))
     gpus = [json.loads(store.get(str(peer))) for peer in range(world)]
-    shortage = _describe_gpu_shortage(gpus)
-    if shortage is None:
+    # A rank without a GPU of its own.
+    shortage = ""
+    owners: dict[str, int] = {}
+    for peer, gpu in enumerate(gpus):
+        if gpu is None:
+            shortage = shortage or f"rank {peer} has no GPU"
+        elif gpu in owners:
+            shortage = shortage or f"ranks {owners[gpu]} and {peer} have one GPU, {gpu}"
+        else:
+            owners[gpu] = peer
+    if not shortage:
         if env.has_one_device_queue():
             LOG.warning(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 of the environment: kernels stand behind messages that wait for other "
@@ -69,18 +74,6 @@ def _identify_gpu(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}"
-
-
-def _describe_gpu_shortage(gpus: Sequence[str | None]) -> str | None:
-    """Return a sentence that names a rank without a GPU of its own. None if every rank has one."""
-    owners: dict[str, int] = {}
-    for rank, gpu in enumerate(gpus):
-        if gpu is None:
-            return f"rank {rank} has no GPU"
-        if gpu in owners:
-            return f"ranks {owners[gpu]} and {rank} have one GPU, {gpu}"
-        owners[gpu] = rank
-    return None
 
 
 BACKEND_NAME = "gloo_on_one_loop"
@@ -112,23 +105,25 @@ def make_group_on_one_loop(
         if timeout is not None:
             options._timeout = timeout
         backend_options["pg_options"] = options
-    devices = _find_world_devices() if _is_gloo_only(backend) else []
+    kinds = backend or dist.get_backend_config(dist.group.WORLD)
+    is_gloo_only = {entry.rpartition(":")[2] for entry in kinds.split(",")} == {"gloo"}
+    devices = _find_world_devices() if is_gloo_only else []
     if devices:
-        backend_options = {"backend": _register_backend(), "pg_options": _make_gloo_options(devices, timeout)}
+        # Private, so torch's type stubs do not have it.
+        gloo_class: Any = dist.ProcessGroupGloo
+        options = gloo_class._Options()
+        options._devices = devices
+        # torch itself gives a group this many threads.
+        options._threads = 2 * len(devices)
+        if timeout is not None:
+            options._timeout = timeout
+        backend_options = {"backend": _register_backend(), "pg_options": options}
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **backend_options)
     # All ranks of a gloo group connect before one of them goes on: if it left the group at once, it would close the
     # connections of those that still connect.
     if dist.get_rank() in ranks and "gloo" in dist.get_backend_config(group):
         connect_group(group, torch.device("cpu"))
     return group
-
-
-def _is_gloo_only(backend: str | None) -> bool:
-    """Return whether groups of a backend use only gloo, on all devices."""
-    if backend is not None:
-        return backend == "gloo"
-    config = dist.get_backend_config(dist.group.WORLD)
-    return {entry.partition(":")[2] for entry in config.split(",")} == {"gloo"}
 
 
 def has_nccl(backend: str | None) -> bool:
@@ -153,18 +148,6 @@ def _find_world_devices() -> list[Any]:
         return list(world_group._get_backend(torch.device("cpu")).options._devices)
     except (RuntimeError, AttributeError):
         return []
-
-
-def _make_gloo_options(devices: Sequence[Any], timeout: datetime.timedelta | None) -> Any:
-    # Private, so torch's type stubs do not have it.
-    group_class: Any = dist.ProcessGroupGloo
-    options = group_class._Options()
-    options._devices = devices
-    # torch itself gives a group this many threads.
-    options._threads = 2 * len(devices)
-    if timeout is not None:
-        options._timeout = timeout
-    return options
 
 
 @functools.cache
@@ -223,21 +206,6 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def list_host_syncs() -> Iterator[list[str]]:
-    """Yield a list, and fill it with the places of the host's waits for the GPU. `torch.cuda` warns about them."""
-    places: list[str] = []
-    try:
-        with warnings.catch_warnings(record=True) as messages:
-            warnings.simplefilter("always")
-            yield places
-        for message in messages:
-            if "synchroniz" in str(message.message):
-                places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def explain_no_graphs() -> str:
     """Return why this torch cannot record calls in graphs, or nothing."""
     if torch.version.hip is not None:
@@ -252,22 +220,3 @@ def explain_no_graphs() -> str:
     if allocator != "native":
         return f"cuda_graphs=True needs torch's own allocator of GPU memory, and this is {allocator}; leave it out"
     return ""
-
-
-def count_live_cpu_bytes() -> int:
-    """Count the bytes of tensors on the CPU."""
-    # gloo frees a sent tensor in a thread, a moment after the wait for it ends.
-    return min(_count_cpu_bytes_after(seconds) for seconds in (0.0, 0.05, 0.05))
-
-
-def _count_cpu_bytes_after(wait_seconds: float) -> int:
-    """Count the bytes of tensors on the CPU, after some seconds."""
-    time.sleep(wait_seconds)
-    sizes = {}
-    for instance in gc.get_objects():
-        # isinstance would ask proxies for their class, which may compute. A tensor of `vmap` has no storage.
-        if issubclass(type(instance), torch.Tensor) and not torch._C._functorch.is_batchedtensor(instance):
-            storage = instance.untyped_storage()
-            if storage.device.type == "cpu":
-                sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())

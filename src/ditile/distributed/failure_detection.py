@@ -148,23 +148,17 @@ def _find_abandoned_call(
     for rank in ranks:
         rank.signs.raised = {call: failure for call, failure in rank.signs.raised.items() if call >= oldest}
         for call, failure in rank.signs.raised.items():
-            if _is_awaited(call, failure, ranks, limits, now):
-                failures.append((failure, rank.number))
+            for peer in ranks:
+                # A rank that worked until after the error is idle only since then.
+                idle_since = max(failure.at, peer.signs.last_activity)
+                if peer.signs.call == call and now - idle_since > limits.abandoned:
+                    failures.append((failure, rank.number))
+                    break
     if not failures:
         return None
     failure, number = min(failures, key=_order_of_blame)
     message = f"left a call with an error, and other ranks wait for it there: {failure.message}"
     return failure._replace(message=message, plain=""), number
-
-
-def _is_awaited(call: int, failure: RankFailure, ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> bool:
-    """Return whether a rank has been idle for too long in a call since another one left that call by an error."""
-    for rank in ranks:
-        # A rank that worked until after the error is idle only since then.
-        idle_since = max(failure.at, rank.signs.last_activity)
-        if rank.signs.call == call and now - idle_since > limits.abandoned:
-            return True
-    return False
 
 
 def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> tuple[RankFailure, int] | None:
@@ -209,8 +203,14 @@ def explain_kill(code: int, memory_kills: int) -> str:
 def count_memory_kills() -> int:
     """Count the processes that the kernel has killed for want of memory, in this control group or, if unknown,
     anywhere."""
-    paths = _list_memory_files() or [Path("/proc/vmstat")]
-    return max(map(_read_kill_count, paths))
+    counts = [0]
+    for path in _list_memory_files() or [Path("/proc/vmstat")]:
+        with contextlib.suppress(OSError):
+            for line in path.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    counts.append(int(count))
+    return max(counts)
 
 
 def _list_memory_files() -> list[Path]:
@@ -228,16 +228,3 @@ def _list_memory_files() -> list[Path]:
             folder = root / group.lstrip("/")
             paths += [folder / "memory.events", folder / "memory.oom_control", root / "memory.oom_control"]
     return [path for path in paths if path.exists()]
-
-
-def _read_kill_count(path: Path) -> int:
-    """Return the number after `oom_kill` in a file of the kernel."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        name, _, count = line.partition(" ")
-        if name == "oom_kill":
-            return int(count)
-    return 0

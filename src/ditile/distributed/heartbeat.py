@@ -164,9 +164,18 @@ class RankSigns:
         # What is left after whole notes: single bytes, and the beginning of a note whose end is yet to come.
         signs, brace, rest = _NOTE.sub(b"", data).partition(b"{")
         self._partial = brace + rest
-        for note in notes:
+        for encoded in notes:
             # A note that is longer than the system writes at once may have heartbeats within.
-            self._read_note(json.loads(note.translate(None, HEARTBEAT + READING + COMPUTING)), now)
+            note = json.loads(encoded.translate(None, HEARTBEAT + READING + COMPUTING))
+            if "enter" in note:
+                self.call = note["enter"]
+                self.last_call = note["enter"]
+            elif "leave" in note:
+                self.call = None
+                if "error" in note:
+                    self.raised[note["leave"]] = RankFailure(now, *note["error"])
+            else:
+                self.said = note
         if notes or signs.strip(HEARTBEAT):
             self.last_activity = now
         if notes or signs.strip(HEARTBEAT + COMPUTING):
@@ -176,17 +185,6 @@ class RankSigns:
             self.started = True
             reports -= 1
         return reports
-
-    def _read_note(self, note: dict[str, Any], now: float) -> None:
-        if "enter" in note:
-            self.call = note["enter"]
-            self.last_call = note["enter"]
-        elif "leave" in note:
-            self.call = None
-            if "error" in note:
-                self.raised[note["leave"]] = RankFailure(now, *note["error"])
-        else:
-            self.said = note
 
 
 class CallCount:
@@ -294,17 +292,11 @@ def _measure_cpu_seconds() -> float:
     # torch may be in the middle of its import, when its module has no such function yet.
     is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
     if is_initialized is None or not is_initialized():
-        seconds += time.process_time() - _measure_messenger_seconds()
-    return seconds
-
-
-def _measure_messenger_seconds() -> float:
-    """Measure the CPU seconds of gloo's threads, where the system tells them apart."""
-    seconds = 0.0
-    for folder in Path("/proc/self/task").glob("*"):
-        # gloo's reading thread spins as long as there is a message that no rank has posted a receive for.
-        if "gloo" in "".join(_read_words(folder / "comm")):
-            seconds += _read_used_seconds(folder)
+        seconds += time.process_time()
+        for thread in Path("/proc/self/task").glob("*"):
+            # gloo's reading thread spins as long as there is a message that no rank has posted a receive for.
+            if "gloo" in "".join(_read_words(thread / "comm")):
+                seconds -= _read_used_seconds(thread)
     return seconds
 
 
@@ -325,14 +317,22 @@ def _measure_process_seconds(pid: str) -> float:
 
 def _read_used_seconds(folder: Path) -> float:
     """Return the CPU seconds of a process or a thread, by its folder in /proc. 0 if it has ended."""
-    # Counted from the end, because the name at the beginning may have spaces.
-    words = _read_words(folder / "stat")[-50:]
-    if len(words) < 50:
+    words = read_stat(folder)
+    if not words:
         return 0.0
     # The two words are fields 14 and 15 of proc(5).
     user_ticks = int(words[11])
     system_ticks = int(words[12])
     return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def read_stat(folder: Path) -> list[str]:
+    """Read the fields of a process or a thread from its state on, by its folder in /proc. Empty if it has ended."""
+    try:
+        # The name before them may have spaces.
+        return (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _read_words(path: Path) -> list[str]:

@@ -111,7 +111,9 @@ def launch(
             return watch_ranks(started, times, progress, checks)
         finally:
             terminate_ranks(started, times)
-            end_open_line(Path(directory))
+            # The next print begins a new line, also if a rank left a progress bar open.
+            if Path(directory, _OPEN_LINE).exists():
+                print(file=sys.stderr, flush=True)
 
 
 def run_rank_process(
@@ -171,13 +173,10 @@ def _join_network(descriptors: Sequence[int]) -> int | None:
     """Return the descriptor of the run's private network, if this process may enter that."""
     for fd in descriptors:
         os.set_inheritable(fd, False)
-    if not descriptors:
-        return None
-    network, *users = descriptors
     # A network that root made belongs to no other user namespace.
-    if users and not join_user_space(users[0]):
-        return None
-    return network
+    if descriptors and (len(descriptors) == 1 or join_user_space(descriptors[1])):
+        return descriptors[0]
+    return None
 
 
 def _set_up_process_group(place: RankPlace, directory: str, network: int | None) -> None:
@@ -328,9 +327,3 @@ def mark_open_line(*, shown: bool = True) -> Iterator[None]:
         yield
     finally:
         mark.unlink(missing_ok=True)
-
-
-def end_open_line(folder: Path) -> None:
-    """End the line of a progress bar that a rank left open. The next print then begins a new line."""
-    if (folder / _OPEN_LINE).exists():
-        print(file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ from ditile.distributed.failure_detection import (
     find_first_failure,
     make_error,
 )
-from ditile.distributed.heartbeat import RankFailure
+from ditile.distributed.heartbeat import RankFailure, read_stat
 
 STACK_SIGNAL = signal.SIGUSR1
 """The signal for a rank to write the Python stacks of its threads into its stack file."""
@@ -103,11 +103,7 @@ class RankProcess(RankState):
 
     def is_stopped(self) -> bool:
         """Return whether the system says that the process is stopped."""
-        try:
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state == "T"
+        return read_stat(Path("/proc", str(self.process.pid)))[:1] == ["T"]
 
     def detect_failure(self, limits: LaunchLimits, looked: float) -> None:
         """Set `outcome` to a failure if the process is gone, or has been silent for too long."""
@@ -206,7 +202,12 @@ def watch_ranks(
             # ranks seem silent.
             for rank in ranks:
                 rank.detect_failure(limits, looked)
-            _raise_first_failure(ranks, limits, looked)
+            first_failure = find_first_failure(ranks, limits, looked)
+            if first_failure is not None:
+                failure, number = first_failure
+                if failure.cause in (SILENT, STALLED):
+                    failure = failure._replace(traceback=_collect_stacks(ranks))
+                raise make_error(failure, number)
     for rank in ranks:
         rank.allow_exit()
     deadline = time.monotonic() + limits.leave
@@ -232,17 +233,11 @@ def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
             rank.close_pipes()
 
 
-def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits, looked: float) -> None:
-    first_failure = find_first_failure(ranks, limits, looked)
-    if first_failure is None:
-        return
-    failure, number = first_failure
-    if failure.cause in (SILENT, STALLED):
-        for rank in ranks:
-            # Before the rank has made its file it has no handler, and the signal would end it.
-            if rank.process.poll() is None and rank.stacks.exists():
-                rank.process.send_signal(STACK_SIGNAL)
-        time.sleep(STACK_SECONDS)
-        stacks = [f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks]
-        failure = failure._replace(traceback="\n".join(stacks))
-    raise make_error(failure, number)
+def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
+    """Let all ranks write their stacks, and return them."""
+    for rank in ranks:
+        # Before the rank has made its file it has no handler, and the signal would end it.
+        if rank.process.poll() is None and rank.stacks.exists():
+            rank.process.send_signal(STACK_SIGNAL)
+    time.sleep(STACK_SECONDS)
+    return "\n".join(f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks)

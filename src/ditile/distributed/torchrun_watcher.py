@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ditile.distributed import env
@@ -32,7 +33,7 @@ from ditile.distributed.failure_detection import (
     find_first_failure,
     make_error,
 )
-from ditile.distributed.heartbeat import RankFailure
+from ditile.distributed.heartbeat import RankFailure, read_stat
 
 HUB_ALIVE = b"\3"
 """The byte that the hub sends to the watchers every `TICK` seconds."""
@@ -58,7 +59,12 @@ def run_watcher() -> None:
     process = WatchedProcess(int(sys.argv[-1]))
     line = read_line(0)
     if not line:
-        process.print_early_end()
+        # A signal may have killed the rank before it had joined the other ranks.
+        end = process.explain_end()
+        if end is not None and end[0].startswith("killed") and end[0] != TERMINATED:
+            place = env.read_torchrun_place()
+            rank = 0 if place is None else place.rank
+            print_line(f"rank {rank}: {end[1]}")
         return
     task = json.loads(line)
     verdict = Hub(task, process).watch_until_end() if task["rank"] == 0 else watch_for_hub(task, process)
@@ -95,6 +101,7 @@ class WatchedProcess:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self._folder = Path("/proc", str(pid))
         self._memory_kills = count_memory_kills()
         # The pipe by itself is not enough: it stays open if a child of the rank has inherited it.
         self._pidfd: int | None = None
@@ -116,16 +123,7 @@ class WatchedProcess:
             if not data:
                 break
             yield data
-        yield json.dumps({"ended": self._explain_end()}).encode() + b"\n"
-
-    def print_early_end(self) -> None:
-        """Print how the rank ended, if a signal killed it before it had joined the other ranks."""
-        end = self._explain_end()
-        if end is None or not end[0].startswith("killed") or end[0] == TERMINATED:
-            return
-        place = env.read_torchrun_place()
-        rank = 0 if place is None else place.rank
-        print_line(f"rank {rank}: {end[1]}")
+        yield json.dumps({"ended": self.explain_end()}).encode() + b"\n"
 
     def end_process(self, code: int) -> None:
         """Ask the process to exit with a code, and kill it if it does not."""
@@ -134,7 +132,7 @@ class WatchedProcess:
         deadline = time.monotonic() + LaunchLimits().term
         while time.monotonic() < deadline:
             # The process is gone, or it is a zombie that its parent has not waited for yet.
-            if self._read_stat()[:1] in ([], ["Z"], ["X"]):
+            if read_stat(self._folder)[:1] in ([], ["Z"], ["X"]):
                 return
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
@@ -143,17 +141,9 @@ class WatchedProcess:
             else:
                 os.kill(self._pid, signal.SIGKILL)
 
-    def _read_stat(self) -> list[str]:
-        """Return the words of its /proc/PID/stat. Empty if it is gone, or the system has no /proc."""
-        try:
-            with open(f"/proc/{self._pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()
-        except OSError:
-            return []
-
-    def _explain_end(self) -> tuple[str, str] | None:
+    def explain_end(self) -> tuple[str, str] | None:
         """Return the cause and the message of its failure. None if it exited with code 0."""
-        words = self._read_stat()
+        words = read_stat(self._folder)
         if len(words) < STAT_WORDS:
             # torchrun has collected its exit status already, or this is not Linux.
             return "ended", "ended before its work was done"
@@ -208,7 +198,11 @@ class Hub:
         self._links: list[socket.socket] = []
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._lock = threading.Lock()
-        server = _listen(task["master"])
+        # All addresses of this host, if the master's is not one of them.
+        try:
+            server = socket.create_server((task["master"], 0), backlog=1024)
+        except OSError:
+            server = socket.create_server(("", 0), backlog=1024)
         _start_thread(self._accept_links, server)
         _start_thread(self._read_own_rank, process)
         # The rank passes the port on to the other ranks.
@@ -224,8 +218,11 @@ class Hub:
             with self._lock:
                 for rank in self._ranks:
                     rank.detect_silence(self._limits, looked)
-                if not self._is_command:
-                    self._allow_idle_script()
+                if not self._is_command and all(rank.signs.call is None for rank in self._ranks):
+                    # Between calls a script may take any time.
+                    for rank in self._ranks:
+                        rank.signs.last_activity = time.monotonic()
+                        rank.signs.last_progress = time.monotonic()
                 first_failure = find_first_failure(self._ranks, self._limits, looked)
             if first_failure is not None:
                 verdict = self._make_verdict(*first_failure)
@@ -234,14 +231,6 @@ class Hub:
             self._send_to_all(HUB_ALIVE)
         self._send_to_all(b"null\n")
         return None
-
-    def _allow_idle_script(self) -> None:
-        """Restart the time limits while no rank is in a call. Between calls a script may take any time."""
-        if any(rank.signs.call is not None for rank in self._ranks):
-            return
-        for rank in self._ranks:
-            rank.signs.last_activity = time.monotonic()
-            rank.signs.last_progress = time.monotonic()
 
     def _make_verdict(self, failure: RankFailure, number: int) -> dict[str, Any]:
         """Return the line and the exit code of the run."""
@@ -358,14 +347,6 @@ def _pass_on_signs(link: socket.socket, process: WatchedProcess) -> None:
     with contextlib.suppress(OSError):
         for data in process.iterate_signs():
             link.sendall(data)
-
-
-def _listen(address: str) -> socket.socket:
-    """Listen on a free port of `address`, or of all addresses of this host if `address` is not one of them."""
-    try:
-        return socket.create_server((address, 0), backlog=1024)
-    except OSError:
-        return socket.create_server(("", 0), backlog=1024)
 
 
 def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:

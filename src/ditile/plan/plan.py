@@ -406,12 +406,6 @@ class Plan:
         """Return whether shares of tensor differ."""
         return len(set(self.list_tensor_weights())) > 1
 
-    @property
-    def rounds_otherwise(self) -> bool:
-        """Return whether every step rounds differently than in one process."""
-        # With fewer tokens, matrix products have other shapes, and libraries choose other kernels for them.
-        return self.token_ranks > 1
-
     def check_world(self, world: int) -> None:
         """Check that the plan uses all of `world` ranks.
 

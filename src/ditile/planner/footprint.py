@@ -81,13 +81,11 @@ class Footprint:
 
     Attributes:
         moments: the moments, none of which exceeds another in every kind.
-        fused: the same if GELU is one kernel with the product in front of it.
         attending: the same of the moments in which attention is computed.
         kept: for each block, the numbers that are kept for a whole generation.
     """
 
     moments: tuple[LiveNumbers, ...]
-    fused: tuple[LiveNumbers, ...]
     attending: tuple[LiveNumbers, ...]
     kept: tuple[LiveNumbers, ...]
 
@@ -100,7 +98,6 @@ class Footprint:
 
         return Footprint(
             moments=divide_moments(self.moments, whole),
-            fused=divide_moments(self.fused, whole),
             attending=divide_moments(self.attending, whole),
             kept=divide_moments(self.kept, 0),
         )
@@ -154,21 +151,14 @@ class FootprintTracker(StorageTracker):
         super().__init__(self._count_storage)
         self._count_tensor = count_tensor
         self._live_numbers = LiveNumbers()
-        self._is_gelu = False
-        # Moments after a storage made by a GELU, after any other, and during attention.
-        self._gelu = set[LiveNumbers]()
-        self._fused = set[LiveNumbers]()
+        # Moments after a storage was made, and during attention.
+        self._moments = set[LiveNumbers]()
         self._attending = set[LiveNumbers]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._is_gelu = func is torch.ops.aten.gelu.default
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count_storage(self, tensor: Tensor) -> Callable[[], None]:
         numbers = self._count_tensor(tensor)
         self._live_numbers += numbers
-        moments = self._gelu if self._is_gelu else self._fused
-        moments.add(self._live_numbers)
+        self._moments.add(self._live_numbers)
 
         def subtract_storage() -> None:
             self._live_numbers -= numbers
@@ -182,8 +172,7 @@ class FootprintTracker(StorageTracker):
     def make_footprint(self, kept: Sequence[LiveNumbers]) -> Footprint:
         """Make the footprint of all work within the tracker. `kept` is that of `Footprint`."""
         return Footprint(
-            moments=find_pareto_front(self._fused | self._gelu),
-            fused=find_pareto_front(self._fused),
+            moments=find_pareto_front(self._moments),
             attending=find_pareto_front(self._attending),
             kept=tuple(kept),
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import NamedTuple
 
 from ditile.model.recording.kept_tapes import SHARE_OF_MEMORY
@@ -18,8 +17,7 @@ from ditile.plan import cost
 from ditile.plan.cost import MicroStepShare, PlannedCall, PlannedRank
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
-from ditile.planner.footprint import Footprint
-from ditile.planner.profile import FUSED, Profile
+from ditile.planner.profile import Profile
 from ditile.planner.subject import PlanSubject
 
 NUM_LATENT_COPIES = 6
@@ -153,7 +151,7 @@ def count_rank_memory(
     planned = job.plan_rank(rank)
     profile = profile.get_rank_profile(rank)
     tensors = _RankTensors(subject, planned, text_tokens)
-    activations = tensors.count_activation_bytes(fuses=FUSED in profile.pointwise)
+    activations = tensors.count_activation_bytes()
     # Keys of a transformer stay in memory until the end, even after its last call.
     keys = planned.kept_key_bytes * subject.models
     tapes = 0
@@ -247,21 +245,13 @@ class _RankTensors:
         self._whole = rank.take_share(MicroStep(0, None))
         self._largest = self._list_largest_shares()
 
-    def count_activation_bytes(self, *, fuses: bool) -> int:
-        """Count the bytes of tensors kept by steps, or computed, sent and received ahead by the largest micro-step.
-
-        Args:
-            fuses: whether the device has GELU in one kernel with the product before it.
-        """
+    def count_activation_bytes(self) -> int:
+        """Count the bytes of tensors kept by steps, or computed, sent and received ahead by the largest micro-step."""
         rank = self._rank
         plan = self._job.plan
-        footprint = self._footprint
-        if plan.rounds_otherwise and fuses:
-            # Such a plan fuses GELU in every step; other plans have steps in which it is not fused.
-            footprint = replace(footprint, moments=footprint.fused)
         computed = 0.0
         for share in self._largest:
-            numbers = self._count_computed_numbers(footprint, share) + self._count_sent_numbers(share)
+            numbers = self._count_computed_numbers(share) + self._count_sent_numbers(share)
             computed = max(computed, rank.number_bytes * numbers + self._count_prefetch_bytes(share.micro))
         kept = self._count_kept_numbers(self._whole.text)
         if rank.stage > 0:
@@ -296,7 +286,7 @@ class _RankTensors:
             # The last synchronous step keeps its keys, so it runs as code.
             if share.micro.patch is None and plan.distrifusion == 1:
                 share = whole
-            computed = max(computed, self._count_computed_numbers(self._footprint, share))
+            computed = max(computed, self._count_computed_numbers(share))
         text = self._job.image_layout.text
         # Values kept by steps for the next ones are computed again in a tape, because it does not know other tapes.
         kept = self._count_kept_numbers(text)
@@ -353,7 +343,7 @@ class _RankTensors:
             sent /= self._job.plan.tensor
         return sent
 
-    def _count_computed_numbers(self, footprint: Footprint, share: MicroStepShare) -> float:
+    def _count_computed_numbers(self, share: MicroStepShare) -> float:
         """Count the numbers per row of the batch computed by a micro-step, at its peak."""
         image = share.image
         text = share.text
@@ -367,8 +357,8 @@ class _RankTensors:
         exchanged = self._count_exchanged_tokens(share, image + text) * self._channels / self._rank.divisor
         # If the sequence has no text, cross attention reads it.
         text = text or self._text_tokens
-        most = max(moment.count_numbers(image, text) for moment in footprint.moments)
-        attending = max(moment.count_numbers(image, text) for moment in footprint.attending) + exchanged
+        most = max(moment.count_numbers(image, text) for moment in self._footprint.moments)
+        attending = max(moment.count_numbers(image, text) for moment in self._footprint.attending) + exchanged
         return max(most, attending) * len(share.micro_batches[0]) / self._schedule.batch
 
     def _count_exchanged_tokens(self, share: MicroStepShare, own: int) -> int:

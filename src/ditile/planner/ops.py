@@ -22,7 +22,7 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 from ditile.planner.kernel_times import TransformerWork, Work, WorkMix, count_unpacking_traffic
 from ditile.planner.memory import can_record_calls
-from ditile.planner.profile import FUSED, Link, Profile
+from ditile.planner.profile import Link, Profile
 from ditile.planner.seconds import (
     DeviceLoad,
     RankTokens,
@@ -191,7 +191,6 @@ class OpPricer:
         # A host may have room for more ranks than the plan has.
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = basis.compute_slowdown(self._host)
-        self._fuses = FUSED in basis.profile.pointwise
         can_record = can_record_calls(job.plan, self._profile) and skips.can_be_recorded(job.plan)
         self.records = basis.records and can_record
         self._seen: dict[Any, float] = {}
@@ -458,7 +457,6 @@ class OpPricer:
             heads=rank.heads / self.job.shape.heads,
             split=rank.divisor,
             share=attended or 1.0,
-            fused=self._fuses and (plan.rounds_otherwise or self.schedule.reads_stale_keys(share.micro.step)),
         )
 
     def _add_exchanges(self, part: MicroStepShare, own: DeviceLoad) -> DeviceLoad:

@@ -125,10 +125,6 @@ class Link:
     __pydantic_config__ = CONFIG
 
 
-FUSED = "fused gelu"
-"""The kind of GELU in one kernel with the product before it (`fuse_linear_gelu`), as in stale steps on CPUs."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDevice:
     """The device of a rank, measured while all ranks compute.
@@ -165,8 +161,7 @@ class Profile:
         matmul: operations a second, over (rows, geometric mean of the matrix's sides).
         attention: operations a second, over (queries, keys).
         head: share of that rate, over channels of a head.
-        pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"; `FUSED` where there is such a
-            kernel), over bytes.
+        pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"), over bytes.
         kernel_s: seconds of the host for each kernel.
         kernel_gap_s: seconds of the device for each kernel besides its work, which small kernels are made of.
         block_s: seconds of the host for each call of a block, at least: hooks and key stores included.

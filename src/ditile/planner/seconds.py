@@ -15,7 +15,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import AXES, Plan
 from ditile.planner.footprint import DecodeWork
 from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_stream_length
-from ditile.planner.profile import FUSED, Link, Profile
+from ditile.planner.profile import Link, Profile
 
 PACKING_KERNELS = 16
 """Kernels that pack a message in eight bits a number and unpack one (`distributed.wire`)."""
@@ -33,7 +33,6 @@ class RankTokens(NamedTuple):
         heads: share of the heads for which it computes attention.
         split: ranks that split every matrix; of unlike shares, the whole over the share.
         share: tokens in its attention, over its own tokens: Ulysses has more tokens, with fewer heads.
-        fused: whether GELU is one kernel with the product before it.
     """
 
     batch: int
@@ -44,7 +43,6 @@ class RankTokens(NamedTuple):
     heads: float = 1.0
     split: float = 1
     share: float = 1.0
-    fused: bool = False
 
     def count_tokens(self, stream: Stream) -> int:
         """Count the tokens of a stream."""
@@ -92,7 +90,7 @@ class RooflineDevice:
     def _get_kernel_seconds(self, kernel: RooflineKernel, tokens: RankTokens) -> float:
         if kernel.kind == "attention":
             return self._compute_attention_seconds(kernel, tokens)
-        key = kernel, tokens.batch * tokens.count_tokens(kernel.stream), tokens.split, tokens.fused
+        key = kernel, tokens.batch * tokens.count_tokens(kernel.stream), tokens.split
         kernel_seconds = self._seen.get(key)
         if kernel_seconds is None:
             kernel_seconds = self._seen[key] = self._compute_roofline_seconds(*key)
@@ -108,7 +106,7 @@ class RooflineDevice:
         rate *= self._profile.head.interpolate(head_dim)
         return operations / rate
 
-    def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: float, fused: bool) -> float:
+    def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: float) -> float:
         """Compute the seconds of a product with a rank's share of a matrix, or to read numbers once; for some rows."""
         profile = self._profile
         if kernel.kind == "matmul":
@@ -119,8 +117,6 @@ class RooflineDevice:
         size = kernel.size[0] * rows * profile.element_size
         curves = profile.pointwise
         curve = curves.get(kernel.kind, curves["pointwise"])
-        if fused and kernel.kind == "gelu":
-            curve = curves.get(FUSED, curves["pointwise"])
         return size / curve.interpolate(size)
 
 

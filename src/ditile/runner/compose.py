@@ -29,7 +29,7 @@ from ditile.model.call_families import find_call_family
 from ditile.model.hooks.block_hooks import CallCountHooks, TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook, LayerAttention
 from ditile.model.hooks.compile import decide_compile, unwrap_compiled, wrap_model_call
-from ditile.model.hooks.fused import fuse_linear_gelu, fuse_projections
+from ditile.model.hooks.fused import fuse_projections
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.hooks.placeholders import list_quantized_parameters, refuse_saving
 from ditile.model.hooks.protocols import AttentionKernel, HeadExchange, KeySource
@@ -393,9 +393,6 @@ class Composition:
         if not self.plan.async_ulysses and self.offload is None:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
             fuse_projections(stack, own, self.device)
-        # Without either, an image is computed as one process does, bit for bit.
-        if self.plan.rounds_otherwise or self.plan.attends_to_stale_keys:
-            fuse_linear_gelu(stack, block_hook.block, self.device, self.loop.generation)
 
 
 class LayerAttentionBuilder:

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from ditile.distributed.transport import Traffic, start_shift
-from ditile.model.hooks.fused import can_fuse_gelu
-from ditile.planner.profile import FUSED, Curve, Link, Profile
+from ditile.planner.profile import Curve, Link, Profile
 
 # The sizes go from a patch of few tokens to a whole image; a curve is interpolated between them.
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -181,21 +180,13 @@ def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
     y = bench.make_random_tensor(rows, WIDTH)
     scale = bench.make_random_tensor(1, WIDTH)
     both = bench.measure_seconds(lambda: x + y) + bench.measure_seconds(lambda: x * scale)
-    gelu = bench.measure_seconds(lambda: functional.gelu(x, approximate="tanh"))
     # These are counts of tensors read and written: x + y takes three, x * scale two, and a stack doubles its inputs.
     tensors_and_seconds = {
         "pointwise": (5, both),
         "norm": (2, bench.measure_seconds(lambda: functional.layer_norm(x, (WIDTH,)))),
-        "gelu": (2, gelu),
+        "gelu": (2, bench.measure_seconds(lambda: functional.gelu(x, approximate="tanh"))),
         "interleave": (4, bench.measure_seconds(lambda: torch.stack([x, y], dim=-1))),
     }
-    if can_fuse_gelu(x.device, x.dtype):
-        operands = bench.make_linear(rows, HEAD, WIDTH)
-        gelu_kernel = torch.ops.mkldnn._linear_pointwise
-        linear = bench.measure_seconds(lambda: functional.linear(*operands))
-        added = bench.measure_seconds(lambda: gelu_kernel(*operands, "gelu", [], "tanh")) - linear
-        # The difference of two times can be near zero or negative.
-        tensors_and_seconds[FUSED] = (2, min(max(added, gelu / 10), gelu))
     return {name: tensors * x.nbytes / seconds for name, (tensors, seconds) in tensors_and_seconds.items()}
 
 

@@ -29,7 +29,7 @@ from tests.model.hooks.compiling import WAYS, Counting
 from tests.parallel.sequence import planned
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
-from tests.runner.cases import MAKE, run, same, unfused
+from tests.runner.cases import MAKE, run, same
 
 UNEVEN = {"patches": 3, "warmup": 1}  # 12 rows and the text: no two patches have equally many tokens
 MOST_GRAPHS = 4  # of a class of blocks
@@ -47,8 +47,7 @@ def fresh() -> Iterator[None]:
 def uncompiled(name: str, plan: dict[str, Any], **changes: Any) -> list[Tensor]:
     """Two pictures, of two seeds."""
     runner = parallelize(MAKE[name](), Plan(**plan))
-    with unfused():
-        return [run(runner, name, seed=seed, **changes) for seed in (7, 8)]
+    return [run(runner, name, seed=seed, **changes) for seed in (7, 8)]
 
 
 def compiled(
@@ -131,8 +130,7 @@ def share_tokens() -> tuple[Tensor, Tensor, Counter[str]]:
         pipe, call = planned.denoising("ltx", 4, 5, 6)
         if way is not None:
             WAYS[way](pipe, backend=backend)
-        with unfused():
-            actual.append(parallelize(pipe, Plan(ulysses=2))(**call).images)
+        actual.append(parallelize(pipe, Plan(ulysses=2))(**call).images)
     return actual[0], actual[1], backend.take()
 
 

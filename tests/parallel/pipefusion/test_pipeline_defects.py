@@ -38,7 +38,7 @@ from torch import nn
 from ditile.distributed.transport import PeerChannel
 from ditile.plan.plan import Plan
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, run, same, unfused
+from tests.runner.cases import MAKE, divided, run, same
 
 WAITS = ("barrier", "send", "recv", "all_gather_object", "broadcast_object_list", "batch_isend_irecv")
 """Calls of torch.distributed that block, agree on shapes, or pickle."""
@@ -97,8 +97,7 @@ def waiting(name: str, plan: str, call: dict[str, Any]) -> int:
     """On a rank: a picture in which every Linear waits for all receives, as if NCCL's; how many there were."""
     pipe = MAKE[name]()
     with pytest.MonkeyPatch.context() as patch, divided(pipe, **asdict(Plan.parse(plan))) as runner:
-        with unfused():
-            wanted = run(runner, name, **call)
+        wanted = run(runner, name, **call)
         patch.setattr(PeerChannel, "occupies_device", lambda self, device: True)
         fusion, count = runner._parts.pipefusion, 0
         channels = [box.channel for box in (fusion._activations_in, fusion._latents_in) if box is not None]

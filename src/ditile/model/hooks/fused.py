@@ -1,12 +1,8 @@
-"""Fewer and larger kernels for the small products of a patch: one for q, k and v, one for a linear layer and its GELU.
+"""One product for q, k and v, because the products of a patch are small, and starting many takes the host long.
 
-q, k and v: their weights are adjacent in memory and stay three parameters with their names and values. A change to one
+Their weights are adjacent in memory and stay three parameters with their names and values. A change to one
 in place, as when a LoRA is fused, changes its part of the whole, and no weight is in memory twice, unlike with
 diffusers' `fuse_qkv_projections`.
-
-Linear and GELU, on CPUs: as a separate kernel, the GELU takes half as long as the product. oneDNN's kernel differs
-from torch's two kernels by units of the last place. So it runs only where the image differs from the plain pipeline's
-in the last bits anyway: in steps with stale keys, and where ranks split the tokens, whose products have other shapes.
 
 A layer with LoRAs that add nothing now counts as the plain layer below them, so that an image without LoRAs is the
 same whether some are loaded or not.
@@ -14,17 +10,15 @@ same whether some are loaded or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers.models.activations import GELU
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.overrides import has_forward_hooks, override_attribute
 from ditile.model.hooks.placeholders import is_plain_parameter
 
@@ -165,95 +159,3 @@ def _are_linears_alike(layers: Sequence[Any], device: torch.device) -> bool:
         linear = _unwrap_loras(layer)
         forms.add((linear.in_features, linear.bias is None, linear.weight.dtype))
     return len(forms) == 1
-
-
-def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has the kernel; `torch.backends.mkldnn.flags(enabled=False)` switches it off."""
-    # `enabled` is also true where torch was built without oneDNN.
-    onednn = torch.backends.mkldnn
-    if device.type != "cpu" or dtype != torch.float32:
-        return False
-    return onednn.is_available() and bool(onednn.enabled)
-
-
-def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, now: Generation) -> None:
-    """Fuse each linear layer of a block with the GELU after it; only on CPUs.
-
-    Args:
-        stack: undoes it when it is closed.
-        block: its modules are searched.
-        device: where it runs.
-        now: the generation under way, which says where rounding may differ.
-    """
-    for owner, name, linear, activation, place in _find_gelu_pairs(block):
-        if is_plain_linear(linear, device) and can_fuse_gelu(device, _unwrap_loras(linear).weight.dtype):
-            fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, now)
-            override_attribute(stack, linear, "forward", fused.run_linear)
-            override_attribute(stack, activation, place, fused.run_activation)
-
-
-class FusedGELU:
-    """A linear layer that also applies the GELU called after it, which then does nothing.
-
-    Args:
-        owner, name: the layer's module and attribute; a LoRA may put another layer there during a run.
-        linear: the layer, perhaps with LoRAs.
-        activation: the GELU after it.
-        approximate: "none" or "tanh", as in `torch.nn.GELU`.
-        now: the generation under way, which says where rounding may differ.
-    """
-
-    def __init__(
-        self,
-        owner: nn.Module,
-        name: str,
-        linear: Any,
-        activation: Callable[[Tensor], Tensor],
-        approximate: str,
-        now: Generation,
-    ) -> None:
-        self._owner = owner
-        self._name = name
-        self._linear = linear
-        self._approximate = approximate
-        self._product = linear.forward
-        self._activation = activation
-        self._now = now
-        self._base = _unwrap_loras(linear)
-        self._activated: Tensor | None = None
-
-    def run_linear(self, x: Tensor) -> Any:
-        """Compute `[..., n]` from `[..., k]`; with GELU applied, where rounding may differ."""
-        if (
-            not self._now.may_round
-            or getattr(self._owner, self._name) is not self._linear
-            or (self._base is not self._linear and _adds_loras(self._linear))
-            or x.dtype != torch.float32
-            or not x.numel()
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-        ):
-            return self._product(x)
-        # One kernel for the product, its bias and the GELU.
-        weight = self._base.weight
-        bias = self._base.bias
-        self._activated = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], self._approximate)
-        return self._activated
-
-    def run_activation(self, x: Tensor) -> Tensor:
-        """Apply GELU to `[..., n]`, unless the product has applied it."""
-        if self._activated is None or x is not self._activated:
-            return self._activation(x)
-        self._activated = None
-        return x
-
-
-def _find_gelu_pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:
-    """Yield each linear layer with the GELU after it: (owner, name, layer, activation, the method that applies it)."""
-    for module in block.modules():
-        if type(module) is GELU:
-            yield module, "proj", module.proj, module, "gelu"
-        # Single blocks, such as those of FLUX and HunyuanVideo, have the pair themselves.
-        activation = getattr(module, "act_mlp", None)
-        if type(activation) is nn.GELU:
-            yield module, "proj_mlp", getattr(module, "proj_mlp", None), activation, "forward"

@@ -292,7 +292,6 @@ class Generation:
 
     The loop writes, at the beginning:
         schedule: of the steps, as far as it is known.
-        rounds_otherwise: whether products may round differently than on one process, in any step.
         is_under_way: whether the pipeline's loop is running.
         shares: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
@@ -309,7 +308,6 @@ class Generation:
             image without references.
         is_stale: whether it reads keys of the step before.
         keeps_keys: whether its keys are, or may be, read in the next step.
-        may_round: whether products may round differently in it.
 
     Calls of the model write:
         branch: counts the transformer calls since the last `scheduler.step`.
@@ -328,7 +326,6 @@ class Generation:
     """
 
     schedule: PatchSchedule = PatchSchedule(stages=1, patches=1, steps=1, warmup=1)
-    rounds_otherwise: bool = False
     is_under_way: bool = False
     shares: TokenShares = field(default_factory=TokenShares)
     branches: Callable[[int, int], Sequence[int]] = lambda step, calls: range(calls)
@@ -343,7 +340,6 @@ class Generation:
     token_patch: int | None = None
     is_stale: bool = False
     keeps_keys: bool = False
-    may_round: bool = False
 
     branch: int = 0
     calls: int | None = None
@@ -385,8 +381,6 @@ class Generation:
             self.token_patch = schedule.num_references
         self.is_stale = schedule.reads_stale_keys(micro.step)
         self.keeps_keys = schedule.keeps_keys(micro.step)
-        # With stale keys the image differs from the plain pipeline's anyway, so the last bits may differ.
-        self.may_round = self.rounds_otherwise or self.is_stale
 
     @property
     def is_dry(self) -> bool:

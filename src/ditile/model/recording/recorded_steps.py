@@ -531,7 +531,6 @@ def _describe_place(now: Generation, model: nn.Module) -> tuple[Hashable, ...]:
         now.is_stale,
         keeps_keys,
         now.is_whole,
-        now.may_round,
         now.memory.list_incoming_layers(now.branch),
     )
 

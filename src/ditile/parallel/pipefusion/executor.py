@@ -640,26 +640,22 @@ class PipeFusion:
         images = [x.unflatten(1, (-1, width)) for x in parts]
         image = images[0]
         if len(images) > 1:
-            image = self._join_patches(images)[:, self._streams.locate_own_share(part.image_tokens)]
+            # The patches' messages are joined into the tokens of a whole step.
+            whole = []
+            runs: list[range] = []
+            for patch, x in enumerate(images):
+                patch_part = tokens.get_own_part(patch)
+                whole.append(self._streams.gather_stream(x, patch_part.image_tokens))
+                runs += patch_part.image
+            joined = torch.cat(whole, dim=1)
+            merged = merge_ranges(runs)
+            # With all tokens of the image the model's own order is needed, which patches may not have.
+            if now.has_all_image_tokens and len(merged) > 1:
+                placed = torch.empty_like(joined)
+                write_runs(placed, joined, merged, 1)
+                joined = placed
+            image = joined[:, self._streams.locate_own_share(part.image_tokens)]
         return TokenState(_arrange_like(image, state.image), text)
-
-    def _join_patches(self, images: Sequence[Tensor]) -> Tensor:
-        """Join the patches' messages into the tokens of a whole step."""
-        tokens = self.generation.tokens
-        whole = []
-        runs: list[range] = []
-        for patch, image in enumerate(images):
-            part = tokens.get_own_part(patch)
-            whole.append(self._streams.gather_stream(image, part.image_tokens))
-            runs += part.image
-        joined = torch.cat(whole, dim=1)
-        merged = merge_ranges(runs)
-        # With all tokens of the image the model's own order is needed, which patches may not have.
-        if self.generation.has_all_image_tokens and len(merged) > 1:
-            placed = torch.empty_like(joined)
-            write_runs(placed, joined, merged, 1)
-            return placed
-        return joined
 
     def _send_activations(self, state: TokenState) -> None:
         # Every micro-step comes here, so the usual case saves a Python call.

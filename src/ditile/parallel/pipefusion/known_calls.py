@@ -10,7 +10,7 @@ pipeline passes latents on, which depends on numbers, such as a mask that blends
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from types import SimpleNamespace
@@ -110,26 +110,14 @@ def describe_lengths(inputs: Mapping[str, Any]) -> Hashable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Zeros:
-    """A tensor without its numbers."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def make_tensor(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-
-@dataclass(frozen=True, slots=True)
 class KnownCall:
     """The findings of a call's rehearsal, without any of its numbers.
 
     Attributes:
         calls: the calls of models in its first iteration, named as in `Findings.forms`, with the text of
             `describe_lengths`.
-        results: the results of these calls by branch, and of other models' calls as in `OtherModels.results`, without
-            numbers.
+        results: the results of these calls by branch, and of other models' calls as in `OtherModels.results`; tensors
+            are a single zero, repeated.
         other_inputs: the inputs of other models' calls, as in `OtherModels.inputs`.
         shapes: the shapes of the predictions that schedulers are stepped with.
         pieces: the pieces of the latents, by scheduler and patch.
@@ -154,11 +142,11 @@ class KnownCall:
         None if results cannot be made from shapes, or some steps are whole.
         """
         described = pytree.tree_map_only(
-            Tensor, lambda x: _Zeros(x.shape, x.dtype, x.device), (results, other_models.results)
+            Tensor, lambda x: x.new_zeros(()).expand(x.shape), (results, other_models.results)
         )
         # Other results than tensors may be large.
         has_others = any(
-            not isinstance(leaf, _Zeros | str | int | float | None) for leaf in pytree.tree_leaves(described)
+            not isinstance(leaf, Tensor | str | int | float | None) for leaf in pytree.tree_leaves(described)
         )
         # A recognition sees only the first steps, and does not cut the tokens of steps that compute something else. A
         # stage asks for their messages ahead, and must know their sizes then.
@@ -177,81 +165,9 @@ class KnownCall:
 
     def make_results(self) -> Any:
         """Make the results from zeros."""
-        return pytree.tree_map_only(_Zeros, _Zeros.make_tensor, self.results)
-
-    def restore_findings(self, dry: DryIterations) -> None:
-        """Give a generation and its streams the findings of the rehearsal."""
-        dry.now.findings = dataclasses.replace(self.findings)
-        if self.lets_group_rest:
-            dry.now.shares.warmup_split = None
-        for stream, pieces in zip(dry.streams, self.pieces, strict=True):
-            stream.pieces = list(pieces)
+        return pytree.tree_map_only(Tensor, lambda x: x.new_zeros(x.shape), self.results)
 
 
 KnownCalls = dict[tuple[Hashable, Hashable], KnownCall]
 """(what `describe_call_shapes` returns and more, the calls of models) -> what a rehearsal found, the newest last. All
 ranks keep the same, because they make the same calls."""
-
-
-class CallRecognition:
-    """Two iterations in which no model is called, to find out whether a call was rehearsed before.
-
-    Args:
-        other_models: the other models that the pipeline calls in its loop.
-        candidates: known calls that this one may equal.
-
-    Attributes:
-        call: the candidate that it equals; None if there is none.
-    """
-
-    def __init__(self, dry: DryIterations, other_models: OtherModels, candidates: Sequence[KnownCall]) -> None:
-        self._dry = dry
-        self._other_models = other_models
-        self._candidates = candidates
-        self._calls: set[Hashable] = set()
-        self.call: KnownCall | None = None
-
-    def iterate_timesteps(self) -> Iterator[Tensor]:
-        """Yield the timestep of each iteration.
-
-        If the call is recognised, its generation then has all findings.
-        """
-        dry = self._dry
-        # The second iteration shows how the pipeline passes latents on.
-        for _ in range(2):
-            self._calls = set()
-            _, other_results = self._candidates[-1].make_results()
-            self._other_models.results.update(other_results)
-            self._other_models.inputs.update(self._candidates[-1].other_inputs)
-            dry.now.dry.recognises_call = self._recognise_model_call
-            yield dry.begin(0, 0)
-            # From here on the pipeline may leave its loop, and call the model elsewhere.
-            dry.now.dry.recognises_call = None
-            if dry.is_plain_loop():
-                return
-            dry.check_stepped()
-            shapes = [stream.predicted_shape for stream in dry.streams]
-            candidates = []
-            for call in self._candidates:
-                if call.calls == self._calls and call.shapes == shapes:
-                    candidates.append(call)
-            self._candidates = candidates
-            if not self._candidates:
-                self._other_models.forget_results()
-                dry.now.forget_layouts()
-                return
-        self.call = self._candidates[-1]
-        self.call.restore_findings(dry)
-        dry.end()
-
-    def _recognise_model_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
-        """Return whether any candidate made this call of a model; it then gets its result of zeros."""
-        described = (call, describe_lengths(inputs))
-        self._calls.add(described)
-        self._candidates = [candidate for candidate in self._candidates if described in candidate.calls]
-        if not self._candidates:
-            return False
-        now = self._dry.now
-        results, _ = self._candidates[-1].make_results()
-        now.dry.results[now.branch] = results[now.branch]
-        return True

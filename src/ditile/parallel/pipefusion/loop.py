@@ -237,21 +237,15 @@ class Loop:
         """Enumerate like `enumerate`, but number the timestep of a micro-step by its step."""
         for count, item in enumerate(iterable, start):
             number = count
+            now = self.generation
             # Timesteps are known by identity: they may come through a progress bar.
-            if self.generation.is_under_way and item is self._timestep:
-                number = start + self._shown_step
+            if now.is_under_way and item is self._timestep:
+                step = now.loop_step
+                # Latents are blended in the step before theirs.
+                if now.dry.blended_step is not None:
+                    step = now.dry.blended_step - 1
+                number = start + step
             yield number, item
-
-    @property
-    def _shown_step(self) -> int:
-        """Return the step in which the pipeline believes to be.
-
-        Latents are blended in the step before theirs.
-        """
-        blended_step = self.generation.dry.blended_step
-        if blended_step is None:
-            return self.generation.loop_step
-        return blended_step - 1
 
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yield the timestep of each micro-step, and do the schedule's work between them.
@@ -319,7 +313,6 @@ class Loop:
         generation.become(
             Generation(
                 schedule=schedule,
-                rounds_otherwise=self._plan.rounds_otherwise,
                 is_under_way=True,
                 shares=TokenShares(self._split, self._mesh.sequence.index),
                 branches=self._batch.select_branches,
@@ -431,12 +424,6 @@ class Loop:
             return now.loop_step == self._run.start
         return now.loop_step == self._run[-1]
 
-    def _needs_whole_steps(self, run: range) -> bool:
-        """Return whether all patches must end each of these steps before one begins the next."""
-        if any(stream.is_blended or stream.is_custom for stream in self._streams):
-            return True
-        return any(map(self._callbacks.wants_latents, run[:-1]))
-
     def _drive_dry_iterations(self, timesteps: Iterator[Tensor]) -> Iterator[Tensor]:
         """Yield a timestep again if the pipeline was interrupted before it had stepped its schedulers."""
         for timestep in timesteps:
@@ -459,8 +446,11 @@ class Loop:
         if self._agreement.begin_step() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
             self.num_steps = self._run.stop
-        if self._has_partial_latents and len(self._run) > 1 and self._needs_whole_steps(self._run):
-            self._schedule = replace(self._schedule, late=self._schedule.late | {step})
+        if self._has_partial_latents and len(self._run) > 1:
+            needs_whole = any(stream.is_blended or stream.is_custom for stream in self._streams)
+            # All patches end each of these steps before one begins the next.
+            if needs_whole or any(map(self._callbacks.wants_latents, self._run[:-1])):
+                self._schedule = replace(self._schedule, late=self._schedule.late | {step})
         self.generation.schedule = self._schedule
         self._pipefusion.prepare_step(step, self._schedule)
 
@@ -505,17 +495,9 @@ class Loop:
             fusion.bring_latents(self._list_own_latents(), micro, is_news=writes)
             if fusion.stage == 0:
                 return
-        warmup_group = fusion.warmup_group
-        if warmup_group is None:
-            return
-        for op in self._schedule.iter_ops_before_call(fusion.stage, micro):
-            for latents in self._list_own_latents():
-                if op.kind is OpKind.SEND_WHOLE_LATENTS:
-                    warmup_group.send_whole_latents(latents, op)
-                elif op.kind is OpKind.RECEIVE_WHOLE_LATENTS:
-                    whole = warmup_group.receive_whole_latents(latents)
-                    if writes:
-                        latents.copy_(whole)
+        if fusion.warmup_group is not None:
+            ops = self._schedule.iter_ops_before_call(fusion.stage, micro)
+            fusion.warmup_group.exchange_whole_latents(ops, self._list_own_latents(), writes=writes)
 
     def _list_own_latents(self) -> list[Tensor]:
         own = []
@@ -632,7 +614,19 @@ class Loop:
         is_stepped = self._is_stepped
         # Latents between a computed step and the next one are of no use to other stages.
         if is_stepped and self.generation.loop_step == self._run[-1] and self._pipefusion.is_last_stage:
-            self._send_denoised_patches(micro)
+            # They go to the stages that read latents, patch after patch.
+            patches = []
+            for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
+                if op.kind is not OpKind.SEND_STEPPED_PATCH:
+                    continue
+                assert op.patch is not None and op.peer is not None
+                for stepped in self._streams:
+                    if op.patch in stepped.stepped_patches:
+                        own = self._batch.view_own_images(stepped.stepped_patches[op.patch])
+                        patches.append((op.peer, own))
+            self._pipefusion.send_stepped_patches(patches)
+            for stepped in self._streams:
+                stepped.stepped_patches.clear()
         if self._schedule.is_last_of_step(micro):
             self._get_copies(stream).sync_step_index(stream.scheduler)
             self._end_step(stream, self.generation.loop_step, call.timestep, is_again=is_again)
@@ -732,21 +726,6 @@ class Loop:
         if result is None:
             result = copies.step_on_corner(call, stream.latents, closes=False)
         return result
-
-    def _send_denoised_patches(self, micro: MicroStep) -> None:
-        """Send a micro-step's patches to the stages that read latents, patch after patch."""
-        patches = []
-        for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
-            if op.kind is not OpKind.SEND_STEPPED_PATCH:
-                continue
-            assert op.patch is not None and op.peer is not None
-            for stream in self._streams:
-                if op.patch in stream.stepped_patches:
-                    own = self._batch.view_own_images(stream.stepped_patches[op.patch])
-                    patches.append((op.peer, own))
-        self._pipefusion.send_stepped_patches(patches)
-        for stream in self._streams:
-            stream.stepped_patches.clear()
 
     def _step_on_corner(self, stream: SteppedLatents, call: StepCall) -> Any:
         """Count a step on a rank that does not denoise."""

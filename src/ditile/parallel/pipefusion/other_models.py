@@ -53,9 +53,7 @@ class OtherModels:
             return
         first_micro_step = now.schedule.list_micro_steps(now.micro_step.step)[0]
         if now.micro_step == first_micro_step and not now.is_dry:
-            # This does not call `forget_results`, to save a Python call in each step.
-            self.results.clear()
-            self.inputs.clear()
+            self.forget_results()
 
     def forget_results(self) -> None:
         """Forget the results after the loop."""

@@ -72,7 +72,9 @@ class StepSignature:
     def __init__(self, scheduler: Any) -> None:
         parameters = find_step_signature(scheduler)
         order = list(parameters.parameters)
-        self._roles = [(order.index(name), name) for name in find_argument_names(parameters)]
+        # CogVideoX has other parameters between these.
+        roles: Sequence[str] = STEP_ARGUMENTS if set(STEP_ARGUMENTS) <= set(order) else order[:3]
+        self._roles = [(order.index(name), name) for name in roles]
         self._generator_index = order.index("generator") if "generator" in order else len(order)
         # The places of the three are kept by the call's number of positional arguments.
         self._places: dict[int, list[Place]] = {}
@@ -108,10 +110,15 @@ class PatchSchedulers:
     """
 
     def __init__(self, scheduler: Any, timesteps: Tensor, patches: int, steps: int) -> None:
-        # The overrides lead back to the pipeline, so they do not belong in a copy.
         attributes = {name: value for name, value in vars(scheduler).items() if name not in OVERRIDES}
         attributes["timesteps"] = timesteps
-        self._copies = [_clone_scheduler(scheduler, attributes) for _ in range(patches)]
+        self._copies: list[Any] = []
+        for _ in range(patches):
+            # The scheduler itself is not deep-copied, because its overrides lead back to the pipeline.
+            clone = copy.copy(scheduler)
+            vars(clone).clear()
+            vars(clone).update(copy.deepcopy(attributes))
+            self._copies.append(clone)
         has_lookup = hasattr(scheduler, "_init_step_index")
         self._lacks_index = has_lookup and getattr(self._copies[0], "_step_index", 0) is None
         # Schedulers of order 2 generate random numbers only in their second stage.
@@ -368,17 +375,6 @@ def find_step_signature(scheduler: Any) -> inspect.Signature:
     )
 
 
-def find_argument_names(step: inspect.Signature) -> Sequence[str]:
-    """Return the names of the prediction, the timestep and the latents.
-
-    CogVideoX has other parameters between these.
-    """
-    names = list(step.parameters)
-    if set(STEP_ARGUMENTS) <= set(names):
-        return STEP_ARGUMENTS
-    return names[:3]
-
-
 def extract_sample(result: Any) -> Tensor:
     """Return the new sample from a scheduler's result: a tuple, an output object, or the sample itself."""
     if isinstance(result, Tensor):
@@ -412,14 +408,6 @@ def replace_latents(result: Any, latents: Tensor, complete: Callable[[Sequence[A
     step_result = StepResult((latents, *result[1:]))
     step_result.complete = complete
     return step_result
-
-
-def _clone_scheduler(scheduler: Any, attributes: Mapping[str, Any]) -> Any:
-    # The scheduler itself is not deep-copied, because its overrides lead back to the pipeline.
-    clone = copy.copy(scheduler)
-    vars(clone).clear()
-    vars(clone).update(copy.deepcopy(dict(attributes)))
-    return clone
 
 
 Drive = Callable[[tuple[Tensor, ...]], Iterator[Tensor]]

@@ -13,6 +13,7 @@ reach the scheduler. Rows are told apart by the bits of their numbers, in an ite
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,6 @@ from ditile.model.hooks.pieces import has_nan
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.pipefusion.known_calls import (
     MAX_KNOWN_CALLS,
-    CallRecognition,
     KnownCall,
     KnownCalls,
     describe_lengths,
@@ -80,9 +80,7 @@ class Rehearsal:
         now = dry.now
         candidates = [call for (shapes, _), call in self._known_calls.items() if shapes == self._shapes]
         if candidates:
-            recognition = CallRecognition(dry, self._other_models, candidates)
-            yield from recognition.iterate_timesteps()
-            self._found = recognition.call
+            yield from self._recognise_call(candidates)
             if self._found is not None or not dry.streams:
                 return
         probe = ArgumentProbe(now, dry.pipeline)
@@ -99,9 +97,7 @@ class Rehearsal:
             if step == 0:
                 results = dict(now.dry.results)
             called_models.append(dict(now.dry.called_models))
-        if patches:
-            self._check_rows_stay(called_models)
-        self._find_changed_steps(called_models)
+        self._find_changed_steps(called_models, is_cut=patches > 0)
         # Pieces are found in a step that is computed in patches.
         divided = next((step for step in range(steps) if step not in now.findings.whole_steps), 0)
         if references:
@@ -110,7 +106,10 @@ class Rehearsal:
             # The first iteration has already rehearsed patch 0 of step 0.
             if patch or divided or references:
                 yield dry.begin(divided, patch)
-            self._keep_pieces()
+            dry.check_stepped()
+            for stream in dry.streams:
+                assert stream.rehearsed_piece is not None
+                stream.pieces.append(stream.rehearsed_piece)
         if steps == patches == 1:
             # The second iteration shows how the pipeline passes latents on.
             yield dry.begin(0, 0)
@@ -122,31 +121,69 @@ class Rehearsal:
         calls = frozenset(probe.first_calls)
         self._found = KnownCall.from_rehearsal(dry, calls, results, self._other_models)
 
-    def _keep_pieces(self) -> None:
-        """Keep the pieces of the latents that an iteration has shown."""
-        self._dry.check_stepped()
-        for stream in self._dry.streams:
-            assert stream.rehearsed_piece is not None
-            stream.pieces.append(stream.rehearsed_piece)
+    def _recognise_call(self, candidates: list[KnownCall]) -> Iterator[Tensor]:
+        """Run two iterations in which no model is called, to find out which known call this one equals, if any."""
+        dry = self._dry
+        now = dry.now
+        calls: set[Hashable] = set()
 
-    def _check_rows_stay(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
-        """Check that all steps have the same number of calls and of rows."""
+        def recognise_model_call(call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
+            """Return whether any candidate made this call of a model; it then gets its result of zeros."""
+            described = (call, describe_lengths(inputs))
+            calls.add(described)
+            candidates[:] = [candidate for candidate in candidates if described in candidate.calls]
+            if not candidates:
+                return False
+            results, _ = candidates[-1].make_results()
+            now.dry.results[now.branch] = results[now.branch]
+            return True
+
+        # The second iteration shows how the pipeline passes latents on.
+        for _ in range(2):
+            calls.clear()
+            _, other_results = candidates[-1].make_results()
+            self._other_models.results.update(other_results)
+            self._other_models.inputs.update(candidates[-1].other_inputs)
+            now.dry.recognises_call = recognise_model_call
+            yield dry.begin(0, 0)
+            # From here on the pipeline may leave its loop, and call the model elsewhere.
+            now.dry.recognises_call = None
+            if dry.is_plain_loop():
+                return
+            dry.check_stepped()
+            shapes = [stream.predicted_shape for stream in dry.streams]
+            candidates[:] = [known for known in candidates if known.calls == calls and known.shapes == shapes]
+            if not candidates:
+                self._other_models.forget_results()
+                now.forget_layouts()
+                return
+        known = candidates[-1]
+        now.findings = dataclasses.replace(known.findings)
+        if known.lets_group_rest:
+            now.shares.warmup_split = None
+        for stream, pieces in zip(dry.streams, known.pieces, strict=True):
+            stream.pieces = list(pieces)
+        self._found = known
+        dry.end()
+
+    def _find_changed_steps(self, called_models: Sequence[Mapping[int, RehearsedModel]], *, is_cut: bool) -> None:
+        """Find the steps computed whole, and the steps with other model calls than the step before.
+
+        If latents are cut, all steps must have the same number of calls and of rows.
+        """
+        findings = self._dry.now.findings
         first_rows = [model.rows for model in called_models[0].values()]
+        whole_steps = set()
+        changed_steps = set()
         for step, models in enumerate(called_models):
             rows = [model.rows for model in models.values()]
-            if rows != first_rows:
+            if is_cut and rows != first_rows:
                 raise StateError(
                     f"{self._dry.pipeline} calls its model on {rows} rows in step {step} and on {first_rows} in the "
                     "first one, and guidance that begins or ends during the run cannot be divided into patches; guide "
                     f"all steps, or use {suggest_whole_images()}"
                 )
 
-    def _find_changed_steps(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
-        """Find the steps computed whole, and the steps with other model calls than the step before."""
-        findings = self._dry.now.findings
-        whole_steps = set()
-        changed_steps = set()
-        for step, models in enumerate(called_models):
             if any(model.is_whole for model in models.values()):
                 whole_steps.add(step)
             if step and models != called_models[step - 1]:
@@ -174,7 +211,8 @@ class Rehearsal:
             yield dry.begin(step, 0)
             now.dry.recognises_call = None
             dry.check_stepped()
-            probe.end_iteration()
+            probe.masks_by_iteration.append(probe.masks)
+            probe.masks = {}
         now.findings.live_arguments = probe.find_live_arguments()
         if now.findings.live_arguments:
             # The surveys did not know these arguments, and blocks may be given values that depend on them.
@@ -239,14 +277,16 @@ class ArgumentProbe:
 
     Attributes:
         first_calls: the calls of the first iteration, as in `KnownCall.calls`.
+        masks: the places of NaN in the calls of the iteration under way.
+        masks_by_iteration: the same of the iterations before it, but for the first.
     """
 
     def __init__(self, now: Generation, pipeline: str) -> None:
         self._now = now
         self._pipeline = pipeline
         self._always_nan: set[tuple[int, str]] = set()
-        self._masks: Masks = {}
-        self._masks_by_iteration: list[Masks] = []
+        self.masks: Masks = {}
+        self.masks_by_iteration: list[Masks] = []
         self._latents_names: set[str] = set()
         self.first_calls: set[Hashable] = set()
 
@@ -254,8 +294,8 @@ class ArgumentProbe:
         """Note which arguments of a call are NaN before anything was marked; the call has to be made."""
         self.first_calls.add((call, describe_lengths(inputs)))
         self.look_at_call(call, inputs, latents)
-        self._always_nan |= self._masks.keys()
-        self._masks = {}
+        self._always_nan |= self.masks.keys()
+        self.masks = {}
         return False
 
     def look_at_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
@@ -265,13 +305,8 @@ class ArgumentProbe:
             key = (self._now.branch, name)
             tensors = [x for x in list_tensors(value) if x.is_floating_point()]
             if key not in self._always_nan and has_nan(tensors):
-                self._masks[key] = [torch.isnan(x) for x in tensors]
+                self.masks[key] = [torch.isnan(x) for x in tensors]
         return True
-
-    def end_iteration(self) -> None:
-        """End an iteration after all its calls were seen."""
-        self._masks_by_iteration.append(self._masks)
-        self._masks = {}
 
     def find_live_arguments(self) -> frozenset[str]:
         """Return the arguments, apart from the latents, that depend on latents in each step.
@@ -281,7 +316,7 @@ class ArgumentProbe:
                 not exact under the schedule.
         """
         schedule = self._now.schedule
-        of_prediction, *of_latents = self._masks_by_iteration
+        of_prediction, *of_latents = self.masks_by_iteration
         remedy = f"use {suggest_whole_images()}"
         if of_prediction and (schedule.stages > 1 or schedule.has_stale_steps):
             _, name = next(iter(of_prediction))
@@ -299,18 +334,12 @@ class ArgumentProbe:
                 # Without stale steps all latents belong to one step, and any of them may be used.
                 if earlier is masks or not schedule.has_stale_steps:
                     continue
-                # A value that depends on two patches belongs to neither.
-                if _overlap(earlier, masks):
+                # A value that depends on two patches belongs to neither, nor one whose tensors change.
+                is_same = [x.shape for x in earlier] == [x.shape for x in masks]
+                if not is_same or any(bool((x & y).any()) for x, y in zip(earlier, masks, strict=True)):
                     raise StateError(
                         f"{self._pipeline} makes {name} of a patch for its model from latents of other patches too, "
                         f"which are of other steps; use warmup={schedule.steps}, or {remedy[len('use ') :]}"
                     )
                 union[key] = [x | y for x, y in zip(earlier, masks, strict=True)]
         return frozenset(live_arguments - self._latents_names)
-
-
-def _overlap(earlier: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
-    """Return whether an argument's masks in two iterations overlap, or belong to different tensors."""
-    if [x.shape for x in earlier] != [x.shape for x in masks]:
-        return True
-    return any(bool((x & y).any()) for x, y in zip(earlier, masks, strict=True))

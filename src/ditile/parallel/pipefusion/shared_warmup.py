@@ -7,7 +7,7 @@ and values of its own layers, so that an asynchronous step finds what a serial s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from ditile.distributed.transport import PeerChannel, start_gather
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.generation import Generation, LayerTokens
-from ditile.model.hooks.key_padding import AttentionOptions, KeyPaddingMask
+from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.model.hooks.protocols import AttentionKernel, KeySource
 from ditile.model.hooks.token_arguments import take_runs, write_runs
 from ditile.parallel.attention.core import merge_rank_runs
@@ -93,17 +93,19 @@ class WarmupGroup:
         for channel in self._channels.values():
             channel.release_old_sends()
 
-    # The last stage sends latents to the others before a step.
-
-    def send_whole_latents(self, latents: Tensor, op: Op) -> None:
-        """Send the whole latents from the last stage to another."""
-        assert op.peer is not None
-        # A copy is sent, because the next denoised patch is written into the latents, whether or not they have left.
-        self._channels[self.stage, op.peer, LATENTS].send_tensor(latents.clone())
-
-    def receive_whole_latents(self, latents: Tensor) -> Tensor:
-        """Receive the whole latents; `latents` are this stage's, of the same shape."""
-        return self._receive_tensor((self.last, self.stage, LATENTS), latents.shape, latents)
+    def exchange_whole_latents(self, ops: Iterable[Op], latents: Sequence[Tensor], *, writes: bool) -> None:
+        """Send the whole latents from the last stage to the others before a step; with `writes` they keep them."""
+        for op in ops:
+            for own in latents:
+                if op.kind is OpKind.SEND_WHOLE_LATENTS:
+                    assert op.peer is not None
+                    # A copy is sent, because the next denoised patch is written into the latents, whether or not they
+                    # have left.
+                    self._channels[self.stage, op.peer, LATENTS].send_tensor(own.clone())
+                elif op.kind is OpKind.RECEIVE_WHOLE_LATENTS:
+                    whole = self._receive_tensor((self.last, self.stage, LATENTS), own.shape, own)
+                    if writes:
+                        own.copy_(whole)
 
     # The methods below make one call of the transformer.
 
@@ -149,30 +151,15 @@ class WarmupGroup:
                 write_runs(whole, received, part.image, 1)
         return whole
 
-    # Stages gather keys and values in each layer.
-
     def owns_layer(self, layer: str) -> bool:
         """Return whether an attention layer is in a block of this stage."""
         return f"{layer}.".startswith(self._owned_names)
 
-    def gather_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-        """Gather keys and values of all stages, in their order, from `[B, own tokens, N, H]`."""
-        own = torch.stack([k, v])
-        shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in tokens.rank_lengths]
-        parts = start_gather(own, shapes, self._axis.group, self._traffic, "keys").wait_for_tensors()
-        k, v = torch.cat(parts, dim=2)
-        return k, v
-
-    def gather_mask(self, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
-        """Gather the mask of all stages' keys `[B or 1, N or 1, 1, keys]`, in their order."""
-        own = mask.join_ring_masks()
-        if mask.covers_sequence:
-            return take_runs(own, merge_rank_runs(tokens), 3)
-        # Some backends cannot send booleans, so they are sent as bytes.
-        flat = own.to(torch.uint8) if own.dtype == torch.bool else own
-        shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
-        parts = start_gather(flat, shapes, self._axis.group, self._traffic, "masks").wait_for_tensors()
-        return torch.cat(parts, dim=3).to(own.dtype)
+    def gather_tokens(self, own: Tensor, dim: int, tokens: LayerTokens, kind: str) -> Tensor:
+        """Gather the tokens of all stages along a dimension, in their order."""
+        shapes = [(*own.shape[:dim], length, *own.shape[dim + 1 :]) for length in tokens.rank_lengths]
+        parts = start_gather(own, shapes, self._axis.group, self._traffic, kind).wait_for_tensors()
+        return torch.cat(parts, dim=dim)
 
     def _receive_tensor(self, name: ChannelName, shape: Sequence[int], like: Tensor) -> Tensor:
         channel = self._channels[name]
@@ -202,16 +189,20 @@ class WarmupGroupKeys:
         now = self.now
         if now.micro_step.patch is not None or now.shares.warmup_split is None:
             return self.others.attend_to_keys(q, k, v, tokens, extra)
-        k, v = self.warmup_group.gather_keys(k, v, tokens)
+        k, v = self.warmup_group.gather_tokens(torch.stack([k, v]), 2, tokens, "keys")
+        runs = merge_rank_runs(tokens)
         mask = None
         kept_mask = None
         if extra.mask is not None:
-            mask = self.warmup_group.gather_mask(extra.mask, tokens)
+            mask = extra.mask.join_ring_masks()
             # A mask of pairs comes whole with every call, so it is not stored.
-            if not extra.mask.covers_sequence:
-                kept_mask = mask
+            if extra.mask.covers_sequence:
+                mask = take_runs(mask, runs, 3)
+            else:
+                # Some backends cannot send booleans, so they are sent as bytes.
+                flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+                mask = kept_mask = self.warmup_group.gather_tokens(flat, 3, tokens, "masks").to(mask.dtype)
         if now.keeps_keys and self.warmup_group.owns_layer(self.layer):
-            runs = merge_rank_runs(tokens)
             store = now.memory.get_key_store(now.branch, self.layer, tokens.length, tokens.patches)
             store.write_keys(k, v, runs)
             if kept_mask is not None:

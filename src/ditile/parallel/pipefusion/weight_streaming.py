@@ -83,7 +83,11 @@ class WeightStream:
                 "warmup_mode=sequence sends plain weights, and this model is quantized; use another warmup_mode"
             )
         own_specs = [_lay_out_tensors(self._blocks[index]) for index in self._owned]
-        self._specs = _gather_block_specs(own_specs, stages, mesh)
+        blocks_by_stage = dict(gather_json([mesh.stage_index, own_specs], mesh.everyone))
+        self._specs: list[list[FlatTensorSpec]] = []
+        for stage in range(len(stages)):
+            for block in blocks_by_stage[stage]:
+                self._specs.append([FlatTensorSpec(name, tuple(shape), *rest) for name, shape, *rest in block])
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
         self._buffers: list[Tensor] = []
@@ -173,18 +177,6 @@ def has_weight_hooks(module: nn.Module) -> bool:
     """Return whether diffusers or accelerate changes weights around a forward, to cast or to offload them."""
     registry = vars(module).get("_diffusers_hook")
     return ACCELERATE_FORWARD in vars(module) or (registry is not None and bool(registry.hooks))
-
-
-def _gather_block_specs(
-    own: Sequence[list[FlatTensorSpec]], stages: Sequence[range], mesh: Mesh
-) -> list[list[FlatTensorSpec]]:
-    """Gather the specs of every block from the stages that own them."""
-    blocks_by_stage = dict(gather_json([mesh.stage_index, own], mesh.everyone))
-    gathered = []
-    for stage in range(len(stages)):
-        for block in blocks_by_stage[stage]:
-            gathered.append([FlatTensorSpec(name, tuple(shape), *rest) for name, shape, *rest in block])
-    return gathered
 
 
 def _list_block_tensors(block: nn.Module) -> dict[str, Tensor]:

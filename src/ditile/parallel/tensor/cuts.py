@@ -275,7 +275,8 @@ def _read_row(
         elif kind != "rowwise":
             blocks = _measure_columns(kind, sizes, transformer, path)
         elif sizes:
-            blocks = _measure_parts(sizes, table, transformer, path)
+            blocks = [_measure_part(part, table, transformer, path) for part in sizes]
+            _check_sum(path, "inputs", _find_linear(transformer, path).in_features, blocks, transformer)
     elif type(row) in _PACKED:
         kind, attribute = _PACKED[type(row)]
         blocks = row.blocks or getattr(unwrap_lora_base(module), attribute, None)
@@ -323,22 +324,6 @@ def _fill_pattern(pattern: str, path: str) -> str:
         if name == "*":
             names[place] = own_names[place]
     return ".".join(names)
-
-
-def _measure_parts(
-    parts: Sequence[str | int],
-    table: Mapping[str, Any],
-    transformer: nn.Module,
-    path: str,
-) -> list[int]:
-    """Return how many inputs of a Linear come from each of the parts side by side in them.
-
-    Raises:
-        ModelError: if these are not all of its inputs; then this config packs them in another way.
-    """
-    sizes = [_measure_part(part, table, transformer, path) for part in parts]
-    _check_sum(path, "inputs", _find_linear(transformer, path).in_features, sizes, transformer)
-    return sizes
 
 
 def _measure_part(part: str | int, table: Mapping[str, Any], transformer: nn.Module, path: str) -> int:
@@ -423,7 +408,13 @@ def _divide_units(
     counts: list[tuple[int, str]] = []
     attentions = find_sharded_attentions(transformer, styles)
     for path, attention in attentions.items():
-        counts += [(heads, f"heads of {path}") for heads in _list_head_counts(attention)]
+        heads = read_head_counts(attention)
+        query_width = getattr(attention, "inner_dim", None)
+        key_width = getattr(attention, "inner_kv_dim", None)
+        # The query heads, and the key heads, which may be fewer.
+        if query_width and key_width:
+            heads = [heads[0], key_width // (query_width // heads[0])]
+        counts += [(count, f"heads of {path}") for count in heads]
     for path, style in styles.items():
         parameter = next(_find_linear(transformer, path).parameters(), None)
         if parameter is None:  # a norm without weights follows its heads
@@ -473,16 +464,6 @@ def _count_stored_blocks(
         if rest:
             blocks = 1
         counts.append((blocks, f"blocks of {row_blocks.numbers} {row_blocks.name} weights in the rows of {path}"))
-    return counts
-
-
-def _list_head_counts(attention: Any) -> list[int]:
-    """Return the number of query heads, and of key heads if these are fewer."""
-    counts = read_head_counts(attention)
-    query_width = getattr(attention, "inner_dim", None)
-    key_width = getattr(attention, "inner_kv_dim", None)
-    if query_width and key_width:
-        return [counts[0], key_width // (query_width // counts[0])]
     return counts
 
 

@@ -88,11 +88,6 @@ class ShardedTransformer:
         self._fused: list[tuple[str, Any, list[str]]] = []
         self._sums: dict[str, TensorMap] = {}
 
-    def remember_fused_loras(self, path: str, module: Any) -> None:
-        """Remember the LoRAs that are fused into a Linear's whole weight."""
-        if unwrap_lora_base(module) is not module:
-            self._fused.append((path, module, list(module.merged_adapters)))
-
     def join_share(self, other: ShardedTransformer) -> None:
         """Make another model of the pipeline whole again together with this one."""
         self._fused += other._fused
@@ -234,15 +229,19 @@ def shard_weights(
         # Adapters are read whole even if the other weights were read as a share: they are not in the model's files.
         adapters = list_adapter_linears(transformer)
         for path, style in cuts.styles.items():
-            module = transformer.get_submodule(path)
+            module: Any = transformer.get_submodule(path)
             over_ranks = exclude_from_compile(scatters.get(path, sum_over_ranks))
             sharded._sums[path] = over_ranks
             _install_sums(stack, module, style.kind, cuts, over_ranks)
-            sharded.remember_fused_loras(path, module)
-            if not loaded or path in adapters:
-                _cut_parameters(stack, path, module, cuts, keep=keep)
-            _resize_features(stack, module)
-        _gather_adapters(stack, transformer, cuts, sharded._sums)
+            # The LoRAs that are fused into the whole weight.
+            if unwrap_lora_base(module) is not module:
+                sharded._fused.append((path, module, list(module.merged_adapters)))
+            _cut_module(stack, path, module, cuts, is_whole=not loaded or path in adapters, keep=keep)
+        # FLUX.1's IP-adapters gather the heads of all ranks. This is a list, because the loop replaces the processors.
+        for path, attention, processor in list(find_attention_processors(transformer)):
+            if isinstance(processor, FluxIPAdapterAttnProcessor):
+                gather = partial(_gather_features, cuts, sharded._sums[f"{path}.{OUT}"])
+                override_attribute(stack, attention, "processor", FluxShardedAdapterProcessor(processor, gather))
         for path in cuts.arguments:
             _cut_arguments(stack, path, transformer.get_submodule(path), cuts)
         _refuse_methods(stack, transformer, _WHOLE)
@@ -260,25 +259,13 @@ def check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, 
         raise ModelError(f"{kind} has no table of its token streams for split_scheme=sequence; use row")
 
 
-def _gather_adapters(
-    stack: ExitStack,
-    transformer: nn.Module,
-    cuts: TensorCuts,
-    sums: Mapping[str, TensorMap],
+def _cut_module(
+    stack: ExitStack, path: str, module: nn.Module, cuts: TensorCuts, *, is_whole: bool, keep: bool
 ) -> None:
-    """Make FLUX.1's IP-adapters gather the heads of all ranks."""
-    # The loop runs over a list, because it replaces the processors.
-    for path, attention, processor in list(find_attention_processors(transformer)):
-        if isinstance(processor, FluxIPAdapterAttnProcessor):
-            gather = partial(_gather_features, cuts, sums[f"{path}.{OUT}"])
-            override_attribute(stack, attention, "processor", FluxShardedAdapterProcessor(processor, gather))
-
-
-def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: TensorCuts, *, keep: bool) -> None:
-    """Cut the parameters of a Linear, of the LoRAs around it, or of a norm."""
+    """Cut the parameters of a Linear, of the LoRAs around it, or of a norm, and set the sizes to those of the share."""
     for name, owner in list(module.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
-            if parameter is None:
+            if parameter is None or not is_whole:
                 continue
             cut = cuts.select_shard(f"{path}.{name}.{leaf}".replace("..", "."), measure_weight(parameter))
             if cut is None:
@@ -287,16 +274,9 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
             owner._parameters[leaf] = make_parameter_like(parameter, share)
             if keep:
                 stack.callback(owner._parameters.__setitem__, leaf, parameter)
-
-
-def _resize_features(stack: ExitStack, module: nn.Module) -> None:
-    """Set the sizes of a Linear, and of the LoRAs around it, to the sizes of its share."""
-    base: Any = unwrap_lora_base(module)
     for owner in module.modules():
-        linear: Any = owner
-        # peft's layer repeats the sizes of its base.
-        if owner is module:
-            linear = base
+        # peft's layer repeats the sizes of its base, which is cut by now.
+        linear: Any = unwrap_lora_base(module) if owner is module else owner
         if isinstance(linear, nn.Linear):
             out_features, in_features = measure_weight(linear.weight)
             override_attribute(stack, owner, "out_features", out_features)

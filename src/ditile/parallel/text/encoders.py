@@ -204,7 +204,16 @@ class _EncoderChannel:
             ModelError: if its result cannot be described.
         """
         if self._axis.index != source:
-            return self._receive_result(source)
+            header = gather_json(None, self._mesh.control)[source]
+            if "raised" in header:
+                raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
+            leaves = []
+            for leaf in header["leaves"]:
+                if isinstance(leaf, dict):
+                    empty = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=self._device)
+                    leaf = self._broadcast_tensor(empty, source)
+                leaves.append(leaf)
+            return pytree.tree_unflatten(leaves, pytree.treespec_loads(header["structure"]))
         try:
             result = make()
             # transformers registers its outputs, so that torch takes them apart and names their classes.
@@ -220,18 +229,6 @@ class _EncoderChannel:
             if isinstance(leaf, Tensor):
                 self._broadcast_tensor(leaf.to(self._device), source)
         return result
-
-    def _receive_result(self, source: int) -> Any:
-        header = gather_json(None, self._mesh.control)[source]
-        if "raised" in header:
-            raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
-        leaves = []
-        for leaf in header["leaves"]:
-            if isinstance(leaf, dict):
-                empty = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=self._device)
-                leaf = self._broadcast_tensor(empty, source)
-            leaves.append(leaf)
-        return pytree.tree_unflatten(leaves, pytree.treespec_loads(header["structure"]))
 
     def broadcast_forward(self, source: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a forward on rank `source`."""

@@ -106,8 +106,12 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip) -> None:
     for name, coder in _iterate_coders(vae):
         unit = 1
         if name == "encoder":
-            # The latents of every strip are whole rows.
-            unit = find_row_unit(vae)
+            unit = LEAST_UNIT
+            # The latents of every strip are whole rows, if possible.
+            for key in ("spatial_compression_ratio", "scale_factor_spatial"):
+                ratio = vars(vae).get(key) or vae.config.get(key)
+                if isinstance(ratio, int):
+                    unit = max(unit, ratio)
         _install_coder_forward(stack, coder, functions, strip, unit)
         # Blocks are normalized and convolved together, so that no whole normalized strip is made.
         if strip.block_size is not None and isinstance(coder, Encoder | Decoder):
@@ -174,19 +178,6 @@ def _doubles_rows(module: Upsample2D) -> bool:
     conv: Any = getattr(module, "conv", None)
     is_plain = isinstance(conv, nn.Conv2d) and conv.padding_mode == "zeros" and conv.dilation == (1, 1)
     return bool(is_plain and module.use_conv and module.norm is None and module.interpolate)
-
-
-def find_row_unit(vae: Any) -> int:
-    """Return the unit of image rows for an encoder's strips: at least a row of latents.
-
-    Every strip has a whole number of them if possible.
-    """
-    unit = LEAST_UNIT
-    for name in ("spatial_compression_ratio", "scale_factor_spatial"):
-        ratio = vars(vae).get(name) or vae.config.get(name)
-        if isinstance(ratio, int):
-            unit = max(unit, ratio)
-    return unit
 
 
 def check_vae_divisible(vae: Any) -> None:

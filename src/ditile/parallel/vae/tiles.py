@@ -28,30 +28,43 @@ from ditile.plan.errors import ModelError
 CALLS = ("encode", "decode")
 
 
-class ArrivingTiles(TorchFunctionMode):
-    """A mode in which operations wait for the tiles that they read."""
+class SharedCoder(TorchFunctionMode):
+    """An encoder or a decoder that every rank calls on the same tiles in the same order.
 
-    def __init__(self) -> None:
+    While one of its autoencoder's calls runs, it is a mode in which operations wait for the tiles that they read.
+
+    Args:
+        coder: the coder, the same on every rank.
+        meta: the same coder without weights.
+        links: the links to the other ranks.
+        weights: the share of each rank, in any unit.
+    """
+
+    def __init__(self, coder: nn.Module, meta: nn.Module, links: RowLinks, weights: tuple[float, ...]) -> None:
         super().__init__()
+        self._forward = coder.forward
+        self._meta = meta
+        self._links = links
+        self._weights = weights
+        self._name = type(coder).__name__
+        self._shapes: dict[Any, torch.Size] = {}
+        self._assigned_numbers = [0] * links.num_ranks
         # Tiles that other ranks code, and the messages that bring them.
         self._arriving: dict[int, tuple[Tensor, PendingRows]] = {}
         self._sent: list[PendingRows] = []
 
-    def expect_tile(self, tile: Tensor, message: PendingRows) -> None:
-        """Register a tile whose memory has no content yet."""
-        self._arriving[id(tile)] = (tile, message)
-
-    def keep_sent(self, message: PendingRows) -> None:
-        """Keep a message that is under way."""
-        self._sent.append(message)
-
-    def wait_for_all(self) -> None:
-        """Wait for tiles that nothing has read, and for the sent messages."""
+    def run_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the autoencoder; all tiles have arrived when it returns."""
+        self._assigned_numbers = [0] * self._links.num_ranks
+        with self:
+            result = call(*args, **kwargs)
+        # The caller may read tiles that no operation has read.
         for key in list(self._arriving):
             self._receive(key)
         for message in self._sent:
             message.wait_for_tensors()
         self._sent.clear()
+        return result
 
     def _receive(self, key: int) -> None:
         tile, message = self._arriving.pop(key)
@@ -66,34 +79,6 @@ class ArrivingTiles(TorchFunctionMode):
                     self._receive(id(tensor))
         return func(*args, **(kwargs or {}))
 
-
-class SharedCoder:
-    """An encoder or a decoder that every rank calls on the same tiles in the same order.
-
-    Args:
-        coder: the coder, the same on every rank.
-        meta: the same coder without weights.
-        links: the links to the other ranks.
-        weights: the share of each rank, in any unit.
-        tiles: the tiles under way.
-    """
-
-    def __init__(
-        self, coder: nn.Module, meta: nn.Module, links: RowLinks, weights: tuple[float, ...], tiles: ArrivingTiles
-    ) -> None:
-        self._forward = coder.forward
-        self._meta = meta
-        self._links = links
-        self._weights = weights
-        self._tiles = tiles
-        self._name = type(coder).__name__
-        self._shapes: dict[Any, torch.Size] = {}
-        self.begin_call()
-
-    def begin_call(self) -> None:
-        """Forget the tiles of the previous call."""
-        self._assigned_numbers = [0] * self._links.num_ranks
-
     def code_tile(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the result of a tile, or a tensor that is yet to arrive."""
         if torch.is_grad_enabled() and sample.requires_grad:
@@ -106,7 +91,7 @@ class SharedCoder:
                 message = links.start_exchange([], [(owner, shape)], sample)
                 # The message has its own buffer, which is copied into the tile when an operation first reads it.
                 tile = sample.new_empty(shape)
-                self._tiles.expect_tile(tile, message)
+                self._arriving[id(tile)] = (tile, message)
                 return tile
             result = self._forward(sample, *args, **kwargs)
             if not isinstance(result, Tensor) or result.dtype != sample.dtype:
@@ -114,7 +99,7 @@ class SharedCoder:
             # A copy is sent, because tiles are blended in place while the message is under way.
             sent = result.clone(memory_format=torch.contiguous_format)
             others = [(peer, sent) for peer in range(links.num_ranks) if peer != owner]
-            self._tiles.keep_sent(links.start_exchange(others, [], sent))
+            self._sent.append(links.start_exchange(others, [], sent))
             return result
 
     def _choose_owner(self, numbers: int) -> int:
@@ -149,20 +134,7 @@ def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks, weights: 
         coder = getattr(vae, name, None)
         if coder is None:
             continue
-        tiles = ArrivingTiles()
-        shared = SharedCoder(coder, meta.get_submodule(name), links, weights, tiles)
+        shared = SharedCoder(coder, meta.get_submodule(name), links, weights)
         override_attribute(stack, coder, "forward", shared.code_tile)
-        override_attribute(stack, vae, call, _wrap_call(getattr(vae, call), shared, tiles))
-
-
-def _wrap_call(call: Callable[..., Any], shared: SharedCoder, tiles: ArrivingTiles) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def call_with_tiles(*args: Any, **kwargs: Any) -> Any:
-        shared.begin_call()
-        with tiles:
-            result = call(*args, **kwargs)
-        # The caller may read tiles that no operation has read, so all must have arrived.
-        tiles.wait_for_all()
-        return result
-
-    return call_with_tiles
+        stock = getattr(vae, call)
+        override_attribute(stack, vae, call, functools.update_wrapper(functools.partial(shared.run_call, stock), stock))
