@@ -22,15 +22,15 @@ LONELY_LINES = 60
 MOST_NODES = {
     "plan": 23_250,
     "distributed": 26_000,
-    "model": 56_000,
+    "model": 53_950,
     "parallel": 67_550,
     "cache": 40_700,
     "runner": 66_650,
-    "planner": 44_300,
+    "planner": 44_650,
     "serve": 36_700,
     "cli": 12_900,
     "": 400,
-    "lab": 75_100,
+    "lab": 75_200,
 }
 """Top folder of the package -> its nodes of the syntax tree; "" are the files beside them, and the lab counts whole."""
 MOST_DENSE = {

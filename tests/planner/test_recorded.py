@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cli.main import main
-from ditile.model.capture import capture_call
 from ditile.model.hooks.block_calls import BlockCalls
 from ditile.model.known import list_known_models
 from ditile.plan import cost
@@ -23,6 +22,7 @@ from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_host_memory, count_rank_memory
+from ditile.planner.recording.capture import capture_call
 from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import defaults

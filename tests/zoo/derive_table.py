@@ -18,9 +18,9 @@ from torch import nn
 
 import ditile
 from ditile.model.anatomies import forget_anatomy, remember_anatomy, write_row
-from ditile.model.capture import capture_call
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import DitileError, ModelError
+from ditile.planner.recording.capture import capture_call
 from ditile.runner.runner import build_single_runner
 from ditile_lab.study.derive import derive_anatomy
 from ditile_lab.study.merge import merge_kinds, merge_lists

@@ -12,11 +12,11 @@ from torch import nn
 
 from ditile import Plan
 from ditile.model.anatomies import find_anatomy, forget_anatomy, remember_anatomy
-from ditile.model.capture import Call, capture_call
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.plan.anatomy import LOCAL, TOKENS, Anatomy, ListAnatomy
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError
+from ditile.planner.recording.capture import Call, capture_call
 from ditile.runner.runner import build_single_runner, parallelize
 from ditile_lab.study.prove import TOLERANCE, prove_anatomy, prove_pipeline
 from ditile_lab.study.tensor_cuts import prove_tensor_cuts

@@ -81,14 +81,11 @@ def _list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
         values = []
         for name in sorted(vars(module)):
             value = vars(module)[name]
-            if _is_setting(name, value):
+            is_setting = isinstance(value, str | int | float) and name != "training" and not name.startswith("_")
+            if is_setting:
                 values.append((name, value))
         settings.add((type(module).__qualname__, *values))
     return frozenset(settings)
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return isinstance(value, str | int | float) and name != "training" and not name.startswith("_")
 
 
 def forget_anatomy(transformer: nn.Module) -> None:

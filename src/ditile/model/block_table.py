@@ -97,16 +97,14 @@ def read_transformer_table() -> Mapping[str, TransformerEntry]:
         # A class that is derived later has lists in both tables; its anatomy counts.
         if name in anatomies:
             # Rows of a class differ in the classes of its blocks, and not in its lists.
-            lists = {path: _read_flow(blocks) for path, blocks in anatomies[name][0]["lists"].items()}
+            lists = {}
+            for path, blocks in anatomies[name][0]["lists"].items():
+                # A text that blocks do not return is an argument among others.
+                whole_texts = [text for text in (*TEXT_PARAMETERS, "cond") if text in blocks["arguments"]]
+                text = blocks["text"] or next(iter(whole_texts), None)
+                lists[path] = Flow(tuple(blocks["returns"]), blocks["image"], text)
         table[name] = TransformerEntry(lists=lists, **entry)
     return table
-
-
-def _read_flow(blocks: AnatomyRow) -> Flow:
-    """Return the flow of a list in an anatomy; a text that blocks do not return is an argument among others."""
-    whole_texts = [name for name in (*TEXT_PARAMETERS, "cond") if name in blocks["arguments"]]
-    text = blocks["text"] or next(iter(whole_texts), None)
-    return Flow(tuple(blocks["returns"]), blocks["image"], text)
 
 
 def find_diffusers_class(name: str) -> type[nn.Module] | None:

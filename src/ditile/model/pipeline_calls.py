@@ -632,11 +632,7 @@ def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
         if any(spec.name in denoisers for spec in block.expected_components):
             after_loop = index + 1
     for block in blocks[after_loop:]:
-        give_own_class(stack, block, {"__call__": _return_state})
-
-
-def _return_state(_: Any, components: Any, state: Any) -> Any:
-    return components, state
+        give_own_class(stack, block, {"__call__": lambda _, components, state: (components, state)})
 
 
 def hide_block_tracebacks(stack: ExitStack, errors: type[Exception]) -> None:

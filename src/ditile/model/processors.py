@@ -130,14 +130,11 @@ class PixArtSelfAttention:
         """Attend, `[B, S, C]` to `[B, S, C]`; these blocks do not use the stock processor's other arguments."""
         linears = (attn.to_q, attn.to_k, attn.to_v)
         makers = defer_projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
-        return _project_output(attn, self._core.attend_overlapped(makers).to(hidden_states.dtype))
-
-
-def _project_output(attn: Attention, attended: Tensor) -> Tensor:
-    out: Tensor = attn.to_out[0](attended.flatten(2))
-    if attn.rescale_output_factor != 1:
-        out = out / attn.rescale_output_factor
-    return out
+        attended = self._core.attend_overlapped(makers).to(hidden_states.dtype)
+        out: Tensor = attn.to_out[0](attended.flatten(2))
+        if attn.rescale_output_factor != 1:
+            out = out / attn.rescale_output_factor
+        return out
 
 
 PROCESSORS: Mapping[type, Mapping[type, Callable[[Any], Any]]] = {

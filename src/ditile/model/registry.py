@@ -73,17 +73,14 @@ def check_plan_fits_loop(pipe: Any, plan: Plan) -> None:
             "tokens alone; use data or tensor"
         )
     # Only stages and patches leave a rank without the whole fresh latents.
-    if plan.pipefusion * plan.num_patches > 1 and _has_uncalled_twin(pipe, model):
+    if plan.pipefusion * plan.num_patches == 1:
+        return
+    denoisers = find_denoisers(pipe).values()
+    if any(type(part) is type(model) and part not in denoisers for part in pipe.components.values()):
         raise ModelError(
             f"{name} calls a second {type(model).__name__} in its loop, which needs the whole fresh latents on every "
             "stage; use a plan with pipefusion=1 and patches=1"
         )
-
-
-def _has_uncalled_twin(pipe: Any, model: nn.Module) -> bool:
-    """Return whether a component of the model's class is not among those called in turns."""
-    denoisers = find_denoisers(pipe).values()
-    return any(type(part) is type(model) and part not in denoisers for part in pipe.components.values())
 
 
 def list_unknown_models(pipe: Any) -> list[nn.Module]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import READ_SHAPE, READ_VERSION, GivenMemory, GivenTensors, RememberedOutput
+from ditile.model.hooks.kv_store import READ_SHAPE, READ_VERSION, GivenTensors, RememberedOutput
 from ditile.model.hooks.overrides import has_forward_hooks, match_modules, override_attribute
 from ditile.model.hooks.pieces import has_nan
 from ditile.plan.anatomy import Anatomy
@@ -26,8 +26,8 @@ class OutputMemoizer:
     patch.
 
     Outside of the blocks their outputs are kept for a step, because a pipeline gives all its patches the same
-    conditions, and while their inputs are the same memory, unchanged. What is made of the latents there is read only on
-    the first stage, so other stages keep their first outputs; the head is read only on the last stage.
+    conditions, and while their inputs are the same tensors, unchanged. What is made of the latents there is read only
+    on the first stage, so other stages keep their first outputs; the head is read only on the last stage.
 
     Within the blocks they are kept for a step, and only while their inputs are the same tensors, unchanged.
 
@@ -146,7 +146,7 @@ class OutputMemoizer:
                 output = forward(*args, **kwargs)
                 given = None
                 if not lasts:
-                    given = GivenMemory(args, kwargs)
+                    given = GivenTensors(args, kwargs)
                 known = now.memory.outputs[key] = RememberedOutput(output, given)
             known.step = step
             return known.output

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.attention_hooks import AttentionWatch
-from ditile.model.hooks.batch_rows import BatchDims, TensorPath, exclude_arguments, list_candidates, list_paths
+from ditile.model.hooks.batch_rows import BatchDims, TensorPath, list_paths
 from ditile.model.hooks.overrides import override_attribute
 
 LOG = logging.getLogger("ditile")
@@ -46,12 +46,12 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
     Returns:
         None if the model takes no other number of rows, or its inputs do not fit its batch.
     """
-    candidates = list_candidates(arguments, batch_size)
+    candidates = _list_candidates(arguments, batch_size)
     try:
         probe = _ShapeProbe(model, arguments)
         for size in probe.list_other_sizes(batch_size):
             for tables in _list_subsets(candidates, noisy):
-                rows = set(exclude_arguments(candidates, tables))
+                rows = set(_exclude_arguments(candidates, tables))
                 if not probe.is_possible(rows, size):
                     # If the unchanged call is not possible, no other call tells more.
                     if not tables and not probe.is_possible((), batch_size):
@@ -85,7 +85,7 @@ def _guess_batch_dims(
     for path, x in list_paths(arguments):
         if x.ndim and x.shape[0] not in (1, batch_size):
             mixed.add(path[0].key)
-    return BatchDims(exclude_arguments(candidates, mixed))
+    return BatchDims(_exclude_arguments(candidates, mixed))
 
 
 class _ShapeProbe:
@@ -160,3 +160,13 @@ def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Co
 def locate_argument(name: str) -> TensorPath:
     """Return the path of an argument that is itself a tensor."""
     return (pytree.MappingKey(name),)
+
+
+def _exclude_arguments(candidates: Sequence[TensorPath], names: Collection[object]) -> dict[TensorPath, int]:
+    """Return dimension 0 for each candidate outside these arguments."""
+    return {path: 0 for path in candidates if path[0].key not in names}
+
+
+def _list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:
+    """Return the tensors with `batch_size` entries in the first dimension."""
+    return [path for path, x in list_paths(arguments) if x.ndim and x.shape[0] == batch_size]

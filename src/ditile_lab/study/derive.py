@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.model.block_lists import find_model_entry
-from ditile.model.capture import Call, CapturedCall
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.hooks.pieces import find_nan_tokens, poison_latents
@@ -36,6 +35,7 @@ from ditile.plan.anatomy import (
 )
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import DUMMY_TEXT, Joint
+from ditile.planner.recording.capture import Call, CapturedCall
 from ditile_lab.study.merge import merge_lists
 from ditile_lab.study.record import (
     AttentionCall,

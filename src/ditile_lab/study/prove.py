@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from ditile.model.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
 from ditile.model.block_lists import find_block_lists
-from ditile.model.capture import CapturedCall
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.hooks.pieces import list_predictions
 from ditile.model.hooks.token_arguments import find_unknown_rows, slice_rows
@@ -29,6 +28,7 @@ from ditile.model.registry import list_unknown_models
 from ditile.parallel.block_formats import find_row_blocks
 from ditile.plan.errors import DitileError, ModelError, StateError, describe_class_and_text
 from ditile.plan.plan import Plan
+from ditile.planner.recording.capture import CapturedCall
 from ditile_lab.study.probe import derive_from_pipeline
 from ditile_lab.study.record import find_skip, list_chain
 from ditile_lab.study.tensor_cuts import derive_tensor_cuts

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.model.block_lists import find_block_lists
-from ditile.model.capture import Call
 from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.pieces import find_run, flag_nan_tokens, has_nan
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
+from ditile.planner.recording.capture import Call
 
 
 class AttentionCall(NamedTuple):

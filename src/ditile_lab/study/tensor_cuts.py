@@ -28,13 +28,13 @@ from torch.utils import _pytree as pytree
 from ditile.distributed.mesh import Axis
 from ditile.distributed.recording.segments import list_tensors
 from ditile.distributed.transport import Traffic
-from ditile.model.capture import Call
 from ditile.model.hooks.overrides import list_parameter_names, override_attribute
 from ditile.model.hooks.pieces import list_predictions
 from ditile.parallel.tensor.cuts import TensorCuts, read_head_counts
 from ditile.parallel.tensor.sharding import shard_weights
 from ditile.plan.anatomy import TOKENS, Anatomy, ListAnatomy, select_word
 from ditile.plan.errors import DitileError, ModelError, PlanError
+from ditile.planner.recording.capture import Call
 from ditile_lab.study.record import ChainBlock, list_chain
 from ditile_lab.study.thread_ranks import ThreadRank, run_thread_ranks
 

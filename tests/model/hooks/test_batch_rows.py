@@ -132,7 +132,7 @@ def test_a_block_may_be_given_a_table_of_positions_on_another_device() -> None:
     for index, block in enumerate(model.transformer_blocks):
         hook = BlockHook(index, "transformer_blocks", f"transformer_blocks.{index}", block, of_list)
         survey.visit_block(Generation(), hook, dict(call), block.forward)
-    assert [flag.device.type for flag in survey.describe_call(None).fed.values()] == ["meta"]
+    assert [flag.device.type for flag in survey.describe_call().fed.values()] == ["meta"]
 
 
 def test_tensor_is_advised_where_a_model_has_it() -> None:

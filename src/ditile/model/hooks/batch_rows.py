@@ -107,11 +107,6 @@ class BatchDimFinder:
         return BatchDims(dims)
 
 
-def exclude_arguments(candidates: Sequence[TensorPath], names: Collection[object]) -> dict[TensorPath, int]:
-    """Return dimension 0 for each candidate outside these arguments."""
-    return {path: 0 for path in candidates if path[0].key not in names}
-
-
 def slice_batch_arguments(
     arguments: Mapping[str, Any], batch_size: int, select: Callable[[Tensor], Tensor], whole: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -123,7 +118,10 @@ def slice_batch_arguments(
         select: picks some rows of a tensor.
         whole: names of arguments that have no rows, whatever their length, such as position ids.
     """
-    dims = exclude_arguments(list_candidates(arguments, batch_size), whole)
+    dims = {}
+    for path, x in list_paths(arguments):
+        if x.ndim and x.shape[0] == batch_size and path[0].key not in whole:
+            dims[path] = 0
     return BatchDims(dims).slice_arguments(arguments, select)
 
 
@@ -141,11 +139,6 @@ def _join_parts(*parts: Any) -> Any:
     if isinstance(parts[0], list):
         return list(itertools.chain(*parts))
     return parts[0]
-
-
-def list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:
-    """Return the tensors with `batch_size` entries in the first dimension."""
-    return [path for path, x in list_paths(arguments) if x.ndim and x.shape[0] == batch_size]
 
 
 def list_paths(arguments: Mapping[str, Any]) -> list[tuple[TensorPath, Tensor]]:

@@ -37,7 +37,6 @@ from ditile.model.hooks.overrides import find_latents_parameter, list_parameter_
 from ditile.model.hooks.pieces import (
     Piece,
     RehearsedPrediction,
-    find_grid,
     find_nan_tokens,
     flag_nan_tokens,
     has_nan,
@@ -237,61 +236,53 @@ class BlockCalls:
 
     def _survey_call(self, forward: Forward, inputs: dict[str, Any], known: CallForm | None, checks: bool) -> CallForm:
         """Run the forward with blocks that pass their inputs on, to learn the form of a call."""
-        # A family declares its rows of tokens; in any other video model they are found.
-        grid = None
-        if self._anatomy.grid:
-            grid = read_token_grid(self._transformer, inputs[self._anatomy.grid])
-        if grid is None and self._policy.row_parts > 1:
-            grid = self._find_video_grid(forward, inputs)
         padding = frozenset[int]()
         if self._now.schedule.references is not None and self._anatomy.is_one_sequence:
-            padding = self._find_padding_tokens(forward, inputs)
+            # Attention must not mix tokens that are not made of the latents with others here.
+            look = _FirstBlockPass(self._anatomy)
+            with AttentionWatch(_keep_own_values):
+                self._run_pass(look, forward, poison_latents(inputs, self._latents))
+            if look.flags is not None:
+                padding = frozenset((~look.flags).nonzero().flatten().tolist())
         survey = _SurveyPass(self._model_name, self._anatomy, self._last, self._advice, checks=checks)
         poisoned = poison_latents(inputs, self._latents, *self._now.findings.live_arguments)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
         result = self._memo.survey_call(run, survey.is_fed)
-        form = survey.describe_call(grid)._replace(visits=self._visits, padding=padding)
+        form = survey.describe_call()
+        form = form._replace(grid=self._read_grid(inputs, form), visits=self._visits, padding=padding)
         if known is not None:
             # In a second survey more than the latents is NaN, so the result says nothing about the text.
             return form._replace(returns_text=known.returns_text)
         return form._replace(returns_text=survey.poisons_text and has_nan(result))
 
-    def _find_padding_tokens(self, forward: Forward, inputs: Mapping[str, Any]) -> frozenset[int]:
-        """Return the tokens not made of the latents, which attention must not mix with others here."""
-        with AttentionWatch(_keep_own_values):
-            flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._latents))
-        if flags is None:
-            return frozenset()
-        return frozenset((~flags).nonzero().flatten().tolist())
+    def _read_grid(self, inputs: Mapping[str, Any], form: CallForm) -> Grid:
+        """Return the rows of image tokens: those that the family declares, or of a video's frames, or single tokens.
 
-    def _flag_nan_tokens(self, forward: Forward, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Return a flag for each token before the first block: whether it is NaN. None if no block was called."""
-        look = _FirstBlockPass(self._anatomy)
-        self._run_pass(look, forward, inputs)
-        return look.flags
-
-    def _find_video_grid(self, forward: Forward, inputs: Mapping[str, Any]) -> Grid | None:
-        """Find the frames and rows of tokens in a video with latents `[B, .., H, W]` or `[B, F, H, W, C]`.
-
-        Returns None if a row of the latents is not one row of tokens in each frame, or there are too few rows to cut.
+        Latents of a video are `[B, .., H, W]` or `[B, F, H, W, C]`.
         """
+        flat = form.grid
+        tokens = flat.num_tokens
+        if self._anatomy.grid:
+            grid = read_token_grid(self._transformer, inputs[self._anatomy.grid])
+            return grid if grid.num_tokens == tokens else flat
         latents = inputs[self._latents]
-        if not isinstance(latents, Tensor) or latents.ndim != 5:
-            return None
-        grids: list[Grid] = []
-        for dim in (2, 3):
-            marked = latents.clone()
-            marked.narrow(dim, 0, 1).fill_(float("nan"))
-            flags = self._flag_nan_tokens(forward, {**inputs, self._latents: marked})
-            grid = None if flags is None else find_grid(flags)
-            if grid is not None and grid.frames > 1:
-                grids.append(grid)
-        # A dim of columns looks like rows of one token in more frames, so the fewest frames are right.
-        grid = min(grids, key=operator.attrgetter("frames"), default=None)
-        if grid is None or grid.rows < self._policy.row_parts:
-            return None
-        return grid
+        config = getattr(self._transformer, "config", None)
+        side = pytree.tree_leaves(getattr(config, "patch_size", None))[-1]
+        is_video = isinstance(latents, Tensor) and latents.ndim == 5 and form.latents in (None, range(tokens))
+        if not is_video or not isinstance(side, int):
+            return flat
+        (kinds,) = self._anatomy.inputs.get(self._latents) or ("",)
+        # The last dimension is none of the image if it is the same in images of another size.
+        is_channel_last = (select_word(kinds, 5) or "").endswith(".")
+        height, width = latents.shape[2:4] if is_channel_last else latents.shape[3:]
+        grid = Grid(height // side, width // side)
+        if not 1 < self._policy.row_parts <= grid.rows:
+            return flat
+        frames, rest = divmod(tokens, grid.num_tokens or tokens)
+        if rest or frames == 1:
+            return flat
+        return grid._replace(frames=frames)
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Run the forward without its blocks, with NaN in place of a patch's tokens."""
@@ -408,8 +399,12 @@ class _SurveyPass:
                     # Tables of positions may be on the CPU.
                     flags.append(torch.isnan(x).any().to(image.device))
             self._fed[hook.name] = torch.stack(flags).any()
-        if self._before is not None and _are_new_streams(image, text, *self._before):
-            self._glued.add(hook.index)
+        if self._before is not None:
+            last_image, last_text, version = self._before
+            is_new_text = text is not None and last_text is not None and text is not last_text
+            # The forward has replaced or changed the streams since the previous block.
+            if image is not last_image or image._version != version or is_new_text:
+                self._glued.add(hook.index)
         if not hook.index:
             # Only inputs that reach later blocks without passing the first one should be NaN.
             image = torch.nan_to_num(image)
@@ -425,13 +420,11 @@ class _SurveyPass:
         """Return whether a block receives something made of the latents in addition to the tokens."""
         return bool(self._fed) and bool(torch.stack([*self._fed.values()]).any())
 
-    def describe_call(self, grid: Grid | None) -> CallForm:
-        """Return the form of the call that was surveyed."""
+    def describe_call(self) -> CallForm:
+        """Return the form of the call that was surveyed, in which each token is a row."""
         if not self._lengths:
             raise ModelError(f"{self._model} called none of its blocks")
-        tokens = self._lengths["N"]
-        if grid is None or grid.num_tokens != tokens:
-            grid = Grid(tokens, 1)
+        grid = Grid(self._lengths["N"], 1)
         text = self._lengths.get("T", 0)
         glued = frozenset(self._glued)
         return CallForm(grid, text, self._start, glued, self._fed, rows=self._rows, latents=self._latents)
@@ -484,23 +477,11 @@ def _leave_inference_mode(forward: Forward) -> Forward:
             return forward(*args, **kwargs)
         # Leaving the mode turns gradients on.
         with torch.inference_mode(False), torch.no_grad():
-            args, kwargs = pytree.tree_map_only(Tensor, _copy_inference_tensor, (args, kwargs))
+            copies = pytree.tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
+            args, kwargs = copies
             return forward(*args, **kwargs)
 
     return forward_outside
-
-
-def _copy_inference_tensor(x: Tensor) -> Tensor:
-    return x.clone() if x.is_inference() else x
-
-
-def _are_new_streams(
-    image: Tensor, text: Tensor | None, last_image: Tensor, last_text: Tensor | None, version: int
-) -> bool:
-    """Return whether the forward replaced or changed the streams since the previous block."""
-    if image is not last_image or image._version != version:
-        return True
-    return text is not None and last_text is not None and text is not last_text
 
 
 class _FirstBlockPass:

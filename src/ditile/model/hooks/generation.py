@@ -282,8 +282,7 @@ class CallRecorder(Protocol):
         """Note a call that bypasses the recorder, with the reason."""
 
 
-def _make_empty_tokens() -> LayoutTokens:
-    return LayoutTokens(Layout.cut_into_patches(Grid(1, 1), 1, 0, "none"), TokenShares(), is_whole=True)
+_NO_LAYOUT = Layout.cut_into_patches(Grid(1, 1), 1, 0, "none")
 
 
 @dataclass(slots=True)
@@ -351,7 +350,7 @@ class Generation:
     form: CallForm = field(default_factory=lambda: CallForm(Grid(1, 1), 0, 0, frozenset()))
     is_surveyed: bool = False
     layouts: dict[LayoutKey, LayoutTokens] = field(default_factory=dict)
-    tokens: LayoutTokens = field(default_factory=_make_empty_tokens)
+    tokens: LayoutTokens = field(default_factory=lambda: LayoutTokens(_NO_LAYOUT, TokenShares(), is_whole=True))
 
     dry: DryIteration = field(default_factory=DryIteration)
     findings: Findings = field(default_factory=Findings)

@@ -293,24 +293,6 @@ def _read_versions(values: Sequence[Any]) -> list[int] | None:
     return versions
 
 
-class GivenMemory:
-    """The inputs of a module, by memory: other tensors in the same memory, unchanged, count as the same."""
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        # While the inputs are referenced, no other tensor can get their memory.
-        self._inputs = (args, kwargs)
-        self._memory = _describe_memory(self._inputs)
-
-    def are_same(self, args: Any, kwargs: Any) -> bool:
-        """Return whether a module is called with the same memory, unchanged."""
-        return _describe_memory((args, kwargs)) == self._memory
-
-    def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
-        """Replace tensors, by id, with others that hold the same numbers."""
-        self._inputs = pytree.tree_map_only(Tensor, lambda x: replacements.get(id(x), x), self._inputs)
-        self._memory = _describe_memory(self._inputs)
-
-
 class RememberedOutput:
     """The output of a module.
 
@@ -322,7 +304,7 @@ class RememberedOutput:
         tensors, versions: of the output, as it was.
     """
 
-    def __init__(self, output: Any, given: GivenTensors | GivenMemory | None) -> None:
+    def __init__(self, output: Any, given: GivenTensors | None) -> None:
         self.output = output
         self._given = given
         self.step = NEVER
@@ -353,23 +335,6 @@ class RememberedOutput:
         """Note that a tape has computed it again, in the same memory."""
         self.step = step
         self.versions = tuple(map(READ_VERSION, self.tensors))
-
-
-def _describe_memory(values: Any) -> list[Any]:
-    """Describe values so that equal results mean the same values in the same memory, while one of them is
-    referenced."""
-    described: list[Any] = []
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, int | float | str | None):
-            described.append(leaf)
-        elif not isinstance(leaf, Tensor):
-            described.append(id(leaf))
-        elif leaf.is_inference() or leaf.is_meta:
-            # Whether it was changed is not known, so it equals nothing.
-            described.append(object())
-        else:
-            described.append((leaf.data_ptr(), leaf._version, leaf.shape, leaf.stride(), leaf.dtype))
-    return described
 
 
 class GenerationMemory:

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import list_tensors
 from ditile.plan.errors import ModelError
-from ditile.plan.layout import Grid, merge_ranges
 
 
 def list_predictions(result: Any) -> list[Tensor]:
@@ -41,17 +40,13 @@ def open_result_class(result: Any) -> None:
     if not hasattr(result, "__dict__") and not dataclasses.is_dataclass(cls):
         return
     if isinstance(result, dict):
-        pytree.register_pytree_node(cls, _list_items, functools.partial(_rebuild_dict, cls))
+        pytree.register_pytree_node(
+            cls,
+            lambda mapping: (list(mapping.values()), list(mapping)),
+            lambda values, names: cls(zip(names, values, strict=True)),
+        )
     else:
         pytree.register_pytree_node(cls, _list_attributes, functools.partial(_rebuild_result, cls))
-
-
-def _list_items(result: dict[str, Any]) -> tuple[list[Any], list[str]]:
-    return list(result.values()), list(result)
-
-
-def _rebuild_dict(cls: type, values: Iterable[Any], names: Iterable[str]) -> Any:
-    return cls(zip(names, values, strict=True))
 
 
 def _list_attributes(result: Any) -> tuple[list[Any], list[str]]:
@@ -103,21 +98,6 @@ def find_run(flags: Tensor) -> range | None:
     if len(run) == len(places):
         return run
     return None
-
-
-def find_grid(flags: Tensor) -> Grid | None:
-    """Return the grid in which these tokens are the first row of each frame; None if there is none. Waits for the
-    device."""
-    places = flags.nonzero().flatten().tolist()
-    runs = merge_ranges(range(place, place + 1) for place in places)
-    if not runs or len(flags) % len(runs):
-        return None
-    width = len(runs[0])
-    tokens_per_frame = len(flags) // len(runs)
-    grid = Grid(tokens_per_frame // width, width, len(runs))
-    if grid.num_tokens != len(flags) or grid.locate_rows(0, 1) != runs:
-        return None
-    return grid
 
 
 class RehearsedPrediction(Tensor):

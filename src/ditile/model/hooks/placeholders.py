@@ -49,21 +49,16 @@ def turn_into_placeholder(module: nn.Module, kept: Iterable[str] = ()) -> Module
         for parent in parents:
             # A part that is kept needs a path of modules to it.
             if parent not in owner._modules:
-                owner._modules[parent] = _copy_without_contents(children[parent])
+                copied = copy.copy(children[parent])
+                # Otherwise the copy would share the containers of its original.
+                vars(copied).update(_modules={}, _parameters={}, _buffers={})
+                vars(copied)[_MARK] = True
+                owner._modules[parent] = copied
             owner = owner.get_submodule(parent)
             children = children[parent]._modules
         owner._modules[name] = part
     vars(module)[_MARK] = True
     return contents
-
-
-def _copy_without_contents(module: nn.Module) -> nn.Module:
-    copied = copy.copy(module)
-    for name in ("_modules", "_parameters", "_buffers"):
-        # Otherwise the copy would share the containers of its original.
-        vars(copied)[name] = {}
-    vars(copied)[_MARK] = True
-    return copied
 
 
 def restore_contents(module: nn.Module, contents: ModuleContents) -> None:

@@ -71,7 +71,7 @@ class CallTape:
 
     Attributes:
         place: where the model is called, see `_describe_place`.
-        size: the calls with this size share their tapes' memory, see `_describe_size`.
+        size: of its images; calls with this size share their tapes' memory.
         problem: why they cannot be recorded; empty if they can.
         is_given_up: whether it is certain that they cannot.
         num_looks: calls that were watched.

@@ -197,14 +197,22 @@ class RecordedSteps:
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return self._run_code("an argument is neither a tensor nor a number", model_call)
         place = (*_describe_place(now, model), decision)
-        form = (spec, fingerprint(leaves, "memory"), now.tokens.layout, *_describe_modes())
+        form = (
+            spec,
+            fingerprint(leaves, "memory"),
+            now.tokens.layout,
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+        )
         call = self._tapes.find_call((place, form))
         if _is_first_call(now, model) and not (call and self._can_play_at_once(call, now, model)):
             return self._prepare_call(FIRST_STEP, model_call)
         if call is None and self._unplayed[place] >= UNPLAYED_FORMS:
             return self._run_code("its arguments are others in each step", model_call)
         if call is None:
-            call = CallTape(place, _describe_size(leaves))
+            # The size of the images is that of the model's first tensor argument, its latents.
+            size = next((leaf.shape for leaf in leaves if isinstance(leaf, Tensor)), None)
+            call = CallTape(place, size)
             self._tapes.add_call((place, form), call)
         self._shared.enter_call(now, model)
         if call.num_looks == 0 or (call.problem and not call.is_given_up and call.num_looks < LOOKS):
@@ -214,12 +222,16 @@ class RecordedSteps:
         problem = call.problem or call.model_problem
         if problem:
             return self._run_code(problem, model_call)
-        problem = self._explain_missing_tape(call, now)
-        if problem:
-            return self._run_code(problem, model_call)
+        if call.tape is None and not call.made_stores <= now.memory.copy_store_states(now.branch).keys():
+            # They would be in memory shared by tapes.
+            return self._run_code(FIRST_KEYS, model_call)
+        if call.tape is None and not self._tapes.make_room_to_capture(call.size):
+            return self._run_code(NO_ROOM, model_call)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, model_call)
-        call.inputs, statics = self._fill_inputs((id(model), now.branch), leaves, _describe_moment(now))
+        # Outside of a step a callback may have changed numbers.
+        moment = (now.memory.epoch, now.micro_step.step)
+        call.inputs, statics = self._fill_inputs((id(model), now.branch), leaves, moment)
         if call.tape is None:
             static_args, static_kwargs = pytree.tree_unflatten(statics, spec)
             return self._record_call(call, model_call, model_call._replace(args=static_args, kwargs=static_kwargs))
@@ -234,17 +246,6 @@ class RecordedSteps:
             self.caches[model].end_played_call(call.stored)
         self._unplayed[call.place] = 0
         self.num_played += 1
-
-    def _explain_missing_tape(self, call: CallTape, now: Generation) -> str:
-        """Return why a call has no tape and cannot be recorded now, or nothing."""
-        if call.tape is not None:
-            return ""
-        # They would be in memory shared by tapes.
-        if not call.made_stores <= now.memory.copy_store_states(now.branch).keys():
-            return FIRST_KEYS
-        if not self._tapes.make_room_to_capture(call.size):
-            return NO_ROOM
-        return ""
 
     def _can_play_at_once(self, call: CallTape, now: Generation, model: nn.Module) -> bool:
         """Return whether a call in the first step of a generation equals an earlier one except for its arguments."""
@@ -343,7 +344,9 @@ class RecordedSteps:
                 now.memory.restore_store_states(states)
                 problem = self._capture_call(call, static_call, first_play)
             except CAPTURE_ERRORS as error:
-                self._end_recording(error)
+                self.release()
+                self.failure = f"a recording failed: {type(error).__name__}"
+                LOG.warning("%s (%s); steps run as code from now on", self.failure, error)
                 problem = self.failure
             finally:
                 now.memory.restore_store_states(states_after)
@@ -352,7 +355,12 @@ class RecordedSteps:
             self.problems[problem] += 1
         else:
             self.num_recorded += 1
-            self._fit_tape(call)
+            assert call.tape is not None
+            if self._tapes.enforce_limit():
+                self._shared.note_play(call.tape)
+            else:
+                call.give_up(NO_ROOM)
+                self._tapes.enforce_limit()
         return result
 
     def _capture_call(self, call: CallTape, static_call: Invocation, first_play: FirstPlay) -> str:
@@ -361,7 +369,12 @@ class RecordedSteps:
         model = static_call.model
         memory = now.memory
         recording = Recording(self._tapes.get_segments(call.size), first_play.code, call.inputs[0].tensor.device)
-        shared = self._list_shared_outputs(call, now)
+        shared: Outputs = {}
+        call.makers = frozenset()
+        if _shares_outputs(call, now):
+            # The call depends on the outputs of other patches' tapes in this step.
+            call.makers = frozenset(self._shared.tapes)
+            shared = self._shared.list_outputs()
         watch = OperatorWatch()
         with ExitStack() as stack:
             stack.enter_context(self._hide_remembered(now, shared))
@@ -382,7 +395,10 @@ class RecordedSteps:
             place = f"{type(model).__name__}, branch {now.branch}, patch {now.micro_step.patch}, size {call.size}"
             LOG.warning("%s in %s: %s; such calls run as code", UNEQUAL, place, difference)
             return UNEQUAL
-        recording.tape.held.append(_list_foreign_tensors(watch, now, model))
+        # What a call has read besides weights and keys may go, and a tape with other addresses is not played.
+        known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
+        known.update(memory.list_storage_addresses(now.branch))
+        recording.tape.held.append([tensor for address, tensor in watch.read.items() if address not in known])
         call.result = result
         call.marks = marks
         call.tape = recording.tape
@@ -398,30 +414,6 @@ class RecordedSteps:
             return "a cache remembers something for the first time"
         call.stored = stored
         return ""
-
-    def _fit_tape(self, call: CallTape) -> None:
-        """Drop a new tape if tapes hold too much with it."""
-        if call.tape is None:
-            return
-        if self._tapes.enforce_limit():
-            self._shared.note_play(call.tape)
-        else:
-            call.give_up(NO_ROOM)
-            self._tapes.enforce_limit()
-
-    def _end_recording(self, error: Exception) -> None:
-        """Record and play nothing any more."""
-        self.release()
-        self.failure = f"a recording failed: {type(error).__name__}"
-        LOG.warning("%s (%s); steps run as code from now on", self.failure, error)
-
-    def _list_shared_outputs(self, call: CallTape, now: Generation) -> Outputs:
-        """List the outputs of other patches' tapes in this step. A recorded call depends on them."""
-        call.makers = frozenset()
-        if not _shares_outputs(call, now):
-            return {}
-        call.makers = frozenset(self._shared.tapes)
-        return self._shared.list_outputs()
 
     @contextmanager
     def _hide_remembered(self, now: Generation, shared: Outputs) -> Iterator[None]:
@@ -476,14 +468,6 @@ def _shares_outputs(call: CallTape, now: Generation) -> bool:
     return now.micro_step.patch is not None and call.num_lost <= LOOKS
 
 
-def _list_foreign_tensors(watch: OperatorWatch, now: Generation, model: nn.Module) -> list[Tensor]:
-    """List tensors a call has read besides weights and keys. They may go, and a tape with other addresses is not
-    played."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
-    known.update(now.memory.list_storage_addresses(now.branch))
-    return [tensor for address, tensor in watch.read.items() if address not in known]
-
-
 def _explain_code(now: Generation) -> str:
     """Return why a call runs by its code although later ones may be recorded, or nothing."""
     # Some rows of a batch, or stages that compute a step together, are in no place of their own.
@@ -495,11 +479,6 @@ def _explain_code(now: Generation) -> str:
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return "autocast is on"
     return ""
-
-
-def _describe_size(leaves: list[Any]) -> Hashable:
-    """Return the size of a call's images: the shape of the model's first tensor argument, its latents."""
-    return next((leaf.shape for leaf in leaves if isinstance(leaf, Tensor)), None)
 
 
 def _is_first_step(now: Generation) -> bool:
@@ -533,12 +512,3 @@ def _describe_place(now: Generation, model: nn.Module) -> tuple[Hashable, ...]:
         now.is_whole,
         now.memory.list_incoming_layers(now.branch),
     )
-
-
-def _describe_moment(now: Generation) -> Hashable:
-    """Return equal values within a step. Outside of it a callback may have changed numbers."""
-    return now.memory.epoch, now.micro_step.step
-
-
-def _describe_modes() -> tuple[bool, ...]:
-    return (torch.is_inference_mode_enabled(), torch.is_grad_enabled())

@@ -24,7 +24,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ditile.distributed.recording.segments import list_tensors
-from ditile.model.capture import bind_arguments
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import override_attribute
@@ -35,6 +34,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
+from ditile.planner.recording.capture import bind_arguments
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.runner.load import convert_build_errors
 from ditile.runner.requests.arguments import check_rotary_table
