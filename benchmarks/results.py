@@ -32,7 +32,7 @@ def write_results(submissions: dict[str, Submission]) -> str:
 
 
 def _iterate_lines(name: str, submission: Submission) -> Iterator[str]:
-    versions = ", ".join(f"{package} {version}" for package, version in submission.versions.items())
+    versions = ", ".join(f"{package} {version}" for package, version in submission.versions.model_dump().items())
     link = f"[{name}](../benchmarks/data/submitted/{name})"
     yield f"\n## {submission.date}, {submission.cards} x {submission.card}: {submission.model}\n"
     yield f"{submission.dtype or 'default type'}, {submission.steps} steps, {versions}; {link}."

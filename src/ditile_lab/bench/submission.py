@@ -55,13 +55,22 @@ class SubmittedRun(BaseModel):
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
 
+class Versions(BaseModel):
+    """The versions of the packages on which seconds and images depend most."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ditile: Text
+    torch: Text
+    diffusers: Text
+
+
 class Submission(BaseModel):
     """The runs of one model on one machine.
 
     Attributes:
         card: the name of its GPU, or of its processor.
         cards: how many of them were used.
-        versions: package -> version.
         dtype: None is the default of the model and the card.
         output: what a call ends with; None if that was not kept.
         remark: what else a reader must know.
@@ -73,7 +82,7 @@ class Submission(BaseModel):
     date: datetime.date
     card: Text
     cards: Count
-    versions: Annotated[dict[Literal["ditile", "torch", "diffusers"], Text], Field(min_length=3)]
+    versions: Versions
     model: Text
     dtype: Text | None = None
     steps: Count | None = None
@@ -91,7 +100,7 @@ class Submission(BaseModel):
             date=datetime.datetime.fromisoformat(first["when"]).date(),
             card=(machine["gpus"] or [machine["processor"]])[0],
             cards=min(most_ranks, len(machine["gpus"])) or 1,
-            versions={name: machine[name] for name in ("ditile", "torch", "diffusers")},
+            versions=Versions(ditile=machine["ditile"], torch=machine["torch"], diffusers=machine["diffusers"]),
             model=first["model"],
             dtype=first["dtype"],
             steps=first["steps"],
