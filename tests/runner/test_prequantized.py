@@ -6,15 +6,21 @@ torchao's run here. bitsandbytes prints while it is imported, so its part runs w
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from diffusers import BitsAndBytesConfig, TorchAoConfig
+from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import ditile
 from ditile import LoadError, ModelError
@@ -24,12 +30,72 @@ from ditile.plan.plan import Plan
 from ditile.runner.load import count_quantized_components, list_components, load_component_file, load_model
 from tests.pool import Pool
 from tests.runner.cases import find_component
-from tests.runner.prequantized_files import FILE, compute_in_float32, make_pipeline, rewrite_file, save_quantized
 from tests.runner.single_files import save_configs
 from tests.runner.test_gguf import CASES, draw, measure_error
 from tests.zoo.rows import EVERY
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+FILE = "diffusion_pytorch_model.safetensors"
+
+
+def make_config(quant_type: str) -> Any:
+    """A config of torchao's by its class, or one of bitsandbytes: nf4, or nf4 with quantized scales."""
+    if not quant_type.startswith("nf4"):
+        from torchao import quantization
+
+        return TorchAoConfig(getattr(quantization, quant_type)())
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=quant_type == "nf4 twice",
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["proj_out"],
+    )
+
+
+def load_by_diffusers(kind: Any, folder: Path, **options: Any) -> Any:
+    """A transformer as diffusers loads it, which refuses bitsandbytes on CPUs though it computes there."""
+    with (
+        patch.object(BnB4BitDiffusersQuantizer, "validate_environment"),
+        patch.object(BnB4BitDiffusersQuantizer, "update_device_map", return_value={"": "cpu"}),
+    ):
+        return kind.from_pretrained(folder, torch_dtype=torch.float32, **options)
+
+
+def compute_in_float32(model: nn.Module) -> None:
+    """Keeps bitsandbytes from its kernel for AVX-512, which rounds to bfloat16 and so enlarges any last bit."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def save_quantized(name: str, quant_type: str, folder: Path, **options: Any) -> Path:
+    """A folder with the configs of a pipeline of the zoo, and its transformer quantized and saved by diffusers."""
+    pipe = EVERY[name].make()
+    save_configs(pipe, folder)
+    plain = folder / "plain"
+    pipe.transformer.save_pretrained(plain)
+    config = make_config(quant_type)
+    quantized = load_by_diffusers(type(pipe.transformer), plain, quantization_config=config)
+    shutil.rmtree(plain)
+    quantized.save_pretrained(folder / "transformer", **options)
+    return folder
+
+
+def make_pipeline(name: str, folder: Path) -> Any:
+    """The pipeline of diffusers with the saved transformer, as it loads it."""
+    pipe = EVERY[name].make()
+    pipe.transformer = load_by_diffusers(type(pipe.transformer), folder / "transformer")
+    compute_in_float32(pipe.transformer)
+    return pipe
+
+
+def rewrite_file(path: Path, change: Any) -> None:
+    """Changes the tensors and the metadata of a file."""
+    with safe_open(path, "pt") as opened:
+        metadata = dict(opened.metadata() or {})
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
 
 
 def load_share(folder: Path, plan: Plan, rank: int) -> Any:
@@ -111,6 +177,7 @@ FEW = ("stages", "ulysses", "tensor")
 """What is asked of models that repeat the mechanism on other classes."""
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "quant_type"), ROWS)
 def test_a_rank_reads_its_share(pool: Pool, tmp_path: Path, name: str, quant_type: str) -> None:
     """A failure: scales of other rows, a weight that is read whole, or one that is unpacked."""
@@ -136,6 +203,7 @@ def draw_cut(folder: Path, name: str) -> Tensor:
     return draw(ditile.parallelize(make_pipeline(name, folder), Plan(tensor=2)), name)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_whole_pipeline_is_cut_too(pool: Pool, tmp_path: Path) -> None:
     """A failure: scales stay those of all rows."""
     folder = save_quantized("flux", "Int8WeightOnlyConfig", tmp_path / "model")
@@ -144,6 +212,7 @@ def test_a_whole_pipeline_is_cut_too(pool: Pool, tmp_path: Path) -> None:
         assert measure_error(image, wanted) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_one_file_is_read_as_its_folder_is(tmp_path: Path) -> None:
     folder = save_quantized("flux", "Int8WeightOnlyConfig", tmp_path / "model")
     file = str(folder / "transformer" / FILE)
@@ -169,6 +238,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("key", CHANGES)
 def test_what_is_not_whole_is_refused(tmp_path: Path, key: str) -> None:
     """In one line, on every rank."""

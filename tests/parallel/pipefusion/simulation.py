@@ -1,27 +1,7 @@
-"""A second opinion: PipeFusion and DistriFusion with stale keys in one process, by hand, without a line of ditile.
+"""The formulas of three schedulers, written out for one patch at a time. Noise levels are the stock scheduler's.
 
-The picture is a list of patches from the first step to the last. Each block is diffusers' own and is run on the tokens
-of one patch; its attention is replaced by one that keeps keys and values in segments (the text, patch 0, patch 1, ...)
-and concatenates them. The first `warmup` steps run on the whole picture, and leave their keys and values behind.
-
-PipeFusion. What arXiv 2405.14430 says, and nothing more:
-
-- After the warmup the patches of a step come one after the other. A patch attends to its own fresh keys, to the fresh
-  ones of patches before it, and to those that the patches behind it had in the step before (zeros if there was none).
-- Text that shares attention with the picture comes with patch 0. The other patches have no text at all: they attend to
-  the keys that it left in this step.
-- The cut. A patch is a run of token rows. The text counts as `text / columns` rows of work. Every patch should have
-  `share = (rows + text rows) / patches` of it, so patch 0 has `round(share - text rows)` rows, at least one, and no
-  more than leaves one to each other patch. The others divide the rest evenly; those in front get the rows left over.
-
-DistriFusion. What arXiv 2402.19481 does in the attention of a U-Net, in that of a DiT:
-
-- After the warmup every rank makes its own patch, all at the same time. A patch attends to its own fresh keys and to
-  those that all others had in the step before (zeros if there was none).
-- Text that shares attention with the picture is made by every rank from what its own patch sees, so that each rank has
-  a text of its own, which is always fresh and which no other rank ever sees.
-- Every patch of latents is stepped with the part of the prediction that its own rank made.
-- The cut is the one above, of a picture whose text counts nothing: `round(rows / ranks)` rows for the first.
+Each `step(patch, step, prediction, x)` returns the patch's next latents. As in diffusers, flow matching and
+DPM-Solver++ round the sample to float32 first, whatever the dtype of the pipeline.
 """
 
 from __future__ import annotations
@@ -32,12 +12,72 @@ from fractions import Fraction
 from typing import Any, Literal
 
 import torch
+from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from tests.cache.hand_cache import HandCache
 from tests.parallel.pipefusion.attention import Attention, Keys, Place
 from tests.parallel.pipefusion.simulated_families import FAMILIES, Family
-from tests.parallel.pipefusion.solvers import SOLVERS
+
+
+class FlowMatching:
+    """Euler's method on `dx/dsigma = v` (arXiv 2210.02747)."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._sigmas = scheduler.sigmas
+
+    def step(self, patch: int, step: int, v: Tensor, x: Tensor) -> Tensor:
+        moved = x.float() + (self._sigmas[step + 1] - self._sigmas[step]) * v
+        return moved.to(v.dtype)
+
+
+class Ddim:
+    """DDIM without noise: the predicted picture, noised again to the next level (arXiv 2010.02502, equation 12)."""
+
+    def __init__(self, scheduler: Any) -> None:
+        stride = scheduler.config.num_train_timesteps // len(scheduler.timesteps)
+        here = [int(t) for t in scheduler.timesteps]
+        self._alphas = [scheduler.alphas_cumprod[t] for t in here]
+        self._next = [scheduler.alphas_cumprod[t - stride] if t >= stride else torch.tensor(1.0) for t in here]
+
+    def step(self, patch: int, step: int, eps: Tensor, x: Tensor) -> Tensor:
+        now, then = self._alphas[step], self._next[step]
+        picture = (x - (1 - now) ** 0.5 * eps) / now**0.5
+        return then**0.5 * picture + (1 - then) ** 0.5 * eps
+
+
+class DpmSolver:
+    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2), of first order in the first and in the last step.
+
+    The only one with a history: the last predicted picture, which belongs to a patch.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        ratio = scheduler.sigmas
+        self._alpha = 1 / (ratio**2 + 1) ** 0.5
+        self._sigma = ratio * self._alpha
+        self._lambda = self._alpha.log() - self._sigma.log()
+        self._last = len(ratio) - 2
+        self._history: dict[int, Tensor] = {}
+
+    def step(self, patch: int, step: int, eps: Tensor, x: Tensor) -> Tensor:
+        picture = (x - self._sigma[step] * eps) / self._alpha[step]
+        before, self._history[patch] = self._history.get(patch), picture
+        h = self._lambda[step + 1] - self._lambda[step]
+        towards = picture
+        if before is not None and step < self._last:
+            ratio = (self._lambda[step] - self._lambda[step - 1]) / h
+            towards = picture + (picture - before) / (2 * ratio)
+        shrunk = self._sigma[step + 1] / self._sigma[step] * x.float()
+        return (shrunk + self._alpha[step + 1] * (1 - (-h).exp()) * towards).to(eps.dtype)
+
+
+SOLVERS: dict[type, Any] = {
+    FlowMatchEulerDiscreteScheduler: FlowMatching,
+    DDIMScheduler: Ddim,
+    DPMSolverMultistepScheduler: DpmSolver,
+}
+
 
 Method = Literal["pipefusion", "distrifusion"]
 
