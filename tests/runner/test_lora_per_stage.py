@@ -1,4 +1,4 @@
-"""LoRAs that are loaded into a pipeline of which each rank holds a part, by `ditile.load_lora`.
+"""LoRAs that are loaded into a pipeline of which each rank holds a part, and switched between the calls of one runner.
 
 In fp32 and bitwise at the limit where nothing is stale: each stage does the plain pipeline's sums on its blocks.
 """
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import ditile
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
+from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
 from ditile.runner.runner import parallelize
 from tests.pool import on_ranks, share
 from tests.runner.cases import MAKE, different, run, same
@@ -176,3 +177,75 @@ def test_loras_of_text_encoders_are_edited(
     during = {"callback_on_step_end": halved, "callback_on_step_end_tensor_inputs": []}
     same(run(runner, name, **during), run(plain, name, **during), f"{name} {text} scaled in a call")
     same(run(runner, name), run(plain, name), f"{name} {text} after that call")
+
+
+def load_adapters(pipe: Any, folder: Path, *adapters: str) -> None:
+    for adapter in adapters:
+        ditile.load_lora(pipe, folder, weight_name=f"{adapter}.safetensors", adapter_name=adapter)
+
+
+def count_bytes(pipe: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in pipe.transformer.parameters())
+
+
+CHOICES: list[dict[str, float]] = [{"one": 1.0}, {"two": 0.5}, {"one": 0.4, "narrow": 1.5}, {"narrow": 1.0}]
+
+
+def draw_fresh(name: str, folder: Path, plan: dict[str, Any], scales: dict[str, float]) -> Any:
+    """The picture of a runner into which these LoRAs alone were loaded."""
+    pipe = MAKE[name]()
+    runner = ditile.parallelize(pipe, ditile.Plan(**plan))
+    load_adapters(pipe, folder, *scales)
+    if scales:
+        pipe.set_adapters(list(scales), list(scales.values()))
+    return run(runner, name)
+
+
+PLANS: list[dict[str, Any]] = [{"pipefusion": 2, "warmup": 1}, {"ulysses": 2}, {"data": 2}]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
+@on_ranks(2)
+def test_each_call_has_its_own_loras(folders: dict[str, Path], name: str, plan: dict[str, Any]) -> None:
+    """A failure means that the LoRA of one request changes the picture of another, or that memory grows."""
+    folder = folders[name]
+    wanted = [draw_fresh(name, folder, plan, scales) for scales in CHOICES]
+    plain = draw_fresh(name, folder, plan, {})
+    pipe = MAKE[name]()
+    runner = ditile.parallelize(pipe, ditile.Plan(**plan))
+    before = count_bytes(pipe)
+    select_loras(runner, {})
+    same(run(runner, name), plain, f"{name} {plan}: before any LoRA")
+    load_adapters(pipe, folder, "one", "two", "narrow")
+    for scales, picture in [*zip(CHOICES, wanted, strict=True)] * 2:
+        select_loras(runner, scales)
+        same(run(runner, name), picture, f"{name} {plan}: {scales}")
+        different(picture, plain)
+        select_loras(runner, {})
+        same(run(runner, name), plain, f"{name} {plan}: without")
+    full = count_bytes(pipe)
+    forget_loras(runner, ["two"])
+    assert before < count_bytes(pipe) < full and list_loaded_loras(pipe) == {"one", "narrow"}
+    select_loras(runner, CHOICES[2])
+    same(run(runner, name), wanted[2], f"{name} {plan}: after another was deleted")
+    forget_loras(runner, ["one", "narrow"])
+    assert count_bytes(pipe) == before and not list_loaded_loras(pipe)
+    same(run(runner, name), plain, f"{name} {plan}: after the last was deleted")
+    load_adapters(pipe, folder, "two")
+    select_loras(runner, CHOICES[1])
+    same(run(runner, name), wanted[1], f"{name} {plan}: loaded again")
+
+
+def test_what_is_not_loaded_is_refused(folders: dict[str, Path]) -> None:
+    """A failure means a picture without the LoRA that was asked for."""
+    pipe = MAKE["flux"]()
+    with pytest.raises(ModelError, match="LoRA 'one' is not loaded; load it"):
+        select_loras(pipe, {"one": 1.0})
+    load_adapters(pipe, folders["flux"], "one")
+    with pytest.raises(ModelError, match="LoRA 'two' is not loaded; there are one"):
+        select_loras(pipe, {"one": 1.0, "two": 1.0})
+    with pytest.raises(ModelError, match="scale nan"):
+        select_loras(pipe, {"one": float("nan")})
+    with pytest.raises(ModelError, match="'two' is not loaded"):
+        forget_loras(pipe, ["two"])

@@ -18,10 +18,9 @@ from ditile.plan.errors import ModelError
 from ditile.runner.quantize import EXCLUDED, QuantizationRecord, list_quantization_records
 from tests import tiny
 from tests.more_families import EVERY
-from tests.runner.cases import run
+from tests.runner.cases import MAKE, run
 
 FAMILIES = ("flux", "pixart sigma", "sd3.5 medium")
-MAKE: dict[str, Any] = {"flux": tiny.flux, "pixart sigma": tiny.pixart, "sd3.5 medium": tiny.sd3}
 
 # of the latents after 4 steps, relative, for random weights; measured: between a fifth and two thirds of each
 BOUNDS = {
