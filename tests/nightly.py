@@ -39,7 +39,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "tests/model/test_recorded_calls.py",
         "tests/model/test_recorded_memory.py",
         "tests/model/test_recorded_steps.py",
-        "tests/model/test_recorded_weights.py",
         "tests/planner/test_recorded_gpu.py",
         "tests/planner/test_tape_memory.py",
     ),

@@ -351,8 +351,8 @@ MUTANTS = (
     Mutant(
         "an input is copied only where its version says so",
         "model/recording/recorded_steps.py",
-        "return now.memory.epoch, now.micro_step.step",
-        "return None",
+        "moment = (now.memory.epoch, now.micro_step.step)",
+        "moment = None",
         ("model/test_recorded_changes.py",),
     ),
 )
