@@ -1,4 +1,4 @@
-"""What other caches for diffusion transformers were seen to get wrong, where no other test here would see it."""
+"""What other caches were seen to get wrong, where no other test here would see it, and copies that make a GPU wait."""
 
 from __future__ import annotations
 

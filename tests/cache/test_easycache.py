@@ -1,4 +1,4 @@
-"""EasyCache: equal to the authors' loop written out here, on models without known blocks too, and on ranks to one."""
+"""EasyCache and gated guidance: equal to the authors' loops written out here, and on ranks to one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps in which the model is not called: exact limits, ranks against one process, bytes, and calls of the host."""
+"""Steps in which the model, or blocks of a patch, are not called: exact limits, ranks against one process, bytes."""
 
 from __future__ import annotations
 

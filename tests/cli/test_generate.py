@@ -1,4 +1,4 @@
-"""What single flags of `ditile generate` do. A failure would mean a flag that is taken and does nothing."""
+"""What single flags of `ditile generate` do, and files in place of models. A failure: a flag that does nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that recorded calls need: room to capture, pools, and addresses that are used again."""
+"""The memory and the calls of the host that recorded calls need: room to capture, pools, addresses used again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions to `ditile plan`: hosts, bounds beside a given plan, and what is done where memory is short."""
+"""Questions to `ditile plan`: hosts, bounds beside a given plan, short memory, few steps, and promises."""
 
 from __future__ import annotations
 

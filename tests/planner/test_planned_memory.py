@@ -1,4 +1,4 @@
-"""The planner predicts the memory that ranks need: real runs over gloo, every tensor counted, by exact live bytes."""
+"""The planner predicts memory, and bytes of references, that ranks need: real runs over gloo, exactly counted."""
 
 from __future__ import annotations
 

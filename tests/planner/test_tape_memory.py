@@ -1,4 +1,4 @@
-"""The planner predicts the memory that recorded steps hold: real runs over gloo, every tensor counted."""
+"""The planner predicts the memory and the segments of recorded steps: real runs over gloo, every tensor counted."""
 
 from __future__ import annotations
 

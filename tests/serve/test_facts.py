@@ -1,4 +1,4 @@
-"""What a server knows of its model without torch: the same refusals as where the model is loaded."""
+"""What a server knows of its model without torch, and what it counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warm-up of a server records, so that the image of its first user is played."""
+"""The warm-up of a server records, and a promise of a request switches the cache of its ranks."""
 
 from __future__ import annotations
 

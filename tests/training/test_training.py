@@ -1,4 +1,4 @@
-"""The parts of `training/` that a GPU runs, on the CPU: the optimiser, and a step of each half of shapes-wan."""
+"""The parts of `training/` that a GPU runs, on the CPU; and the scenes, clips and captions that models learn."""
 
 from __future__ import annotations
 

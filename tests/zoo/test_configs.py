@@ -1,4 +1,4 @@
-"""Configs that differ from those of the collection in one number: tensor parallelism cuts each, or says why not."""
+"""Configs that differ in one number are cut, or it is said why not; and wrong anatomies fail their proof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every pipeline of the collection draws something, and each variant of its call differs in what it says it does."""
+"""Every pipeline of the collection draws something that can be written, and its variants differ in what they say."""
 
 from __future__ import annotations
 

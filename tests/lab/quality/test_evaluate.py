@@ -1,4 +1,4 @@
-"""The pure parts of `ditile evaluate`: captions, settings, resumed rows, distances, and what a budget picks."""
+"""`ditile evaluate`: captions, settings, resumed rows, distances, what a budget picks, and the files that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ditile fit` on a bundled model: the file that it writes serves later calls, and bad input writes nothing."""
+"""`ditile fit` on a bundled model, and the settings that methods are compared by."""
 
 from __future__ import annotations
 

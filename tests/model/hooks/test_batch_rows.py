@@ -1,4 +1,4 @@
-"""Rows of a batched call: cut as evenly as can be, and joined again."""
+"""Rows of a batched call, cut and joined again; and surveys of models on other devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which elements of latents belong to a patch, in any layout, and what NaN says of what a pipeline computes."""
+"""Which elements belong to a patch or a piece: of latents, tokens, masks and placeholders, and of calls in turn."""
 
 from __future__ import annotations
 

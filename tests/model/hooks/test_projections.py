@@ -1,4 +1,4 @@
-"""One product for q, k and v: what three give, of weights that stay parameters of their own."""
+"""One product for q, k and v, and for a linear layer with its GELU: what they give, of weights that stay their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings in fewer kernels: the same bits as diffusers' own, for whatever it is given."""
+"""Rotary embeddings in fewer kernels: the same bits as diffusers' own; and how many Python calls attention costs."""
 
 from __future__ import annotations
 

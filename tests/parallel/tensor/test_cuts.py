@@ -1,4 +1,4 @@
-"""What tensor parallelism refuses, before it touches a model, and what its tables mean."""
+"""What tensor parallelism refuses, what its tables mean, and how they are derived and proven."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallel equals the plain model on every rank, in both schemes; sequence/test_tokens.py has its pipelines."""
+"""Tensor parallel equals the plain model on every rank, in both schemes, with LoRAs too."""
 
 from __future__ import annotations
 

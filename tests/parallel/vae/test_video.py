@@ -1,4 +1,4 @@
-"""Every autoencoder of pictures and videos in diffusers by rows: equal to the whole, at heights that do not divide."""
+"""Every autoencoder of diffusers by rows, and by tiles where rows cannot be, is equal to the whole."""
 
 from __future__ import annotations
 
