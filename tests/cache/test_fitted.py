@@ -22,7 +22,7 @@ from ditile.cache.fitted.schedule import StepBudget
 from ditile.model.hooks.placeholders import restore_contents, turn_into_placeholder
 from ditile.plan.errors import LoadError, ModelError
 from ditile.runner import caching
-from ditile_lab.quality.fit import StepFit, compute_gram_matrix, list_forced_steps
+from ditile_lab.quality.fit import StepFit, add_switches, compute_gram_matrix
 from tests import tiny
 
 STEPS = 9
@@ -40,7 +40,7 @@ def make_predictions(seed: int = 0) -> list[torch.Tensor]:
 def test_dynamic_programming_equals_every_choice(reuses: bool) -> None:
     """For each budget no other choice of steps has a lower error, and every budget computes the forced steps."""
     gains = np.linspace(0.3, 0.05, STEPS).tolist()
-    forced = list_forced_steps(STEPS, [5], 3)
+    forced = add_switches(range(3), [5], STEPS)
     fit = StepFit(compute_gram_matrix(make_predictions()), gains, forced, reuses=reuses)
     budgets = fit.fit_all_budgets()
     assert [len(budget.computed) for budget in budgets] == list(range(len(forced), STEPS))
@@ -240,7 +240,7 @@ def test_a_schedule_computes_its_steps_and_is_refused_elsewhere(tmp_path: Path) 
     solver = {"stochastic_sampling": True}
     for name, other in {"scheduler": "DDIMScheduler", "sigmas": sigmas, "solver": solver}.items():
         caching.enable_cache(pipe, FittedScheduleConfig(steps=4, schedule=change_identity(schedule, **{name: other})))
-        with pytest.raises(ModelError, match="ditile fit"):
+        with pytest.raises(ModelError, match="the schedule of tiny-flux is for"):
             draw(pipe)
     caching.disable_cache(pipe)
     assert torch.equal(draw(pipe), plain)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ditile
+from ditile.cache.config import FittedScheduleConfig
 from ditile.distributed import env, files
 from ditile.distributed.heartbeat import OUT_OF_MEMORY, RankFailure, describe_error, describe_surroundings
 from ditile.distributed.launch import launch
@@ -49,7 +50,7 @@ from ditile.plan.flag_parser import (
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.choose import choose_within_bounds, resolve_plan_option
-from ditile.planner.promise import Bounds
+from ditile.planner.promise import Bounds, take_reference_steps
 from ditile.planner.question import PlanQuestion
 from ditile.runner.model_files import check_model_file, defaults, find_index_file, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
@@ -224,6 +225,17 @@ def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
     return options  # type: ignore[no-any-return]
 
 
+def _take_reference_steps(request: GenerateOptions, bounds: Bounds, cache: CacheOptions) -> GenerateOptions:
+    """Return the request with the steps of the finer run to which the schedule of its computed steps was fitted."""
+    if bounds.is_given:
+        # Seconds may leave time for all steps, which are the model's own.
+        return request if bounds.seconds is not None else take_reference_steps(request, None, cache.schedule)
+    config = cache.build_cache_arguments()["cache_config"]
+    if isinstance(config, FittedScheduleConfig) and config.steps is not None:
+        return take_reference_steps(request, config.steps, config.schedule)
+    return request
+
+
 def _run_generate_command(arguments: argparse.Namespace) -> int:
     cache = build_options(CacheOptions, arguments)
     bounds = build_options(Bounds, arguments)
@@ -233,6 +245,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     plan, chosen = resolve_plan_option(run.plan, request, run, plan)
     if run.plan is None:
         plan = _share_short_warmup(plan, arguments, request.model)
+    request = _take_reference_steps(request, bounds, cache)
     promise = None
     if bounds.is_given:
         promise, cache = choose_within_bounds(bounds, request, run, plan, cache)

@@ -250,10 +250,19 @@ def _choose_promise_of_question(
     strength: float | None = None,
     all_devices: bool = False,
 ) -> Promise:
-    """Return the promise for a question. Its plan is the priced one, or the best of a search."""
+    """Return the promise for a question. Its plan is the priced one, or the best of a search.
+
+    Where nothing is to be predicted, it is the priced one, or one rank.
+    """
+    size = read_call_size(question.fill_call_arguments())
+    is_measured = question.profile is not None or question.hardware is not None or env.find_profile_path().exists()
+    if bounds.seconds is None and not is_measured:
+        num_steps = count_loop_steps(count_request_steps(question.make_request()), strength)
+        schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
+        plans = [question.priced_plan or Plan()]
+        return choose_promise(bounds, question.model, num_steps, plans, schedule=schedule, path=path, size=size)
     search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
     num_steps = count_loop_steps(search.shape.steps, strength)
-    size = read_call_size(question.fill_call_arguments())
     schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
     if question.priced_plan is not None:
         plans = [question.priced_plan]
@@ -400,15 +409,9 @@ def choose_promise_of_request(
     """
     price = None if plan is None else str(plan)
     question = _make_question(options, hosts, cuda_graphs, profile, price)
-    if bounds.seconds is not None or profile is not None or env.find_profile_path().exists():
-        return _choose_promise_of_question(
-            question, bounds, schedule_path, strength=options.strength, all_devices=question.devices is not None
-        )
-    # Nothing is predicted here, so the plan is the given one, or one rank.
-    num_steps = count_loop_steps(count_request_steps(options), options.strength)
-    size = read_call_size(question.fill_call_arguments())
-    schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
-    return choose_promise(bounds, question.model, num_steps, [plan or Plan()], schedule=schedule, path=path, size=size)
+    return _choose_promise_of_question(
+        question, bounds, schedule_path, strength=options.strength, all_devices=question.devices is not None
+    )
 
 
 def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:

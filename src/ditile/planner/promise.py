@@ -2,13 +2,14 @@
 
 `ditile generate --seconds 4` computes the most steps within 4 s under the fastest plan, by the planner's seconds.
 `--min-psnr 45` computes the fewest steps with at least 45 dB promised by a fitted schedule (`ditile fit`). The PSNR of
-a schedule is the mean over images of its calibration captions to the same images with all steps.
+a schedule is the mean over images of its calibration captions to the same images with all steps: without `--steps`
+those of the finer run that the model's schedule was fitted to, if it was fitted to one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -20,6 +21,8 @@ from ditile.plan.errors import PlanError
 from ditile.plan.numbers import format_number
 from ditile.plan.option_classes import JsonObject, Seconds, define_option, options
 from ditile.plan.plan import Plan
+from ditile.runner.requests.facts import count_request_steps
+from ditile.runner.requests.options import GenerateOptions
 
 MARGIN_DB = 1.0
 """The mean over other captions was at most about this far below that of the calibration captions."""
@@ -41,7 +44,8 @@ class Bounds:
     )
     min_psnr: Decibels | None = define_option(
         None,
-        "compute the fewest steps with this PSNR, on average, to the image of all steps",
+        "compute the fewest steps with this PSNR, on average, to the image of all --steps; without --steps to that of "
+        "the finer run a schedule was fitted to",
         metavar="DB",
         example=45,
     )
@@ -152,6 +156,28 @@ def find_schedule(
     return schedule, path
 
 
+def take_reference_steps(options: GenerateOptions, num_computed: int | None, path: str | None) -> GenerateOptions:
+    """Return a request with the steps of the finer run to which the schedule of its model was fitted, if it says none.
+
+    Few calls of that schedule are closer to what the model means than the same number of a schedule of the model's own
+    steps.
+
+    Args:
+        num_computed: the computed steps; None where a bound chooses them.
+        path: the file of the schedule; None looks among those that come with ditile.
+    """
+    if options.steps is not None or options.strength is not None:
+        return options
+    schedules = read_shipped_schedules().values() if path is None else [Schedule.read(path)]
+    for schedule in schedules:
+        if schedule.own is None or (path is None and schedule.model != options.model):
+            continue
+        is_fewer = num_computed is None or num_computed < schedule.own.steps
+        if is_fewer and count_request_steps(options) == schedule.own.steps:
+            return replace(options, steps=schedule.num_steps)
+    return options
+
+
 def read_call_size(call: Mapping[str, Any]) -> dict[str, int]:
     """Return the height, width and frames given in a call."""
     return {name: call[name] for name in SIZE_ARGUMENTS if call.get(name) is not None}
@@ -231,9 +257,8 @@ def _list_candidates(
     # Budgets come with the fewest computed steps first.
     budgets = () if schedule is None else schedule.budgets
     for budget in reversed(budgets):
-        if budget.size == num_steps or budget.mean_db is None:
-            continue
-        if bounds.min_psnr is None or budget.mean_db >= bounds.min_psnr + MARGIN_DB:
+        is_close = budget.mean_db is not None and budget.mean_db >= (bounds.min_psnr or 0.0) + MARGIN_DB
+        if budget.size < num_steps and (bounds.min_psnr is None or is_close):
             candidates.append((budget.size, budget.mean_db, budget.worst_db))
     return candidates
 

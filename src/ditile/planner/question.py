@@ -150,15 +150,18 @@ class PlanQuestion(SourceOptions):
         """
         return [_read_picture_or_size(each) for each in self.image or ()]
 
+    def make_request(self) -> GenerateOptions:
+        """Make a request whose call is the one to plan for."""
+        names = ("model", "height", "width", "frames", "steps", "guidance", "true_cfg", "negative_prompt", "num_images")
+        return GenerateOptions(prompt="a prompt", **{name: getattr(self, name) for name in names})
+
     def fill_call_arguments(self) -> CallArguments:
         """Fill the arguments of the call to plan for with the model's defaults.
 
         Raises:
             ModelError, LoadError: as `ditile.defaults`.
         """
-        names = ("model", "height", "width", "frames", "steps", "guidance", "true_cfg", "negative_prompt", "num_images")
-        wanted = GenerateOptions(prompt="a prompt", **{name: getattr(self, name) for name in names})
-        return build_dry_run_call(wanted, defaults(self.model))
+        return build_dry_run_call(self.make_request(), defaults(self.model))
 
     def check_without_torch(self) -> None:
         """Check a question as far as possible before torch is imported.

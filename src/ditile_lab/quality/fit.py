@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,9 @@ LEAST_GAIN = 0.5
 DPM-Solver++ hardly uses its first predictions: with all three forced, shapes-pixart lost 4 dB at half of the steps.
 """
 
+STEPS_OF_FORCED = 20
+"""The number of steps for which `FORCED_STEPS` was found. More steps go as far on their way with later ones."""
+
 Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 
@@ -62,10 +65,10 @@ def fit_budgets(
         has_exact_gains: whether the gains are the scheduler's own steps rather than measured.
     """
     num_steps = len(gram)
-    first_gains = gains[:FORCED_STEPS]
+    first = choose_first_steps(num_steps)
     if not has_exact_gains:
-        first_gains = [gain for gain in first_gains if gain >= LEAST_GAIN * np.mean(gains)]
-    forced = list_forced_steps(num_steps, switches, len(first_gains))
+        first = [step for step in first if gains[step] >= LEAST_GAIN * np.mean(gains)]
+    forced = add_switches(first, switches, num_steps)
     if num_steps >= FEWEST_FORECAST_STEPS:
         return StepFit(gram, gains, forced, mean_square, corrects_drift=has_exact_gains).fit_all_budgets()
     budgets = StepFit(gram, gains, forced, mean_square, reuses=True).fit_all_budgets()
@@ -231,9 +234,15 @@ class StepFit:
         return coefficients
 
 
-def list_forced_steps(num_steps: int, switches: Collection[int], first: int) -> set[int]:
-    """Return the steps that must compute: the `first` ones, and two from each switch to another model."""
-    forced = set(range(min(first, num_steps)))
+def choose_first_steps(num_steps: int) -> list[int]:
+    """Return the first steps that must compute: as far on the way as the first ones of 20 steps, or the first ones."""
+    scale = max(1.0, num_steps / STEPS_OF_FORCED)
+    return [round(step * scale) for step in range(min(FORCED_STEPS, num_steps))]
+
+
+def add_switches(first: Iterable[int], switches: Iterable[int], num_steps: int) -> set[int]:
+    """Return the steps that must compute: the first ones, and two from each switch to another model."""
+    forced = set(first)
     for switch in switches:
         forced |= {switch, min(switch + 1, num_steps - 1)}
     return forced

@@ -1,5 +1,8 @@
 """`ditile fit`: generates captions in full, fits a schedule of computed steps to them, and measures its loss.
 
+In full means with more steps than anyone waits for, 48 for a pipeline of 20: a schedule of few calls that is fitted to
+these is closer to what the model means than the pipeline's own steps are.
+
 One process generates. For each caption it keeps the products of the scheduler's inputs in all steps, not the tensors.
 Then it generates the captions again with the most common budgets, and compares the images in 8 bits.
 """
@@ -28,7 +31,7 @@ from ditile.cache.fitted.identity import (
     describe_models,
     describe_scheduler,
 )
-from ditile.cache.fitted.schedule import Schedule, StepBudget
+from ditile.cache.fitted.schedule import OwnSteps, Schedule, StepBudget
 from ditile.model.hooks.overrides import WatchedMethod, find_latents_parameter, list_parameter_names, override_attribute
 from ditile.parallel.pipefusion.patch_schedulers import StepSignature, extract_sample
 from ditile.plan.errors import ModelError
@@ -39,6 +42,7 @@ from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import show_progress_bar
+from ditile.runner.requests.facts import count_request_steps
 from ditile.runner.requests.options import EngineOptions
 from ditile.runner.requests.preflight import read_condition_files
 from ditile.runner.requests.prepare import prepare_runner
@@ -82,10 +86,11 @@ class StepRecord:
 class FullRun(NamedTuple):
     """One caption, generated with all steps: the frames `[frames, H, W, 3]`, the recorded steps, and their products.
 
-    Only the predictions of the first captions are kept.
+    Only the predictions of the first captions are kept. `own_frames` are those of the pipeline's own number of steps.
     """
 
     frames: Frames
+    own_frames: Frames
     steps: StepRecord
     gram: Matrix
 
@@ -151,6 +156,13 @@ class ScheduleFitting:
         )
         self._pipe.set_progress_bar_config(disable=True)
         self._base = build_call_arguments(self._pipe, request, defaults(options.model))
+        self._own_steps = count_request_steps(request)
+        self._reference_steps = options.choose_reference_steps(self._own_steps)
+        if self._reference_steps < self._own_steps:
+            raise ModelError(
+                f"reference_steps={self._reference_steps} are fewer than the {self._own_steps} steps of the call; give "
+                f"{self._own_steps} or more"
+            )
 
     def fit(self) -> Schedule:
         """Fit the schedule, and return it with the measurements."""
@@ -170,11 +182,21 @@ class ScheduleFitting:
         gram = np.mean([run.gram for run in runs], axis=0)
         mean_square = float(np.mean([_measure_square(run.steps.latents) for run in runs]))
         budgets = fit_budgets(gram, gains, switches, mean_square, has_exact_gains=self._is_first_order)
+        if self._is_finer:
+            # A call with as many steps as the pipeline's own saves nothing.
+            budgets = [budget for budget in budgets if budget.size < self._own_steps]
         return self._measure_budgets(self._make_schedule(*budgets), runs)
 
+    @property
+    def _is_finer(self) -> bool:
+        """Return whether the schedule is fitted to more steps than the pipeline's own."""
+        return self._reference_steps > self._own_steps
+
     def _generate_in_full(self, number: int, caption: str) -> FullRun:
+        # First, as the scheduler's sigmas are read after the finer run.
+        own_frames = self._generate(number, caption, self._own_steps) if self._is_finer else None
         with record_steps(self._pipe) as record:
-            frames = self._generate(number, caption)
+            frames = self._generate(number, caption, self._reference_steps)
         if len(record.predictions) < 2:
             raise ModelError(
                 f"model {self._options.model!r} made {len(record.predictions)} step(s) with its scheduler, and of one "
@@ -183,12 +205,12 @@ class ScheduleFitting:
         gram = compute_gram_matrix(record.predictions)
         if number >= CAPTIONS_OF_GAINS:
             record.predictions.clear()
-        return FullRun(frames, record, gram)
+        return FullRun(frames, frames if own_frames is None else own_frames, record, gram)
 
-    def _generate(self, number: int, caption: str) -> Frames:
+    def _generate(self, number: int, caption: str, num_steps: int) -> Frames:
         """Return the image of a caption in 8 bits `[frames, H, W, 3]`."""
         seed = self._options.seed + number
-        call: CallArguments = dict(self._base)
+        call: CallArguments = self._base | {"num_inference_steps": num_steps}
         call |= build_object_arguments(self._pipe, self._request, [seed], conditions=self._conditions)
         if "prompt" in call:
             call["prompt"] = caption
@@ -251,26 +273,37 @@ class ScheduleFitting:
         """Generate the image of a caption with `size` computed steps."""
         config = FittedScheduleConfig(steps=size, schedule=schedule)
         with use_cache_within(self._runner, {"cache_config": config}):
-            return self._generate(number, self._captions[number])
+            return self._generate(number, self._captions[number], self._reference_steps)
 
     def _measure_budgets(self, schedule: Schedule, runs: Sequence[FullRun]) -> Schedule:
         """Return the schedule with the measured PSNR of the budgets that matter."""
-        sizes = {budget.size for budget in schedule.budgets} & {*choose_measured_sizes(schedule.num_steps)}
+        sizes = {budget.size for budget in schedule.budgets} & {*choose_measured_sizes(self._own_steps)}
         budgets: list[StepBudget] = []
         with show_progress_bar("generating with fewer steps", len(sizes) * len(runs)) as advance:
             for budget in schedule.budgets:
                 if budget.size not in sizes:
                     budgets.append(budget)
                     continue
-                decibels: list[float] = []
-                for number, run in enumerate(runs):
-                    frames = self._generate_with(schedule, budget.size, number)
-                    decibels.append(compute_decibels(frames, run.frames))
+                drawn = []
+                for number in range(len(runs)):
+                    drawn.append(self._generate_with(schedule, budget.size, number))
                     advance(1)
-                mean = float(np.mean(decibels))
-                measured = {"mean_db": round(mean, 2), "worst_db": round(min(decibels), 2)}
+                measured = _compare(drawn, [run.frames for run in runs])
+                if self._is_finer:
+                    to_own = _compare(drawn, [run.own_frames for run in runs])
+                    measured |= {f"own_{name}": value for name, value in to_own.items()}
                 budgets.append(budget.model_copy(update=measured))
-        return schedule.model_copy(update={"budgets": tuple(budgets)})
+        own = None
+        if self._is_finer:
+            differences = _compare([run.own_frames for run in runs], [run.frames for run in runs])
+            own = OwnSteps(steps=self._own_steps, **differences)
+        return schedule.model_copy(update={"budgets": tuple(budgets), "own": own})
+
+
+def _compare(drawn: Sequence[Frames], others: Sequence[Frames]) -> dict[str, float]:
+    """Return the mean and the worst PSNR of images to others of the same captions."""
+    decibels = [compute_decibels(frames, other) for frames, other in zip(drawn, others, strict=True)]
+    return {"mean_db": round(float(np.mean(decibels)), 2), "worst_db": round(min(decibels), 2)}
 
 
 def choose_captions(options: FitOptions) -> list[str]:
@@ -318,14 +351,22 @@ def build_schedule_table(schedule: Schedule) -> Table:
     """Build a table with a line for each budget, within 80 columns."""
     from rich.table import Table
 
-    table = Table(title=f"{schedule.model}, {schedule.num_steps} steps, {schedule.captions} captions")
-    for title in ("steps", "work, %", "expected, dB", "mean, dB", "worst, dB"):
-        table.add_column(title, justify="right")
+    own = schedule.own
+    title = f"{schedule.model}, {schedule.num_steps} steps, {schedule.captions} captions"
+    titles = ["steps", "work, %", "expected, dB", "mean, dB", "worst, dB"]
+    if own is not None:
+        title += f"\n{own.steps} plain steps are {own.mean_db:.1f} dB from these, at worst {own.worst_db:.1f}"
+        titles = ["steps", "work, %", "expected", "mean, dB", "worst", f"to {own.steps} steps", "worst"]
+    table = Table(title=title)
+    for name in titles:
+        table.add_column(name, justify="right")
+    all_steps = schedule.num_steps if own is None else own.steps
     for budget in schedule.budgets:
-        work = f"{100 * budget.size / schedule.num_steps:.0f}"
-        row = [str(budget.size), work, f"{budget.predicted_db:.1f}"]
-        for measured in (budget.mean_db, budget.worst_db):
-            cell = "-" if measured is None else f"{measured:.1f}"
-            row.append(cell)
+        row = [str(budget.size), f"{100 * budget.size / all_steps:.0f}", f"{budget.predicted_db:.1f}"]
+        measured = [budget.mean_db, budget.worst_db]
+        if own is not None:
+            measured += [budget.own_mean_db, budget.own_worst_db]
+        for decibels in measured:
+            row.append("-" if decibels is None else f"{decibels:.1f}")
         table.add_row(*row)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from ditile.cache.fitted.identity import describe_models, find_difference
 from ditile.cache.fitted.schedule import FOLDER, read_shipped_schedules
 from ditile.cli.main import main
 from ditile.plan.errors import ModelError
+from ditile.planner.promise import take_reference_steps
+from ditile.runner.requests.options import GenerateOptions
 from ditile_lab.quality.captions import load_captions
-from ditile_lab.quality.fit import EXACT_DB, StepFit, fit_budgets, list_forced_steps
+from ditile_lab.quality.fit import EXACT_DB, StepFit, add_switches, choose_first_steps, fit_budgets
 from ditile_lab.quality.methods import build_methods_table
 from ditile_lab.quality.options import ORIGINAL, EvaluateOptions
 from ditile_lab.quality.schedule_fit import compute_decibels
@@ -45,6 +48,29 @@ def test_a_fitted_file_serves_the_call_it_was_fitted_to(tmp_path: Path, capsys: 
         pipe(**call | {"num_inference_steps": 6})
 
 
+def test_a_schedule_of_a_finer_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "finer.json")
+    words = ["--steps", "4", "--reference-steps", "9", "--num-captions", "1", "--out", path]
+    assert main(["fit", "--model", "shapes-flux-turbo", *words]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines()[:-1])) <= 80
+    schedule = ditile.Schedule.read(path)
+    assert schedule.num_steps == 9 and schedule.own is not None and schedule.own.steps == 4
+    assert [budget.size for budget in schedule.budgets] == [3]
+    budget = schedule.select_budget(3)
+    assert budget.mean_db is not None and budget.own_mean_db is not None
+    # A request that says no steps takes those of the finer run, and one for which that is no less work does not.
+    request = GenerateOptions(model="shapes-flux-turbo", prompt="a circle")
+    assert take_reference_steps(request, 3, path).steps == 9
+    assert take_reference_steps(request, 4, path).steps is None
+    assert take_reference_steps(replace(request, steps=4), 3, path).steps == 4
+    assert main(["fit", "--model", "shapes-flux-turbo", "--steps", "4", "--reference-steps", "3", "--out", path]) == 2
+
+
+@pytest.mark.parametrize("num_steps", [4, 20, 48])
+def test_first_steps_are_as_far_on_the_way(num_steps: int) -> None:
+    assert choose_first_steps(num_steps) == {4: [0, 1, 2], 20: [0, 1, 2], 48: [0, 2, 5]}[num_steps]
+
+
 @pytest.mark.parametrize(
     "words", [["--num-captions", "9999"], ["--model", "no-such-model"]], ids=lambda words: words[0]
 )
@@ -65,7 +91,7 @@ def test_a_switch_of_models_is_never_forecast_across() -> None:
         for step in steps.weights:
             newest, before = [number for number in reversed(steps.computed) if number < step][:2]
             assert (before >= 6) == (step >= 6)
-            weights = StepFit(gram, [0.1] * 12, list_forced_steps(12, [6], 3)).fit_weights(before, newest, step)
+            weights = StepFit(gram, [0.1] * 12, add_switches(range(3), [6], 12)).fit_weights(before, newest, step)
             assert steps.weights[step] == pytest.approx(weights, abs=1e-5)
 
 

@@ -231,7 +231,9 @@ def _iterate_active_loras(model: nn.Module) -> Iterator[str]:
         active = [] if layer.disable_adapters else layer.active_adapters
         for name in {*active, *merged} & layer._get_available_adapters():
             # Some adapters, such as IA3, have no scale.
-            yield f"{name} at {getattr(layer, 'scaling', {}).get(name, 1.0):.6g}"
+            scale = float(getattr(layer, "scaling", {}).get(name, 1.0))
+            if scale != 0.0 or name in merged:
+                yield f"{name} at {scale:.6g}"
 
 
 def _read_guidance(model: nn.Module, call: Mapping[str, Any]) -> dict[str, float | None]:

@@ -40,6 +40,8 @@ class StepBudget(BaseModel):
         predicted_db: the error of the final latents to expect, in dB below their mean square.
         mean_db, worst_db: PSNR of the images of the calibration captions against those of all steps, as measured; None
             where it was not.
+        own_mean_db, own_worst_db: the same against the images of the pipeline's own steps; None where the schedule was
+            fitted to these.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,11 +51,26 @@ class StepBudget(BaseModel):
     predicted_db: Number
     mean_db: Number | None = None
     worst_db: Number | None = None
+    own_mean_db: Number | None = None
+    own_worst_db: Number | None = None
 
     @property
     def size(self) -> int:
         """Return the number of steps that compute."""
         return len(self.computed)
+
+
+class OwnSteps(BaseModel):
+    """The pipeline's own number of steps, and the PSNR of their images against those of the finer run.
+
+    An image of fewer calls may be closer to the finer run than these are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: Annotated[int, Field(ge=2, le=MAX_STEPS)]
+    mean_db: Number
+    worst_db: Number
 
 
 class Schedule(BaseModel):
@@ -66,6 +83,7 @@ class Schedule(BaseModel):
         model: the name under which the model was loaded.
         identity: what it belongs to: weights, call and scheduler.
         captions: how many captions it was fitted to.
+        own: what the pipeline's own number of steps gives, where the schedule was fitted to a finer run.
         budgets: from the one with the fewest computed steps to the one with the most.
     """
 
@@ -75,6 +93,7 @@ class Schedule(BaseModel):
     model: Name
     identity: Identity
     captions: Annotated[int, Field(ge=1)]
+    own: OwnSteps | None = None
     budgets: Annotated[tuple[StepBudget, ...], Field(min_length=1)]
 
     def __init__(self, **fields: Any) -> None:
@@ -84,7 +103,7 @@ class Schedule(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             # Keys of a file may be any text.
-            place = escape_controls(".".join(map(str, first["loc"][:3])))
+            place = escape_controls(".".join(map(str, first["loc"][:3]))).replace("\n", r"\n")
             raise ModelError(f"{place or 'it'}: {first['msg']}") from error
 
     @model_validator(mode="after")
@@ -154,9 +173,26 @@ def read_shipped_schedules() -> Mapping[str, Schedule]:
     return {str(path): Schedule.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
-def make_fit_command(model: str, num_steps: int, size: Mapping[str, int] | None = None) -> str:
-    """Return the command for fitting a schedule to other steps, or to another size in the form of `Identity.size`."""
+def make_fit_command(
+    model: str, num_steps: int, size: Mapping[str, int] | None = None, call: Mapping[str, Any] | None = None
+) -> str:
+    """Return the command for fitting a schedule to a call.
+
+    Args:
+        num_steps: of the call, before a strength leaves some out.
+        size: in the form of `Identity.size`, where it is another one than the model's own.
+        call: the arguments of the pipeline, as far as they are known.
+    """
     command = f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"
+    if num_steps >= FEWEST_FORECAST_STEPS:
+        # Otherwise it would fit to more steps than this call has.
+        command += f" --reference-steps {num_steps}"
     for name, value in (size or {}).items():
         command += f" --{name.removeprefix('num_')} {value}"
+    for name, flag in (("guidance_scale", "guidance"), ("true_cfg_scale", "true-cfg"), ("strength", "strength")):
+        value = (call or {}).get(name)
+        if isinstance(value, int | float):
+            command += f" --{flag} {value:g}"
+    if (call or {}).get("image") is not None:
+        command += " --image FILE"
     return command
