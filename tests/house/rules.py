@@ -24,13 +24,13 @@ MOST_NODES = {
     "distributed": 26_000,
     "model": 53_950,
     "parallel": 67_550,
-    "cache": 40_700,
+    "cache": 41_100,
     "runner": 66_650,
-    "planner": 44_650,
+    "planner": 44_850,
     "serve": 36_700,
-    "cli": 12_900,
+    "cli": 13_000,
     "": 400,
-    "lab": 75_200,
+    "lab": 75_750,
 }
 """Top folder of the package -> its nodes of the syntax tree; "" are the files beside them, and the lab counts whole."""
 MOST_DENSE = {
