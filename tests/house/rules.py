@@ -21,9 +21,9 @@ LONELY_LINES = 60
 # What the package held when each rule was written. A figure here may only be replaced by a better one.
 MOST_NODES = {
     "plan": 23_250,
-    "distributed": 26_000,
+    "distributed": 25_850,
     "model": 53_950,
-    "parallel": 67_550,
+    "parallel": 67_250,
     "cache": 41_100,
     "runner": 66_650,
     "planner": 44_850,

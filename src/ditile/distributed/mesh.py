@@ -102,10 +102,20 @@ class Mesh:
         """Make the communicators and the connections between ranks that an image needs. All ranks must call it."""
         # NCCL would make both when they are first used: in the middle of an image, while kernels wait for messages, so
         # that ranks would wait for each other forever.
-        pairs = self._list_message_groups(plan)
+        # Groups in which a plan starts several messages at once; tensor parallelism never does.
+        exchanging = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)]
+        exchanging.append(self.sequence)
+        # Stages exchange such messages in this warmup mode; in the others they have channels, which connect one by one.
+        if plan.warmup_mode == "sequence":
+            exchanging.append(self.axes["pipefusion"])
+        if plan.vae == "rows":
+            exchanging.append(self.image)
+        pairs = [axis.group for axis in exchanging]
         axes = (*self.axes.values(), self.sequence, self.image)
-        for group in _deduplicate_groups(axis.group for axis in axes):
-            connect_group(group, device, pairs=group in pairs)
+        # Axes may share a group.
+        for group in dict.fromkeys(axis.group for axis in axes):
+            if group is not None:
+                connect_group(group, device, pairs=group in pairs)
 
     def renew_groups(self, plan: Plan) -> None:
         """Replace groups that may have messages of a failed call by the groups of the current epoch.
@@ -129,17 +139,6 @@ class Mesh:
         if not self.shared:
             self.groups.destroy_groups()
 
-    def _list_message_groups(self, plan: Plan) -> list[dist.ProcessGroup]:
-        """List the groups in which a plan starts several messages at once. Tensor parallelism never does."""
-        axes = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)]
-        axes.append(self.sequence)
-        # Stages exchange such messages in this warmup mode; in the others they have channels, which connect one by one.
-        if plan.warmup_mode == "sequence":
-            axes.append(self.axes["pipefusion"])
-        if plan.vae == "rows":
-            axes.append(self.image)
-        return _deduplicate_groups(axis.group for axis in axes)
-
     @property
     def stage_index(self) -> int:
         """Return the coordinate on the pipefusion axis."""
@@ -153,11 +152,6 @@ class Mesh:
     def select_downstream_group(self, stage: int) -> dist.ProcessGroup:
         """Select the group in which a stage sends to the stages after it."""
         return self.pipeline_groups[stage % len(self.pipeline_groups)]
-
-
-def _deduplicate_groups(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    """Return the groups without None, each once."""
-    return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 BROKEN_WORLDS: WeakSet[dist.ProcessGroup] = WeakSet()

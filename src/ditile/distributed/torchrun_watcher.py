@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +316,15 @@ def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, An
 
     It returns None when all ranks have ended. A hub that is silent for too long ends the run as well.
     """
-    link = _connect(task["addresses"], task["port"])
+    link: socket.socket | None = None
+    deadline = time.monotonic() + LaunchLimits().silence
+    while link is None and time.monotonic() < deadline:
+        for address in task["addresses"]:
+            with contextlib.suppress(OSError):
+                link = socket.create_connection((address, task["port"]), timeout=5)
+                break
+        else:
+            time.sleep(TICK)
     if link is None:
         where = f"{task['addresses'][0]}:{task['port']}"
         return {"line": f"rank {task['rank']}: cannot connect to the watcher of rank 0 at {where}", "code": 2}
@@ -347,18 +355,6 @@ def _pass_on_signs(link: socket.socket, process: WatchedProcess) -> None:
     with contextlib.suppress(OSError):
         for data in process.iterate_signs():
             link.sendall(data)
-
-
-def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:
-    deadline = time.monotonic() + LaunchLimits().silence
-    while time.monotonic() < deadline:
-        for address in addresses:
-            with contextlib.suppress(OSError):
-                link = socket.create_connection((address, port), timeout=5)
-                link.settimeout(5)
-                return link
-        time.sleep(0.2)
-    return None
 
 
 def _receive(link: socket.socket) -> bytes:

@@ -47,11 +47,15 @@ class DeviceClock:
         self._is_cuda = (device is None or device.type == "cuda") and torch.cuda.is_available()
         # Events only measure times from each other: this one stands for a time of the machine's clock.
         self._origin_seconds = time.perf_counter()
-        self._origin = record_cuda_event(device) if self._is_cuda else None
+        self._origin = self.mark_point() if self._is_cuda else None
 
     def mark_point(self) -> Any:
         """Mark the point in time at which the device has done all its work so far."""
-        return record_cuda_event(self._device) if self._is_cuda else time.perf_counter()
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def convert_to_seconds(self, point: Any) -> float:
         """Convert a point to seconds of the machine's monotonic clock. Waits until a GPU has passed it."""
@@ -59,14 +63,6 @@ class DeviceClock:
             return float(point)
         point.synchronize()
         return self._origin_seconds + float(self._origin.elapsed_time(point)) / 1e3
-
-
-def record_cuda_event(device: torch.device | None) -> torch.cuda.Event:
-    """Record an event that a GPU passes when it has done all work so far of its current stream. None is the current
-    GPU."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 class GenerationTrace:

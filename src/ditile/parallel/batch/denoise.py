@@ -280,7 +280,13 @@ class DataCfgBatch:
             else:
                 is_absent = self._is_last and not self._cfg.is_own_call(branch)
         result = replace_predictions(self._results[branch], self._predictions[branch])
-        return self._defer(self._hand_on(result), is_absent=is_absent)
+        # The model's own form is a list of rows if it takes such a list.
+        if self._returns_list:
+            result = _map_rows(result, Tensor, lambda rows: list(rows.unbind()))
+        # Uses of a result that has not arrived are recorded; in the first step all are, to see what they are.
+        if is_absent or (self._by_calls and now.calls is None):
+            result = pytree.tree_map_only(Tensor, self._deferred.defer, result)
+        return result
 
     def _check_branches(self, num_branches: int) -> None:
         """Check that all calls have the same number of guidance branches.
@@ -317,15 +323,6 @@ class DataCfgBatch:
         # Only after all outputs have arrived: an operation may use several of them.
         self._deferred.finish()
 
-    def _defer(self, result: Any, *, is_absent: bool) -> Any:
-        """Return a result whose uses are recorded if it has not arrived.
-
-        In the first step they are always recorded, to see what they are.
-        """
-        if is_absent or (self._by_calls and self._now.calls is None):
-            return pytree.tree_map_only(Tensor, self._deferred.defer, result)
-        return result
-
     def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Sequence[Tensor]]:
         """Return the noisy input's name and its value: a tensor, or a list of its rows."""
         name = self._latents
@@ -344,12 +341,6 @@ class DataCfgBatch:
                 "use a plan with data=1 and cfg=1"
             )
         return name, cast(Sequence[Tensor], batch)
-
-    def _hand_on(self, result: Any) -> Any:
-        """Return a result in the model's own form: a list of rows if it takes such a list."""
-        if not self._returns_list:
-            return result
-        return _map_rows(result, Tensor, lambda rows: list(rows.unbind()))
 
     def _compute_batch_slice(
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice

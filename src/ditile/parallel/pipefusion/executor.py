@@ -186,9 +186,12 @@ class PipeFusion:
         self._taken: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
 
     def _list_send_channels(self) -> list[PeerChannel]:
-        if self._activations_out is None:
-            return self._latents_out
-        return [self._activations_out, *self._latents_out]
+        channels = list(self._latents_out)
+        if self._activations_out is not None:
+            channels.insert(0, self._activations_out)
+        if self.warmup_group is not None:
+            channels += self.warmup_group.channels
+        return channels
 
     def end_generation(self, *, clean: bool) -> None:
         """End a generation, and wait for sent messages unless it failed.
@@ -205,7 +208,7 @@ class PipeFusion:
             for channel in self._list_send_channels():
                 channel.flush_sends()
         if self.warmup_group is not None:
-            self.warmup_group.end_generation(clean=clean)
+            self.warmup_group.weight_stream.free_buffers()
         self._dummies.clear()
         # This object outlives the call: without this its keys and latents would stay in memory.
         self._latents = ()
@@ -219,8 +222,6 @@ class PipeFusion:
         # Messages sent two steps ago have arrived, because the last step began with their consequences.
         for channel in self._list_send_channels():
             channel.release_old_sends()
-        if self.warmup_group is not None:
-            self.warmup_group.settle_channels()
         self._has_begun = True
         self.schedule = replace(schedule, batch=self.generation.batch)
         # Only messages that are certain may be expected: a receive that is posted for another would never end.
@@ -465,7 +466,8 @@ class PipeFusion:
         self._has_begun = True
         group = self.warmup_group
         if group is not None and self._active_warmup_group is not None:
-            return group.run_block(index, block, state)
+            group.weight_stream.receive_block(index)
+            return block(state)
         if index == self.owned.start:
             state = self._receive_activations(state)
         elif index == self.owned.stop:
@@ -542,7 +544,8 @@ class PipeFusion:
         group = self.warmup_group and self._active_warmup_group
         if group is not None:
             self._start = self._trace.mark_point()
-            return group.enter_blocks(state, now, self._get_dummy_text(state))
+            group.weight_stream.start_streaming(state.image.device)
+            return state if now.has_all_image_tokens else self.cut_tokens(state)
         if self.stage == 0:
             return self.cut_tokens(state)
         # In the first step the number of calls is not known yet: only the messages of this call are certain.

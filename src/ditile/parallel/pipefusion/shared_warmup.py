@@ -7,7 +7,7 @@ and values of its own layers, so that an asynchronous step finds what a serial s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import PeerChannel, start_gather
 from ditile.model.hooks.block_hooks import TransformerHooks
-from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.generation import Generation, LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.model.hooks.protocols import AttentionKernel, KeySource
@@ -81,17 +80,10 @@ class WarmupGroup:
         for name, channel in self._channels.items():
             channel.open_connection(device, sends=name[0] == self.stage)
 
-    def end_generation(self, *, clean: bool) -> None:
-        """End a generation, and wait for sent messages unless it ended with an error."""
-        if clean:
-            for channel in self._channels.values():
-                channel.flush_sends()
-        self.weight_stream.free_buffers()
-
-    def settle_channels(self) -> None:
-        """Release arrived tensors, which were sent before the last step began."""
-        for channel in self._channels.values():
-            channel.release_old_sends()
+    @property
+    def channels(self) -> Iterable[PeerChannel]:
+        """Return the channels of this stage."""
+        return self._channels.values()
 
     def exchange_whole_latents(self, ops: Iterable[Op], latents: Sequence[Tensor], *, writes: bool) -> None:
         """Send the whole latents from the last stage to the others before a step; with `writes` they keep them."""
@@ -106,26 +98,6 @@ class WarmupGroup:
                     whole = self._receive_tensor((self.last, self.stage, LATENTS), own.shape, own)
                     if writes:
                         own.copy_(whole)
-
-    # The methods below make one call of the transformer.
-
-    def enter_blocks(self, state: TokenState, now: Generation, dummies: Tensor | None) -> TokenState:
-        """Return this stage's share of the tokens, at the first block."""
-        self.weight_stream.start_streaming(state.image.device)
-        if now.has_all_image_tokens:
-            return state
-        part = now.tokens.get_own_part(None)
-        runs = [state.image[:, run.start : run.stop] for run in part.image]
-        image = torch.cat(runs, dim=1)
-        if state.text is None:
-            return TokenState(image, None)
-        text = state.text[:, part.text.start : part.text.stop] if part.text else dummies
-        return TokenState(image, text)
-
-    def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """Compute a block once its weights are here."""
-        self.weight_stream.receive_block(index)
-        return block(state)
 
     def gather_image_tokens(self, own: Tensor, now: Generation, ops: Iterator[Op]) -> Tensor:
         """Gather the image tokens `[B, N, C]` after the last block on the last stage.

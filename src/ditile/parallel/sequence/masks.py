@@ -97,21 +97,19 @@ class GatheredKeyMaskSource:
         if _covers_all_keys(mask, tokens):
             parts = [take_runs(mask, runs, 3) for runs in tokens.runs]
         else:
-            parts = self._gather_rank_masks(mask[..., tokens.real_tokens], tokens)
+            own = mask[..., tokens.real_tokens]
+            # Some backends cannot send booleans, so they are sent as bytes.
+            flat = own.to(torch.uint8) if own.dtype == torch.bool else own
+            shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
+            received = start_gather(flat, shapes, self._axis.group, self._traffic, KIND).wait_for_tensors()
+            parts = [part.to(own.dtype) for part in received]
         if heads is not None and mask.shape[1] > 1:
-            own = pick_weighted_chunk(range(heads), self._weights, self._ulysses.index)
-            parts = [part[:, own.start : own.stop] for part in parts]
+            chunk = pick_weighted_chunk(range(heads), self._weights, self._ulysses.index)
+            parts = [part[:, chunk.start : chunk.stop] for part in parts]
         ring_masks = []
         for first in range(0, len(parts), num_ranks):
             ring_masks.append(torch.cat(parts[first : first + num_ranks], dim=-1))
         return KeyPaddingMask(tuple(ring_masks))
-
-    def _gather_rank_masks(self, mask: Tensor, tokens: LayerTokens) -> list[Tensor]:
-        # Some backends cannot send booleans, so they are sent as bytes.
-        flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-        shapes = [(*mask.shape[:3], length) for length in tokens.rank_lengths]
-        parts = start_gather(flat, shapes, self._axis.group, self._traffic, KIND).wait_for_tensors()
-        return [part.to(mask.dtype) for part in parts]
 
 
 def _covers_all_keys(mask: Tensor, tokens: LayerTokens) -> bool:

@@ -87,7 +87,14 @@ class SharedCoder(TorchFunctionMode):
         owner = self._choose_owner(sample.numel())
         with torch.no_grad():
             if owner != links.index:
-                shape = self._find_shape(sample, args, kwargs)
+                key = (sample.shape, len(args), tuple(kwargs))
+                if key not in self._shapes:
+                    # The twin may have another dtype than the coder, which may have been cast since.
+                    dtype = next(self._meta.parameters()).dtype
+                    meta_call = pytree.tree_map_only(Tensor, lambda x: x.to("meta", dtype), (sample, args, kwargs))
+                    meta_sample, meta_args, meta_kwargs = meta_call
+                    self._shapes[key] = self._meta(meta_sample, *meta_args, **meta_kwargs).shape
+                shape = self._shapes[key]
                 message = links.start_exchange([], [(owner, shape)], sample)
                 # The message has its own buffer, which is copied into the tile when an operation first reads it.
                 tile = sample.new_empty(shape)
@@ -111,16 +118,6 @@ class SharedCoder(TorchFunctionMode):
         # Every rank counts the same tiles in the same order, so that all agree on the owner of each.
         self._assigned_numbers[owner] += numbers
         return owner
-
-    def _find_shape(self, sample: Tensor, args: Any, kwargs: Any) -> torch.Size:
-        key = (sample.shape, len(args), tuple(kwargs))
-        if key not in self._shapes:
-            # The twin may have another dtype than the coder, which may have been cast since.
-            dtype = next(self._meta.parameters()).dtype
-            call = pytree.tree_map_only(Tensor, lambda x: x.to("meta", dtype), (sample, args, kwargs))
-            meta_sample, meta_args, meta_kwargs = call
-            self._shapes[key] = self._meta(meta_sample, *meta_args, **meta_kwargs).shape
-        return self._shapes[key]
 
 
 def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks, weights: tuple[float, ...]) -> None:
