@@ -271,21 +271,29 @@ class ModelPage:
         return " ".join(words)
 
     def _write_commands(self) -> Iterator[str]:
-        """Yield a command for one card, for two, four and eight."""
+        """Yield a command for two cards of each kind, or the fewest that fit, and for the largest machine."""
         yield "## Commands"
+        chosen = []
+        for card in CARDS:
+            fitting = [row for row in self.rows if row.card == card and row.plan is not None]
+            pair = [row for row in fitting if row.place.startswith("2 x")]
+            chosen += pair or fitting[:1]
+        if self.rows[-1].plan is not None and self.rows[-1] not in chosen:
+            chosen.append(self.rows[-1])
         lines = []
-        for place in ("1 x RTX 4090", "2 x RTX 4090", "4 x L40", "8 x H100"):
-            row = next(row for row in self.rows if row.place == place)
-            if row.plan is not None:
-                lines += [f"    # {place}", f"    {self._write_command(row.plan)}"]
+        for row in chosen:
+            lines += [f"    # {row.place}", f"    {self._write_command(row.plan)}"]
         yield "\n".join(lines)
         plan = next((row.plan for row in reversed(self.rows) if row.plan is not None), Plan())
         assigned = ", ".join(f"{key}={value!r}" for key, value in _list_plan_fields(plan))
         image = f', image=load_image("{self.name.image}")' if self.name.image else ""
         output = "frames[0]" if self.subject.makes_videos else "images[0]"
         yield f"In Python, under `torchrun --nproc_per_node={plan.world}`:"
+        imported = ["    from diffusers.utils import load_image"] if self.name.image else []
         yield "\n".join(
             [
+                "    import ditile",
+                *imported,
                 f"    plan = ditile.Plan({assigned})",
                 f'    pipe = ditile.load("{self.model.hub_id}", plan=plan)    # each rank reads its own weights',
                 f"    runner = ditile.parallelize(pipe, plan)    # called like {self.subject.pipeline.__name__}",
