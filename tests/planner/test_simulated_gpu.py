@@ -136,7 +136,7 @@ WAITS = {
     # The first call of a model without patches, whose blocks pass on what they are given.
     "survey": {"item: has_nan < note_output"},
     "text": {"item: has_nan < _survey_call"},
-    "grid": {"item: read_token_grid < _survey_call"},
+    "grid": {"item: read_token_grid < _read_grid"},
     "run": {"aten::nonzero: find_run < find_nan_tokens", "tolist: find_run < find_nan_tokens"},
     # A scheduler of diffusers looks up where it begins.
     "index": {"aten::nonzero: index_for_timestep < _init_step_index", "item: index_for_timestep < _init_step_index"},
