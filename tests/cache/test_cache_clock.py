@@ -8,17 +8,12 @@ import diffusers
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKLWan,
     CogVideoXDPMScheduler,
-    CogVideoXPipeline,
     DDIMScheduler,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxImg2ImgPipeline,
-    SkyReelsV2DiffusionForcingPipeline,
-    SkyReelsV2Transformer3DModel,
     StableDiffusion3Img2ImgPipeline,
-    UniPCMultistepScheduler,
 )
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
@@ -33,7 +28,8 @@ from tests.families import FAMILIES, TEXT, noise
 from tests.more_families import EVERY
 from tests.parallel.sequence.planned import Denoising, denoising, draw, wan_pipeline
 from tests.runner.cases import MAKE, call_of, different, same
-from tests.tiny import quiet, randomise
+from tests.tiny import quiet
+from tests.zoo import ZOO
 
 STEPS, SPARE = 6, 2
 SETTINGS = settings_for(STEPS, SPARE)
@@ -43,29 +39,11 @@ CACHE, EXACT, PRUNE, REST, draw_cached = SETTINGS
 def test_a_pipeline_that_steps_copies_of_its_scheduler() -> None:
     """Diffusion forcing steps a copy for each frame, the scheduler never; its calls have names. A failure means that
     every call is taken for one more branch of guidance, so that nothing is left out."""
-    parts = {
-        "vae": AutoencoderKLWan(
-            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-        ).eval(),
-        "transformer": randomise(
-            SkyReelsV2Transformer3DModel(
-                patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
-                text_dim=16, freq_dim=256, ffn_dim=32, num_layers=3, cross_attn_norm=True,
-                qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
-            ), 0, 1.0,
-        ),
-        "scheduler": UniPCMultistepScheduler(
-            flow_shift=8.0, use_flow_sigmas=True, prediction_type="flow_prediction"
-        ),
-    }  # fmt: skip
-    pipe = quiet(SkyReelsV2DiffusionForcingPipeline(tokenizer=None, text_encoder=None, **parts))
+    entry = ZOO["skyreels-v2-diffusion-forcing"]
+    pipe = entry.make()
 
     def frames(steps: int = STEPS) -> Any:
-        return pipe(
-            None, prompt_embeds=noise(1, TEXT, 16, seed=1), negative_prompt_embeds=noise(1, TEXT, 16, seed=2),
-            height=16, width=16, num_frames=9, num_inference_steps=steps, output_type="latent", overlap_history=17,
-            generator=torch.Generator().manual_seed(0),
-        ).frames  # fmt: skip
+        return pipe(**entry.call() | {"num_inference_steps": steps, "overlap_history": 17}).frames
 
     plain, _ = draw_plain_and_cached(pipe, SETTINGS, frames)
     assert skipped(pipe) == [REST] * 2, "two branches"
@@ -370,17 +348,12 @@ def test_image_to_image(name: str) -> None:
 
 def test_a_scheduler_that_takes_its_sample_elsewhere() -> None:
     """Regression: the third argument of CogVideoX's scheduler is the time, and no sample with a row for each image."""
-    model = FAMILIES["CogVideoXTransformer3DModel"].make()
-    scheduler = CogVideoXDPMScheduler()
-    pipe = quiet(CogVideoXPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=model, scheduler=scheduler))
-    call = {
-        "prompt_embeds": noise(2, TEXT, 16, seed=1), "negative_prompt_embeds": noise(2, TEXT, 16, seed=2),
-        "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": STEPS,
-        "output_type": "latent",
-    }  # fmt: skip
+    entry = ZOO["cogvideox"]
+    pipe = entry.make()
+    pipe.scheduler = CogVideoXDPMScheduler()
 
     def frames() -> Any:
-        return pipe(**call, generator=torch.Generator().manual_seed(0)).frames
+        return pipe(**entry.two_images() | {"num_inference_steps": STEPS}).frames
 
     draw_plain_and_cached(pipe, SETTINGS, frames)
     assert skipped(pipe) == [REST] * 2, "an image each"

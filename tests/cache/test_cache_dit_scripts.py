@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
 import ditile as cache_dit
@@ -27,9 +26,10 @@ from ditile import (
 )
 from ditile.cache.cached import IdleCacheWarning
 from tests import tiny
-from tests.parallel.sequence.planned import draw, qwen, wan_pipeline
+from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool
 from tests.runner.cases import same
+from tests.zoo import ZOO
 
 
 def flux(double: int = 4, single: int = 8) -> Any:
@@ -49,35 +49,19 @@ def left_out(pipe: Any) -> list[list[int]]:
 
 
 def test_one_line_on_a_pipeline_with_two_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    vae = AutoencoderKLQwenImage(
-        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False] * 3
-    )
-    pipe = tiny.quiet(
-        QwenImagePipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(),
-            vae=vae.eval(),
-            text_encoder=None,
-            tokenizer=None,
-            transformer=tiny.randomise(qwen(1, 1, 1)[0], gain=0.3),
-        )  # fmt: skip
-    )
-    mask = torch.ones(1, 5, dtype=torch.int64)
-    call: dict[str, Any] = {
-        "prompt_embeds": draw(1, 5, 16), "prompt_embeds_mask": mask, "negative_prompt_embeds": draw(1, 5, 16, seed=1),
-        "negative_prompt_embeds_mask": mask, "true_cfg_scale": 4.0, "height": 64, "width": 64,
-        "num_inference_steps": 20, "output_type": "latent",
-    }  # fmt: skip
-    plain = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+    entry = ZOO["qwen-image"]
+    pipe = entry.make()
+    tiny.randomise(pipe.transformer, gain=0.3)
+    plain = pipe(**entry.call() | {"num_inference_steps": 20}).images
 
     cache_dit.enable_cache(pipe)
-    pipe(**call, generator=torch.Generator().manual_seed(0))
+    pipe(**entry.call() | {"num_inference_steps": 20})
     stats = cache_dit.summary(pipe)
     cache_dit.disable_cache(pipe)
 
     assert {each.branch for each in stats[0].decisions} == {0, 1} and stats[0].cached_steps
     assert "what the cache left out" in capsys.readouterr().out
-    same(pipe(**call, generator=torch.Generator().manual_seed(0)).images, plain)
+    same(pipe(**entry.call() | {"num_inference_steps": 20}).images, plain)
 
 
 def test_a_block_adapter_of_flux() -> None:
