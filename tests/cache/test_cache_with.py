@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from diffusers import FluxControlNetModel, FluxControlNetPipeline
 from torch import nn
 
 import ditile
@@ -25,7 +24,8 @@ from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import NAMES, edits, folder_of
-from tests.tiny import WIDTH, quiet, randomise
+from tests.tiny import randomise
+from tests.zoo import ZOO
 
 STEPS, SPARE = 6, 2
 SETTINGS = settings_for(STEPS, SPARE)
@@ -63,14 +63,10 @@ def test_every_state_of_loras(name: str, tmp_path: Path) -> None:
 
 
 def with_controlnet() -> tuple[Any, dict[str, Any]]:
-    pipe = MAKE["flux"]()
-    controlnet = FluxControlNetModel(
-        in_channels=16, num_layers=1, num_single_layers=1, joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH,
-        axes_dims_rope=(2, 2, 4), num_attention_heads=4, attention_head_dim=8,
-    )  # fmt: skip
-    parts = {key: part for key, part in pipe.components.items() if part is not None}
-    made = quiet(FluxControlNetPipeline(**parts, controlnet=randomise(controlnet, seed=5, gain=1.0)))
-    return made, {"control_image": torch.rand(1, 3, 32, 24), "controlnet_conditioning_scale": 0.6}
+    return ZOO["flux-controlnet"].make(), {
+        "control_image": torch.rand(1, 3, 32, 24),
+        "controlnet_conditioning_scale": 0.6,
+    }
 
 
 def test_controlnets() -> None:

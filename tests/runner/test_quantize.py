@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from ditile.runner.quantize import EXCLUDED, QuantizationRecord, list_quantizati
 from tests import tiny
 from tests.more_families import EVERY
 from tests.runner.cases import MAKE, run
+from tests.zoo import ZOO
 
 FAMILIES = ("flux", "pixart sigma", "sd3.5 medium")
 
@@ -164,13 +164,10 @@ def test_what_diffusers_keeps_in_float32_is_left(name: str, tmp_path: Path, capl
 
 def test_every_transformer_of_a_pipeline_is_quantized() -> None:
     """A failure means that half of the weights stay as large as they are, without a word."""
-    one, other = (EVERY["Ideogram4Transformer2DModel"].make() for _ in range(2))
-    pipe = diffusers.Ideogram4Pipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None, tokenizer=None,
-        transformer=one, unconditional_transformer=other,
-    )  # fmt: skip
+    pipe = ZOO["ideogram-4"].make()
     ditile.quantize(pipe, "int8_weight_only")
-    assert list_quantization_records(one)[0].layers == list_quantization_records(other)[0].layers
+    one, other = (list_quantization_records(model)[0] for model in (pipe.transformer, pipe.unconditional_transformer))
+    assert one.layers == other.layers
     prior = EVERY["PriorTransformer"].make()
     image_encoder = nn.Sequential(nn.Linear(8, 8))
     ditile.quantize(SimpleNamespace(prior=prior, image_encoder=image_encoder, tokenizer=None), "int8_weight_only")
