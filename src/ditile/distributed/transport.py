@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ditile.distributed.recording.tape import CURRENT
 from ditile.distributed.trace import GenerationTrace
-from ditile.distributed.wire import VectorPacking
+from ditile.distributed.wire import MessagePacking, SiteBases
 
-Unpack = Callable[[Tensor], Tensor]
-"""Makes a tensor of a packed message."""
+Unpack = Callable[..., Tensor]
+"""(a packed message, index=its number) -> the tensor that was packed."""
 OutgoingTensors = Sequence[tuple[int, Tensor]]
 """(peer, tensor) of each message to send."""
 IncomingShapes = Sequence[tuple[int, Sequence[int]]]
@@ -48,12 +48,17 @@ class Traffic:
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     trace: GenerationTrace = field(default_factory=GenerationTrace, compare=False)
-    packings: Mapping[str, VectorPacking] = field(default_factory=dict, compare=False)
+    packings: Mapping[str, MessagePacking] = field(default_factory=dict, compare=False)
 
     def count_message(self, kind: str, size: int) -> None:
         """Add one message."""
         self.bytes[kind] = self.bytes.get(kind, 0) + size
         self.calls[kind] = self.calls.get(kind, 0) + 1
+
+    def begin_message(self, kind: str, bases: SiteBases | None) -> MessagePacking | None:
+        """Return what packs the next message of a kind at a site; None if it travels as it is."""
+        packing = self.packings.get(kind)
+        return None if packing is None else packing.begin_message(bases)
 
     def reset_counts(self) -> None:
         """Reset the counts to zero."""
@@ -74,7 +79,7 @@ class PostedReceive(NamedTuple):
         """Wait for the message, and return it on the device of `like` of `post_receive`."""
         self.work.wait()
         message = self.buffer.to(self.device)
-        return message if self.unpack is None else self.unpack(message)
+        return message if self.unpack is None else self.unpack(message, index=0)
 
 
 class PeerChannel:
@@ -105,7 +110,6 @@ class PeerChannel:
         self._traffic = traffic
         self._shared = shared
         self._before_send = before_send
-        self._packing = traffic.packings.get(kind)
         # Each message is kept with the tensor that it was made of, which is another one where gloo sends from the CPU.
         self._sending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
@@ -126,10 +130,11 @@ class PeerChannel:
         byte = torch.zeros(1, dtype=torch.uint8, device=choose_transfer_device(device, self._group))
         self._start_transfer(byte, sends=sends).wait()
 
-    def send_tensor(self, message: Tensor) -> None:
+    def send_tensor(self, message: Tensor, bases: SiteBases | None = None) -> None:
         """Start to send, and return at once."""
-        if self._packing is not None:
-            message = self._packing.pack_vectors(message)
+        packing = self._traffic.begin_message(self._kind, bases)
+        if packing is not None:
+            message = packing.pack_vectors(message)
         message = message.contiguous()
         if CURRENT.recording is None:
             self._start_send(message)
@@ -160,14 +165,15 @@ class PeerChannel:
         self._wait_for_sends(self._sent - self._sent_before)
         self._sent_before = self._sent
 
-    def post_receive(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
+    def post_receive(self, key: Any, shape: Sequence[int], like: Tensor, bases: SiteBases | None = None) -> None:
         """Start to receive the next message, of a shape and `like`'s dtype and device."""
         dtype = like.dtype
         unpack: Unpack | None = None
-        if self._packing is not None:
-            unpack = _make_unpack(self._packing, shape[-1], dtype)
-            shape = self._packing.pack_shape(shape)
-            dtype = torch.uint8
+        packing = self._traffic.begin_message(self._kind, bases)
+        if packing is not None:
+            unpack = _make_unpack(packing, shape[-1], dtype)
+            shape = packing.pack_shape(shape)
+            dtype = packing.dtype or dtype
         buffer = torch.empty(shape, dtype=dtype, device=choose_transfer_device(like.device, self._group))
         self._posted.append(PostedReceive(key, self._start_transfer(buffer, sends=False), buffer, like.device, unpack))
 
@@ -310,7 +316,7 @@ class PendingMessages:
             tensors = [*tensors[:rank], own, *tensors[rank:]]
         if self.unpack is None:
             return tensors
-        return [self.unpack(x) for x in tensors]
+        return [self.unpack(x, index=index) for index, x in enumerate(tensors)]
 
     def wait_for_works(self) -> None:
         """Wait until everything that arrives is in its memory."""
@@ -337,6 +343,7 @@ def start_all_to_all(
     group: dist.ProcessGroup,
     traffic: Traffic,
     kind: str,
+    bases: SiteBases | None = None,
 ) -> PendingMessages:
     """Start to send consecutive runs of vectors to the ranks of a group, and to receive runs from them.
 
@@ -344,11 +351,12 @@ def start_all_to_all(
         x: `[vectors, n]`, contiguous: the runs to send, in rank order.
         sends, receives: the lengths of the runs, in vectors.
         group, traffic, kind: with whom, and where and how bytes are counted.
+        bases: of the message's site, from which its difference may travel.
 
     Returns:
         One tensor `[vectors, n]` with the received runs, in rank order, once it is waited for.
     """
-    packing = traffic.packings.get(kind)
+    packing = traffic.begin_message(kind, bases)
     unpack: Unpack | None = None
     if packing is not None:
         unpack = _make_unpack(packing, x.shape[-1], x.dtype)
@@ -373,6 +381,7 @@ def start_exchange(
     traffic: Traffic,
     kind: str,
     keep: KeepMessage | None = None,
+    bases: SiteBases | None = None,
 ) -> PendingMessages:
     """Start messages to and from several peers at once.
 
@@ -382,21 +391,22 @@ def start_exchange(
         like: see above.
         group, traffic, kind: with whom, and where and how bytes are counted.
         keep: gives memory for messages that outlive a recorded call; by default they are the call's own.
+        bases: as of `start_all_to_all`; such an exchange sends one tensor, to one peer or several.
     """
     if group is None:
         return PendingMessages(_prepare_nothing, [], [], [], like.device, None, traffic, kind)
-    packing = traffic.packings.get(kind)
+    packing = traffic.begin_message(kind, bases)
     unpack: Unpack | None = None
     if packing is not None:
         unpack = _make_unpack(packing, like.shape[-1], like.dtype)
         sends = _pack_messages(packing, sends)
         receives = [(peer, packing.pack_shape(shape)) for peer, shape in receives]
-        like = like.new_empty(0, dtype=torch.uint8)
+        like = like.new_empty(0, dtype=packing.dtype)
     sizes = [message.nbytes for _, message in sends]
     return _start_messages(sends, receives, like, group, traffic, kind, sizes, keep=keep, unpack=unpack)
 
 
-def _pack_messages(packing: VectorPacking, sends: OutgoingTensors) -> list[tuple[int, Tensor]]:
+def _pack_messages(packing: MessagePacking, sends: OutgoingTensors) -> list[tuple[int, Tensor]]:
     # A message that goes to several peers is packed once.
     packed: dict[int, Tensor] = {}
     for _, message in sends:
@@ -411,6 +421,7 @@ def start_gather(
     group: dist.ProcessGroup | None,
     traffic: Traffic,
     kind: str,
+    bases: SiteBases | None = None,
 ) -> PendingMessages:
     """Start to exchange `x` with every rank of a group. Theirs have these shapes. All arrive, in rank order.
 
@@ -418,7 +429,7 @@ def start_gather(
     """
     if group is None:
         return PendingMessages(_prepare_nothing, [], [], [x], x.device, None, traffic, kind)
-    packing = traffic.packings.get(kind)
+    packing = traffic.begin_message(kind, bases)
     unpack: Unpack | None = None
     if packing is not None:
         # This rank's own part is packed too, so that all ranks have the same bits of it.
@@ -467,12 +478,13 @@ def start_shift(
     group: dist.ProcessGroup,
     traffic: Traffic,
     kind: str,
+    bases: SiteBases | None = None,
 ) -> PendingMessages:
     """Start to send `x` to the next rank of a ring, and to receive from the rank before, in this shape."""
     own_rank = dist.get_rank(group)
     next_rank = (own_rank + 1) % group.size()
     rank_before = (own_rank - 1) % group.size()
-    return start_exchange([(next_rank, x)], [(rank_before, shape)], x, group, traffic, kind)
+    return start_exchange([(next_rank, x)], [(rank_before, shape)], x, group, traffic, kind, bases=bases)
 
 
 def _start_messages(
@@ -627,7 +639,7 @@ def broadcast_named_tensors(
     return received
 
 
-def _make_unpack(packing: VectorPacking, size: int, dtype: torch.dtype) -> Unpack:
+def _make_unpack(packing: MessagePacking, size: int, dtype: torch.dtype) -> Unpack:
     return partial(packing.unpack_vectors, size=size, dtype=dtype)
 
 

@@ -17,7 +17,7 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
 
 Shares that do not divide differ by a token or a head, and are counted as they are. Headers are not counted. With
 `wire_dtype` a token's activation, or a head of it, is c + 2 c / r bytes instead of c e in the kinds of `PACKED_KINDS`,
-where r numbers share a scale (`find_scaled_run`).
+where r numbers share a scale (`find_scaled_run`); messages that travel as differences have codes of fewer bits.
 """
 
 from __future__ import annotations
@@ -52,10 +52,14 @@ KINDS = (
 )  # fmt: skip
 """The kinds of traffic with a formula here."""
 PACKED_KINDS = ("activations", "ulysses", "ring", "distrifusion", "keys")
-"""The kinds whose numbers are sent in eight bits each under `Plan.wire_dtype`."""
+"""The kinds whose numbers are sent in fewer bits each under `Plan.wire_dtype`."""
 SCALE_BYTES = 2
-MOST_SCALED = 16
-"""The most numbers that share a scale when sent as int8 (distributed/wire.py says why)."""
+MOST_SCALED = {"int8": 16, "residual4": 32, "residual3": 32}
+"""The most numbers that share a scale (distributed/wire.py says why)."""
+RESIDUAL_BITS = {"residual4": 4, "residual3": 3}
+"""The bits of a number in a message that travels as a difference."""
+RESIDUAL_GROUP = 8
+"""How many codes of a difference are packed together: they fill whole bytes."""
 
 
 def memoize_method(method: FunctionT) -> FunctionT:
@@ -177,6 +181,12 @@ class PlannedCall:
     def end_weights(self) -> tuple[float, ...]:
         """Return the weight of each rank of a replica, by which decode and text encoders are divided."""
         return self.plan.list_rank_weights()
+
+    def packs_messages(self, step: int) -> bool:
+        """Return whether messages of `PACKED_KINDS` are packed in a step. A difference needs one of the step before."""
+        if not self.plan.sends_differences:
+            return self.plan.wire_dtype is not None
+        return step > 0 and not any(map(self.step_schedule.sends_in_full, (step - 1, step)))
 
     @property
     def ranks_of_stage(self) -> int:
@@ -310,16 +320,16 @@ class PlannedRank:
         """Return the bytes of one number of each row of its batch."""
         return self.shape.batch * self.shape.element_size
 
-    @cached_property
-    def sent_key_bytes(self) -> int:
-        """Return the bytes of a token's keys, or values, in a message."""
-        return self.key_heads * self.count_packed_bytes(self.job.shape.head_dim)
+    @memoize_method
+    def count_sent_key_bytes(self, step: int) -> int:
+        """Count the bytes of a token's keys, or values, in a message of a step."""
+        return self.key_heads * self.count_packed_bytes(self.job.shape.head_dim, step)
 
-    @cached_property
-    def patch_bytes(self) -> tuple[int, ...]:
-        """Return the bytes that it sends to the next stage for each patch, in one call."""
+    @memoize_method
+    def count_patch_bytes(self, step: int = 0) -> tuple[int, ...]:
+        """Count the bytes that it sends to the next stage for each patch, in one call of a step; the first has most."""
         plan = self.job.plan
-        token_bytes = self.count_packed_bytes(self.job.shape.token_channels)
+        token_bytes = self.count_packed_bytes(self.job.shape.token_channels, step)
         sizes = []
         for patch in range(self.job.image_layout.num_patches):
             length = self.job.shard_tokens(patch)[self.token_place].count_tokens()
@@ -348,13 +358,28 @@ class PlannedRank:
             tokens += times * job.image_layout.count_layer_tokens(joint=joint and text)
         return 2 * self.shape.calls * tokens * self.key_heads * job.shape.head_dim * self.number_bytes
 
-    def count_packed_bytes(self, channels: int) -> int:
-        """Count the bytes of a vector of each row of its batch, in a message of one of `PACKED_KINDS`."""
+    @cached_property
+    def base_bytes(self) -> int:
+        """Return the most bytes of messages, sent and received, that it keeps if the next ones are differences."""
+        plan = self.job.plan
+        if not plan.sends_differences:
+            return 0
+        # In tokens of all ranks: queries, keys, values and outputs, at both ends; keys and values, which go round a
+        # ring. DistriFusion sends no text.
+        kept = (
+            8 * (plan.ulysses > 1) / plan.ring / plan.distrifusion + 4 * (plan.ring > 1) + 2 * (plan.distrifusion > 1)
+        )
+        tokens = sum(self.layers.values()) * self.job.image_layout.count_layer_tokens(joint=plan.distrifusion == 1)
+        size = int(kept * tokens) * self.heads * self.job.shape.head_dim * self.number_bytes
+        neighbours = (self.stage > 0) + (not self.is_last_stage)
+        return self.shape.calls * (size + neighbours * sum(self.count_patch_bytes()))
+
+    def count_packed_bytes(self, channels: int, step: int) -> int:
+        """Count the bytes of a vector of each row of its batch, in a message of one of `PACKED_KINDS` in a step."""
         wire_dtype = self.job.plan.wire_dtype
-        if wire_dtype is None:
+        if wire_dtype is None or not self.job.packs_messages(step):
             return channels * self.number_bytes
-        scales = channels // find_scaled_run(wire_dtype, channels)
-        return (channels + scales * SCALE_BYTES) * self.shape.batch
+        return count_vector_bytes(wire_dtype, channels) * self.shape.batch
 
     @memoize_method
     def take_share(self, micro: MicroStep) -> MicroStepShare:
@@ -419,10 +444,23 @@ def find_scaled_run(wire_dtype: str, channels: int) -> int:
     # fp8 has exponents of its own, so that one scale is enough.
     if wire_dtype == "fp8":
         return channels
-    for run in reversed(range(1, MOST_SCALED + 1)):
+    for run in reversed(range(1, MOST_SCALED[wire_dtype] + 1)):
         if channels % run == 0:
             return run
     raise AssertionError("1 divides every number")
+
+
+def count_code_bytes(wire_dtype: str, channels: int) -> int:
+    """Count the bytes of a packed vector's codes."""
+    if wire_dtype not in RESIDUAL_BITS:
+        return channels
+    return -(-channels // RESIDUAL_GROUP) * RESIDUAL_BITS[wire_dtype]
+
+
+def count_vector_bytes(wire_dtype: str, channels: int) -> int:
+    """Count the bytes of a packed vector: its codes and their scales."""
+    scales = channels // find_scaled_run(wire_dtype, channels)
+    return count_code_bytes(wire_dtype, channels) + scales * SCALE_BYTES
 
 
 def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
@@ -483,7 +521,7 @@ def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
 def count_group_key_bytes(rank: PlannedRank, *, joint: bool) -> int:
     """Count the bytes of a layer's keys and values that a stage of a warmup group sends to each other one, in one
     call."""
-    return 2 * rank.job.warmup_shards[rank.stage].count_tokens(joint=joint) * rank.sent_key_bytes
+    return 2 * rank.job.warmup_shards[rank.stage].count_tokens(joint=joint) * rank.count_sent_key_bytes(0)
 
 
 def count_prediction_bytes(rank: PlannedRank) -> int:
@@ -515,7 +553,7 @@ def count_guidance_bytes(share: MicroStepShare) -> int:
 def _iterate_activation_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     if not share.rank.is_last_stage and not share.warmup_group:
         for patch in share.rank.job.step_schedule.list_patches(share.micro):
-            yield RepeatedExchange("activations", share.rank.patch_bytes[patch])
+            yield RepeatedExchange("activations", share.rank.count_patch_bytes(share.micro.step)[patch])
 
 
 def _iterate_tensor_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
@@ -555,7 +593,7 @@ def _iterate_ulysses_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchan
     rank = share.rank
     if rank.job.plan.ulysses == 1:
         return
-    head_bytes = rank.count_packed_bytes(rank.job.shape.head_dim)
+    head_bytes = rank.count_packed_bytes(rank.job.shape.head_dim, share.micro.step)
     for joint, times in rank.layers.items():
         lengths = [shard.count_tokens(joint=joint) for shard in share.line]
         own_length = lengths[rank.ulysses]
@@ -583,7 +621,7 @@ def _iterate_ring_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]
         tokens = sum(lengths) - lengths[(rank.outer + 1) % n]
         if keeps_keys and job.plan.num_patches > 1:
             tokens = (n - 1) * lengths[rank.outer]
-        yield RepeatedExchange("ring", 2 * tokens * rank.sent_key_bytes, times)
+        yield RepeatedExchange("ring", 2 * tokens * rank.count_sent_key_bytes(share.micro.step), times)
 
 
 def _iterate_distrifusion_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
@@ -594,7 +632,7 @@ def _iterate_distrifusion_exchanges(share: MicroStepShare) -> Iterator[RepeatedE
         return
     # The text is on every rank, so its keys are not sent.
     image = sum(part.image_tokens for part in share.line)
-    size = 2 * (n - 1) * image * rank.sent_key_bytes
+    size = 2 * (n - 1) * image * rank.count_sent_key_bytes(share.micro.step)
     yield RepeatedExchange("distrifusion", size, sum(rank.layers.values()))
 
 

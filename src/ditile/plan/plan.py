@@ -146,9 +146,10 @@ class Plan:
     split_scheme: Literal["row", "sequence"] = define_option(
         "row", "tensor: all-reduce, or reduce-scatter and all-gather"
     )
-    wire_dtype: Literal["fp8", "int8"] | None = define_option(
+    wire_dtype: Literal["fp8", "int8", "residual4", "residual3"] | None = define_option(
         None,
-        "an approximation: send activations, queries, keys and values in eight bits a number, scaled per token",
+        "an approximation: send activations, queries, keys and values in eight bits a number, scaled per token, or "
+        "their differences from the step before in four or three",
     )
     text: Literal["each", "first", "split"] = define_option(
         "each", "text encoders on each rank, on the first one, or their layers split"
@@ -344,7 +345,20 @@ class Plan:
         """Return whether calls of its model can be recorded. Such calls read weights in one place and decide nothing
         within."""
         # With split_scheme=sequence there are hooks on parts of the model.
-        return self.offload == "none" and self.split_scheme != "sequence"
+        return self.split_scheme != "sequence" and self.explain_no_recording() is None
+
+    def explain_no_recording(self) -> str | None:
+        """Explain why `cuda_graphs=True` is refused; None if it is not."""
+        if self.offload == "blocks":
+            return "cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place"
+        if self.sends_differences:
+            return f"cuda_graphs=True repeats messages of one size, and wire_dtype={self.wire_dtype} has two; use int8"
+        return None
+
+    @property
+    def sends_differences(self) -> bool:
+        """Return whether messages travel as differences from those of the step before."""
+        return self.wire_dtype in ("residual4", "residual3")
 
     def offloads_rank(self, rank: int) -> bool:
         """Return whether the weights of a rank's blocks stay in the host's memory."""

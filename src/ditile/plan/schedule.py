@@ -126,6 +126,10 @@ class PatchSchedule:
         """Return whether nothing is stale in a step. With one patch nothing can be."""
         return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
 
+    def sends_in_full(self, step: int) -> bool:
+        """Return whether no message of a step may be a difference: it is synchronous, and in others keys are stale."""
+        return self.patches * self.distrifusion > 1 and self.is_synchronous(step)
+
     @property
     def has_stale_steps(self) -> bool:
         """Return whether keys are stale in some steps."""

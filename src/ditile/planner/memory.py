@@ -29,7 +29,7 @@ class RankMemory(NamedTuple):
 
     Attributes:
         weights, text, vae: its parameters of the transformer, the text encoders, and the VAE.
-        keys: keys and values that are kept for the next step.
+        keys: keys and values that are kept for the next step, and messages of which the next ones are differences.
         activations: all other tensors of a call during denoising; those in the tapes' memory are not counted twice.
         tapes: kept by recorded calls until the pipeline is restored: memory to compute in, and messages.
         decode: the tensors of a call during decoding, when keys have been freed.
@@ -153,7 +153,7 @@ def count_rank_memory(
     tensors = _RankTensors(subject, planned, text_tokens)
     activations = tensors.count_activation_bytes()
     # Keys of a transformer stay in memory until the end, even after its last call.
-    keys = planned.kept_key_bytes * subject.models
+    keys = (planned.kept_key_bytes + planned.base_bytes) * subject.models
     tapes = 0
     if records and can_record_calls(job.plan, profile):
         # Tapes and their keys hold no more than their share of memory. Other calls run as code.
@@ -305,7 +305,7 @@ class _RankTensors:
         inputs = branches * (latents + (text or self._text_tokens) * token_bytes)
         # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
         neighbours = (rank.stage > 0) + (not rank.is_last_stage)
-        messages = neighbours * branches * sum(rank.patch_bytes)
+        messages = neighbours * branches * sum(rank.count_patch_bytes())
         return int(computed * rank.number_bytes) + results + inputs + messages
 
     def _count_kept_numbers(self, text: int) -> float:
@@ -387,4 +387,4 @@ class _RankTensors:
             return 0
         # The first patch has the text, and where references come first, another one has the most latents.
         first = {0, self._schedule.num_references} & set(range(self._job.plan.num_patches))
-        return (RECEIVES_AHEAD + 1) * max(self._rank.patch_bytes[patch] for patch in first)
+        return (RECEIVES_AHEAD + 1) * max(self._rank.count_patch_bytes()[patch] for patch in first)

@@ -43,7 +43,7 @@ SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
 """A segment of a recorded call ends at the start of a message and at the wait for it; for most, the wait follows at
 once."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION}
-"""Messages that are sent in eight bits a number with `Plan.wire_dtype`."""
+"""Messages from stage to stage."""
 
 
 class CachedCalls(Enum):
@@ -270,7 +270,8 @@ class OpPricer:
     @cached_property
     def step_kinds(self) -> Sequence[tuple[bool, ...]]:
         """Return a key for each step. Steps with equal keys have the same work and messages."""
-        return _list_step_kinds(self.schedule, self.skips.steps, self._played_steps)
+        kinds = _list_step_kinds(self.schedule, self.skips.steps, self._played_steps)
+        return [(*kind, self.job.packs_messages(step)) for step, kind in enumerate(kinds)]
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         if op.kind is OpKind.COMPUTE:
@@ -284,7 +285,7 @@ class OpPricer:
         # The sender is busy for the part of a message that does not overlap with its next work.
         seconds = (1 - link.overlap) * size / link.bandwidth
         if op.kind is OpKind.SEND:
-            seconds += self._compute_packing_load(size, 1).get_busy_seconds(self._profile)
+            seconds += self._compute_packing_load(op.step, size, 1).get_busy_seconds(self._profile)
         return seconds
 
     def _compute_call_seconds(self, stage: int, op: Op, *, free: bool) -> float:
@@ -347,7 +348,7 @@ class OpPricer:
         rank = self._ranks[stage]
         if op.kind is OpKind.SEND and op.patch is not None:
             num_micro_batches = len(self.schedule.split_micro_batches(self._make_micro_step(op)))
-            return rank.patch_bytes[op.patch] / num_micro_batches
+            return rank.count_patch_bytes(op.step)[op.patch] / num_micro_batches
         if op.kind is OpKind.SEND_PREDICTION:
             return cost.count_prediction_bytes(rank)
         return rank.shape.latent_bytes * self.job.count_denoised_share(op.patch)
@@ -482,7 +483,7 @@ class OpPricer:
                 attending = self._basis.compute_load(attention_work, self._make_rank_tokens(part)).device
                 sending = compute_exposed_seconds(sending, link.overlap, attending * (n - 1) / n)
             if kind in cost.PACKED_KINDS:
-                total = total.combine_loads(self._compute_packing_load(size, calls))
+                total = total.combine_loads(self._compute_packing_load(step, size, calls))
             starting = link.call_s
             if kind == "tensor" and link.sum_s is not None:
                 starting = link.sum_s
@@ -512,15 +513,16 @@ class OpPricer:
             exchanges += len(layers) + 1
         alone = sum(block.before + block.after for block in blocks)
         together = compute_warmup_seconds(blocks, BLOCKS_AHEAD, link.overlap)
-        packing = self._compute_packing_load(sum(block.keys for block in blocks) * rate, exchanges)
+        packing = self._compute_packing_load(0, sum(block.keys for block in blocks) * rate, exchanges)
         load = DeviceLoad(own.device - alone + together, own.host + exchanges * link.call_s)
         return load.combine_loads(packing)
 
-    def _compute_packing_load(self, sent: float, messages: float) -> DeviceLoad:
-        """Compute the load to pack and unpack messages; none if they are sent unpacked."""
-        if self.job.plan.wire_dtype is None or not sent:
+    def _compute_packing_load(self, step: int, sent: float, messages: float) -> DeviceLoad:
+        """Compute the load to pack and unpack messages of a step; none if they are sent unpacked."""
+        wire_dtype = self.job.plan.wire_dtype
+        if wire_dtype is None or not sent or not self.job.packs_messages(step):
             return DeviceLoad(0.0, 0.0)
-        return compute_packing_load(self._profile, sent, messages)
+        return compute_packing_load(self._profile, wire_dtype, sent, messages)
 
     @memoize_method
     def get_axis_link(self, axis: str) -> Link:

@@ -126,10 +126,10 @@ class PlanQuestion(SourceOptions):
         if self.hit_rate is not None and self.cache is None:
             raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
         plan = self.priced_plan
-        if self.cuda_graphs and plan is not None and plan.offload == "blocks":
-            raise PlanError(
-                "cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place"
-            )
+        if self.cuda_graphs and plan is not None:
+            refusal = plan.explain_no_recording()
+            if refusal:
+                raise PlanError(refusal)
         if self.memory is not None:
             hardware.parse_byte_amount(self.memory)
         if self.host_memory is not None:

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ditile.plan.cost import PlannedCall
+from ditile.plan.cost import RESIDUAL_BITS, PlannedCall
 from ditile.plan.plan import AXES, Plan
 from ditile.planner.footprint import DecodeWork
 from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_stream_length
 from ditile.planner.profile import Link, Profile
 
-PACKING_KERNELS = 16
-"""Kernels that pack a message in eight bits a number and unpack one (`distributed.wire`)."""
+PACKING_KERNELS = {8: 16, 4: 32, 3: 32}
+"""Bits of a number -> kernels that pack a message and unpack one (`distributed.wire`)."""
 WIDE = 2048.0
 """The width of the matrices used to price encoders and decoders."""
 
@@ -165,15 +165,16 @@ def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> f
     return sending * (1 - overlap) + max(0.0, sending * overlap - compute)
 
 
-def compute_packing_load(profile: Profile, sent: float, messages: float) -> DeviceLoad:
-    """Compute the load to pack so many bytes of messages in eight bits a number, and to unpack the same number
-    received."""
+def compute_packing_load(profile: Profile, wire_dtype: str, sent: float, messages: float) -> DeviceLoad:
+    """Compute the load to pack so many bytes of messages, and to unpack the same number received."""
     if not messages:
         return DeviceLoad(0.0, 0.0)
-    # A byte is a number, and a kernel reads the numbers of one message.
-    size = sent * profile.element_size
-    device = PACKING_KERNELS * size / profile.pointwise["pointwise"].interpolate(size / messages)
-    return DeviceLoad(device, messages * PACKING_KERNELS * profile.kernel_s)
+    bits = RESIDUAL_BITS.get(wire_dtype, 8)
+    kernels = PACKING_KERNELS[bits]
+    # A kernel reads the numbers of one message.
+    size = sent * 8 / bits * profile.element_size
+    device = kernels * size / profile.pointwise["pointwise"].interpolate(size / messages)
+    return DeviceLoad(device, messages * kernels * profile.kernel_s)
 
 
 def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> float:

@@ -427,7 +427,6 @@ class LayerAttentionBuilder:
         self._kernel = kernel
         self._warmup_group = warmup_group
         self._checks = options.checks
-        self._exchange = self._build_exchange()
         self._masks: LocalKeyMaskSource | GatheredKeyMaskSource = LocalKeyMaskSource()
         if mesh.sequence.num_ranks > 1:
             self._masks = GatheredKeyMaskSource(
@@ -458,18 +457,19 @@ class LayerAttentionBuilder:
         if kernel is None:
             kernel = DiffusersKernel(backend) if through_dispatch else NATIVE
         keys = self._build_layer_keys(layer, kernel)
-        return AttentionCore(self._now, self._exchange, keys, self._masks, kind=kind, turn=self._turn)
+        return AttentionCore(self._now, self._build_exchange(layer), keys, self._masks, kind=kind, turn=self._turn)
 
-    def _build_exchange(self) -> HeadExchange:
+    def _build_exchange(self, layer: str) -> HeadExchange:
         axis = self._mesh["ulysses"]
         traffic = self._mesh.traffic
         uneven = self._plan.uaa is not False
         weights = self._plan.head_weights
         if axis.num_ranks == 1:
             return HeadExchange()
+        find_bases = functools.partial(self._now.find_bases, layer)
         if self._plan.async_ulysses:
-            return OverlappedUlysses(axis, traffic, self._now, uneven=uneven, weights=weights)
-        return UlyssesExchange(axis, traffic, uneven=uneven, weights=weights)
+            return OverlappedUlysses(axis, traffic, find_bases, self._now, uneven=uneven, weights=weights)
+        return UlyssesExchange(axis, traffic, find_bases, uneven=uneven, weights=weights)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
         """Build the source of a layer's keys: fresh ones, the ring's, or stale ones."""
@@ -482,8 +482,9 @@ class LayerAttentionBuilder:
         fresh: FreshKeys | RingKeys = FreshKeys(kernel)
         gather: RingGather | None = None
         if ring.num_ranks > 1:
-            fresh = RingKeys(ring, kernel, traffic)
-            gather = RingGather(ring, traffic)
+            find_bases = functools.partial(now.find_bases, layer)
+            fresh = RingKeys(ring, kernel, traffic, find_bases)
+            gather = RingGather(ring, traffic, find_bases)
         keys: KeySource = fresh
         # One patch has no keys of the step before.
         if self._plan.num_patches > 1:

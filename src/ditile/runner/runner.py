@@ -900,9 +900,7 @@ def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedS
         return None
     if device.type != "cuda":
         raise PlanError(f"cuda_graphs=True needs a GPU, and the device is {device}; leave it out")
-    if plan.offload == "blocks":
-        raise PlanError("cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place")
-    refusal = explain_no_graphs()
+    refusal = plan.explain_no_recording() or explain_no_graphs()
     if refusal:
         raise PlanError(refusal)
     memory_bytes = torch.cuda.get_device_properties(device).total_memory

@@ -58,8 +58,16 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
     ranks, own = mesh.sequence.num_ranks, mesh.sequence.index
     runs = tuple((pick_even_chunk(range(LENGTH), ranks, rank),) for rank in range(ranks))
     tokens = LayerTokens(runs, own, LENGTH, range(LENGTH), 0, False)
-    exchange: Any = UlyssesExchange(mesh["ulysses"], mesh.traffic) if mesh["ulysses"].num_ranks > 1 else HeadExchange()
-    keys: Any = RingKeys(mesh["ring"], NATIVE, mesh.traffic) if mesh["ring"].num_ranks > 1 else FreshKeys(NATIVE)
+    exchange: Any = (
+        UlyssesExchange(mesh["ulysses"], mesh.traffic, lambda *_: None)
+        if mesh["ulysses"].num_ranks > 1
+        else HeadExchange()
+    )
+    keys: Any = (
+        RingKeys(mesh["ring"], NATIVE, mesh.traffic, lambda *_: None)
+        if mesh["ring"].num_ranks > 1
+        else FreshKeys(NATIVE)
+    )
     random = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, LENGTH, heads, SIZE, generator=random)
     k, v = torch.randn(2, BATCH, LENGTH, groups, SIZE, generator=random)

@@ -89,7 +89,7 @@ def round_the_ring(patch: pytest.MonkeyPatch, q: Tensor, blocks: Sequence[Tensor
         return Sent(log, turn, [coming])
 
     patch.setattr(ring, "start_shift", start_shift)
-    keys = RingKeys(Axis("ring", tuple(range(size)), OWN, GROUP), Exactly(log), Traffic())
+    keys = RingKeys(Axis("ring", tuple(range(size)), OWN, GROUP), Exactly(log), Traffic(), lambda *_: None)
     return keys.attend_to_keys(q, *blocks[OWN], tokens_of(lengths), AttentionOptions()), log
 
 

@@ -7,10 +7,11 @@ scheduler receive it before the call, and read it. Its parts are divided by who 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from ditile.distributed.wire import SiteBases
 from ditile.model.hooks.block_policy import CallForm
 from ditile.model.hooks.kv_store import GenerationMemory
 from ditile.model.hooks.pieces import Piece
@@ -380,6 +381,18 @@ class Generation:
             self.token_patch = schedule.num_references
         self.is_stale = schedule.reads_stale_keys(micro.step)
         self.keeps_keys = schedule.keeps_keys(micro.step)
+        if schedule.sends_in_full(micro.step):
+            self.memory.bases.clear()
+
+    def find_bases(self, *site: Hashable) -> SiteBases | None:
+        """Find what last arrived at the site of a message of the current call.
+
+        The site tells its sizes on all ranks too: all ranks agree on whether it is new. None in a step whose messages
+        travel in full.
+        """
+        if self.schedule.sends_in_full(self.micro_step.step):
+            return None
+        return self.memory.bases.setdefault((self.branch, self.token_patch, self.micro_batch, *site), {})
 
     @property
     def is_dry(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.transport import PendingMessages
+from ditile.distributed.wire import SiteBases
 from ditile.model.hooks.token_arguments import group_runs, view_frames, write_runs
 from ditile.plan.errors import StateError
 from ditile.plan.plan import suggest_whole_images
@@ -347,6 +348,7 @@ class GenerationMemory:
         outputs: of modules that need not compute them again.
         epoch: replaced by another object after anything that may have changed the model.
         begun_models: models and branches of guidance that were called, as recorded calls note them.
+        bases: what last arrived at each site of messages that travel as differences.
     """
 
     def __init__(self, kept_buffers: KeptBuffers | None = None) -> None:
@@ -358,6 +360,7 @@ class GenerationMemory:
         self.outputs: dict[Hashable, RememberedOutput] = {}
         self.epoch = object()
         self.begun_models: set[Hashable] = set()
+        self.bases: dict[Hashable, SiteBases] = {}
         self._slices: dict[Hashable, SliceEntry] = {}
 
     def get_key_store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:

@@ -9,17 +9,22 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from ditile.distributed.wire import SiteBases
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions, KeyPaddingMask
 from ditile.plan.errors import StateError
 
 DeferredTensor = Callable[[], Tensor]
 """Computes q, k or v `[B, S, N, H]`: projection, norm and rope."""
+
+
+FindBases = Callable[[Hashable, Hashable], SiteBases | None]
+"""(name of a message in a layer, its sizes on all ranks) -> what last arrived there; None if it travels in full."""
 
 
 class HeadExchange:

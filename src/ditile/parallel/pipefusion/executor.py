@@ -695,7 +695,8 @@ class PipeFusion:
                     "torch.autocast they may; give the pipeline one dtype instead, or use pipefusion=1"
                 )
             # The reason for this shape is explained in `_find_activation_form`.
-            self._activations_out.send_tensor(message.unflatten(1, (-1, math.gcd(*widths))))
+            message = message.unflatten(1, (-1, math.gcd(*widths)))
+            self._activations_out.send_tensor(message, now.find_bases("sent", op.patch, message.shape))
 
     def _record_compute(self) -> None:
         micro = self.generation.micro_step
@@ -740,7 +741,12 @@ class PipeFusion:
         # A text may have other channels than the image, so a message is a list of vectors that divide a token of both:
         # transport packs and counts vectors.
         vector = math.gcd(width, text_width)
-        return MessageForm((len(rows), (image_numbers + text_numbers) // vector, vector), self._like)
+        shape = (len(rows), (image_numbers + text_numbers) // vector, vector)
+        bases = None
+        # This may be a message of the next step.
+        if not self.schedule.sends_in_full(key.step):
+            bases = now.memory.bases.setdefault(("received", key[1:], shape), {})
+        return MessageForm(shape, self._like, bases)
 
     def _find_latent_form(self, key: MessageKey) -> MessageForm | None:
         if not self._latents:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ditile.distributed.transport import PeerChannel
+from ditile.distributed.wire import SiteBases
 
 RECEIVES_AHEAD = 2
 """How many receives are posted before they are needed; at most one if they occupy the device."""
@@ -35,10 +36,11 @@ class MessageKey(NamedTuple):
 
 
 class MessageForm(NamedTuple):
-    """The shape of a message, and a tensor that has its dtype and device."""
+    """The shape of a message, a tensor that has its dtype and device, and what it may be a difference from."""
 
     shape: tuple[int, ...]
     like: Tensor
+    bases: SiteBases | None = None
 
 
 class ReceivePrefetcher:

@@ -158,7 +158,8 @@ class DistriFusionKeys:
         # The next step waits for them, and if that is recorded it finds them in one place.
         if self.now.memory.keeps_buffers:
             keep = partial(self._keep_message, self.now.branch)
-        return start_exchange(sends, receives, fresh, self.axis.group, self.traffic, KIND, keep)
+        bases = self.now.find_bases(self.layer, tuple(image_runs), fresh.shape)
+        return start_exchange(sends, receives, fresh, self.axis.group, self.traffic, KIND, keep, bases)
 
     def _keep_message(self, branch: int, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
         return self.now.memory.keep_message((self.layer, branch, "message", index), shape, like)

@@ -17,7 +17,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_gather, start_shift
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions
-from ditile.model.hooks.protocols import AttentionKernel
+from ditile.model.hooks.protocols import AttentionKernel, FindBases
 
 KIND = "ring"
 
@@ -28,13 +28,15 @@ class RingKeys:
     Args:
         kernel: attends to a block and returns the log-sum-exp.
         traffic: counts bytes.
+        find_bases: finds what last arrived at the site of a message of the layer.
     """
 
-    def __init__(self, axis: Axis, kernel: AttentionKernel, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, kernel: AttentionKernel, traffic: Traffic, find_bases: FindBases) -> None:
         assert axis.group is not None
         self._axis = axis
         self._kernel = kernel
         self._traffic = traffic
+        self._find_bases = find_bases
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Return the output of the queries, `[B, S, N, H]`."""
@@ -51,7 +53,8 @@ class RingKeys:
             # The transfer starts before this block is attended to, so that both take place at once.
             if turn < size - 1:
                 shape = (*block.shape[:2], lengths[source - 1], *block.shape[3:])
-                incoming = start_shift(block, shape, group, self._traffic, KIND)
+                bases = self._find_bases(turn, (tokens, block.shape))
+                incoming = start_shift(block, shape, group, self._traffic, KIND, bases)
             mask = extra.mask.ring_masks[source] if extra.mask else None
             k, v = block
             # Extra keys are the same on every rank: they are attended to once.
@@ -71,13 +74,15 @@ class RingGather:
 
     axis: Axis
     traffic: Traffic
+    find_bases: FindBases
 
     def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
         """Gather `[B, own tokens, N, H]` to `[B, tokens of all ranks, N, H]`, in rank order."""
         own = torch.stack([k, v])
         lengths = _count_rank_tokens(tokens, self.axis.num_ranks)
         shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in lengths]
-        parts = start_gather(own, shapes, self.axis.group, self.traffic, KIND).wait_for_tensors()
+        bases = self.find_bases("keys", tuple(shapes))
+        parts = start_gather(own, shapes, self.axis.group, self.traffic, KIND, bases).wait_for_tensors()
         k, v = torch.cat(parts, dim=2)
         return k, v
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import PendingMessages, Traffic, start_all_to_all
+from ditile.distributed.wire import SiteBases
 from ditile.model.hooks.generation import Generation, LayerTokens
-from ditile.model.hooks.protocols import DeferredTensor, HeadExchange
+from ditile.model.hooks.protocols import DeferredTensor, FindBases, HeadExchange
 from ditile.plan.errors import PlanError
 from ditile.plan.layout import pick_weighted_chunk
 from ditile.plan.plan import format_divisors
@@ -94,6 +95,7 @@ class UlyssesExchange(HeadExchange):
     Args:
         axis: the ranks that split the tokens and the heads.
         traffic: counts bytes.
+        find_bases: finds what last arrived at the site of a message of the layer.
         uneven: whether some ranks may have one head more than others.
         weights: how the heads are shared among the ranks; equal by default.
     """
@@ -102,8 +104,15 @@ class UlyssesExchange(HeadExchange):
     takes_dummies = False
 
     def __init__(
-        self, axis: Axis, traffic: Traffic, *, uneven: bool = True, weights: tuple[float, ...] | None = None
+        self,
+        axis: Axis,
+        traffic: Traffic,
+        find_bases: FindBases,
+        *,
+        uneven: bool = True,
+        weights: tuple[float, ...] | None = None,
     ) -> None:
+        self._find_bases = find_bases
         self._weights = weights or (1.0,) * axis.num_ranks
         self._uneven = uneven
         self._axis = axis
@@ -123,12 +132,12 @@ class UlyssesExchange(HeadExchange):
         k_BPNH = self._repeat_uneven_heads(k_BPNH, num_heads)
         v_BPNH = self._repeat_uneven_heads(v_BPNH, num_heads)
         if keys is tokens:
-            return self._exchange_tensors((q_BPNH, k_BPNH, v_BPNH), tokens)
+            return self._exchange_tensors("qkv", (q_BPNH, k_BPNH, v_BPNH), tokens)
         # If the queries belong to other tokens than the keys, they are sent in a separate message.
-        queries = self._exchange_tensors((q_BPNH,), tokens)
-        return queries + self._exchange_tensors((k_BPNH, v_BPNH), keys)
+        queries = self._exchange_tensors("q", (q_BPNH,), tokens)
+        return queries + self._exchange_tensors("kv", (k_BPNH, v_BPNH), keys)
 
-    def _exchange_tensors(self, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
+    def _exchange_tensors(self, name: str, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """Exchange tensors of the same tokens in one message."""
         shares = self._get_shares(tokens, *(x_BPNH.shape[2] for x_BPNH in tensors))
         if tokens.are_none:
@@ -137,7 +146,7 @@ class UlyssesExchange(HeadExchange):
             for x_BPNH, run in zip(tensors, shares.heads[self._index], strict=True):
                 own.append(x_BPNH[:, :, run.start : run.stop])
             return tuple(own)
-        return self._receive_heads(self._send_heads(tensors, shares), shares, tensors[0])
+        return self._receive_heads(self._send_heads(name, tensors, shares), shares, tensors[0])
 
     def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """Exchange `[B, tokens of all ranks, own heads, H]` for `[B, own tokens, N, H]`."""
@@ -148,13 +157,14 @@ class UlyssesExchange(HeadExchange):
         # On the way back each rank sends as much as it received before.
         receives, sends = shares.size_messages(batch)
         length = shares.lengths[self._index]
+        bases = self._find_bases("out", (shares, batch))
         if shares.is_even:
             out_RBPMH = out_BSMH.unflatten(1, (self._ranks, length)).transpose(0, 1)
             heads_of_tokens = out_RBPMH.flatten(0, -2).contiguous()
-            (received,) = self._start(heads_of_tokens, sends, receives).wait_for_tensors()
+            (received,) = self._start(heads_of_tokens, sends, receives, bases).wait_for_tensors()
             return received.view(self._ranks, batch, length, own_heads, size).movedim(0, 2).flatten(2, 3)
         heads_of_tokens = torch.cat([part.flatten(0, -2) for part in out_BSMH.split(shares.lengths, dim=1)])
-        (received,) = self._start(heads_of_tokens, sends, receives).wait_for_tensors()
+        (received,) = self._start(heads_of_tokens, sends, receives, bases).wait_for_tensors()
         parts = []
         for rank, message in enumerate(received.split(receives)):
             parts.append(message.view(batch, length, shares.num_heads[rank], size))
@@ -170,14 +180,15 @@ class UlyssesExchange(HeadExchange):
         own = pick_weighted_chunk(range(x.shape[2]), self._weights, self._index)
         return x[:, :, own.start : own.stop]
 
-    def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
+    def _send_heads(self, name: str, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
         """Start to send each rank its heads of the tensors `[B, P, N, H]` and to receive this rank's heads."""
         batch, length, _, size = tensors[0].shape
         sends, receives = shares.size_messages(batch)
+        bases = self._find_bases(name, (shares, batch))
         if shares.is_even:
             # These are views RBPMH, so `cat` makes the only copy. It puts the heads for one rank next to each other.
             views = [x_BPNH.unflatten(2, (self._ranks, -1)).movedim(2, 0) for x_BPNH in tensors]
-            return self._start(torch.cat(views, dim=3).flatten(0, -2), sends, receives)
+            return self._start(torch.cat(views, dim=3).flatten(0, -2), sends, receives, bases)
         heads_of_tokens = tensors[0].new_empty((sum(sends), size))
         for rank, message in enumerate(heads_of_tokens.split(sends)):
             runs = shares.heads[rank]
@@ -185,7 +196,7 @@ class UlyssesExchange(HeadExchange):
             parts = message_BPMH.split([len(run) for run in runs], dim=2)
             for x_BPNH, run, part in zip(tensors, runs, parts, strict=True):
                 part.copy_(x_BPNH[:, :, run.start : run.stop])
-        return self._start(heads_of_tokens, sends, receives)
+        return self._start(heads_of_tokens, sends, receives, bases)
 
     def _receive_heads(self, pending: PendingMessages, shares: HeadAndTokenShares, like: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's heads of the tensors, `[B, S, M, H]` each."""
@@ -208,9 +219,11 @@ class UlyssesExchange(HeadExchange):
         parts: tuple[Tensor, ...] = x_BSMH.split(own_heads, dim=2)
         return parts
 
-    def _start(self, heads_of_tokens: Tensor, sends: list[int], receives: list[int]) -> PendingMessages:
+    def _start(
+        self, heads_of_tokens: Tensor, sends: list[int], receives: list[int], bases: SiteBases | None
+    ) -> PendingMessages:
         assert self._axis.group is not None
-        return start_all_to_all(heads_of_tokens, sends, receives, self._axis.group, self._traffic, KIND)
+        return start_all_to_all(heads_of_tokens, sends, receives, self._axis.group, self._traffic, KIND, bases)
 
     def _get_shares(self, tokens: LayerTokens, *heads: int) -> HeadAndTokenShares:
         return share_heads_and_tokens(tokens, heads, self._index, self._weights)
@@ -237,7 +250,7 @@ class OverlappedUlysses(UlyssesExchange):
     """An exchange that sends each projection while the next one is computed.
 
     Args:
-        axis, traffic, uneven, weights: as for `UlyssesExchange`.
+        axis, traffic, find_bases, uneven, weights: as for `UlyssesExchange`.
         now: gives the micro-step under which the trace records each exchange.
     """
 
@@ -247,12 +260,13 @@ class OverlappedUlysses(UlyssesExchange):
         self,
         axis: Axis,
         traffic: Traffic,
+        find_bases: FindBases,
         now: Generation,
         *,
         uneven: bool = True,
         weights: tuple[float, ...] | None = None,
     ) -> None:
-        super().__init__(axis, traffic, uneven=uneven, weights=weights)
+        super().__init__(axis, traffic, find_bases, uneven=uneven, weights=weights)
         self._trace = traffic.trace
         self._now = now
 
@@ -268,7 +282,8 @@ class OverlappedUlysses(UlyssesExchange):
             num_heads = x_BPNH.shape[2]
             self._check_heads(num_heads)
             shares = self._get_shares(tokens, num_heads)
-            under_way.append((name, x_BPNH, shares, self._send_heads([x_BPNH], shares), self._trace.mark_point()))
+            pending = self._send_heads(name, [x_BPNH], shares)
+            under_way.append((name, x_BPNH, shares, pending, self._trace.mark_point()))
         received: list[Tensor] = []
         for name, x_BPNH, shares, pending, began in under_way:
             received += self._receive_heads(pending, shares, x_BPNH)
