@@ -227,9 +227,11 @@ def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
 
 def _take_reference_steps(request: GenerateOptions, bounds: Bounds, cache: CacheOptions) -> GenerateOptions:
     """Return the request with the steps of the finer run to which the schedule of its computed steps was fitted."""
+    if bounds.seconds is not None:
+        # They may leave time for all steps, which are the model's own.
+        return request
     if bounds.is_given:
-        # Seconds may leave time for all steps, which are the model's own.
-        return request if bounds.seconds is not None else take_reference_steps(request, None, cache.schedule)
+        return take_reference_steps(request, None, cache.schedule)
     config = cache.build_cache_arguments()["cache_config"]
     if isinstance(config, FittedScheduleConfig) and config.steps is not None:
         return take_reference_steps(request, config.steps, config.schedule)

@@ -168,9 +168,12 @@ def take_reference_steps(options: GenerateOptions, num_computed: int | None, pat
     """
     if options.steps is not None or options.strength is not None:
         return options
-    schedules = read_shipped_schedules().values() if path is None else [Schedule.read(path)]
+    if path is None:
+        schedules = [schedule for schedule in read_shipped_schedules().values() if schedule.model == options.model]
+    else:
+        schedules = [Schedule.read(path)]
     for schedule in schedules:
-        if schedule.own is None or (path is None and schedule.model != options.model):
+        if schedule.own is None:
             continue
         is_fewer = num_computed is None or num_computed < schedule.own.steps
         if is_fewer and count_request_steps(options) == schedule.own.steps:

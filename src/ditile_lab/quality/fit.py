@@ -70,7 +70,13 @@ def fit_budgets(
         first = [step for step in first if gains[step] >= LEAST_GAIN * np.mean(gains)]
     forced = add_switches(first, switches, num_steps)
     if num_steps >= FEWEST_FORECAST_STEPS:
-        return StepFit(gram, gains, forced, mean_square, corrects_drift=has_exact_gains).fit_all_budgets()
+        budgets = StepFit(gram, gains, forced, mean_square, corrects_drift=has_exact_gains).fit_all_budgets()
+        if num_steps > STEPS_OF_FORCED and not switches:
+            # With six of 48 steps and three of them forced, shapes-flux lost 4 dB.
+            free = StepFit(gram, gains, {0}, mean_square, corrects_drift=has_exact_gains).fit_all_budgets()
+            most = 2 * len(forced)
+            return [budget for budget in free if budget.size <= most] + [b for b in budgets if b.size > most]
+        return budgets
     budgets = StepFit(gram, gains, forced, mean_square, reuses=True).fit_all_budgets()
     if not switches:
         # With few steps in all, there may be time for only two.

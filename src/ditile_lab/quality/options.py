@@ -251,7 +251,9 @@ class FitOptions(DeviceOptions, CallOptions):
         """
         if self.reference_steps is not None:
             return self.reference_steps
-        return own_steps if own_steps < FEWEST_FORECAST_STEPS else round(REFERENCE_RATIO * own_steps)
+        if own_steps < FEWEST_FORECAST_STEPS:
+            return own_steps
+        return round(REFERENCE_RATIO * own_steps)
 
     def choose_file(self, num_steps: int) -> str:
         """Choose the file to write."""

@@ -194,7 +194,9 @@ class ScheduleFitting:
 
     def _generate_in_full(self, number: int, caption: str) -> FullRun:
         # First, as the scheduler's sigmas are read after the finer run.
-        own_frames = self._generate(number, caption, self._own_steps) if self._is_finer else None
+        own_frames = np.empty(0, np.uint8)
+        if self._is_finer:
+            own_frames = self._generate(number, caption, self._own_steps)
         with record_steps(self._pipe) as record:
             frames = self._generate(number, caption, self._reference_steps)
         if len(record.predictions) < 2:
@@ -205,7 +207,7 @@ class ScheduleFitting:
         gram = compute_gram_matrix(record.predictions)
         if number >= CAPTIONS_OF_GAINS:
             record.predictions.clear()
-        return FullRun(frames, frames if own_frames is None else own_frames, record, gram)
+        return FullRun(frames, own_frames, record, gram)
 
     def _generate(self, number: int, caption: str, num_steps: int) -> Frames:
         """Return the image of a caption in 8 bits `[frames, H, W, 3]`."""
@@ -360,13 +362,18 @@ def build_schedule_table(schedule: Schedule) -> Table:
     table = Table(title=title)
     for name in titles:
         table.add_column(name, justify="right")
-    all_steps = schedule.num_steps if own is None else own.steps
+    all_steps = schedule.num_steps
+    if own is not None:
+        all_steps = own.steps
     for budget in schedule.budgets:
         row = [str(budget.size), f"{100 * budget.size / all_steps:.0f}", f"{budget.predicted_db:.1f}"]
         measured = [budget.mean_db, budget.worst_db]
         if own is not None:
             measured += [budget.own_mean_db, budget.own_worst_db]
         for decibels in measured:
-            row.append("-" if decibels is None else f"{decibels:.1f}")
+            cell = "-"
+            if decibels is not None:
+                cell = f"{decibels:.1f}"
+            row.append(cell)
         table.add_row(*row)
     return table

@@ -97,8 +97,9 @@ class FittedPolicies:
         # LoRAs and quantization may have come since the cache was enabled, or since the last call.
         self._schedules = self._match_weights()
         self._call = {name: call.get(name) for name in ("strength", "guidance_scale", "true_cfg_scale")}
+        self._call["steps"] = call.get("num_inference_steps")
         # For the command that a refusal names; the picture itself is not kept.
-        self._call |= {"image": None if call.get("image") is None else "", "steps": call.get("num_inference_steps")}
+        self._call["image"] = call.get("image") is not None or None
         if self._schedules:
             present = describe_call(self._pipe, self._models[0], call)
             self._schedules = self._select_equal(self._schedules, present)
