@@ -111,7 +111,9 @@ def _name_surroundings(error: BaseException) -> str:
     """Return the beginning of a line about an error of the system, such as a full disk; "" for any other error."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    return SYSTEM_REFUSED if LIMIT_MESSAGE.search(str(error)) else ""
+    if LIMIT_MESSAGE.search(str(error)):
+        return SYSTEM_REFUSED
+    return ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

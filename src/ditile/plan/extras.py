@@ -78,7 +78,9 @@ def advise_torchvision() -> str:
     # torchvision 0.15 was made for torch 2.0, and each release since for the next one.
     command = f"pip install torchvision==0.{int(minor) + 15}.{patch}"
     # Builds for one version of CUDA are in an index of their own.
-    return f"{command} --index-url https://download.pytorch.org/whl/{build}" if build else command
+    if build:
+        return f"{command} --index-url https://download.pytorch.org/whl/{build}"
+    return command
 
 
 def import_lab(module: str) -> Any:

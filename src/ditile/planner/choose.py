@@ -153,7 +153,9 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
 
 
 def _parse_memory(text: str | None, name: str) -> int | None:
-    return None if text is None else hardware.parse_byte_amount(text, name)
+    if text is None:
+        return None
+    return hardware.parse_byte_amount(text, name)
 
 
 def _describe_call(search: PlanSearch, question: PlanQuestion) -> CallArguments:

@@ -152,7 +152,9 @@ def _describe_class(options: GenerateOptions) -> str:
     if not options.conditions:
         return ""
     pipeline, _ = choose_requested_class(options)
-    return "" if pipeline is None else f"pipeline: {name_pipeline(pipeline)}\n"
+    if pipeline is None:
+        return ""
+    return f"pipeline: {name_pipeline(pipeline)}\n"
 
 
 def build_subject_job(

@@ -142,7 +142,9 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
     machine_profile = profiles[0]
     if len(profiles) > 1:
         machine_profile = join_devices(profiles)
-    return machine_profile if interlink is None else add_interlink(machine_profile, interlink)
+    if interlink is None:
+        return machine_profile
+    return add_interlink(machine_profile, interlink)
 
 
 def _load_device_profile(name: str) -> Profile:

@@ -81,7 +81,9 @@ class StreamSizes(NamedTuple):
             return "both"
         if self.text and size == self.text:
             return "text"
-        return "image" if size == self.image else self.others.get(size, "once")
+        if size == self.image:
+            return "image"
+        return self.others.get(size, "once")
 
     def match_rows(self, rows: int) -> tuple[Stream, int]:
         """Return the stream for some rows of a product, and the rows for each token."""

@@ -140,7 +140,9 @@ class PlanQuestion(SourceOptions):
     @property
     def priced_plan(self) -> Plan | None:
         """Return the one plan to price; None for a search."""
-        return None if self.price is None else Plan.parse(self.price)
+        if self.price is None:
+            return None
+        return Plan.parse(self.price)
 
     def read_pictures(self) -> list[Image.Image]:
         """Read the images at the start of the call; for a size, an image without a motif.
@@ -247,4 +249,6 @@ def _read_machine_profile(ask: PlanQuestion) -> Profile:
     if named is None and not profile.host_memory_bytes:
         # The profile was measured by a release that did not store the host's memory.
         profile = dataclasses.replace(profile, host_memory_bytes=cpus.count_memory_bytes())
-    return profile if ask.interlink is None else hardware.add_interlink(profile, ask.interlink)
+    if ask.interlink is None:
+        return profile
+    return hardware.add_interlink(profile, ask.interlink)

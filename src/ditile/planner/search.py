@@ -186,7 +186,9 @@ class PlanSearch:
         return self.request.memory_bytes or self.profile.get_rank_profile(rank).memory_bytes
 
     def _name_place(self, rank: int) -> str:
-        return f"on rank {rank}" if self.profile.by_rank else "a device"
+        if self.profile.by_rank:
+            return f"on rank {rank}"
+        return "a device"
 
     @cached_property
     def _device_speeds(self) -> Sequence[float]:

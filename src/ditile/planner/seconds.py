@@ -152,7 +152,9 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
     if kind == "ring":
         return link.neighbours
     if kind in ("distrifusion", "pipefusion"):
-        return link.neighbours if link.gather is None else link.gather
+        if link.gather is None:
+            return link.neighbours
+        return link.gather
     if not 0 < link.socket < n:
         return link.collective
     # Half of an all-to-all of n ranks crosses the link between two sockets: n^2 / 4 messages, of n - 1 that each sends.

@@ -305,7 +305,9 @@ class PlanSubject:
             ranks: of unlike shares, the whole over the share.
         """
         footprint = self.transformer_work.footprint
-        return footprint if ranks == 1 else footprint.divide_by_ranks(channels, ranks)
+        if ranks == 1:
+            return footprint
+        return footprint.divide_by_ranks(channels, ranks)
 
     @cached_property
     def _tensor_cuts(self) -> TensorCuts:

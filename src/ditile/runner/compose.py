@@ -344,9 +344,13 @@ class Composition:
         def count_rows(model: nn.Module) -> int | None:
             # A model that is not divided is called on all images in every replica.
             if model not in self.models:
-                return None if loop.num_images is None else batch.num_images
+                if loop.num_images is None:
+                    return None
+                return batch.num_images
             # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
-            return None if self.plan.attends_to_stale_keys else loop.num_images
+            if self.plan.attends_to_stale_keys:
+                return None
+            return loop.num_images
 
         with ExitStack() as stack:
             for cache in self.block_caches:

@@ -90,7 +90,9 @@ class CallCache(ModelCache):
     @property
     def memory_bytes(self) -> int:
         """Return the number of remembered bytes."""
-        return 0 if self.forecasts is None else self.forecasts.memory_bytes
+        if self.forecasts is None:
+            return 0
+        return self.forecasts.memory_bytes
 
     def _change_settings(self, config: CacheConfig, calibrator: Calibration | None) -> None:
         check_one_forecast(self._config, calibrator)

@@ -127,7 +127,9 @@ class CallForecasts:
         differences = iter(policy.differences[0])
 
         def join_rows(leaf: Any) -> Any:
-            return policy.model.join_rows(leaf, next(differences)) if _is_output(leaf) else leaf
+            if _is_output(leaf):
+                return policy.model.join_rows(leaf, next(differences))
+            return leaf
 
         return pytree.tree_map(join_rows, result)
 

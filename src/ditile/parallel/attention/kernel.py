@@ -214,7 +214,9 @@ def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> 
     """
     if dtype not in (torch.float16, torch.bfloat16) or size > 256 or device.type != "cuda":
         return "efficient"
-    return "flash" if torch.cuda.get_device_capability(device) >= AMPERE else "efficient"
+    if torch.cuda.get_device_capability(device) >= AMPERE:
+        return "flash"
+    return "efficient"
 
 
 def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ class HostCopies:
 
     def mark_computed(self) -> Any:
         """Return an event after all kernels launched so far."""
-        return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self.device).record_event()
 
 
 class _HostTensor(NamedTuple):

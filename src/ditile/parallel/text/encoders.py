@@ -295,7 +295,9 @@ class _SplitEncoder:
         return self._append_extras(hidden_states)
 
     def _append_extras(self, hidden_states: Tensor) -> Any:
-        return hidden_states if self._extras is None else (hidden_states, *self._extras)
+        if self._extras is None:
+            return hidden_states
+        return (hidden_states, *self._extras)
 
 
 def _describe_leaf(leaf: Any) -> Any:

@@ -105,7 +105,9 @@ def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn
         ModelError: if the encoder cannot be split.
     """
     if place.mode == "first":
-        return list(encoder.children()) if place.has_no_weights else []
+        if place.has_no_weights:
+            return list(encoder.children())
+        return []
     module_names = find_encoder_modules(type(encoder))
     layers = find_encoder_layers(encoder)
     owners = assign_layer_ranks(len(layers), place.weights)

@@ -418,7 +418,9 @@ class RowFunctions(TorchFunctionMode):
 
 def _repeat_number(value: Any, dims: int) -> tuple[int, ...]:
     """Return a convolution's option for each dimension; a single number stands for all."""
-    return (value,) * dims if isinstance(value, int) else tuple(value)
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value)
 
 
 def _extend_frame_mask(mask: Tensor, own: int, lengths: Sequence[int]) -> Tensor:

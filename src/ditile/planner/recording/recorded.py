@@ -236,7 +236,9 @@ class PipelineRecorder:
             return torch.arange(rows + 1, dtype=torch.int32) * self.count_text_tokens(call)
         if isinstance(shape, str):
             picture = Image.new("RGB", (int(call["width"]), int(call["height"])))
-            return picture if shape == "picture" else [picture] * int(call["num_frames"])
+            if shape == "picture":
+                return picture
+            return [picture] * int(call["num_frames"])
         if isinstance(shape[0], list):
             return [make_unknown(*self._read_shape(shape[0], call)) for _ in range(rows)]
         lengths = (rows, *self._read_shape(shape, call))

@@ -111,7 +111,9 @@ class LoraChoice(NamedTuple):
         name = name_source(self.source)
         if self.component != TRANSFORMER:
             name = f"{self.component}={name}"
-        return name if self.scale == 1 else f"{name}:{self.scale!r}"
+        if self.scale == 1:
+            return name
+        return f"{name}:{self.scale!r}"
 
 
 def define_cache_flag(name: str, metavar: str | None = "N") -> Any:

@@ -166,7 +166,9 @@ class FileTensor(Tensor):
         if function is torch.cat and len(args[0]) == 1:
             return args[0][0]  # type: ignore[no-any-return]
         result = function(*args, **kwargs)
-        return result if place is None else result[place]  # type: ignore[no-any-return]
+        if place is None:
+            return result
+        return result[place]
 
 
 FileTensors = dict[str, FileTensor]
