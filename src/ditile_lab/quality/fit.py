@@ -74,8 +74,11 @@ def fit_budgets(
         if num_steps > STEPS_OF_FORCED and not switches:
             # With six of 48 steps and three of them forced, shapes-flux lost 4 dB.
             free = StepFit(gram, gains, {0}, mean_square, corrects_drift=has_exact_gains).fit_all_budgets()
-            most = 2 * len(forced)
-            return [budget for budget in free if budget.size <= most] + [b for b in budgets if b.size > most]
+            few = 2 * len(forced)
+            by_size = {budget.size: budget for budget in free if budget.size <= few}
+            for budget in budgets:
+                by_size.setdefault(budget.size, budget)
+            return list(by_size.values())
         return budgets
     budgets = StepFit(gram, gains, forced, mean_square, reuses=True).fit_all_budgets()
     if not switches:

@@ -304,7 +304,7 @@ class ScheduleFitting:
 
 def _compare(drawn: Sequence[Frames], others: Sequence[Frames]) -> dict[str, float]:
     """Return the mean and the worst PSNR of images to others of the same captions."""
-    decibels = [compute_decibels(frames, other) for frames, other in zip(drawn, others, strict=True)]
+    decibels = list(map(compute_decibels, drawn, others))
     return {"mean_db": round(float(np.mean(decibels)), 2), "worst_db": round(min(decibels), 2)}
 
 
