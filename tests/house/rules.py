@@ -30,7 +30,7 @@ MOST_NODES = {
     "serve": 36_700,
     "cli": 13_000,
     "": 400,
-    "lab": 75_750,
+    "lab": 75_850,
 }
 """Top folder of the package -> its nodes of the syntax tree; "" are the files beside them, and the lab counts whole."""
 MOST_DENSE = {
