@@ -418,11 +418,11 @@ def test_a_run_that_stalls_shows_every_stack(
 ) -> None:
     """A failure would mean that --stall-timeout is taken and changes nothing, or does not say who waits where."""
     monkeypatch.setattr(main, "_call_by_name", stall)
-    before = set(psutil.Process().children())
     words = [*PLAN, "--out", str(tmp_path / "x.png"), "--stall-timeout", "2"]
     assert main.main(["generate", "a red ring", *words]) == 1
     stacks, said = capsys.readouterr().err.rstrip().rsplit("\n", 1)
     first, second = stacks.split("rank 0:")[1].split("rank 1:")
     assert "in nap" in first and "in barrier" in second and "in nap" not in second
     assert said.startswith("ditile: rank ") and "no rank made progress for" in said
-    assert not list(tmp_path.iterdir()) and set(psutil.Process().children()) <= before
+    # No image; the fixture above looks for what else may be left.
+    assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
