@@ -122,7 +122,7 @@ class Component(NamedTuple):
     def is_read_by_share(self) -> bool:
         """Return whether a rank can read its share of the quantized weights: torchao's, or bitsandbytes' 4 bits."""
         method = self.quantization.get("quant_method")
-        return method == "torchao" or (method == "bitsandbytes" and bool(self.quantization.get("load_in_4bit")))
+        return bool(method == "torchao" or (method == "bitsandbytes" and self.quantization.get("load_in_4bit")))
 
     def is_divided(self, plan: Plan, rank: int) -> bool:
         """Return whether a rank of a plan reads a part of it. Other components are read whole."""
@@ -544,7 +544,7 @@ def _finish_model(model: Any, place: Path) -> nn.Module:
     return finished
 
 
-def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
+def _build_empty_model(cls: Any, config: Path, dtype: torch.dtype) -> Any:
     """Build the model. Tensors to be filled from the checkpoint are on the meta device."""
     values, unused, _ = cls.load_config(config, return_unused_kwargs=True, return_commit_hash=True)
     with local_torch_dtype(dtype), init_on_meta_device():
