@@ -40,7 +40,7 @@ from ditile.runner.requests.preflight import check_request_by_files, read_condit
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries, warm_runner
 from ditile.runner.requests.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, list_drawn, write_drawn
-from ditile.runner.requests.seeds import agree_on_seed, list_seeds
+from ditile.runner.requests.seeds import agree_on_seed
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -70,7 +70,7 @@ def draw_pictures(
     with contextlib.redirect_stdout(sys.stderr):
         pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
         seed = agree_on_seed(request.seed, runner.mesh.everyone)
-        seeds = list_seeds(seed, request.num_images)
+        seeds = range(seed, seed + request.num_images)
         call = build_call_arguments(pipe, request, defaults(request.model))
 
         def make_call() -> CallArguments:

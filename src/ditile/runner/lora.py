@@ -99,7 +99,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     key_filter = LoraKeyFilter(pipe, parts, shares, label)
     with _undo_on_failure(pipe, label):
         _load_local_part(pipe, source, key_filter, parts, shares, adapter_name=adapter_name, **kwargs)
-    for name in key_filter.list_components_elsewhere():
+    for name in key_filter.dropped - key_filter.kept:
         if read_placement(parts[name]) == FREED:
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
         _register_empty_adapter(parts[name], adapter_name, key_filter.configs[name])
@@ -196,7 +196,11 @@ def _undo_on_failure(pipe: Any, label: str) -> Iterator[None]:
     Exceptions of diffusers, peft and safetensors become `ModelError`.
     """
     earlier = list_loaded_loras(pipe)
-    uses = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in _list_lora_layers(pipe)]
+    uses: list[tuple[Any, list[str], bool]] = []
+    for part in pipe.components.values():
+        for layer in part.modules() if isinstance(part, nn.Module) else ():
+            if hasattr(layer, "merged_adapters"):
+                uses.append((layer, list(layer.active_adapters), layer.disable_adapters))
     try:
         yield
     except Exception as error:
@@ -216,15 +220,6 @@ def _undo_on_failure(pipe: Any, label: str) -> Iterator[None]:
                 reason = f"its names are those of a trainer whose files have {reason} too; save it by save_lora_weights"
             raise ModelError(f"lora={label!r} cannot be loaded: {reason}") from error
         raise
-
-
-def _list_lora_layers(pipe: Any) -> list[Any]:
-    """List the layers with LoRAs in a pipeline's modules."""
-    layers: list[Any] = []
-    for part in pipe.components.values():
-        if isinstance(part, nn.Module):
-            layers += [layer for layer in part.modules() if hasattr(layer, "merged_adapters")]
-    return layers
 
 
 def fuse_loras(pipe: Any) -> None:

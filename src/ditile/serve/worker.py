@@ -44,7 +44,6 @@ from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.preflight import check_cache_steps
 from ditile.runner.requests.prepare import choose_warm_steps, prepare_runner
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, encode_drawn, list_drawn
-from ditile.runner.requests.seeds import list_seeds
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
 from ditile.serve.cache_switch import CacheSwitch
@@ -422,7 +421,7 @@ def _name_adapter(name: str) -> str:
 def list_request_seeds(options: GenerateOptions) -> list[int]:
     """Return the seeds of a request's images."""
     assert options.seed is not None, "the server has chosen one"
-    return list_seeds(options.seed, options.num_images)
+    return list(range(options.seed, options.seed + options.num_images))
 
 
 def _decode_conditions(job: BatchJob) -> dict[str, Any]:

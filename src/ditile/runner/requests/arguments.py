@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ditile.model.pipeline_calls import COUNTS, find_call_owner
 from ditile.plan.errors import ModelError
 from ditile.plan.numbers import is_whole_number
@@ -21,7 +23,6 @@ from ditile.runner.requests.pipelines import (
     find_argument,
     find_frames_ratio,
 )
-from ditile.runner.requests.seeds import make_generators
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -67,10 +68,12 @@ def build_object_arguments(
         conditions: as of `bind_conditions`.
         alone: False makes a list of one generator, as of a batch.
     """
-    call: CallArguments = {"generator": make_generators(seeds)}
+    # On the CPU: every rank and every device then generates the same noise.
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    call: CallArguments = {"generator": generators}
     copies: int | None = len(seeds)
     if len(seeds) == 1 and alone is not False:
-        call["generator"] = call["generator"][0]
+        call["generator"] = generators[0]
         copies = None
     if request.num_images > 1:
         call[find_argument(pipe, COUNTS) or COUNTS[0]] = request.num_images

@@ -119,7 +119,8 @@ def read_picture_texts(path: Path) -> dict[str, str]:
             image.load()
             if isinstance(image, PngImageFile):
                 return dict(image.text)
-            return decode_exif(image)
+            texts = json.loads(image.getexif().get(IMAGE_DESCRIPTION, "{}"))
+            return texts if isinstance(texts, dict) else {}
     except DECODE_ERRORS:
         return {}
 
@@ -136,15 +137,6 @@ def encode_exif(texts: Mapping[str, str]) -> bytes:
     if len(encoded) > MAX_EXIF_BYTES:
         return b""
     return encoded
-
-
-def decode_exif(image: Image.Image) -> dict[str, str]:
-    """Decode the texts of `encode_exif`. Empty if there are none. Raises `ValueError` if they are not JSON."""
-    description = image.getexif().get(IMAGE_DESCRIPTION)
-    if not isinstance(description, str):
-        return {}
-    texts = json.loads(description)
-    return texts if isinstance(texts, dict) else {}
 
 
 def describe_weight_files(components: Mapping[str, str]) -> dict[str, str]:

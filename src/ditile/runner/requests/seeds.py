@@ -1,4 +1,4 @@
-"""The seeds of a request: the choice of the first one, the seed of each image, and the generators of noise.
+"""The seed of a request: the choice of a random one, and the agreement of ranks on it.
 
 Nothing here imports torch by itself.
 """
@@ -6,11 +6,9 @@ Nothing here imports torch by itself.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Generator
     from torch.distributed import ProcessGroup
 
 SEED_LIMIT = 2**31
@@ -30,16 +28,3 @@ def agree_on_seed(seed: int | None, group: ProcessGroup | None) -> int:
     if seed is not None:
         return seed
     return int(gather_json(choose_random_seed(), group)[0])
-
-
-def list_seeds(first: int, num_images: int) -> list[int]:
-    """List the seeds of the images of a request. Each image's seed is one more than the seed of the previous image."""
-    return list(range(first, first + num_images))
-
-
-def make_generators(seeds: Sequence[int]) -> list[Generator]:
-    """Make one generator of noise for each seed. It is on the CPU, so that every rank and every device generates the
-    same noise."""
-    import torch
-
-    return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]

@@ -65,6 +65,7 @@ class LoraKeyFilter:
 
     Attributes:
         configs: component -> the config of its adapter in the whole file.
+        kept, dropped: components of which some keys are for this rank, and for other ranks.
 
     Args:
         pipe: the pipeline.
@@ -84,8 +85,8 @@ class LoraKeyFilter:
         self._label = label
         self.configs: dict[str, Any] = {}
         self._whole_parts: dict[str, nn.Module] = {}
-        self._kept: set[str] = set()
-        self._dropped: set[str] = set()
+        self.kept: set[str] = set()
+        self.dropped: set[str] = set()
 
     def filter_state_dict(self, source: Any, **kwargs: Any) -> Any:
         """Return the result of the pipeline's `lora_state_dict` without those keys.
@@ -119,9 +120,9 @@ class LoraKeyFilter:
             component, _, name = key.partition(".")
             part = self._parts.get(component)
             if part is not None and is_placeholder(_follow_key(part, name)[0]):
-                self._dropped.add(component)
+                self.dropped.add(component)
                 continue
-            self._kept.add(component)
+            self.kept.add(component)
             share = self._shares.get(component)
             local[key] = value if share is None else share.cut_lora_factor(name, value)
         if not local:
@@ -131,10 +132,6 @@ class LoraKeyFilter:
             metadata |= {f"{component}.{name}": value for name, value in config.to_dict().items()}
         # The alphas are empty here because the configs have them already.
         return local, *({} for _ in alphas), metadata
-
-    def list_components_elsewhere(self) -> set[str]:
-        """Return the components changed by a LoRA on other ranks but not on this one."""
-        return self._dropped - self._kept
 
     def _select_applied_keys(self, loaded_state: Any) -> LoraState:
         state: LoraState = loaded_state[0] if isinstance(loaded_state, tuple) else loaded_state
