@@ -327,14 +327,12 @@ class Split:
         ranks = self.ring * self.ulysses
         for first in range(0, len(shards), ranks):
             group = shards[first : first + ranks]
-            lengths_by_name = {"text": [len(s.text) for s in group], "image": [s.image_tokens for s in group]}
-            for name, lengths in lengths_by_name.items():
+            for lengths in ([len(shard.text) for shard in group], [shard.image_tokens for shard in group]):
                 if len(set(lengths)) > 1:
-                    degrees = [str(n) for n in range(1, ranks + 1) if sum(lengths) % n == 0]
                     place = "" if patch is None else f" in patch {patch}"
                     raise PlanError(
-                        f"{sum(lengths)} tokens of {name}{place} are not divided by the {ranks} ranks of ring x "
-                        f"ulysses and uaa is off; try {', '.join(degrees)} ranks, or leave uaa out"
+                        f"{sum(lengths)} tokens{place} are not divided by the {ranks} ranks of ring x ulysses, and "
+                        "uaa is off; leave uaa out, or use as many ranks as divide them"
                     )
 
 

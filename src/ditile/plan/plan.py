@@ -158,7 +158,7 @@ class Plan:
         "whole", "decode whole, or rows on every rank", switches={"--use-parallel-vae": "rows"}
     )
     vae_block_size: Count | None = define_option(
-        None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default", metavar="N"
+        None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default"
     )
     offload: Literal["none", "blocks"] = define_option(
         "none", "blocks: weights stay in the host's memory, two blocks at a time on the device"
@@ -202,24 +202,20 @@ class Plan:
 
     def _iterate_share_contradictions(self) -> Iterator[str]:
         """Yield the contradictions that concern the shares of stages and of ranks."""
-        tokens = self.token_ranks * self.distrifusion
-        token_degrees = f"ring={self.ring} x distrifusion={self.distrifusion} x ulysses={self.ulysses} are {tokens}"
-        stages = (self.pipefusion, "stages", f"pipefusion={self.pipefusion}")
-        ranks = self.world // self.data
-        counted = {
-            "stage_blocks": stages,
-            "stage_weights": stages,
-            "token_weights": (tokens, "ranks", token_degrees),
-            "tensor_weights": (self.tensor, "ranks", f"tensor={self.tensor}"),
-            "rank_weights": (ranks, "ranks", f"the ranks of an image are {ranks}"),
+        counts = {
+            "stage_blocks": self.pipefusion,
+            "stage_weights": self.pipefusion,
+            "token_weights": self.token_ranks * self.distrifusion,
+            "tensor_weights": self.tensor,
+            "rank_weights": self.world // self.data,
         }
-        for name, (number, members, degree) in counted.items():
+        for name, count in counts.items():
             values = getattr(self, name)
             if values is None:
                 continue
             option = f"{name}={_format_plan_value(values)}"
-            if len(values) != number:
-                yield f"{option} names {len(values)} {members} and {degree}; give {number} numbers"
+            if len(values) != count:
+                yield f"{option} has {len(values)} numbers, and '{self}' has shares for {count}; give {count} numbers"
             if name in ("token_weights", "tensor_weights") and self.uaa is False:
                 yield f"{option} makes shares of unlike size, and uaa is off; leave one of them out"
         if self.stage_blocks is not None and self.stage_weights is not None:
@@ -443,8 +439,14 @@ class Plan:
         heads, and each half of cfg a branch of guidance. A replica may have no images of its own.
         """
         lines: list[str] = []
-        for check in (_check_blocks, _check_heads, _check_token_rows, _check_patch_tokens, _check_guidance_branches):
+        for check in (_check_blocks, _check_heads, _check_token_rows, _check_patch_tokens):
             lines += check(self, facts)
+        if facts.branches is not None and self.cfg > facts.branches:
+            lines.append(
+                f"cfg={self.cfg} divides branches of guidance, and this call has {facts.branches}; raise "
+                "guidance_scale or --guidance above 1 (of FLUX and Qwen-Image true_cfg_scale or --true-cfg, with a "
+                "negative_prompt, --negative-prompt), or use cfg=1"
+            )
         return lines
 
     def check(self, facts: Facts) -> None:
@@ -507,11 +509,9 @@ class Plan:
             name, equals, value = word.partition("=")
             name = name.replace("-", "_")
             if "=" in value and "," in value:
-                example = "pipefusion=2 patches=4"
-                # If all commas stand between fields, blanks can replace them; commas may also be part of a value.
-                if text.count("=") == text.count(",") + 1:
-                    example = text.replace(",", " ")
-                raise PlanError(f"{word!r}: the words of a plan have blanks between them; write '{example}'")
+                raise PlanError(
+                    f"{word!r}: the words of a plan have blanks between them, as in 'pipefusion=2 patches=4'"
+                )
             if not equals or name not in names or name in values:
                 raise PlanError(
                     f"{word!r} is not a part of a plan; write name=value with {', '.join(names)}, each once"
@@ -626,15 +626,6 @@ def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
         yield (
             f"ring={plan.ring} x ulysses={plan.ulysses} split a patch of {least} tokens, less than one each; "
             f"try a product of 1 to {least}, fewer patches than {patches}, or a larger image"
-        )
-
-
-def _check_guidance_branches(plan: Plan, facts: Facts) -> Iterator[str]:
-    if facts.branches is not None and plan.cfg > facts.branches:
-        yield (
-            f"cfg={plan.cfg} divides branches of guidance, and this call has {facts.branches}; raise guidance_scale or "
-            "--guidance above 1 (of FLUX and Qwen-Image true_cfg_scale or --true-cfg, with a negative_prompt, "
-            "--negative-prompt), or use cfg=1"
         )
 
 
