@@ -360,10 +360,16 @@ class _HostSyncCounter:
 
         handle = find_loop_model(self._runner.pipe).register_forward_pre_hook(update_sync_mode)
         try:
-            with _list_host_syncs() as self._places:
+            # torch.cuda warns of each wait.
+            with warnings.catch_warnings(record=True) as messages:
+                warnings.simplefilter("always")
                 yield
+            for message in messages:
+                if "synchroniz" in str(message.message):
+                    self._places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
         finally:
             handle.remove()
+            torch.cuda.set_sync_debug_mode("default")
 
     def check_host_syncs(self) -> Check:
         """Check the counts of all ranks."""
@@ -447,7 +453,19 @@ def _measure_tensor_bytes(runner: Runner) -> int:
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return _count_live_cpu_bytes()
+    counts = []
+    # gloo frees a sent tensor in a thread, a moment after the wait for it ends.
+    for seconds in (0.0, 0.05, 0.05):
+        time.sleep(seconds)
+        sizes = {}
+        for instance in gc.get_objects():
+            # isinstance would ask proxies for their class, which may compute. A tensor of `vmap` has no storage.
+            if issubclass(type(instance), torch.Tensor) and not torch._C._functorch.is_batchedtensor(instance):
+                storage = instance.untyped_storage()
+                if storage.device.type == "cpu":
+                    sizes[storage._cdata] = storage.nbytes()
+        counts.append(sum(sizes.values()))
+    return min(counts)
 
 
 def describe_versions(devices: Sequence[str]) -> str:
@@ -460,37 +478,3 @@ def describe_versions(devices: Sequence[str]) -> str:
         f"ditile {__version__}, torch {torch.__version__}, diffusers {diffusers.__version__}, "
         f"Python {platform.python_version()}, {len(devices)} rank(s) on {', '.join(device_types)} {machine}"
     )
-
-
-@contextlib.contextmanager
-def _list_host_syncs() -> Iterator[list[str]]:
-    """Yield a list, and fill it with the places of the host's waits for the GPU. `torch.cuda` warns about them."""
-    places: list[str] = []
-    try:
-        with warnings.catch_warnings(record=True) as messages:
-            warnings.simplefilter("always")
-            yield places
-        for message in messages:
-            if "synchroniz" in str(message.message):
-                places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def _count_live_cpu_bytes() -> int:
-    """Count the bytes of tensors on the CPU."""
-    # gloo frees a sent tensor in a thread, a moment after the wait for it ends.
-    return min(_count_cpu_bytes_after(seconds) for seconds in (0.0, 0.05, 0.05))
-
-
-def _count_cpu_bytes_after(wait_seconds: float) -> int:
-    """Count the bytes of tensors on the CPU, after some seconds."""
-    time.sleep(wait_seconds)
-    sizes = {}
-    for instance in gc.get_objects():
-        # isinstance would ask proxies for their class, which may compute. A tensor of `vmap` has no storage.
-        if issubclass(type(instance), torch.Tensor) and not torch._C._functorch.is_batchedtensor(instance):
-            storage = instance.untyped_storage()
-            if storage.device.type == "cpu":
-                sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
