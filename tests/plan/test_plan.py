@@ -87,7 +87,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"ring": 2, "ulysses": 2, "token_weights": (1, 2)}, "has shares for 4; give 4 numbers"),
     (
         {"tensor": 2, "tensor_weights": (1, 2, 3)},
-        "tensor_weights=1,2,3 has 3 numbers, and",
+        "has 3 numbers, and 'tensor=2",
     ),
     ({"tensor": 2, "tensor_weights": (1, 2), "uaa": False}, "uaa is off; leave one of them out"),
     ({"ring": 2, "offload": "blocks", "offload_ranks": (2,)}, "offload_ranks=2 does not name ranks of this plan, each"),
