@@ -197,7 +197,7 @@ def normalize_flags(argv: list[str]) -> list[str]:
     for word in argv:
         # xDiT's flag for this field has blanks between its numbers.
         if words and words[-1].startswith("--attn-layer-num-for-pp") and word.replace(",", "").isdecimal():
-            words[-1] += ("," if "=" in words[-1] else "=") + word
+            words[-1] = f"{words[-1]},{word}".replace("pp,", "pp=")
             continue
         if word.startswith("--") and word != "--":
             name, equals, value = word.partition("=")

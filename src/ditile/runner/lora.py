@@ -198,9 +198,9 @@ def _undo_on_failure(pipe: Any, label: str) -> Iterator[None]:
     earlier = list_loaded_loras(pipe)
     uses: list[tuple[Any, list[str], bool]] = []
     for part in pipe.components.values():
-        for layer in part.modules() if isinstance(part, nn.Module) else ():
-            if hasattr(layer, "merged_adapters"):
-                uses.append((layer, list(layer.active_adapters), layer.disable_adapters))
+        if isinstance(part, nn.Module):
+            layers: list[Any] = [layer for layer in part.modules() if hasattr(layer, "merged_adapters")]
+            uses += [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in layers]
     try:
         yield
     except Exception as error:

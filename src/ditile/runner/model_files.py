@@ -302,7 +302,7 @@ def _locate_model(name: str, *, weights: bool) -> ModelSource:
 
 def _describe_unknown_model(name: Any) -> str:
     """Explain why there is no model of a name, and suggest one."""
-    path = name if isinstance(name, str) else ""
+    path = str(name)
     if os.path.isfile(path):
         return f"model {name!r} is a file; give the folder of a pipeline, and the file as its transformer"
     problem = "is not known"

@@ -265,8 +265,10 @@ class CacheOptions(Fields):
             section["enable_taylorseer"] = True
         if self.schedule is not None:
             section |= {"cache_type": "schedule", "schedule": self.schedule}
-        elif section or self.cache or self.prune:
-            section["cache_type"] = "dbprune" if self.prune else "dbcache"
+        elif self.prune:
+            section["cache_type"] = "dbprune"
+        elif section or self.cache:
+            section["cache_type"] = "dbcache"
         return section
 
     def _find_cache_line(self) -> str | None:

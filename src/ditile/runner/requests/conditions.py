@@ -68,8 +68,8 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
 
     is_modular = not isinstance(pipeline, type)
     parameters = list_call_parameters(pipeline)
-    keyframe = None if is_modular else _find_keyframe_class(parameters)
-    if keyframe is not None:
+    keyframe = _find_keyframe_class(parameters)
+    if keyframe is not None and not is_modular:
         arguments = dict.fromkeys(("image", "video", "last_image"), _KEYFRAMES)
         return CallConditions(arguments=arguments, max_pictures=1, keyframe=keyframe)
     arguments = _find_arguments(parameters)
@@ -90,7 +90,9 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
     reference = _find_reference_class(parameters)
     max_pictures = 0
     if "image" in arguments:
-        max_pictures = 2 if _REFERENCE in parameters else 1
+        max_pictures = 1
+        if _REFERENCE in parameters:
+            max_pictures = 2
         if reference is not None or _composes_images(pipeline, parameters, arguments["image"]):
             max_pictures = MOST_PICTURES
     return CallConditions(

@@ -119,8 +119,7 @@ def read_picture_texts(path: Path) -> dict[str, str]:
             image.load()
             if isinstance(image, PngImageFile):
                 return dict(image.text)
-            texts = json.loads(image.getexif().get(IMAGE_DESCRIPTION, "{}"))
-            return texts if isinstance(texts, dict) else {}
+            return dict(json.loads(image.getexif().get(IMAGE_DESCRIPTION, "{}")))
     except DECODE_ERRORS:
         return {}
 
