@@ -78,7 +78,7 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--steps", "-3"), "--steps: '-3' should be"),
         (("generate", "caf\udce9 red"), "'caf\\udce9 red' is not UTF-8"),
         (("generate", "a", "--json", "p.png", "--out", "p.png"), "out='p.png' and json='p.png' are one file"),
-        (("generate", "a", "--model", "nothing-like-it"), "shapes-flux, shapes-flux-turbo, shapes-pixart"),
+        (("generate", "a", "--model", "nothing-like-it"), "is not known; ditile models lists the known ones"),
         (("generate", "a", "--lora", "./nosuchfolder"), "lora='./nosuchfolder' is not a file"),
         (("plan", "--hardware", "l40-pcie", "--json", "a\0b"), "json='a\\x00b' is not a file name"),
         (("generate", "a", "--height", "100"), "not a multiple of 8, a token of this model; try height=96"),
