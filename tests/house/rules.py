@@ -20,15 +20,15 @@ LONELY_LINES = 60
 """A module with fewer lines that one other alone imports belongs into that one, unless it is data."""
 # What the package held when each rule was written. A figure here may only be replaced by a better one.
 MOST_NODES = {
-    "plan": 23_700,
+    "plan": 23_500,
     "distributed": 27_100,
     "model": 54_050,
     "parallel": 67_500,
     "cache": 41_100,
-    "runner": 66_650,
+    "runner": 66_500,
     "planner": 44_950,
     "serve": 36_700,
-    "cli": 13_000,
+    "cli": 12_950,
     "": 400,
     "lab": 75_850,
 }

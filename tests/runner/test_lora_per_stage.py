@@ -240,7 +240,7 @@ def test_each_call_has_its_own_loras(folders: dict[str, Path], name: str, plan: 
 def test_what_is_not_loaded_is_refused(folders: dict[str, Path]) -> None:
     """A failure means a picture without the LoRA that was asked for."""
     pipe = MAKE["flux"]()
-    with pytest.raises(ModelError, match="LoRA 'one' is not loaded; load it"):
+    with pytest.raises(ModelError, match="LoRA 'one' is not loaded; there are none"):
         select_loras(pipe, {"one": 1.0})
     load_adapters(pipe, folders["flux"], "one")
     with pytest.raises(ModelError, match="LoRA 'two' is not loaded; there are one"):
