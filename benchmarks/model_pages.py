@@ -429,6 +429,11 @@ class ModelPage:
             )
         if not subject.divides_decode:
             yield f"`vae=rows` is not tested with its {subject.coder.__name__}."
+        if subject.makes_videos:
+            yield (
+                "Memory includes a decode of all frames without tiling. In Python, `pipe.vae.enable_tiling()` before "
+                "`parallelize` needs less, and changes the video slightly."
+            )
         if subject.models > 1:
             yield "Its two transformers take turns, but both stay on the card."
         if all(row.plan is None for row in self.rows if row.card == CARDS[0]):
