@@ -194,7 +194,7 @@ class ResidualPacking:
     def _read_codes(self, code_bytes: Tensor) -> Tensor:
         """Read codes `[..., n]` as floating numbers."""
         whole = functional.pad(_split_runs(code_bytes, self.bits), (0, 4 - self.bits)).view(torch.int32)
-        codes = (whole >> self._list_shifts(whole)) & (2**self.bits - 1)
+        codes: Tensor = (whole >> self._list_shifts(whole)) & (2**self.bits - 1)
         return codes.flatten(-2).to(torch.float32)
 
     def _list_shifts(self, like: Tensor) -> Tensor:

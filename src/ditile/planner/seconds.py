@@ -79,7 +79,7 @@ class RooflineDevice:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._seen: dict[tuple[RooflineKernel, int, float, bool], float] = {}
+        self._seen: dict[tuple[RooflineKernel, int, float], float] = {}
 
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
         """Compute the load of some work on one rank."""

@@ -79,7 +79,7 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
             values = config.to_dict()
             for place in PLACES_OF_ADAPTERS:
                 values.pop(place, None)
-            described[f"config of LoRA {lora} in {name}"] = fingerprint(values, "numbers")
+            described[f"config of LoRA {lora} in {name}"] = str(fingerprint(values, "numbers"))
         for path, layer in model.named_modules():
             places = f"{name}.{path}".split(".")
             for lora, use in _iterate_lora_uses(layer):

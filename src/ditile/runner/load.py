@@ -106,7 +106,7 @@ class Component(NamedTuple):
     name: str
     library: Any
     class_name: Any
-    cls: type[Any] | None
+    cls: Any
     locate: LocateFile
     config: Path | None
     quantization: JsonObject

@@ -190,9 +190,9 @@ def make_fit_command(
     for name, value in (size or {}).items():
         command += f" --{name.removeprefix('num_')} {value}"
     for name, flag in (("guidance_scale", "guidance"), ("true_cfg_scale", "true-cfg"), ("strength", "strength")):
-        value = (call or {}).get(name)
-        if isinstance(value, int | float):
-            command += f" --{flag} {value:g}"
+        number = (call or {}).get(name)
+        if isinstance(number, int | float):
+            command += f" --{flag} {number:g}"
     if (call or {}).get("image") is not None:
         command += " --image FILE"
     return command

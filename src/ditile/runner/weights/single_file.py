@@ -165,7 +165,7 @@ class FileTensor(Tensor):
         # Joining a single tensor would copy it.
         if function is torch.cat and len(args[0]) == 1:
             return args[0][0]  # type: ignore[no-any-return]
-        result = function(*args, **kwargs)
+        result: Tensor = function(*args, **kwargs)
         if place is None:
             return result
         return result[place]
