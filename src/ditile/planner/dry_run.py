@@ -65,8 +65,12 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     offloads_text = engine.text_after == "offload"
     if plan.offload != "none" or offloads_text:
         host = _describe_host_memory(subject, job, offloads_text=offloads_text)
-    parts = (_describe_class(options), _describe_components(options, subject), table)
-    return f"{''.join(parts)}\nnumbers: {dtype}{here}\n{host}\n{chart}"
+    pipeline = ""
+    # The conditions of a request may choose another class than that of the model.
+    chosen = choose_requested_class(options)[0] if options.conditions else None
+    if chosen is not None:
+        pipeline = f"pipeline: {name_pipeline(chosen)}\n"
+    return f"{pipeline}{_describe_components(options, subject)}{table}\nnumbers: {dtype}{here}\n{host}\n{chart}"
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
@@ -145,16 +149,6 @@ def _describe_components(options: GenerateOptions, subject: PlanSubject) -> str:
             line += f", {share:.0%} of its numbers stay quantized"
         lines.append(f"{line}\n")
     return "".join(lines)
-
-
-def _describe_class(options: GenerateOptions) -> str:
-    """Write a line on the class for the conditions of a request; empty if it has none."""
-    if not options.conditions:
-        return ""
-    pipeline, _ = choose_requested_class(options)
-    if pipeline is None:
-        return ""
-    return f"pipeline: {name_pipeline(pipeline)}\n"
 
 
 def build_subject_job(

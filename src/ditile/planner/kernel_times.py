@@ -213,37 +213,25 @@ def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tupl
     return [(work_by_id[key], total) for key, total in totals.items()]
 
 
-def make_counted_call(transformer: nn.Module, family: CallFamily) -> CountedCall:
-    """Make the example call of a family.
-
-    Raises:
-        ModelError: if there is none.
-    """
-    example = family.example
-    config = dict(transformer.config)  # type: ignore[arg-type]
-    if example is None:
-        raise ModelError(f"nothing says how the forward of {family.name} is called, so its work cannot be counted")
-
-    def make_inputs() -> CallArguments:
-        return {**example(config, GRID, TEXT), "return_dict": False}
-
-    return CountedCall(make_inputs, StreamSizes(GRID.num_tokens, TEXT))
+def make_counted_call(transformer: Any, example: Callable[..., CallArguments]) -> CountedCall:
+    """Make the example call of a family."""
+    config = dict(transformer.config)
+    return CountedCall(
+        lambda: {**example(config, GRID, TEXT), "return_dict": False}, StreamSizes(GRID.num_tokens, TEXT)
+    )
 
 
-def count_transformer_work(
-    transformer: nn.Module, family: CallFamily, call: CountedCall | None = None
-) -> TransformerWork:
+def count_transformer_work(transformer: nn.Module, family: CallFamily, call: CountedCall) -> TransformerWork:
     """Count the work of a transformer, without reading its weights.
 
     Args:
         transformer: on the meta device.
         family: that of the transformer.
-        call: the arguments of its forward; by default the example of the family.
+        call: the arguments of its forward.
 
     Raises:
-        ModelError: as `make_counted_call`, or if the model is made for fewer tokens than are counted.
+        ModelError: if the model is made for fewer tokens than are counted.
     """
-    call = call or make_counted_call(transformer, family)
     hooks = build_block_hooks(transformer)
     tracker = FootprintTracker(call.sizes.count_live_numbers)
     recorder = _KernelRecorder(call, tracker.attend_to_keys)

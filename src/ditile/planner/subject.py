@@ -15,6 +15,7 @@ import diffusers
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ditile.model.anatomies import build_block_hooks, find_derived_cuts
@@ -47,7 +48,14 @@ from ditile.planner.footprint import (
     count_on_line,
     measure_vae_scale,
 )
-from ditile.planner.kernel_times import CountedCall, Stream, StreamSizes, TransformerWork, count_transformer_work
+from ditile.planner.kernel_times import (
+    CountedCall,
+    Stream,
+    StreamSizes,
+    TransformerWork,
+    count_transformer_work,
+    make_counted_call,
+)
 from ditile.planner.recording.configs import PipelineConfigs
 from ditile.planner.recording.recorded import (
     NO_GUIDANCE,
@@ -55,6 +63,7 @@ from ditile.planner.recording.recorded import (
     RecordedCall,
     RecordedStep,
 )
+from ditile.planner.recording.sizes import SizesOnly
 from ditile.runner.load import convert_build_errors
 from ditile.runner.model_files import DENOISERS, ComponentFiles, ModelSource
 from ditile.runner.requests.conditions import bind_conditions, check_picture_count, read_call_conditions
@@ -226,9 +235,7 @@ class PlanSubject:
     @cached_property
     def transformer_work(self) -> TransformerWork:
         """Count its work on the first use."""
-        if self.family.example is None:
-            return count_transformer_work(self.transformer, self.family, self._make_counted_call())
-        return count_transformer_work(self.transformer, self.family)
+        return count_transformer_work(self.transformer, self.family, self._make_counted_call())
 
     @cached_property
     def token_side(self) -> int:
@@ -272,11 +279,15 @@ class PlanSubject:
         return step
 
     def _make_counted_call(self) -> CountedCall:
+        if self.family.example is not None:
+            return make_counted_call(self.transformer, self.family.example)
         step = self._record_probe()
         call = step.calls[0]
         others: dict[int, Stream] = {PROBED_TEXT: "text", PROBED.num_tokens: "image"}
         sizes = StreamSizes(call.image, call.text or PROBED_TEXT, others, many=True)
-        return CountedCall(lambda: tree_map(_renew_numbers, call.arguments), sizes, lambda: step.mode, True)
+        return CountedCall(
+            lambda: tree_map(partial(_renew_numbers, step.mode), call.arguments), sizes, lambda: step.mode, True
+        )
 
     @cached_property
     def attention_heads(self) -> tuple[int, int]:
@@ -559,10 +570,9 @@ class PlanSubject:
         """Return the rows to cut patches at: of every frame of latents `[B, .., H, W]`, or of the flattened tokens."""
         flat = Grid(first.image, 1)
         # The row of the family may name an argument that shows the rows.
-        shows_rows = self.block_hooks.anatomy.grid
-        if shows_rows:
-            shown = first.arguments[shows_rows]
-            grid = read_token_grid(self.transformer, shown)
+        shown = self.block_hooks.anatomy.grid
+        if shown:
+            grid = read_token_grid(self.transformer, first.arguments[shown])
             return grid if grid.num_tokens == first.image else flat
         latents = first.arguments.get(find_latents_parameter(self.transformer))
         rows = height // self.token_side
@@ -625,11 +635,16 @@ class PlanSubject:
         )
 
 
-def _renew_numbers(value: Any) -> Any:
-    """Return another tensor of the same size if the value has numbers that decide nothing."""
-    if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
-        return torch.empty_like(value)
-    return value
+def _renew_numbers(mode: SizesOnly, value: Any) -> Any:
+    """Return another tensor in place of floats that the forward reads, as tensors made meanwhile are counted."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
+        return value
+    renewed = torch.empty_like(value)
+    if not mode.is_unknown(value):
+        # Known numbers may decide, as zeros in place of an image do. The copy is no work of the model.
+        with _disable_current_modes():
+            renewed.copy_(value)
+    return renewed
 
 
 def _describe_argument(value: Any) -> Any:

@@ -180,9 +180,17 @@ class PipelineRecorder:
             calls.append(_describe_call(hooks, bind_arguments(model, args, kwargs), seen, out))
             return out
 
-        for hook in hooks.chain:
+        def watch(hook: BlockHook) -> None:
             passthrough = make_passthrough(hook.block, hook.anatomy)
-            override_attribute(stack, hook.block, "forward", _make_watcher(hook, passthrough, seen))
+
+            def pass_on(*args: Any, **kwargs: Any) -> Any:
+                seen[hook.index] = bind_arguments(hook.block, args, kwargs)
+                return passthrough(*args, **kwargs)
+
+            override_attribute(stack, hook.block, "forward", pass_on)
+
+        for hook in hooks.chain:
+            watch(hook)
         override_attribute(stack, model, "forward", forward_and_record)
 
     def make_arguments(self, call: CallArguments, make_unknown: Callable[..., Tensor]) -> CallArguments:
@@ -199,6 +207,9 @@ class PipelineRecorder:
                 name = next((own for own in FRAME_COUNTS if own in self._parameters), name)
             if name in self._parameters and value is not None and "prompt" not in name:
                 arguments[name] = value
+        rule = self._guidance
+        # Embeddings of a negative prompt are guidance to a class that takes no empty one by itself.
+        guides = rule is None or not rule.needs_negative_prompt or call.get("negative_prompt") is not None
         for name, shape in self._prompt.items():
             if shape is None:
                 arguments.pop(name, None)
@@ -208,22 +219,13 @@ class PipelineRecorder:
             # A model with a length of None takes none.
             if isinstance(shape, list) and None in [self._sizes.get(str(size), size) for size in shape]:
                 continue
-            names = [name]
-            # Embeddings of a negative prompt are guidance to a class that takes no empty one by itself.
-            if self._takes_negative_prompt(call):
-                names.append(f"negative_{name}")
+            names = [name, f"negative_{name}"] if guides else [name]
             for argument in names:
                 if argument in self._parameters:
                     arguments[argument] = self._make_prompt(shape, call, make_unknown, is_mask="mask" in name)
         # A pipeline's default may be a text, which is refused in addition to embeddings.
         arguments |= {name: None for name in self._parameters if f"{name}_embeds" in arguments}
         return arguments | {"num_inference_steps": 2, "output_type": "latent"}
-
-    def _takes_negative_prompt(self, call: CallArguments) -> bool:
-        """Return whether the pipeline encodes a negative prompt in a call, even an empty one of its own."""
-        if self._guidance is None or not self._guidance.needs_negative_prompt:
-            return True
-        return call.get("negative_prompt") is not None
 
     def _make_prompt(
         self, shape: Any, call: CallArguments, make_unknown: Callable[..., Tensor], *, is_mask: bool
@@ -266,16 +268,6 @@ class PipelineRecorder:
         return own | config
 
 
-def _make_watcher(hook: BlockHook, passthrough: Callable[..., Any], seen: dict[int, dict[str, Any]]) -> Any:
-    """Make a forward to pass on its inputs and note its arguments."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        seen[hook.index] = bind_arguments(hook.block, args, kwargs)
-        return passthrough(*args, **kwargs)
-
-    return forward
-
-
 def _describe_call(
     hooks: TransformerHooks, arguments: CallArguments, seen: Mapping[int, Mapping[str, Any]], out: Any
 ) -> RecordedCall:
@@ -312,15 +304,11 @@ def _describe_call(
 @contextmanager
 def silence_libraries() -> Iterator[None]:
     """Silence warnings of diffusers and transformers about the recorded call. It generates nothing."""
-    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
+    with ExitStack() as stack:
+        for logger in map(logging.getLogger, ("diffusers", "transformers")):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def build_recorded_pipeline(

@@ -50,7 +50,8 @@ class SizesOnly(TorchDispatchMode):
         self._unknown[key] = weakref.ref(storage, lambda _: self._unknown.pop(key, None))
         return tensor
 
-    def _is_unknown(self, tensor: Tensor) -> bool:
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """Return whether nobody knows the numbers of a tensor."""
         return tensor.is_meta or tensor.untyped_storage()._cdata in self._unknown
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +60,7 @@ class SizesOnly(TorchDispatchMode):
             # Pipelines make tensors on the device of their models.
             kwargs["device"] = _CPU
         tensors = list_tensors((args, kwargs))
-        if not any(map(self._is_unknown, tensors)):
+        if not any(map(self.is_unknown, tensors)):
             return func(*args, **kwargs)
         if func in CONSTANTS and not kwargs.get("dtype", tensors[0].dtype).is_floating_point:
             return func(*args, **kwargs | {"device": _CPU})
@@ -82,7 +83,7 @@ class SizesOnly(TorchDispatchMode):
             out = func(*tree_map(_copy_to_meta, args), **tree_map(_copy_to_meta, kwargs))
         except (NotImplementedError, RuntimeError):
             # The shape depends on numbers, such as those of a mask, so they must be known.
-            if any(tensor.is_meta or (self._is_unknown(tensor) and not _is_float(tensor)) for tensor in tensors):
+            if any(tensor.is_meta or (self.is_unknown(tensor) and not _is_float(tensor)) for tensor in tensors):
                 raise
             return tree_map_only(Tensor, self._mark_unknown, func(*args, **kwargs))
         if func is torch.ops.aten.convolution.default:
