@@ -23,8 +23,9 @@ from ditile.plan.shape import Shape
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.recording.capture import capture_call
+from ditile.planner.recording.sizes import SizesOnly
 from ditile.planner.seconds import RankTokens, merge_work
-from ditile.planner.subject import PlanSubject
+from ditile.planner.subject import PlanSubject, renew_numbers
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from ditile.runner.weights.prequantized import StoredWeights
@@ -306,3 +307,14 @@ def test_what_a_family_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert not subject.can_run_plan(Plan(ring=2)) and subject.can_run_plan(Plan(ulysses=2))
     holes.clear()
     assert subject.can_run_plan(Plan(ring=2))
+
+
+def test_known_numbers_decide_when_a_call_is_counted() -> None:
+    """A failure means that whatever was in memory decides, as of an image that is left out, so that prices differ from
+    run to run."""
+    known = torch.full((2, 3), 7.0)
+    with SizesOnly() as sizes:
+        unknown = renew_numbers(sizes, sizes.make_unknown(2, 3))
+        renewed = renew_numbers(sizes, known)
+    assert sizes.is_unknown(unknown) and not sizes.is_unknown(renewed)
+    assert torch.equal(renewed, known) and renewed is not known

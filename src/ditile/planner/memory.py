@@ -149,6 +149,10 @@ def count_rank_memory(
         records: whether calls of the model are recorded.
     """
     planned = job.plan_rank(rank)
+    shape = planned.shape
+    # The first rank of a replica decodes its images; with vae=rows each rank decodes its rows.
+    rows = shape.height // subject.vae_scale
+    decode_share = planned.compute_decode_share(rows)
     profile = profile.get_rank_profile(rank)
     tensors = _RankTensors(subject, planned, text_tokens)
     activations = tensors.count_activation_bytes()
@@ -162,9 +166,6 @@ def count_rank_memory(
         # Every step of an exact plan is played in later images, so it computes in the tapes' memory.
         if not job.step_schedule.has_stale_steps:
             activations = max(activations - tapes, 0)
-    shape = planned.shape
-    # The first rank of a replica decodes its images; with vae=rows each rank decodes its rows.
-    rows = shape.height // subject.vae_scale
     decoded = shape.images * rows * (shape.width // subject.vae_scale) * subject.count_decode_numbers(shape.frames)
     return RankMemory(
         weights=_count_transformer_bytes(subject, planned),
@@ -172,7 +173,7 @@ def count_rank_memory(
         vae=subject.vae * shape.element_size,
         keys=keys,
         activations=activations,
-        decode=int(decoded * shape.element_size * planned.compute_decode_share(rows)),
+        decode=int(decoded * shape.element_size * decode_share),
         idle=profile.idle_bytes,
         tapes=tapes,
     )

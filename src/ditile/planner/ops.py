@@ -183,11 +183,11 @@ class OpPricer:
         self.job = job
         self.skips = skips
         self._profile = basis.profile
-        self._offloads = job.plan_rank(rank).offloads
         self.schedule = job.step_schedule
         # Replicas and halves of guidance do the same work, so the first of each stands for all.
         of_stage = job.ranks_of_stage
         self._ranks = [job.plan_rank(stage * of_stage + rank % of_stage) for stage in range(job.plan.pipefusion)]
+        self._offloads = job.plan_rank(rank).offloads
         # A host may have room for more ranks than the plan has.
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = basis.compute_slowdown(self._host)

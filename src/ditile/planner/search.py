@@ -37,7 +37,7 @@ from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
-from ditile.planner.seconds import predict_decode_seconds, predict_text_seconds
+from ditile.planner.seconds import EndSeconds, predict_end_seconds
 from ditile.planner.shares import weigh_ends, weigh_shares
 from ditile.planner.subject import PlanSubject
 
@@ -101,7 +101,7 @@ class SizedJob(NamedTuple):
         memory: bytes of the rank that needs most.
         lacks: bytes missing on the rank with the least room, or in the host's memory if every rank has enough; below 0
             if nothing is missing.
-        rank: this rank.
+        rank, there: this rank, and the bytes of its device.
         rooms: bytes that each rank has left; of alike ones perhaps only the first.
         on_host: whether the host lacks them.
     """
@@ -110,6 +110,7 @@ class SizedJob(NamedTuple):
     memory: int
     lacks: int
     rank: int
+    there: int
     rooms: Mapping[int, int]
     on_host: bool
 
@@ -281,9 +282,8 @@ class PlanSearch:
         if sized.on_host:
             raise self._make_host_memory_error(sized)
         if sized.lacks > 0:
-            there = self._get_device_bytes(sized.rank)
-            needed = f"{_format_gigabytes(there + sized.lacks)} {self._name_place(sized.rank)}"
-            raise PlanError(f"'{plan}' needs {needed}, and there are {_format_gigabytes(there)}")
+            needed = f"{_format_gigabytes(sized.there + sized.lacks)} {self._name_place(sized.rank)}"
+            raise PlanError(f"'{plan}' needs {needed}, and there are {_format_gigabytes(sized.there)}")
         price = self._complete_price(self._price_job(sized), may_divide=False)
         limit = request.max_latency_s
         if limit is not None and price.latency_s > limit:
@@ -488,7 +488,8 @@ class PlanSearch:
             on_host = host.kept > self.host_bytes
             if on_host:
                 lacks = host.kept - self.host_bytes
-        return SizedJob(job, max(peaks.values()), lacks, shortest, rooms, on_host)
+        there = rooms[shortest] + peaks[shortest]
+        return SizedJob(job, max(peaks.values()), lacks, shortest, there, rooms, on_host)
 
     def _price_job(self, sized: SizedJob) -> Price:
         return self.pricer.price_call(sized.job, self.skips, sized.memory)
@@ -513,11 +514,10 @@ class PlanSearch:
 
     def _make_memory_error(self, too_large: Sequence[SizedJob]) -> PlanError:
         smallest = min(too_large, key=lambda sized: (sized.lacks, sized.job.plan.world))
-        there = self._get_device_bytes(smallest.rank)
         place = self._name_place(smallest.rank)
         return PlanError(
-            f"no plan fits {_format_gigabytes(there)} {place}: '{smallest.job.plan}' needs least, "
-            f"{_format_gigabytes(there + smallest.lacks)}, {_format_gigabytes(smallest.lacks)} more; "
+            f"no plan fits {_format_gigabytes(smallest.there)} {place}: '{smallest.job.plan}' needs least, "
+            f"{_format_gigabytes(smallest.there + smallest.lacks)}, {_format_gigabytes(smallest.lacks)} more; "
             "use more devices, quantize, or a smaller image"
         )
 
@@ -549,23 +549,25 @@ class PlanSearch:
             return price
         subject = self.subject
         plan = price.plan
-        profile = self.profile
-        work = subject.count_decode_work(self.shape.frames)
-        tokens = subject.count_prompt_tokens(self.call, self.shape)
-        job = self._make_job(plan)
-        decode_s = predict_decode_seconds(job, work, subject.vae_scale, profile)
-        text_s = predict_text_seconds(job, subject.text, tokens, profile)
-        completed = replace(price, text_s=text_s, decode_s=decode_s)
+        ends = self._predict_ends(self._make_job(plan))
+        completed = replace(price, text_s=ends.text, decode_s=ends.decode)
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
         by_rows = self._make_job(self._weigh_ends(replace(plan, vae="rows")))
-        divided = predict_decode_seconds(by_rows, work, subject.vae_scale, profile)
-        if decode_s - divided < ROWS_GAIN * completed.call_s:
+        divided = self._predict_ends(by_rows).decode
+        if ends.decode - divided < ROWS_GAIN * completed.call_s:
             return completed
         sized = self._size_job(by_rows)
         if sized.lacks > 0:
             return completed
         return replace(completed, plan=by_rows.plan, decode_s=divided, memory_bytes=sized.memory)
+
+    def _predict_ends(self, job: PlannedCall) -> EndSeconds:
+        """Predict the seconds of text encoders and decode."""
+        subject = self.subject
+        tokens = subject.count_prompt_tokens(self.call, self.shape)
+        work = subject.count_decode_work(self.shape.frames)
+        return predict_end_seconds(job, subject.text, tokens, work, subject.vae_scale, self.profile)
 
     def _weigh_ends(self, plan: Plan) -> Plan:
         """Divide a plan's decode and text by the speeds of the devices, if the plan divides them."""

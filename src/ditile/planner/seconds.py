@@ -203,31 +203,31 @@ def compute_decode_seconds(work: DecodeWork, pixels: int, share: float, profile:
     return whole * share + work.exchanges * (profile.link.latency_s + profile.link.call_s)
 
 
-def predict_text_seconds(job: PlannedCall, parameters: int, tokens: int, profile: Profile) -> float:
-    """Predict the seconds until the text encoders of the slowest replica are done."""
-    ranks_of_image = len(job.end_weights)
-    slowest = 0.0
-    for first in range(0, job.plan.world, ranks_of_image):
-        seconds = []
-        for rank in range(first, first + ranks_of_image):
-            alone = compute_text_seconds(parameters, tokens, profile.get_rank_profile(rank))
-            seconds.append(job.plan_rank(rank).text_share * alone)
-        # Ranks that split the layers compute one after the other, and those with all layers compute at once.
-        of_image = max(seconds) if job.plan.text == "each" else sum(seconds)
-        slowest = max(slowest, of_image)
-    return slowest
+class EndSeconds(NamedTuple):
+    """Seconds until the slowest replica has encoded its text, and until the slowest rank has decoded its share."""
+
+    text: float
+    decode: float
 
 
-def predict_decode_seconds(job: PlannedCall, work: DecodeWork, vae_scale: int, profile: Profile) -> float:
-    """Predict the seconds until the slowest rank has decoded its share."""
+def predict_end_seconds(
+    job: PlannedCall, parameters: int, tokens: int, work: DecodeWork, vae_scale: int, profile: Profile
+) -> EndSeconds:
+    """Predict the seconds of the text encoders, with so many parameters, and of the decode."""
     shape = job.shape
     pixels = math.ceil(shape.images / job.plan.data) * shape.height * shape.width // vae_scale**2
-    slowest = 0.0
+    text = [0.0] * job.plan.data
+    decode = 0.0
     for rank in range(job.plan.world):
-        share = job.plan_rank(rank).compute_decode_share(shape.height // vae_scale)
+        planned = job.plan_rank(rank)
+        share = planned.compute_decode_share(shape.height // vae_scale)
+        device = profile.get_rank_profile(rank)
+        own = planned.text_share * compute_text_seconds(parameters, tokens, device)
+        # Ranks that split the layers compute one after the other, and those with all layers compute at once.
+        text[planned.data] = max(text[planned.data], own) if job.plan.text == "each" else text[planned.data] + own
         if share > 0:
-            slowest = max(slowest, compute_decode_seconds(work, pixels, share, profile.get_rank_profile(rank)))
-    return slowest
+            decode = max(decode, compute_decode_seconds(work, pixels, share, device))
+    return EndSeconds(max(text), decode)
 
 
 class WarmupBlock(NamedTuple):

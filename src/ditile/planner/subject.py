@@ -286,7 +286,7 @@ class PlanSubject:
         others: dict[int, Stream] = {PROBED_TEXT: "text", PROBED.num_tokens: "image"}
         sizes = StreamSizes(call.image, call.text or PROBED_TEXT, others, many=True)
         return CountedCall(
-            lambda: tree_map(partial(_renew_numbers, step.mode), call.arguments), sizes, lambda: step.mode, True
+            lambda: tree_map(partial(renew_numbers, step.mode), call.arguments), sizes, lambda: step.mode, True
         )
 
     @cached_property
@@ -635,7 +635,7 @@ class PlanSubject:
         )
 
 
-def _renew_numbers(mode: SizesOnly, value: Any) -> Any:
+def renew_numbers(mode: SizesOnly, value: Any) -> Any:
     """Return another tensor in place of floats that the forward reads, as tensors made meanwhile are counted."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
         return value
