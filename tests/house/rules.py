@@ -26,7 +26,7 @@ MOST_NODES = {
     "parallel": 67_500,
     "cache": 41_100,
     "runner": 66_500,
-    "planner": 44_950,
+    "planner": 44_850,
     "serve": 36_700,
     "cli": 12_950,
     "": 400,

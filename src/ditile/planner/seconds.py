@@ -224,7 +224,10 @@ def predict_end_seconds(
         device = profile.get_rank_profile(rank)
         own = planned.text_share * compute_text_seconds(parameters, tokens, device)
         # Ranks that split the layers compute one after the other, and those with all layers compute at once.
-        text[planned.data] = max(text[planned.data], own) if job.plan.text == "each" else text[planned.data] + own
+        if job.plan.text == "each":
+            text[planned.data] = max(text[planned.data], own)
+        else:
+            text[planned.data] += own
         if share > 0:
             decode = max(decode, compute_decode_seconds(work, pixels, share, device))
     return EndSeconds(max(text), decode)

@@ -219,7 +219,9 @@ class PipelineRecorder:
             # A model with a length of None takes none.
             if isinstance(shape, list) and None in [self._sizes.get(str(size), size) for size in shape]:
                 continue
-            names = [name, f"negative_{name}"] if guides else [name]
+            names = [name]
+            if guides:
+                names.append(f"negative_{name}")
             for argument in names:
                 if argument in self._parameters:
                     arguments[argument] = self._make_prompt(shape, call, make_unknown, is_mask="mask" in name)
