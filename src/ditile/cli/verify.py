@@ -457,7 +457,7 @@ def _measure_tensor_bytes(runner: Runner) -> int:
     # gloo frees a sent tensor in a thread, a moment after the wait for it ends.
     for seconds in (0.0, 0.05, 0.05):
         time.sleep(seconds)
-        sizes = {}
+        sizes: dict[int, int] = {}
         for instance in gc.get_objects():
             # isinstance would ask proxies for their class, which may compute. A tensor of `vmap` has no storage.
             if issubclass(type(instance), torch.Tensor) and not torch._C._functorch.is_batchedtensor(instance):
