@@ -25,7 +25,7 @@ MOST_NODES = {
     "model": 54_050,
     "parallel": 67_500,
     "cache": 41_100,
-    "runner": 66_500,
+    "runner": 66_550,
     "planner": 44_850,
     "serve": 36_700,
     "cli": 12_950,
