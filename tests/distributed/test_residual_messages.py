@@ -35,6 +35,7 @@ PLANS = {
     "ulysses=2": ("ulysses", 1, 0),
     "ulysses=2 async_ulysses=true": ("ulysses", 1, 0),
     "ring=2": ("ring", 1, 0),
+    "gather=2": ("gather", 1, 0),
     "distrifusion=2 warmup=1": ("distrifusion", 2, 1),
     "pipefusion=2 patches=2 warmup=1": ("activations", 2, 0),
     "pipefusion=2 patches=1": ("activations", 1, 0),

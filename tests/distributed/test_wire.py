@@ -93,11 +93,11 @@ def draw_plans(name: str, plans: list[str]) -> list[Sent]:
 
 
 PLANS = {
-    2: ["pipefusion=2 patches=3", "ulysses=2", "ulysses=2 async_ulysses=true", "ring=2", "distrifusion=2",
-        "pipefusion=2 warmup_mode=sequence"],
+    2: ["pipefusion=2 patches=3", "ulysses=2", "ulysses=2 async_ulysses=true", "ring=2", "gather=2",
+        "distrifusion=2", "pipefusion=2 warmup_mode=sequence"],
     4: ["pipefusion=4 warmup_mode=sequence", "pipefusion=2 patches=3 ulysses=2", "pipefusion=2 patches=3 ring=2",
         "pipefusion=2 tensor=2 patches=2 split_scheme=sequence", "ulysses=4", "ring=4", "ulysses=2 ring=2",
-        "distrifusion=2 ulysses=2"],
+        "ulysses=2 gather=2", "distrifusion=2 ulysses=2"],
 }  # fmt: skip
 
 

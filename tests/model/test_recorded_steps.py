@@ -30,7 +30,7 @@ from tests.zoo.rows import list_tensors
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CASES = [
-    *[("flux", axis) for axis in ("ulysses=2", "ring=2", "tensor=2", "distrifusion=2 warmup=1")],
+    *[("flux", axis) for axis in ("ulysses=2", "ring=2", "gather=2", "tensor=2", "distrifusion=2 warmup=1")],
     ("flux", "pipefusion=2 patches=2 warmup=1"),
     ("flux", "cfg=2"),
     ("flux", "pipefusion=2 ulysses=2 patches=2 warmup=1"),

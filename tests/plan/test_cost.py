@@ -29,7 +29,8 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"pipefusion": 2, "warmup_mode": "sequence"},
         {"pipefusion": 2, "warmup_mode": "pipelined"}, {"distrifusion": 2, "warmup": 0},
         {"ulysses": 2, "async_ulysses": True}, {"ring": 2, "patches": 3, "warmup": 2},
-        {"ring": 2, "token_weights": (2, 1)}, {"ulysses": 2, "token_weights": (1, 3)},
+        {"ring": 2, "token_weights": (2, 1)}, {"gather": 2}, {"gather": 2, "patches": 3},
+        {"gather": 2, "token_weights": (2, 1)}, {"ulysses": 2, "token_weights": (1, 3)},
         {"distrifusion": 2, "warmup": 1, "token_weights": (3, 1)}, {"pipefusion": 2, "stage_weights": (3, 1)},
         {"tensor": 2, "tensor_weights": (3, 1)},
     ],
@@ -37,7 +38,7 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"pipefusion": 3, "patches": 4, "warmup": 2}, {"ulysses": 3, "patches": 3},
         {"pipefusion": 3, "patches": 4, "warmup": 2, "warmup_mode": "sequence"},
         {"pipefusion": 3, "warmup": 4, "warmup_mode": "sequence"},
-        {"ring": 3}, {"distrifusion": 3, "warmup": 2},
+        {"ring": 3}, {"gather": 3}, {"distrifusion": 3, "warmup": 2},
         {"ring": 3, "patches": 2, "token_weights": (1, 2, 4)}, {"ulysses": 3, "token_weights": (2, 1, 1)},
     ],
     4: [
@@ -46,7 +47,8 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"data": 4}, {"cfg": 2, "pipefusion": 2, "patches": 3}, {"data": 2, "ulysses": 2}, {"cfg": 2, "ring": 2},
         {"cfg": 2, "pipefusion": 2, "patches": 3, "warmup_mode": "sequence"},
         {"data": 2, "pipefusion": 2, "warmup": 2, "warmup_mode": "sequence"},
-        {"ulysses": 2, "ring": 2}, {"distrifusion": 2, "ulysses": 2}, {"pipefusion": 2, "patches": 1, "ring": 2},
+        {"ulysses": 2, "ring": 2}, {"ulysses": 2, "gather": 2}, {"pipefusion": 2, "patches": 3, "gather": 2},
+        {"cfg": 2, "gather": 2}, {"distrifusion": 2, "ulysses": 2}, {"pipefusion": 2, "patches": 1, "ring": 2},
         {"pipefusion": 2, "patches": 3, "ulysses": 2}, {"pipefusion": 2, "patches": 3, "ring": 2, "warmup": 2},
         {"pipefusion": 2, "patches": 3, "ulysses": 2, "stage_weights": (2, 1), "token_weights": (3, 1)},
         {"distrifusion": 2, "ulysses": 2, "token_weights": (4, 2, 2, 1)},
@@ -96,6 +98,8 @@ CLOSED: dict[str, tuple[str, int, int]] = {
     "ulysses=4": ("ulysses", SYNCHRONOUS * HIDDEN * 3 // 4, STEPS * LAYERS * 2),
     "ring=2": ("ring", SYNCHRONOUS * HIDDEN, STEPS * LAYERS),
     "ring=4": ("ring", SYNCHRONOUS * HIDDEN * 3 // 2, STEPS * LAYERS * 3),
+    "gather=2": ("gather", SYNCHRONOUS * HIDDEN, STEPS * LAYERS),
+    "gather=4": ("gather", SYNCHRONOUS * HIDDEN * 3 // 2, STEPS * LAYERS),
     "distrifusion=2 warmup=4": ("distrifusion", SYNCHRONOUS * HIDDEN, STEPS * LAYERS),
     # Three sums in each block: an all-reduce sends as much as a reduce-scatter and a gather. One gather more brings the
     # tokens together after the last block.

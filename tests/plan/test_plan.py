@@ -29,16 +29,16 @@ def plans(draw: Any) -> Plan:
     """Any legal plan."""
     degrees = {name: draw(st.integers(1, 5)) for name in AXES} | {"cfg": draw(st.integers(1, 2))}
     degrees["distrifusion" if draw(st.booleans()) else "pipefusion"] = 1
-    if degrees["distrifusion"] > 1:
-        degrees["ring"] = 1
+    outer = "distrifusion" if degrees["distrifusion"] > 1 else draw(st.sampled_from(("ring", "gather")))
+    degrees |= {name: 1 for name in ("ring", "gather", "distrifusion") if name != outer}
     stages = degrees["pipefusion"]
     of_stages = {"size": stages, "kind": draw(st.sampled_from([None, "stage_blocks", "stage_weights"]))}
     values = PER_STAGE if of_stages["kind"] == "stage_blocks" else SPEED
     cut = {of_stages["kind"]: draw(st.lists(values, min_size=stages, max_size=stages))} if of_stages["kind"] else {}
-    token_ranks = degrees["ring"] * degrees["distrifusion"] * degrees["ulysses"]
+    token_ranks = math.prod(degrees[name] for name in SEQUENCE)
     weights = draw(st.none() | st.lists(SPEED, min_size=token_ranks, max_size=token_ranks))
     of_tensor = draw(st.none() | st.lists(SPEED, min_size=degrees["tensor"], max_size=degrees["tensor"]))
-    shared_out = max(degrees[name] for name in ("ring", "ulysses", "tensor")) > 1
+    shared_out = max(degrees[name] for name in ("ring", "gather", "ulysses", "tensor")) > 1
     divides_tokens = max(degrees[name] for name in SEQUENCE) > 1
     vae = draw(st.sampled_from(CHOICES["vae"]))
     offload, world = draw(st.sampled_from(CHOICES["offload"])), math.prod(degrees.values())
@@ -93,10 +93,13 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"ring": 2, "offload": "blocks", "offload_ranks": (2,)}, "offload_ranks=2 does not name ranks of this plan, each"),
     ({"cfg": 3}, "try cfg=2, and data"),
     ({"distrifusion": 2, "pipefusion": 2}, "spend the same staleness; set one of them to 1"),
-    ({"distrifusion": 2, "ring": 2}, "use ulysses with it"),
+    ({"distrifusion": 2, "ring": 2}, "ring=2 and distrifusion=2 split the same tokens; use one of them, and ulysses"),
+    ({"distrifusion": 2, "gather": 2}, "gather=2 and distrifusion=2 split the same tokens"),
+    ({"ring": 2, "gather": 2}, "split the same tokens; use one of them"),
+    ({"pipefusion": 2, "gather": 2, "warmup_mode": "sequence"}, "gather=2 splits tokens or weights already"),
     ({"distrifusion": 2, "patches": 2}, "leave patches out"),
     ({"async_ulysses": True}, "ulysses=2 or more"),
-    ({"tensor": 2, "wire_dtype": "int8"}, "use it with pipefusion, ulysses, ring or distrifusion"),
+    ({"tensor": 2, "wire_dtype": "int8"}, "use it with pipefusion, ulysses, ring, gather or distrifusion"),
     ({"pipefusion": 2, "warmup_mode": "separate"}, "warmup_mode='separate'"),
     ("pipefusion", "write name=value with data, cfg"),
     ("pipefusion=2 pipefusion=2", "each once"),
@@ -155,7 +158,7 @@ FACTS = Facts(model="M", blocks=6, heads=4, rows=8, tokens_per_row=2, branches=1
         (Plan(ulysses=4, tensor=2, uaa=False), "2 heads of each of tensor=2 of M and uaa is off; try 1, 2, or leave"),
         (Plan(patches=9), "patches=9 exceeds the 8 token rows of this image; try 1 to 8"),
         (Plan(distrifusion=9), "distrifusion=9 exceeds the 8 token rows"),
-        (Plan(patches=8, ring=3), "a patch of 2 tokens, less than one each; try a product of 1 to 2"),
+        (Plan(patches=8, ring=3), "a patch of 2 tokens, less than one each; try 1 to 2"),
         (Plan(distrifusion=4, ulysses=5), "a patch of 4 tokens"),
         (Plan(cfg=2), "cfg=2 divides branches of guidance, and this call has 1"),
     ],

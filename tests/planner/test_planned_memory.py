@@ -111,7 +111,7 @@ def measured(family: str, text: str, side: int, calls: int = 1) -> tuple[int, in
 
 
 PLANS = [
-    "cfg=2", "ulysses=2", "ring=2", "distrifusion=2", "tensor=2", "tensor=2 split_scheme=sequence",
+    "cfg=2", "ulysses=2", "ring=2", "gather=2", "distrifusion=2", "tensor=2", "tensor=2 split_scheme=sequence",
     "pipefusion=2 patches=4", "pipefusion=2 patches=2 warmup_mode=pipelined", "pipefusion=2 patches=4 warmup=0",
     "pipefusion=2 ulysses=2 patches=2", "pipefusion=4 patches=4", "cfg=2 pipefusion=2 patches=4",
     "pipefusion=2 tensor=2 patches=2", "pipefusion=2 patches=2 offload=blocks", "tensor=2 offload=blocks",

@@ -123,7 +123,7 @@ def test_plans_are_legal_and_distinct() -> None:
     facts = shape.collect_facts("x", len(one.block_hooks.chain))
     assert all(not plan.illegal(facts) and 16 % plan.world == 0 for plan in result)
     assert {plan.world for plan in result} == {1, 2, 4, 8, 16}
-    for name in ("pipefusion", "ring", "distrifusion", "ulysses", "tensor"):
+    for name in ("pipefusion", "ring", "gather", "distrifusion", "ulysses", "tensor"):
         assert any(getattr(plan, name) > 1 for plan in result), name
     assert not any(plan.cfg > 1 or plan.data > 1 for plan in result), "one image, and embedded guidance"
 

@@ -62,6 +62,7 @@ HYBRIDS = [
     # stages with one other axis
     Hybrid("flux", "pipefusion=2 patches=7 ulysses=2 async_ulysses=true", "large"),
     Hybrid("flux", "pipefusion=2 patches=3 ring=2", "callback"),
+    Hybrid("flux", "pipefusion=2 patches=3 gather=2", "callback"),
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 warmup=0", "lora"),
     Hybrid("flux embedded guidance", "pipefusion=2 patches=1 ulysses=2", "two images"),
     Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=3 warmup=0", "large"),
@@ -89,6 +90,8 @@ HYBRIDS = [
     Hybrid("sd3.5 medium", "cfg=2 pipefusion=2 patches=3 ulysses=2", "large"),
     Hybrid("flux true cfg", "cfg=2 pipefusion=2 patches=3 ring=2", "callback"),
     Hybrid("sd3", "cfg=2 distrifusion=2", "image"),
+    Hybrid("sd3", "cfg=2 gather=2", "image"),
+    Hybrid("pixart sigma", "data=2 gather=2", "two images"),
     Hybrid("flux", "data=2 pipefusion=2 patches=3", "two images"),
     Hybrid("pixart sigma", "data=2 cfg=2 distrifusion=2 warmup=0", "two images"),
     Hybrid("sd3.5 medium", "data=2 cfg=2 tensor=2 vae=rows", "decoded"),  # one replica has no image

@@ -22,7 +22,7 @@ from ditile.distributed.transport import PeerChannel, connect_group, gather_numb
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import GenerationMemory
 from ditile.model.hooks.protocols import CallPosition, SkipAgreement
-from ditile.plan.plan import Plan
+from ditile.plan.plan import SEQUENCE, Plan
 
 TRAFFIC_KIND = "decisions"
 PROBE_KIND = "probe"
@@ -130,7 +130,7 @@ class AgreementGroups:
     @classmethod
     def create_groups(cls, plan: Plan, mesh: Mesh, device: torch.device) -> AgreementGroups:
         """Make the groups. This is collective: all ranks must call it, each with the device of its activations."""
-        within = ("ring", "distrifusion", "ulysses", "tensor")
+        within = (*SEQUENCE, "tensor")
         # All ranks make the groups in this order.
         batch = make_subgroup("rows", ("cfg", *within), plan, mesh, backend="gloo")
         calls = make_subgroup("calls", within, plan, mesh, backend="gloo")

@@ -1,6 +1,6 @@
 """Mesh: the ranks of a plan on named axes, and the process groups of each axis. Groups are passed, never looked up.
 
-Axes, innermost last: (data, cfg, pipefusion, ring | distrifusion, ulysses, tensor).
+Axes, innermost last: (data, cfg, pipefusion, ring | gather | distrifusion, ulysses, tensor).
 
 Why it is not torch's `DeviceMesh`: that makes one group for each axis. Here several groups run along one axis, one for
 each purpose (two for messages down the pipeline and one for those back, because NCCL has one queue for each group; CPU
@@ -66,7 +66,7 @@ class Mesh:
     Attributes:
         rank: this rank among `world`.
         axes: the line along each axis of `AXES`.
-        sequence: ring (or distrifusion) and ulysses as one, ulysses inside.
+        sequence: ring (or gather, or distrifusion) and ulysses as one, ulysses inside.
         pipeline_groups: along pipefusion, for what a stage sends to the next one, stage by stage in turn; see
             `select_downstream_group`.
         latents: another group, for what comes back from the last stage. NCCL's messages have no tags, and all messages

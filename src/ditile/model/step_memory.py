@@ -75,7 +75,7 @@ def _list_fitting_hooks(plan: Plan, steps: int | None) -> tuple[type[ModelHook],
     if plan.pipefusion > 1:
         return _OF_LAYERS
     divides_between_layers = plan.tensor > 1 and plan.split_scheme == "sequence"
-    divides_tokens = plan.ring * plan.distrifusion * plan.ulysses > 1 or divides_between_layers
+    divides_tokens = plan.token_ranks * plan.distrifusion > 1 or divides_between_layers
     return _OF_BLOCKS if divides_tokens else (ModelHook,)
 
 

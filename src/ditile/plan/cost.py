@@ -5,6 +5,7 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
     activations    b (p + t) C e           a stage to the next one, over all ranks that split the tokens
     ulysses        4 (n - 1) / n^2 L b (p + t) C e    q, k and v out, the output back
     ring           2 (n - 1) / n L b (p + t) C e      keys and values, passed round; gathered once for a store
+    gather         the same, gathered once, in one exchange a layer
     distrifusion   2 (n - 1) / n L b p C e            keys and values of a rank's own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
     prediction     the own part of the tokens after the last block, to the n - 1 that split the tokens
@@ -39,7 +40,7 @@ from ditile.plan.layout import (
     pick_weighted_chunk,
 )
 from ditile.plan.option_classes import FunctionT
-from ditile.plan.plan import Plan, compute_coordinates
+from ditile.plan.plan import Plan, compute_coordinates, find_outer_place
 from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.plan.shape import CallFamily, Shape, Weights
 
@@ -47,11 +48,11 @@ ALIGNMENT = 16
 """The alignment of tensors in a buffer, in bytes."""
 
 KINDS = (
-    "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "weights", "keys",
-    "data", "result",
+    "activations", "tensor", "ulysses", "ring", "gather", "distrifusion", "prediction", "cfg", "latents", "weights",
+    "keys", "data", "result",
 )  # fmt: skip
 """The kinds of traffic with a formula here."""
-PACKED_KINDS = ("activations", "ulysses", "ring", "distrifusion", "keys")
+PACKED_KINDS = ("activations", "ulysses", "ring", "gather", "distrifusion", "keys")
 """The kinds whose numbers are sent in fewer bits each under `Plan.wire_dtype`."""
 SCALE_BYTES = 2
 MOST_SCALED = {"int8": 16, "residual4": 32, "residual3": 32}
@@ -172,7 +173,7 @@ class PlannedCall:
             data=place["data"],
             stage=place["pipefusion"],
             token_place=self.plan.find_token_place(place),
-            outer=max(place["ring"], place["distrifusion"]),
+            outer=find_outer_place(place),
             ulysses=place["ulysses"],
             tensor=place["tensor"],
         )
@@ -234,7 +235,7 @@ class PlannedRank:
         number: of the rank.
         data, stage, ulysses, tensor: its place along these axes.
         token_place: its place among all that split the tokens.
-        outer: its place along ring or distrifusion.
+        outer: its place along ring, gather or distrifusion.
     """
 
     job: PlannedCall
@@ -365,10 +366,9 @@ class PlannedRank:
         if not plan.sends_differences:
             return 0
         # In tokens of all ranks: queries, keys, values and outputs, at both ends; keys and values, which go round a
-        # ring. DistriFusion sends no text.
-        kept = (
-            8 * (plan.ulysses > 1) / plan.ring / plan.distrifusion + 4 * (plan.ring > 1) + 2 * (plan.distrifusion > 1)
-        )
+        # ring, or are gathered beside a rank's own. DistriFusion sends no text.
+        kept = 8 * (plan.ulysses > 1) / plan.ring / plan.gather / plan.distrifusion
+        kept += 4 * (plan.ring > 1) + 3 * (plan.gather > 1) + 2 * (plan.distrifusion > 1)
         tokens = sum(self.layers.values()) * self.job.image_layout.count_layer_tokens(joint=plan.distrifusion == 1)
         size = int(kept * tokens) * self.heads * self.job.shape.head_dim * self.number_bytes
         neighbours = (self.stage > 0) + (not self.is_last_stage)
@@ -423,7 +423,7 @@ class MicroStepShare:
     shards: tuple[TokenShard, ...]
 
     def select_line(self, outer: int) -> tuple[TokenShard, ...]:
-        """Select the tokens of each rank on a line along ulysses, by the line's place along ring or distrifusion."""
+        """Select the tokens of each rank on a line along ulysses, by the line's place along the outer axis."""
         ulysses = self.rank.job.plan.ulysses
         return self.shards[outer * ulysses : (outer + 1) * ulysses]
 
@@ -435,7 +435,7 @@ class MicroStepShare:
 
 def make_token_split(plan: Plan) -> Split:
     """Return how the ranks of a plan split the tokens."""
-    return Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False, plan.token_weights)
+    return Split(plan.ring * plan.gather, plan.distrifusion, plan.ulysses, plan.uaa is not False, plan.token_weights)
 
 
 @lru_cache
@@ -603,14 +603,16 @@ def _iterate_ulysses_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchan
         yield RepeatedExchange("ulysses", head_bytes * sent, times)
 
 
-def _iterate_ring_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
-    """Yield the exchanges of keys. Without a store a rank sends on all blocks but the next rank's; with one, it sends
-    its own block to all."""
+def _iterate_key_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
+    """Yield the exchanges of keys. Along ring a rank sends on all blocks but the next rank's; along gather, or with a
+    store, it sends its own block to all."""
     rank = share.rank
     job = rank.job
-    n = job.plan.ring
+    plan = job.plan
+    n = plan.ring * plan.gather
     if n == 1:
         return
+    kind = "ring" if plan.ring > 1 else "gather"
     # A store needs the keys of all tokens, so that they are gathered and not passed round.
     keeps_keys = share.micro.patch is not None or job.step_schedule.keeps_keys(share.micro.step)
     for joint, times in rank.layers.items():
@@ -619,9 +621,9 @@ def _iterate_ring_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]
             lengths.append(sum(shard.count_tokens(joint=joint) for shard in share.select_line(outer)))
         # Around the ring a rank passes all blocks but the next rank's own.
         tokens = sum(lengths) - lengths[(rank.outer + 1) % n]
-        if keeps_keys and job.plan.num_patches > 1:
+        if kind == "gather" or (keeps_keys and plan.num_patches > 1):
             tokens = (n - 1) * lengths[rank.outer]
-        yield RepeatedExchange("ring", 2 * tokens * rank.count_sent_key_bytes(share.micro.step), times)
+        yield RepeatedExchange(kind, 2 * tokens * rank.count_sent_key_bytes(share.micro.step), times)
 
 
 def _iterate_distrifusion_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
@@ -684,7 +686,7 @@ def count_flat_bytes(sizes: Iterable[int]) -> int:
 _CALL_FORMULAS = (
     _iterate_tensor_exchanges,
     _iterate_ulysses_exchanges,
-    _iterate_ring_exchanges,
+    _iterate_key_exchanges,
     _iterate_distrifusion_exchanges,
     _iterate_prediction_exchanges,
 )

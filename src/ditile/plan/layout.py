@@ -237,7 +237,7 @@ class Split:
     """The split of a patch's tokens over ranks; under DistriFusion each has a patch of rows, and all the text.
 
     Attributes:
-        ring, distrifusion, ulysses: the degrees; ranks are counted with ulysses innermost.
+        ring, distrifusion, ulysses: the degrees; ranks are counted with ulysses innermost. Gather counts as ring.
         uneven: whether one rank may have a token more than another.
         weights: the share of each rank, in any unit; equal by default.
     """
@@ -299,7 +299,7 @@ class Split:
                 num_ranks = self.ulysses
             raise PlanError(
                 f"{name} has fewer tokens than the {num_ranks} ranks that split it; "
-                "use fewer patches, a lower ring or ulysses degree, or a larger image"
+                "use fewer patches, a lower ring, gather or ulysses degree, or a larger image"
             )
         if not self.uneven:
             self._check_even(shards, patch)
@@ -331,7 +331,7 @@ class Split:
                 if len(set(lengths)) > 1:
                     place = "" if patch is None else f" in patch {patch}"
                     raise PlanError(
-                        f"{sum(lengths)} tokens{place} are not divided by the {ranks} ranks of ring x ulysses, and "
+                        f"{sum(lengths)} tokens{place} are not divided by the {ranks} ranks that share them, and "
                         "uaa is off; leave uaa out, or use as many ranks as divide them"
                     )
 

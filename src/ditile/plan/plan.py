@@ -29,10 +29,12 @@ from ditile.plan.option_classes import (
 )
 
 NumSteps = Annotated[int, Field(ge=0, le=2**31)]
-AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
+AXES = ("data", "cfg", "pipefusion", "ring", "gather", "distrifusion", "ulysses", "tensor")
 IMAGE = AXES[1:]
 """The axes of the ranks that make one image together."""
-SEQUENCE = ("ring", "distrifusion", "ulysses")
+OUTER = ("ring", "gather", "distrifusion")
+"""The axes that split the tokens outside of ulysses, of which a plan has one at most."""
+SEQUENCE = (*OUTER, "ulysses")
 """The axes that split the tokens."""
 AUTO: Literal["auto"] = "auto"
 FEW_STEPS = 16
@@ -86,6 +88,7 @@ class Plan:
     ring: Count = define_option(
         1, "ranks that share the tokens, keys and values passed round", aliases=("--ring-degree",)
     )
+    gather: Count = define_option(1, "ranks that share the tokens, keys and values gathered once")
     distrifusion: Count = define_option(1, "ranks that own a patch each, the others' keys one step stale")
     ulysses: Count = define_option(
         1, "ranks that share the tokens, and the heads in attention", aliases=("--ulysses-degree",)
@@ -181,7 +184,7 @@ class Plan:
         if self.wire_dtype is not None and self.pipefusion * self.token_ranks * self.distrifusion == 1:
             yield (
                 f"wire_dtype={self.wire_dtype} packs what stages and ranks that split the tokens send, and this plan "
-                "has none; use it with pipefusion, ulysses, ring or distrifusion, or leave it out"
+                "has none; use it with pipefusion, ulysses, ring, gather or distrifusion, or leave it out"
             )
         yield from self._iterate_warmup_contradictions()
         if self.vae_block_size is not None and self.vae != "rows":
@@ -237,8 +240,9 @@ class Plan:
                 f"distrifusion={degree} and pipefusion={self.pipefusion} spend the same staleness; set one of them to "
                 "1, and use ulysses or tensor for the other ranks"
             )
-        if degree > 1 and self.ring > 1:
-            yield f"distrifusion={degree} replaces ring={self.ring}; use ulysses with it"
+        outer = [f"{name}={getattr(self, name)}" for name in OUTER if getattr(self, name) > 1]
+        if len(outer) > 1:
+            yield f"{' and '.join(outer)} split the same tokens; use one of them, and ulysses with it"
         if degree > 1 and self.patches is not None:
             yield f"patches={self.patches}: distrifusion has one patch per rank; leave patches out"
         if self.references is not None and self.patches == 1:
@@ -256,7 +260,7 @@ class Plan:
         if self.warmup_mode not in ("serial", AUTO) and stages == 1:
             yield f"{mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
         if self.warmup_mode == "sequence":
-            for name in ("ring", "ulysses", "tensor"):
+            for name in ("ring", "gather", "ulysses", "tensor"):
                 degree = getattr(self, name)
                 if degree > 1:
                     yield (
@@ -368,13 +372,12 @@ class Plan:
 
     @property
     def token_ranks(self) -> int:
-        """Return the number of ranks that split the tokens of a patch exactly: ring x ulysses."""
-        return self.ring * self.ulysses
+        """Return the number of ranks that split the tokens of a patch exactly: ring or gather, x ulysses."""
+        return self.ring * self.gather * self.ulysses
 
     def find_token_place(self, coordinates: Mapping[str, int]) -> int:
         """Find the place, by the coordinates of a rank, among the ranks that split tokens."""
-        # A plan has only one of ring and distrifusion.
-        return (coordinates["ring"] + coordinates["distrifusion"]) * self.ulysses + coordinates["ulysses"]
+        return find_outer_place(coordinates) * self.ulysses + coordinates["ulysses"]
 
     @property
     def head_weights(self) -> tuple[float, ...] | None:
@@ -538,6 +541,12 @@ def compute_coordinates(plan: Plan, rank: int) -> dict[str, int]:
     return coordinates
 
 
+def find_outer_place(coordinates: Mapping[str, int]) -> int:
+    """Find the place along ring, gather or distrifusion, by the coordinates of a rank."""
+    # A plan has only one of them.
+    return max(coordinates[name] for name in OUTER)
+
+
 def list_subgroups(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
     """List the groups of ranks that differ only on the axes `names`, in the order of their first ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -624,8 +633,8 @@ def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
     least = width * min(rows_of_patches)
     if plan.token_ranks > least:
         yield (
-            f"ring={plan.ring} x ulysses={plan.ulysses} split a patch of {least} tokens, less than one each; "
-            f"try a product of 1 to {least}, fewer patches than {patches}, or a larger image"
+            f"{plan.token_ranks} ranks split a patch of {least} tokens, less than one each; "
+            f"try 1 to {least}, fewer patches than {patches}, or a larger image"
         )
 
 

@@ -373,11 +373,11 @@ class _RankTensors:
         if plan.ulysses > 1:
             # Queries, keys and values exist three times: sent, received, and in order.
             return 8 * own if keeps_keys else 9 * own
-        if plan.ring == 1:
+        if plan.ring * plan.gather == 1:
             return 0
         lengths = [shard.count_tokens() for shard in share.shards]
-        if is_patch or keeps_keys:
-            # Kept keys and values: this rank's, those received from all ranks, and the joined ones.
+        if is_patch or keeps_keys or plan.gather > 1:
+            # Gathered keys and values: this rank's, those received from all ranks, and the joined ones.
             return 2 * own + 4 * sum(lengths)
         # The keys and values that are passed on, the next keys and values, and the partial sum.
         return 2 * own + 4 * max(lengths)

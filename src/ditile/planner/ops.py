@@ -18,7 +18,7 @@ from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import MicroStepShare, PlannedCall, memoize_method
-from ditile.plan.plan import Plan
+from ditile.plan.plan import SEQUENCE, Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 from ditile.planner.kernel_times import TransformerWork, Work, WorkMix, count_unpacking_traffic
 from ditile.planner.memory import can_record_calls
@@ -37,8 +37,6 @@ from ditile.planner.seconds import (
 )
 from ditile.runner.weights.prequantized import StoredWeights
 
-TOKEN_AXES = ("ring", "distrifusion", "ulysses")
-"""Axes that split tokens, the outermost first. The prediction is gathered over all of them."""
 SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
 """A segment of a recorded call ends at the start of a message and at the wait for it; for most, the wait follows at
 once."""
@@ -465,7 +463,7 @@ class OpPricer:
         total = own
         step = part.micro.step
         for kind, (exchanges, sent) in cost.count_call_exchanges(part).items():
-            crossed = TOKEN_AXES if kind == "prediction" else (kind,)
+            crossed = SEQUENCE if kind == "prediction" else (kind,)
             axes = [axis for axis in crossed if getattr(self.job.plan, axis) > 1]
             link = self.get_axis_link(axes[0])
             n = math.prod(getattr(self.job.plan, axis) for axis in axes)

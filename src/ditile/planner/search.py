@@ -31,7 +31,7 @@ from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
-from ditile.plan.plan import AUTO, AXES, FEW_STEPS, Facts, Plan
+from ditile.plan.plan import AUTO, AXES, FEW_STEPS, OUTER, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
@@ -633,7 +633,8 @@ def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) ->
 
 
 def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
-    """Yield degrees with the product `world`. DistriFusion excludes PipeFusion and ring."""
+    """Yield degrees with the product `world`. One axis at most splits tokens beside Ulysses, and DistriFusion excludes
+    PipeFusion too."""
     branches = shape.branches_per_call * shape.calls
     for factors in _iterate_products(world, len(AXES)):
         degrees = dict(zip(AXES, factors, strict=True))
@@ -642,8 +643,10 @@ def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
             continue
         if shape.heads % degrees["tensor"]:
             continue
-        # DistriFusion keeps stale keys of patches like PipeFusion, and gathers keys like a ring.
-        if degrees["distrifusion"] == 1 or degrees["pipefusion"] == degrees["ring"] == 1:
+        # DistriFusion keeps stale keys of patches like PipeFusion.
+        if degrees["distrifusion"] > 1 and degrees["pipefusion"] > 1:
+            continue
+        if sum(degrees[name] > 1 for name in OUTER) < 2:
             yield degrees
 
 

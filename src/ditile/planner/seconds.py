@@ -151,7 +151,7 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
         return link.reduce
     if kind == "ring":
         return link.neighbours
-    if kind in ("distrifusion", "pipefusion"):
+    if kind in ("gather", "distrifusion", "pipefusion"):
         if link.gather is None:
             return link.neighbours
         return link.gather

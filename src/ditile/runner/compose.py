@@ -63,7 +63,7 @@ from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
-from ditile.parallel.sequence.ring import RingGather, RingKeys
+from ditile.parallel.sequence.ring import AxisGather, RingKeys
 from ditile.parallel.sequence.ulysses import OverlappedUlysses, UlyssesExchange
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import ShardedTransformer, check_unsharded, find_tensor_table, shard_weights
@@ -476,19 +476,20 @@ class LayerAttentionBuilder:
         return UlyssesExchange(axis, traffic, find_bases, uneven=uneven, weights=weights)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
-        """Build the source of a layer's keys: fresh ones, the ring's, or stale ones."""
+        """Build the source of a layer's keys: fresh ones, those of other ranks, or stale ones."""
         now = self._now
         traffic = self._mesh.traffic
         distrifusion = self._mesh["distrifusion"]
         if distrifusion.num_ranks > 1:
             return DistriFusionKeys(now, layer, distrifusion, kernel, traffic, check=self._checks)
-        ring = self._mesh["ring"]
-        fresh: FreshKeys | RingKeys = FreshKeys(kernel)
-        gather: RingGather | None = None
-        if ring.num_ranks > 1:
-            find_bases = functools.partial(now.find_bases, layer)
-            fresh = RingKeys(ring, kernel, traffic, find_bases)
-            gather = RingGather(ring, traffic, find_bases)
+        find_bases = functools.partial(now.find_bases, layer)
+        gather: AxisGather | None = None
+        for axis in (self._mesh["ring"], self._mesh["gather"]):
+            if axis.num_ranks > 1:
+                gather = AxisGather(axis, traffic, find_bases)
+        fresh: FreshKeys | RingKeys = FreshKeys(kernel, gather)
+        if self._plan.ring > 1:
+            fresh = RingKeys(self._mesh["ring"], kernel, traffic, find_bases)
         keys: KeySource = fresh
         # One patch has no keys of the step before.
         if self._plan.num_patches > 1:

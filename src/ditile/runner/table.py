@@ -15,7 +15,7 @@ from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AXES, Plan, compute_coordinates
 from ditile.plan.simulate import bound_speedup
 
-EXACT = ("data", "cfg", "ring", "distrifusion", "ulysses", "tensor")
+EXACT = ("data", "cfg", "ring", "gather", "distrifusion", "ulysses", "tensor")
 """Axes that divide all of the work, in every step."""
 COLUMNS = ("rank", "device", "place", "blocks", "tokens", "parameters", "stale keys", "sent a step")
 DERIVED_COLUMNS = ("rank", "device", "place", "blocks", "parameters")

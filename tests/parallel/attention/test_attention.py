@@ -5,6 +5,7 @@ The sums of softmax are made in another order along ring: 1e-5 relative in fp32.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ditile.model.hooks.protocols import HeadExchange
 from ditile.parallel.attention.core import AttentionCore, FreshKeys
 from ditile.parallel.attention.kernel import NATIVE
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
-from ditile.parallel.sequence.ring import RingKeys, merge_attention
+from ditile.parallel.sequence.ring import AxisGather, RingKeys, merge_attention
 from ditile.parallel.sequence.ulysses import UlyssesExchange
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
@@ -63,11 +64,11 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
         if mesh["ulysses"].num_ranks > 1
         else HeadExchange()
     )
-    keys: Any = (
-        RingKeys(mesh["ring"], NATIVE, mesh.traffic, lambda *_: None)
-        if mesh["ring"].num_ranks > 1
-        else FreshKeys(NATIVE)
-    )
+    keys: Any = FreshKeys(NATIVE)
+    if mesh["ring"].num_ranks > 1:
+        keys = RingKeys(mesh["ring"], NATIVE, mesh.traffic, lambda *_: None)
+    if mesh["gather"].num_ranks > 1:
+        keys = FreshKeys(NATIVE, AxisGather(mesh["gather"], mesh.traffic, lambda *_: None))
     random = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, LENGTH, heads, SIZE, generator=random)
     k, v = torch.randn(2, BATCH, LENGTH, groups, SIZE, generator=random)
@@ -94,12 +95,17 @@ def gathered(mesh: Any) -> GatheredKeyMaskSource:
     return GatheredKeyMaskSource(mesh.sequence, mesh["ulysses"], mesh.traffic)
 
 
-@pytest.mark.parametrize("plan", [{"ulysses": 2}, {"ring": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=str)
+PLANS = [
+    {"ulysses": 2}, {"ring": 2}, {"gather": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}, {"ulysses": 2, "gather": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_heads_and_masks(pool: Pool, plan: dict[str, int]) -> None:
     """A failure means that a query head meets the keys of another group, that a mask lies on other keys than its own,
     or that a block without a key that is attended to poisons the others."""
     for heads, groups in ((4, 4), (4, 1), (6, 3), (3, 1)):
-        answers = pool.run(attended, plan.get("ulysses", 1) * plan.get("ring", 1), plan, heads, groups)
+        answers = pool.run(attended, math.prod(plan.values()), plan, heads, groups)
         for rank, results in enumerate(answers):
             for kind, (got, wanted) in zip(MASKS, results, strict=True):
                 close(got, wanted, f"{plan} {heads}/{groups} heads, mask {kind}, rank {rank}")

@@ -25,10 +25,10 @@ from tests.parallel.sequence.planned import denoising
 from tests.pool import Pool
 from tests.runner.cases import close
 
-TWO = [{"ulysses": 2}, {"ring": 2}]
+TWO = [{"ulysses": 2}, {"ring": 2}, {"gather": 2}]
 UNSEEN = "chronoedit from a picture"
 """A timestep for each token, which its pipeline never gives it."""
-FOUR = [{"ulysses": 4}, {"ring": 4}, {"ulysses": 2, "ring": 2}]
+FOUR = [{"ulysses": 4}, {"ring": 4}, {"gather": 4}, {"ulysses": 2, "ring": 2}]
 
 
 def pictures(pipe: Any, call: dict[str, Any], plans: list[dict[str, Any]]) -> list[Tensor]:
@@ -64,7 +64,7 @@ def check(answers: list[list[Tensor]], plans: list[dict[str, Any]], what: str) -
 @pytest.mark.parametrize("name", ["qwen", "wan", "flux2"])
 def test_more_ranks(pool: Pool, name: str, ranks: int) -> None:
     """35 tokens of image, 7 of text and 3 or 4 heads over 3 and 4 ranks: nothing divides."""
-    plans = [{"ulysses": 3}, {"ring": 3}] if ranks == 3 else FOUR
+    plans = [{"ulysses": 3}, {"ring": 3}, {"gather": 3}] if ranks == 3 else FOUR
     check(pool.run(bare, ranks, name, (5, 7, 7), plans), plans, name)
 
 

@@ -1,6 +1,7 @@
-"""Shared-out tokens equal one process: ulysses, ring, both, overlapped, any length and any number of heads, every rank.
+"""Shared-out tokens equal one process: any axis or two, overlapped, any length and any number of heads, every rank.
 
-Sums are made in another order along ring, and matrices have other shapes: 1e-5 relative in fp32, not bitwise.
+Sums or keys come in another order along ring and gather, and matrices have other shapes: 1e-5 relative in fp32, not
+bitwise.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def check(pool: Pool, name: str, ranks: int, plans: list[dict[str, Any]], **call
 def test_two_ranks(pool: Pool, name: str) -> None:
     """A failure in one family means that its table puts a token where it is not; in all, that an exchange is wrong."""
     plans = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "async_ulysses": True}, {"distrifusion": 2, "warmup": 99}]
-    plans += [{"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"}]
+    plans += [{"tensor": 2}, {"gather": 2}, {"tensor": 2, "split_scheme": "sequence"}]
     # Of one family the blocks are the same: the other ways to call it meet one axis of tokens and one of weights.
     check(pool, name, 2, plans if name in ("flux true cfg", "pixart sigma", "sd3.5 medium") else plans[::4])
 
@@ -61,11 +62,13 @@ def test_two_ranks(pool: Pool, name: str) -> None:
 )
 def test_any_number(pool: Pool, name: str, ranks: int) -> None:
     """Four heads over three and eight ranks, 140 image tokens, text of 7: nothing divides."""
-    plans: list[dict[str, Any]] = [{"ulysses": ranks}, {"ring": ranks}, {"distrifusion": ranks, "warmup": 99}]
+    plans: list[dict[str, Any]] = [{"ulysses": ranks}, {"ring": ranks}, {"gather": ranks}]
+    plans += [{"distrifusion": ranks, "warmup": 99}]
     if ranks == 4:
         plans += [{"ulysses": 2, "ring": 2}, {"ulysses": 2, "ring": 2, "async_ulysses": True}]
-        plans += [{"ulysses": 2, "distrifusion": 2, "warmup": 99}]
-        plans += [{"ulysses": 2, "tensor": 2}, {"ring": 2, "tensor": 2, "split_scheme": "sequence"}]
+        plans += [{"ulysses": 2, "distrifusion": 2, "warmup": 99}, {"ulysses": 2, "gather": 2}]
+        plans += [{"ulysses": 2, "tensor": 2}, {"gather": 2, "tensor": 2}]
+        plans += [{"ring": 2, "tensor": 2, "split_scheme": "sequence"}]
         plans += [{"pipefusion": 2, "tensor": 2, "patches": 3, "warmup": 99}]
         plans += [{"pipefusion": 2, "tensor": 2, "patches": 3, "warmup": 99, "split_scheme": "sequence"}]
     check(pool, name, ranks, plans, height=40, width=56, max_sequence_length=7)
@@ -130,7 +133,7 @@ def test_uaa(pool: Pool) -> None:
     check(pool, "flux", 2, [{"ulysses": 2, "uaa": True}], height=40, width=56, max_sequence_length=7)
     for plan in ({"ulysses": 2, "uaa": False}, {"ring": 2, "uaa": False}):
         for message in pool.run(uneven_refused, 2, plan, even | {"max_sequence_length": 7}):
-            assert "7 tokens of text" in message and "leave uaa out" in message and "\n" not in message
+            assert "7 tokens are not divided" in message and "leave uaa out" in message and "\n" not in message
 
 
 def kernels(name: str) -> tuple[int, Tensor, Tensor, str]:

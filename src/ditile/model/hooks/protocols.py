@@ -80,7 +80,7 @@ class KeyMaskSource(Protocol):
 
 
 class KeyGather(Protocol):
-    """Gathers fresh keys and values along ring: `[B, own tokens, N, H]` to the tokens of all its ranks, in order."""
+    """Gathers fresh keys and values along an axis: `[B, own tokens, N, H]` to the tokens of all its ranks, in order."""
 
     def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]: ...
 

@@ -230,15 +230,21 @@ class LocalKeyMaskSource:
 
 
 class FreshKeys:
-    """The keys of this call only: none is stale, and no other rank has any."""
+    """The keys of this call only: none is stale.
 
-    def __init__(self, kernel: AttentionKernel) -> None:
+    Args:
+        gather: gathers the keys of all ranks; None if no other rank has any.
+    """
+
+    def __init__(self, kernel: AttentionKernel, gather: KeyGather | None = None) -> None:
         self._kernel = kernel
+        self._gather = gather
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Return the output of the queries, `[B, S, N, H]`."""
-        # Without a ring there is one mask.
-        mask = extra.mask.ring_masks[0] if extra.mask else None
+        if self._gather is not None:
+            k, v = self._gather(k, v, tokens)
+        mask = extra.mask.join_ring_masks() if extra.mask else None
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)
         return self._kernel(q, k, v, mask=mask, scale=extra.scale)
@@ -249,12 +255,12 @@ class StaleKeys:
     """PipeFusion: fresh keys of a patch replace its stale ones in the layer's store; the patch attends to the whole.
 
     In a synchronous step nothing is stale; if the next step is asynchronous, its keys are kept (arXiv 2405.14430,
-    section 3.4). Ranks that split the patch along ring gather its fresh keys once, so that all have the same.
+    section 3.4). Ranks that split the patch along ring or gather gather its fresh keys once, so that all have the same.
 
     Attributes:
         now: the generation under way.
         layer: the layer's name in the model.
-        gather: gathers the fresh keys of all ring ranks; None if no ranks split the patch along ring.
+        gather: gathers the fresh keys of all ranks along ring or gather; None if no ranks split the patch so.
         check: asserts that the ages of the keys are those of the schedule, if given.
     """
 

@@ -380,7 +380,7 @@ class PipeFusion:
         if form.text < self._sequence.num_ranks:
             raise PlanError(
                 f"the second stream, as a sound, has {form.text} tokens, which cannot be split over "
-                f"{self._sequence.num_ranks} ranks; use a lower ring or ulysses degree, or a longer video"
+                f"{self._sequence.num_ranks} ranks; use a lower ring, gather or ulysses degree, or a longer video"
             )
 
     def _cut_first_branch(self, form: CallForm) -> Layout:

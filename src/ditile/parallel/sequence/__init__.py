@@ -1,1 +1,1 @@
-"""Splits of the tokens: Ulysses and ring, which are exact, and DistriFusion, whose keys are stale."""
+"""Splits of the tokens: Ulysses, ring and gather, which are exact, and DistriFusion, whose keys are stale."""

@@ -1,7 +1,8 @@
 """Ring: keys and values travel round the ranks while each rank's queries attend to a block of them (arXiv 2310.01889).
+Gather: every rank gets all of them at once.
 
-There are n - 1 rounds of one message each, sent while the block before it is attended to; partial outputs are merged by
-their log-sum-exp in fp32. Each rank sends 2 (n - 1) / n of a layer's tokens. With Ulysses inside it is USP
+A ring has n - 1 rounds of one message each, sent while the block before it is attended to; partial outputs are merged
+by their log-sum-exp in fp32. Each rank sends 2 (n - 1) / n of a layer's tokens. With Ulysses inside it is USP
 (arXiv 2405.07719).
 """
 
@@ -69,8 +70,16 @@ class RingKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class RingGather:
-    """Collects the fresh keys of all ranks along ring once, for a store that every rank keeps."""
+class AxisGather:
+    """Gathers the fresh keys of all ranks along an axis in one exchange.
+
+    Along gather every layer does so, and its queries attend to all keys in one piece: the kernel need not return a
+    log-sum-exp. Ring does so for a store, which every rank has.
+
+    Attributes:
+        traffic: counts bytes, by the name of the axis.
+        find_bases: finds what last arrived at the site of a message of the layer.
+    """
 
     axis: Axis
     traffic: Traffic
@@ -82,7 +91,7 @@ class RingGather:
         lengths = _count_rank_tokens(tokens, self.axis.num_ranks)
         shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in lengths]
         bases = self.find_bases("keys", tuple(shapes))
-        parts = start_gather(own, shapes, self.axis.group, self.traffic, KIND, bases).wait_for_tensors()
+        parts = start_gather(own, shapes, self.axis.group, self.traffic, self.axis.name, bases).wait_for_tensors()
         k, v = torch.cat(parts, dim=2)
         return k, v
 
