@@ -62,10 +62,11 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     for setting in options.candidate_settings:
         check_known_model(options.build_generate_options(), Plan.parse(setting.plan))
     silence_libraries()
-    from ditile.runner.requests.pipelines import draws_videos
+    from ditile.runner.requests.pipelines import find_model_output
 
-    if draws_videos(options.model):
-        raise ModelError(f"model {options.model!r} makes videos, and images are compared here; try shapes-flux")
+    kind = find_model_output(options.model)
+    if kind != "image":
+        raise ModelError(f"model {options.model!r} makes {kind}s, and images are compared here; try shapes-flux")
     from ditile_lab.quality.command import build_evaluation_tables, list_table_remarks, run_evaluation
 
     evaluation = run_evaluation(options, judge, session)

@@ -255,18 +255,15 @@ def test_an_error_that_is_not_the_pipelines_is_not_called_a_refusal() -> None:
 
 
 @pytest.mark.parametrize("words", [("--steps", "2"), ("--dry-run",)])
-def test_a_pipeline_of_sound_is_refused_before_it_is_loaded(
+def test_a_pipeline_of_proteins_is_refused_before_it_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     """A failure: minutes of denoising, and then an error because there is no picture."""
     Path("model").mkdir()
-    Path("model/model_index.json").write_text('{"_class_name": "StableAudioPipeline", "_diffusers_version": "0.42.1"}')
+    Path("model/model_index.json").write_text('{"_class_name": "RFD4ProteinaPipeline", "_diffusers_version": "0.42.1"}')
     monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", "a circle", "--model", "model", *words)
-    assert (
-        "StableAudioPipeline returns audios, and only images and videos are written here; in Python, ditile.para"
-        in line
-    )
+    assert " and images, videos and sounds are written here; in Python, ditile.para" in line
 
 
 def test_long_work_says_what_is_done_and_what_is_left(

@@ -25,10 +25,10 @@ MOST_NODES = {
     "model": 54_050,
     "parallel": 67_550,
     "cache": 41_150,
-    "runner": 66_550,
+    "runner": 67_950,
     "planner": 44_900,
-    "serve": 36_700,
-    "cli": 12_950,
+    "serve": 36_750,
+    "cli": 13_000,
     "": 400,
     "lab": 75_850,
 }

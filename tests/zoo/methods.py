@@ -24,7 +24,7 @@ from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.errors import ModelError
 from ditile.plan.shape import CallFamily
 from ditile.runner.requests.conditions import CallConditions, read_call_conditions
-from ditile.runner.requests.pipelines import returns_videos
+from ditile.runner.requests.pipelines import find_output_kind
 
 YES = "yes"
 NO = "-"
@@ -205,10 +205,9 @@ def find_transformer_class(pipeline: Any) -> type | None:
 
 def _returns_frames(pipeline: Any) -> bool:
     try:
-        returns_videos(pipeline)
+        return find_output_kind(pipeline) != "sound"
     except ModelError:
         return False
-    return True
 
 
 def describe_condition(call: CallConditions, name: str) -> str:

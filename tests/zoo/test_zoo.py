@@ -157,7 +157,7 @@ def test_videos_are_written(each: Entry) -> None:
     check_num_frames(pipe, call)
     enable_required_tiling(pipe)
     known = inspect.signature(type(pipe).__call__).parameters
-    (video,) = results.list_drawn(pipe(**{name: value for name, value in call.items() if name in known}))
+    (video,) = results.list_drawn(pipe, pipe(**{name: value for name, value in call.items() if name in known}))
     assert video.dtype == np.uint8 and video.ndim == 4 and video.shape[3] == 3
     name = find_argument(type(pipe), FRAME_COUNTS)
     if name in call and each.name not in OWN_COUNT:

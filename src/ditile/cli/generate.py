@@ -30,6 +30,7 @@ from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pipelines import (
+    OutputKind,
     check_frame_count,
     convert_value_errors,
     find_argument,
@@ -39,7 +40,13 @@ from ditile.runner.requests.pipelines import (
 from ditile.runner.requests.preflight import check_request_by_files, read_condition_files
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries, warm_runner
 from ditile.runner.requests.prompts import PromptLine, describe_request, list_prompt_lines
-from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, list_drawn, write_drawn
+from ditile.runner.requests.results import (
+    add_picture_texts,
+    build_png_texts,
+    choose_fps,
+    list_outputs,
+    write_drawn,
+)
 from ditile.runner.requests.seeds import agree_on_seed
 
 if TYPE_CHECKING:
@@ -55,13 +62,13 @@ def draw_pictures(
     plan: Plan,
     cache: CacheOptions,
     promise: JsonObject,
-    has_videos: bool,
+    kind: OutputKind,
 ) -> JsonObject | None:
     """Run this rank's part. Rank 0 returns the summary, the others None.
 
     Args:
         promise: the promise of bounds, in the form of `Promise.to_json_dict`; empty without bounds.
-        has_videos: whether the model makes videos.
+        kind: what the model makes.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -83,19 +90,18 @@ def draw_pictures(
             num_videos *= 1 + NUM_PERF_CALLS
         with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
             call_result = _call_and_report(runner, make_call, cache)
-        images = list_drawn(call_result.result)
-        files = [str(path) for path in run.list_image_paths(len(images), seed, request.model)]
+        outputs = list_outputs(pipe, call_result.result)
+        files = [str(path) for path in run.list_image_paths(len(outputs), seed, request.model)]
         texts = build_png_texts(request, plan, cache, call, conditions, promise)
         fps = choose_fps(pipe, request, call)
-        for image, path, own_seed in zip(images, files, seeds, strict=False):
-            write_drawn(image, path, fps, add_picture_texts(texts, pipe, call, request.prompt, own_seed, image))
+        for (image, sound), path, own_seed in zip(outputs, files, seeds, strict=False):
+            own_texts = add_picture_texts(texts, pipe, call, request.prompt, own_seed, image)
+            write_drawn(image, path, fps, own_texts, sound)
         # Written after the images, which must not be lost if the trace cannot be written.
         _write_trace(runner, run.trace)
         if call_result.result is None:
             return None
-        return build_outcome(
-            request, plan, cache, [call_result], seed=seed, images=files, promise=promise, has_videos=has_videos
-        )
+        return build_outcome(request, plan, cache, [call_result], seed=seed, images=files, promise=promise, kind=kind)
 
 
 def draw_prompt_lines(
@@ -106,12 +112,12 @@ def draw_prompt_lines(
     missing_lines: Sequence[PromptLine],
     total: int,
     promise: JsonObject,
-    has_videos: bool,
+    kind: OutputKind,
 ) -> JsonObject | None:
     """Generate the images of some lines, one on each replica at a time. Rank 0 returns the summary, the others None.
 
     Args:
-        request, run, plan, cache, promise, has_videos: as in `draw_pictures`.
+        request, run, plan, cache, promise, kind: as in `draw_pictures`.
         missing_lines: the lines; all ranks use the list of rank 0.
         total: the number of lines in the file.
 
@@ -138,9 +144,9 @@ def draw_prompt_lines(
                 # The images are dropped, because they would fill the memory.
                 call_results.append(call_result._replace(result=None))
                 # Only rank 0 has images.
-                for line, image in zip(lines, list_drawn(call_result.result), strict=is_first):
+                for line, (image, sound) in zip(lines, list_outputs(pipe, call_result.result), strict=is_first):
                     own_texts = add_picture_texts(texts, pipe, base, line.prompt, line.seed, image)
-                    write_drawn(image, line.path, fps, own_texts)
+                    write_drawn(image, line.path, fps, own_texts, sound)
                 advance(len(lines))
         if missing_lines:
             _write_trace(runner, run.trace)
@@ -156,7 +162,7 @@ def draw_prompt_lines(
         images=files,
         skipped=len(files) - len(missing_lines),
         promise=promise,
-        has_videos=has_videos,
+        kind=kind,
     )
 
 
@@ -170,7 +176,7 @@ def build_outcome(
     images: list[str],
     skipped: int = 0,
     promise: JsonObject | None = None,
-    has_videos: bool,
+    kind: OutputKind,
 ) -> JsonObject:
     """Summarize some calls; `skipped` is the number of images that were there before."""
     return summarize_outcome(
@@ -178,7 +184,7 @@ def build_outcome(
         model=request.model,
         seed=seed,
         images=images,
-        has_videos=has_videos,
+        kind=kind,
         reports=sum_reports([call_result.reports for call_result in call_results]),
         skipped=skipped,
         settings=cache.describe_settings(),

@@ -64,6 +64,7 @@ from ditile.runner.requests.console import (
 )
 from ditile.runner.requests.options import GenerateOptions, ModelsOptions, VerifyOptions
 from ditile.runner.requests.outputs import RunOptions, check_output_files
+from ditile.runner.requests.pipelines import OutputKind
 from ditile.runner.requests.preflight import check_known_model, check_options
 from ditile.runner.requests.seeds import choose_random_seed
 from ditile.serve.options import ServeOptions
@@ -255,7 +256,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         chosen.append(f"promised: {promise}")
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     check_options(request, run, plan, cache)
-    run, makes_videos = _name_output(request, run)
+    run, kind = _name_output(request, run)
     _print_choice(chosen, to_stderr=run.json == "-")
     if run.dry_run:
         return _print_dry_run(request, run, plan, cache)
@@ -267,7 +268,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         build_dry_run_job(_pick_one_line(request, plan), plan, cache.build_cache_arguments())
     promised = {} if promise is None else promise.to_json_dict()
     draw = _generate_pictures if request.prompts_file is None else _generate_prompts_file
-    outcome = draw(request, run, plan, cache, promised, makes_videos=makes_videos)
+    outcome = draw(request, run, plan, cache, promised, kind)
     if outcome is not None:
         from ditile.cli.outcome import list_outcome_lines
 
@@ -294,27 +295,27 @@ def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -
     return plan
 
 
-def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions, bool]:
-    """Return the options with the output file, and whether the model makes videos.
+def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions, OutputKind]:
+    """Return the options with the output file, and what the model makes.
 
     Raises:
-        ModelError: if the given file is of the other kind, or cannot be encoded here.
+        ModelError: if the given file is of another kind, or cannot be encoded here.
     """
     known = find_known_model(request.model)
     if known is None or known.hub_id is not None:
         # The answer depends on the class of the model, and to find it diffusers is imported.
         silence_libraries()
-    from ditile.runner.requests.pipelines import draws_videos
+    from ditile.runner.requests.pipelines import find_model_output
 
-    makes_videos = draws_videos(request.model, check_packages=not run.dry_run)
-    run = run.name_output(request, video=makes_videos)
-    if makes_videos and not run.dry_run and is_writing_process():
+    kind = find_model_output(request.model, check_packages=not run.dry_run)
+    run = run.name_output(request, kind)
+    if kind != "image" and not run.dry_run and is_writing_process():
         from ditile.runner.requests.videos import check_encoder
 
         check_encoder(Path(run.out or ""), request.fps)
-    if not makes_videos and request.fps is not None:
-        raise ModelError(f"fps={request.fps:g}: {request.model} makes images, which have no rate; leave it out")
-    return run, makes_videos
+    if kind != "video" and request.fps is not None:
+        raise ModelError(f"fps={request.fps:g}: {request.model} makes {kind}s, which have no rate; leave it out")
+    return run, kind
 
 
 def _print_note_on_prompts(request: GenerateOptions) -> None:
@@ -340,8 +341,7 @@ def _generate_pictures(
     plan: Plan,
     cache: CacheOptions,
     promise: JsonObject,
-    *,
-    makes_videos: bool,
+    kind: OutputKind,
 ) -> JsonObject | None:
     """Generate the images of one call. Returns the summary on rank 0, and None on torchrun's other ranks."""
     if env.read_torchrun_place() is None and request.seed is None:
@@ -349,8 +349,8 @@ def _generate_pictures(
     if is_writing_process():
         # The ranks of torchrun agree on a seed later. It changes the names but not the folder.
         paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)
-        run.check_output_paths(paths, request, cache, video=makes_videos)
-    arguments = (request, run, plan, cache, promise, makes_videos)
+        run.check_output_paths(paths, request, cache, video=kind == "video")
+    arguments = (request, run, plan, cache, promise, kind)
     outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.draw_pictures", plan, run, arguments)
     return outcome
 
@@ -361,8 +361,7 @@ def _generate_prompts_file(
     plan: Plan,
     cache: CacheOptions,
     promise: JsonObject,
-    *,
-    makes_videos: bool,
+    kind: OutputKind,
 ) -> JsonObject | None:
     """Generate a file of prompts, and return the summary on rank 0. If no image is missing, no model is loaded."""
     from ditile.runner.requests import prompts
@@ -372,9 +371,9 @@ def _generate_prompts_file(
     if is_writing_process():
         all_lines = prompts.list_prompt_lines(request, run)
         images = [line.path for line in all_lines]
-        run.check_output_paths([Path(path) for path in images], request, cache, video=makes_videos)
+        run.check_output_paths([Path(path) for path in images], request, cache, video=kind == "video")
         description = prompts.describe_request(request, run, plan, cache, defaults(request.model))
-        missing_lines = prompts.select_missing_lines(all_lines, description, has_posters=makes_videos)
+        missing_lines = prompts.select_missing_lines(all_lines, description, kind=kind)
         # The ranks of torchrun wait for each other, so only a single process may return early.
         if not missing_lines and env.read_torchrun_place() is None:
             from ditile.cli.generate import build_outcome
@@ -387,9 +386,9 @@ def _generate_prompts_file(
                 seed=request.seed or 0,
                 images=images,
                 skipped=len(images),
-                has_videos=makes_videos,
+                kind=kind,
             )
-    arguments = (request, run, plan, cache, missing_lines, len(all_lines), promise, makes_videos)
+    arguments = (request, run, plan, cache, missing_lines, len(all_lines), promise, kind)
     outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.draw_prompt_lines", plan, run, arguments)
     return outcome
 

@@ -14,6 +14,7 @@ from ditile.cache.report import format_steps
 from ditile.model.recording.recorded_calls import format_recorded_calls, sum_recorded_calls
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import JsonObject
+from ditile.runner.requests.pipelines import OutputKind
 
 NUM_PERF_CALLS = 3
 """Calls of --perf that are measured, after one that is not."""
@@ -70,7 +71,7 @@ def summarize_outcome(
     seed: int,
     images: list[str],
     reports: list[JsonObject],
-    has_videos: bool = False,
+    kind: OutputKind = "image",
     skipped: int = 0,
     settings: JsonObject | None = None,
     left_out: Sequence[JsonObject] = (),
@@ -82,9 +83,9 @@ def summarize_outcome(
     """Summarize a run of `ditile generate` in JSON types. Seconds are from rank 0, and lists in the order of the ranks.
 
     Args:
-        images: the files of all images or videos, including those that were there before.
+        images: the files of all images, videos or sounds, including those that were there before.
         reports: one for each rank, over all calls; empty if there was no call.
-        has_videos: whether they are videos, which have posters.
+        kind: what they are; videos have posters.
         skipped: the number of files that were there before.
         settings: the settings of cache, quantization and LoRA.
         left_out: the work that caches skipped; see `summarize_cache_reports`.
@@ -104,10 +105,10 @@ def summarize_outcome(
         "ranks": len(reports),
         "images": images,
     }
-    if has_videos:
+    if kind != "image":
         # For videos the summary lists the posters as images.
-        summary["images"] = [str(Path(name).with_suffix(".png")) for name in images]
-        summary["videos"] = images
+        summary["images"] = [str(Path(name).with_suffix(".png")) for name in images if kind == "video"]
+        summary[f"{kind}s"] = images
     summary["skipped"] = skipped
     summary["seconds"] = {name: first["seconds"][name] for name in SECONDS}
     names = ["peak_memory_bytes", "bytes_sent"]
@@ -147,7 +148,7 @@ def list_outcome_lines(summary: JsonObject) -> Iterator[str]:
 
 
 def _list_rows(facts: JsonObject) -> Iterator[tuple[str, str]]:
-    kind = "videos" if "videos" in facts else "images"
+    kind = next(name for name in ("videos", "sounds", "images") if name in facts)
     names = facts[kind]
     text = " ".join(names)
     if len(names) > MAX_ITEMS_SHOWN:

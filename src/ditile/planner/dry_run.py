@@ -27,7 +27,7 @@ from ditile.runner.requests.facts import build_dry_run_call, collect_call_facts
 from ditile.runner.requests.options import EngineOptions, GenerateOptions
 from ditile.runner.requests.pictures import read_picture
 from ditile.runner.requests.pipeline_choice import choose_requested_class
-from ditile.runner.requests.pipelines import name_pipeline, returns_videos
+from ditile.runner.requests.pipelines import find_output_kind, name_pipeline
 from ditile.runner.table import describe_plan
 
 STEPS_SHOWN = 2
@@ -91,8 +91,8 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArgum
         has_controlnet=has_controlnet,
         components=options.components,
     )
-    # Called for its check: it refuses a class that makes neither images nor videos.
-    returns_videos(subject.pipeline)
+    # Called for its check: it refuses a class whose output cannot be written.
+    find_output_kind(subject.pipeline)
     # Called for its check: it refuses options that the class does not take.
     pipeline = choose_requested_class(options)[0] or subject.pipeline
     collect_call_facts(pipeline).merge_arguments(options, base)

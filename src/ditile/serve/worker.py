@@ -43,9 +43,16 @@ from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.preflight import check_cache_steps
 from ditile.runner.requests.prepare import choose_warm_steps, prepare_runner
-from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, encode_drawn, list_drawn
+from ditile.runner.requests.results import (
+    add_picture_texts,
+    build_png_texts,
+    choose_fps,
+    encode_drawn,
+    list_outputs,
+)
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
+from ditile.runner.sounds import Sound
 from ditile.serve.cache_switch import CacheSwitch
 from ditile.serve.jobs import POSTER, SPRITESHEET, Files, JobResult, Request, shorten_line
 from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
@@ -200,9 +207,9 @@ class RankWorker:
         }
         if not self._is_first:
             return
-        outputs = list_drawn(result)
+        outputs = list_outputs(self._pipe, result)
         if previews is not None:
-            self._fit_previews(previews, outputs[0])
+            self._fit_previews(previews, outputs[0][0])
         remaining = iter(outputs)
         for job, call in zip(jobs, calls, strict=True):
             seeds = list_request_seeds(job.request.options)
@@ -300,7 +307,11 @@ class RankWorker:
         return build_batch_call(self._pipe, rows, options, seeds)
 
     def _encode_job(
-        self, job: BatchJob, call: CallArguments, outputs: Sequence[Any], promise: JsonObject
+        self,
+        job: BatchJob,
+        call: CallArguments,
+        outputs: Sequence[tuple[Any, Sound | None]],
+        promise: JsonObject,
     ) -> tuple[JobResult, Files]:
         """Return the result of a job, and its files in the form of `ditile generate`."""
         request = job.request
@@ -317,18 +328,19 @@ class RankWorker:
         seeds = list_request_seeds(options)
         names = [f"{index}.{request.output_format}" for index in range(len(outputs))]
         files = {}
-        for name, seed, output in zip(names, seeds, outputs, strict=True):
+        for name, seed, (output, sound) in zip(names, seeds, outputs, strict=True):
             own_texts = add_picture_texts(texts, self._pipe, call, options.prompt, seed, output)
-            content, poster = encode_drawn(output, request.output_format, request.output_compression, fps, own_texts)
+            quality = request.output_compression
+            content, poster = encode_drawn(output, request.output_format, quality, fps, own_texts, sound)
             files[name] = content
             if poster is not None and POSTER not in files:
                 files[POSTER] = poster
                 files[SPRITESHEET] = encode_spritesheet(output)
         if POSTER in files:
             # A video is an array [frames, height, width, 3].
-            frames, height, width = outputs[0].shape[:3]
+            frames, height, width = outputs[0][0].shape[:3]
         else:
-            width, height = outputs[0].size
+            width, height = outputs[0][0].size
             frames = 0
             fps = 0.0
         cut = describe_cut_prompts(self._pipe, call)

@@ -217,7 +217,7 @@ class ScheduleFitting:
         if "prompt" in call:
             call["prompt"] = caption
         frames: list[Any] = []
-        for drawn in list_drawn(self._runner(**call)):
+        for drawn in list_drawn(self._pipe, self._runner(**call)):
             if isinstance(drawn, list | tuple):
                 frames += drawn
             else:

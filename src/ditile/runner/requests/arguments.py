@@ -76,7 +76,7 @@ def build_object_arguments(
         call["generator"] = generators[0]
         copies = None
     if request.num_images > 1:
-        call[find_argument(pipe, COUNTS) or COUNTS[0]] = request.num_images
+        call[find_argument(pipe, (*COUNTS, "num_waveforms_per_prompt")) or COUNTS[0]] = request.num_images
     if conditions:
         call |= bind_conditions(read_call_conditions(find_call_owner(pipe)), conditions, copies)
     return call

@@ -27,8 +27,8 @@ from ditile.runner.requests.pipelines import (
     check_frame_count,
     check_prompt_cleaner,
     find_frames_ratio,
+    find_output_kind,
     name_pipeline,
-    returns_videos,
 )
 
 _NOISE_STRENGTH = "denoise_strength"
@@ -253,6 +253,11 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     base = defaults(model)
     call = collect_call_facts(own, config)
     check_prompt_cleaner(own)
+    kind = find_output_kind(own)
+    if kind == "sound":
+        raise ModelError(
+            f"{name_pipeline(own)} makes sounds, and a server answers images and videos; ditile generate writes a WAV"
+        )
     related: dict[str, CallFacts] = {}
     for name, conditions in {"edit": ["image"], "inpaint": ["image", "mask"]}.items():
         pipeline_class = find_pipeline_class_for(own, conditions, config)
@@ -264,7 +269,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     return ModelFacts(
         name=model,
         plan=str(plan),
-        is_video=returns_videos(own),
+        is_video=kind == "video",
         call=call,
         edit=related.get("edit"),
         inpaint=related.get("inpaint"),

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,18 @@ from ditile.distributed import files
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import define_option, options
 from ditile.runner.requests.options import EngineOptions, GenerateOptions, PlannedOptions
+from ditile.runner.requests.pipelines import OutputKind
 
 MAX_OUTPUTS_TRIED = 64
 """The most outputs that are opened before a run; the images of a file of prompts are in one folder."""
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".webp", ".gif")
+SUFFIXES: Mapping[OutputKind, tuple[str, ...]] = {
+    "image": PICTURE_SUFFIXES,
+    "video": VIDEO_SUFFIXES,
+    "sound": (".wav",),
+}
+"""What a model makes -> the suffixes of its files, that of the default file first."""
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{model\}|\{(seed|index)(:0?\d{1,2}d?)?\}")
 """A placeholder in the name of an output file, or two braces for one."""
 COCO_PREFIX = "coco:"
@@ -31,9 +38,10 @@ class RunOptions(PlannedOptions, EngineOptions):
 
     out: str | None = define_option(
         None,
-        "the file to write: .png, .jpg, .webp, .mp4 or .gif; an image is .png, .jpg or .webp, a video .mp4, .webp or "
-        ".gif with a poster .png; in its name {seed}, {index} and {model} are replaced, and without the first two "
-        "several files get -0, -1, ..; ditile-image.png or ditile-video.mp4 by default",
+        "the file to write: .png, .jpg, .webp, .mp4, .gif or .wav; an image is .png, .jpg or .webp, a video .mp4, "
+        ".webp or .gif with a poster .png, a sound .wav; in its name {seed}, {index} and {model} are replaced, and "
+        "without the first two several files get -0, -1, ..; ditile-image.png, ditile-video.mp4 or ditile-sound.wav "
+        "by default",
         metavar="FILE",
     )
     out_dir: str | None = define_option(None, "folder for the images of a file of prompts: 0000.png, ..")
@@ -54,35 +62,34 @@ class RunOptions(PlannedOptions, EngineOptions):
                 "{model}"
             )
 
-    def name_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
-        """Name the file to write, of an image or of a video, and return the options with it.
+    def name_output(self, request: GenerateOptions, kind: OutputKind) -> RunOptions:
+        """Name the file to write, of what a model makes, and return the options with it.
 
         A file that the request does not name is never one of the call's inputs.
 
         Raises:
-            ModelError: if the given file is of the other kind.
+            ModelError: if the given file is of another kind.
         """
         if self.out is None:
-            return self._choose_output(request, video=video)
+            return self._choose_output(request, kind)
         # This is False for a name that no file can have; that is reported when it is opened.
         if os.path.isdir(self.out):
             raise ModelError(f"out={self.out!r} is a folder; give a file in it")
         path = Path(self.out)
         if not path.suffix:
-            ending = ".mp4" if video else ".png"
-            path = Path(self.out + ending)
-        suffix = path.suffix.lower()
-        if video and suffix not in VIDEO_SUFFIXES:
-            raise ModelError(f"out={self.out!r}: this model makes videos; name it {path.stem}.mp4, .webp or .gif")
-        if not video and suffix not in PICTURE_SUFFIXES:
-            raise ModelError(f"out={self.out!r}: this model makes images; name it {path.stem}.png, .jpg or .webp")
+            path = Path(self.out + SUFFIXES[kind][0])
+        suffixes = SUFFIXES[kind]
+        if path.suffix.lower() not in suffixes:
+            others = ", ".join(suffix for suffix in suffixes[:-1] if suffix != ".jpeg")
+            shown = f"{others} or {suffixes[-1]}".removeprefix(" or ")
+            raise ModelError(f"out={self.out!r}: this model makes {kind}s; name it {path.stem}{shown}")
         return dataclasses.replace(self, out=str(path))
 
-    def _choose_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
+    def _choose_output(self, request: GenerateOptions, kind: OutputKind) -> RunOptions:
         """Choose the default file. It gets a number where that is one of the inputs."""
         inputs = {files.identify_file(Path(path)) for _, path in list_named_paths(request)}
-        stem = "ditile-video" if video else "ditile-image"
-        suffix = ".mp4" if video else ".png"
+        stem = f"ditile-{kind}"
+        suffix = SUFFIXES[kind][0]
         number = 1
         while True:
             name = stem if number == 1 else f"{stem}-{number}"

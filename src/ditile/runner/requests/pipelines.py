@@ -1,5 +1,5 @@
-"""Facts of pipeline classes that are known before anything is loaded: whether they make images or videos, and the
-names under which their calls take a video's length and rate.
+"""Facts of pipeline classes that are known before anything is loaded: what they make, and the names under which their
+calls take a video's length and rate.
 
 `convert_value_errors` turns a refusal of the pipeline's own code into an error of ditile.
 """
@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from ditile.model.known import find_known_model
 from ditile.plan.errors import DitileError, ModelError, join_error_lines
@@ -19,6 +19,8 @@ from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.model_files import find_model_source
+
+OutputKind = Literal["image", "video", "sound"]
 
 VIDEO_FIELDS = ("frames", "video", "videos")
 """The names of a result's field that holds videos."""
@@ -30,18 +32,18 @@ _VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
 cut off extra frames."""
 
 
-def draws_videos(model: str, *, check_packages: bool = False) -> bool:
-    """Return whether a model makes videos instead of images. For a bundled model this needs no torch.
+def find_model_output(model: str, *, check_packages: bool = False) -> OutputKind:
+    """Find what a model makes. For a bundled model this needs no torch.
 
     Args:
         check_packages: whether to refuse a model whose class needs a package that is not installed.
 
     Raises:
-        ModelError: if its class is known to return neither.
+        ModelError: if its class is known to return something else.
     """
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
-        return known.is_video
+        return "video" if known.is_video else "image"
     from ditile.runner.load import check_component_packages, find_pipeline_kind, list_components
 
     source = find_model_source(model, weights=False)
@@ -49,27 +51,34 @@ def draws_videos(model: str, *, check_packages: bool = False) -> bool:
     if check_packages:
         check_prompt_cleaner(pipeline)
         check_component_packages(list_components(source))
-    return returns_videos(pipeline)
+    return find_output_kind(pipeline)
 
 
 def returns_videos(pipeline: Any) -> bool:
-    """Return whether a class of pipelines returns videos instead of images. A class that is not known returns images.
+    """Return whether a class of pipelines returns videos. See `find_output_kind`."""
+    return find_output_kind(pipeline) == "video"
+
+
+def find_output_kind(pipeline: Any) -> OutputKind:
+    """Find what a class of pipelines returns. A class that is not known returns images.
 
     Args:
         pipeline: the class, or a modular pipeline; None if it is not known.
 
     Raises:
-        ModelError: if it is known to return neither.
+        ModelError: if it is known to return something else.
     """
     if pipeline is None:
-        return False
+        return "image"
     names = _list_output_fields(pipeline)
     if not names or "images" in names:
-        return False
+        return "image"
     if not set(names).isdisjoint(VIDEO_FIELDS):
-        return True
+        return "video"
+    if "audios" in names:
+        return "sound"
     raise ModelError(
-        f"{name_pipeline(pipeline)} returns {names[0]}, and only images and videos are written here; in Python, "
+        f"{name_pipeline(pipeline)} returns {names[0]}, and images, videos and sounds are written here; in Python, "
         "ditile.parallelize(pipe, plan)(...) returns the pipeline's own result"
     )
 

@@ -22,7 +22,9 @@ from ditile.runner.requests import pictures
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions, list_named_paths
+from ditile.runner.requests.pipelines import OutputKind
 from ditile.runner.requests.videos import build_poster_path
+from ditile.runner.sounds import read_wav_texts
 
 MIN_DIGITS = 4
 MAX_HASHED_BYTES = 2**36
@@ -127,21 +129,23 @@ def _describe_file(name: str) -> dict[str, str]:
     return {pictures.hide_local_path(name): hashlib.sha256(content).hexdigest()}
 
 
-def select_missing_lines(all_lines: Sequence[PromptLine], description: str, *, has_posters: bool) -> list[PromptLine]:
+def select_missing_lines(all_lines: Sequence[PromptLine], description: str, *, kind: OutputKind) -> list[PromptLine]:
     """Select the lines whose image is missing, is not whole, or was made by another request.
 
     Args:
         all_lines: of the file.
         description: of the request, as of `describe_request`.
-        has_posters: whether they are videos, whose posters say how they were made.
+        kind: what the model makes; the poster of a video says how it was made.
     """
     missing_lines = []
     # A file that is cut short has no texts, and is made again.
     for line in all_lines:
         path = Path(line.path)
-        described_file = build_poster_path(path) if has_posters else path
         texts = {}
-        if path.is_file():
+        if path.is_file() and kind == "sound":
+            texts = read_wav_texts(path)
+        elif path.is_file():
+            described_file = build_poster_path(path) if kind == "video" else path
             texts = pictures.read_picture_texts(described_file)
         expected = {"prompt": line.prompt, "seed": str(line.seed), "request": description}
         if any(texts.get(name) != text for name, text in expected.items()):

@@ -1,4 +1,4 @@
-"""Writes a call's result to files: images and videos, with texts about how they were made."""
+"""Writes a call's result to files: images, videos and sounds, with texts about how they were made."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ditile.runner.requests.pipelines import (
     VIDEO_FIELDS,
     find_frame_rate,
 )
+from ditile.runner.sounds import Sound, encode_wav, list_sounds
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -101,9 +102,9 @@ def add_picture_texts(
     call: CallArguments,
     prompt: str | None,
     seed: int,
-    drawn: Image.Image | Video,
+    drawn: Image.Image | Video | Sound,
 ) -> dict[str, str]:
-    """Return the texts of one image or video: from its request, its prompt and seed, and those of AUTOMATIC1111.
+    """Return the texts of one image, video or sound: from its request, its prompt and seed, and those of AUTOMATIC1111.
 
     Args:
         texts: as of `build_png_texts`.
@@ -112,11 +113,12 @@ def add_picture_texts(
     for name, parameter in list_call_parameters(pipe).items():
         if parameter.default is not inspect.Parameter.empty:
             arguments[name] = parameter.default
+    size = None
     if isinstance(drawn, np.ndarray):
         # A video is [F, H, W, 3].
         height, width = drawn.shape[1:3]
         size = (int(width), int(height))
-    else:
+    elif not isinstance(drawn, Sound):
         size = drawn.size
     parameters = format_parameters(
         arguments | dict(call),
@@ -130,13 +132,13 @@ def add_picture_texts(
 
 
 def format_parameters(
-    call: CallArguments, *, prompt: str, seed: int, size: tuple[int, int], model: str, scheduler: str
+    call: CallArguments, *, prompt: str, seed: int, size: tuple[int, int] | None, model: str, scheduler: str
 ) -> str:
     """Format the text that AUTOMATIC1111 keeps in an image.
 
     Args:
         call: the arguments of the call, those by default included.
-        prompt, seed, size: of this image; the size is its width and height in pixels.
+        prompt, seed, size: of this image; the size is its width and height in pixels; a sound has none.
     """
     values = {
         "Steps": call.get("num_inference_steps"),
@@ -144,7 +146,7 @@ def format_parameters(
         "CFG scale": call.get("guidance_scale"),
         "True CFG scale": call.get("true_cfg_scale"),
         "Seed": seed,
-        "Size": f"{size[0]}x{size[1]}",
+        "Size": None if size is None else f"{size[0]}x{size[1]}",
         "Model": model,
         "Denoising strength": call.get("strength"),
         "Version": f"ditile {version('ditile')}",
@@ -175,15 +177,26 @@ def _describe_frames(frames: Any, *, is_video: bool) -> str:
     return f"{size} {digest.hexdigest()[:16]}"
 
 
-def list_drawn(result: Any) -> Sequence[Image.Image | Video]:
-    """List the images or the videos of a pipeline's result. The other ranks have None, which has none."""
+def list_drawn(pipe: Any, result: Any) -> Sequence[Image.Image | Video | Sound]:
+    """List the images, the videos or the sounds of a pipeline's result. The other ranks have None, which has none."""
     if result is None:
         return []
     images: Sequence[Image.Image] | None = getattr(result, "images", None)
     if images is not None:
         return images
-    name = next(name for name in VIDEO_FIELDS if hasattr(result, name))
-    return videos.convert_to_videos(getattr(result, name))
+    for name in VIDEO_FIELDS:
+        if hasattr(result, name):
+            return videos.convert_to_videos(getattr(result, name))
+    return list_sounds(pipe, result)
+
+
+def list_outputs(pipe: Any, result: Any) -> list[tuple[Image.Image | Video | Sound, Sound | None]]:
+    """List what a pipeline's result holds as in `list_drawn`, each video with its sound."""
+    drawn = list_drawn(pipe, result)
+    sounds: Sequence[Sound | None] = [None] * len(drawn)
+    if any(hasattr(result, name) for name in VIDEO_FIELDS):
+        sounds = list_sounds(pipe, result) or sounds
+    return [*zip(drawn, sounds, strict=True)]
 
 
 def choose_fps(pipe: DiffusionPipeline, request: GenerateOptions, call: CallArguments) -> float:
@@ -193,23 +206,32 @@ def choose_fps(pipe: DiffusionPipeline, request: GenerateOptions, call: CallArgu
 
 
 def encode_drawn(
-    drawn: Image.Image | Video, format: str, quality: int, fps: float, texts: Mapping[str, str]
+    drawn: Image.Image | Video | Sound,
+    format: str,
+    quality: int,
+    fps: float,
+    texts: Mapping[str, str],
+    sound: Sound | None = None,
 ) -> tuple[bytes, bytes | None]:
-    """Encode an image or a video as the bytes of a file, and the poster of a video. See `encode_picture`,
-    `encode_video`."""
+    """Encode an image, a video with its sound, or a sound as the bytes of a file, and the poster of a video. See
+    `encode_picture`, `encode_video`, `encode_wav`."""
     from PIL import Image
 
     if isinstance(drawn, Image.Image):
         return pictures.encode_picture(drawn, format, quality, texts), None
-    return videos.encode_video(drawn, format, fps, texts), videos.encode_poster(drawn, fps, texts)
+    if isinstance(drawn, Sound):
+        return encode_wav(drawn, texts), None
+    return videos.encode_video(drawn, format, fps, texts, sound), videos.encode_poster(drawn, fps, texts)
 
 
-def write_drawn(drawn: Image.Image | Video, path: str, fps: float, texts: dict[str, str]) -> None:
-    """Write an image, or a video and its poster."""
+def write_drawn(
+    drawn: Image.Image | Video | Sound, path: str, fps: float, texts: dict[str, str], sound: Sound | None = None
+) -> None:
+    """Write an image, a sound, or a video with its sound and its poster."""
     file = Path(path)
     suffix = file.suffix.lower()
     format = pictures.PICTURE_FORMATS.get(suffix, suffix.removeprefix("."))
-    content, poster = encode_drawn(drawn, format, pictures.FILE_QUALITY, fps, texts)
+    content, poster = encode_drawn(drawn, format, pictures.FILE_QUALITY, fps, texts, sound)
     try:
         file.parent.mkdir(exist_ok=True)
         # A poster says that its video is whole, so it is written last.

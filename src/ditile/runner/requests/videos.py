@@ -24,6 +24,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 from ditile.runner.requests.options import GIF_MOST_FPS
 from ditile.runner.requests.pictures import DECODE_ERRORS, MAX_PICTURE_BYTES, encode_png
+from ditile.runner.sounds import Sound, add_sound_stream, write_samples
 
 Video = NDArray[np.uint8]  # [F, H, W, 3]
 
@@ -42,14 +43,18 @@ _MAX_DENOMINATOR = 1001
 
 
 def check_encoder(path: Path, fps: float | None) -> None:
-    """Raise `ModelError` if the writer for a video's path is not installed, or its format has no such rate.
+    """Raise `ModelError` if the writer for a video's or a sound's path is not installed, or its format has no such
+    rate.
 
     A package is looked for, not imported.
     """
     if path.suffix.lower() == ".gif" and fps is not None and fps > GIF_MOST_FPS:
         raise ModelError(f"fps={fps:g}: a GIF shows {GIF_MOST_FPS} frames a second at most; name it {path.stem}.webp")
-    if path.suffix.lower() == ".mp4":
-        instead = f", or name it {path.stem}.webp or {path.stem}.gif"
+    suffix = path.suffix.lower()
+    if suffix in (".mp4", ".wav"):
+        instead = ""
+        if suffix == ".mp4":
+            instead = f", or name it {path.stem}.webp or {path.stem}.gif"
         require_extra("video", f"out={str(path)!r}", ["av"], instead)
 
 
@@ -88,7 +93,7 @@ def _convert_video(frames: Any) -> Video:
     return video
 
 
-def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]) -> bytes:
+def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str], sound: Sound | None = None) -> bytes:
     """Encode a video into the bytes of a file.
 
     Args:
@@ -96,9 +101,10 @@ def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]
         format: "mp4", "webp" or "gif"; an mp4 keeps the texts.
         fps: frames a second.
         texts: how it was made.
+        sound: is cut or padded to the length of the video; only an mp4 keeps it.
     """
     if format == "mp4":
-        return _encode_mp4(video, fps, texts)
+        return _encode_mp4(video, fps, texts, sound)
     return _encode_animation(video, format, fps)
 
 
@@ -170,13 +176,15 @@ def _decode_stream(content: io.BytesIO) -> Iterator[Image.Image]:
             yield frame.to_image()
 
 
-def _encode_mp4(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
+def _encode_mp4(video: Video, fps: float, texts: Mapping[str, str], sound: Sound | None) -> bytes:
     require_extra("video", "an MP4", ["av"])
     import av
 
     encoded = io.BytesIO()
     height, width = video.shape[1:3]
-    with av.open(encoded, mode="w", format="mp4") as container:
+    # Packets of both streams then alternate in the file, however long the sound is that is written first.
+    options = {"max_interleave_delta": "0"}
+    with av.open(encoded, mode="w", format="mp4", container_options=options) as container:
         container.metadata["comment"] = json.dumps(dict(texts))
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(_MAX_DENOMINATOR))
         stream.width = width
@@ -184,6 +192,9 @@ def _encode_mp4(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
         # Players expect colors at half resolution, which needs even sides.
         stream.pix_fmt = "yuv444p" if height % 2 or width % 2 else "yuv420p"
         stream.options = {"crf": CRF}
+        if sound is not None:
+            sound_stream = add_sound_stream(container, sound)
+            write_samples(container, sound_stream, sound.fit_length(len(video) / fps))
         for picture in video:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
