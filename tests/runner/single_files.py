@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -195,6 +197,72 @@ def save_scaled_fp8(transformer: nn.Module, family: str, path: Path, plain: Path
         scaled |= {layer + ".weight": stored, f"{layer}.{ending}": scale.reshape(shape)}
         scaled |= {layer + ".scale_input": torch.ones(()), layer + ".comfy_quant": word.clone()}
     save_file(scaled, path)
+    save_file(numbers, plain)
+
+
+def build_rotation(size: int) -> Tensor:
+    """The regular Hadamard matrix of ConvRot: a sign is minus where an odd number of digits to the base of 4 add up to
+    3, one of the row and one of the column."""
+    matrix = torch.empty(size, size, dtype=torch.float64)
+    for row in range(size):
+        for column in range(size):
+            sign, left, right = 1, row, column
+            for _ in range(round(math.log(size, 4))):
+                sign = -sign if left % 4 + right % 4 == 3 else sign
+                left, right = left // 4, right // 4
+            matrix[row, column] = sign / math.sqrt(size)
+    return matrix
+
+
+def quantize_convrot(weight: Tensor, size: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight in integers up to some number, a scale for each row, and the numbers they stand for; a size of 1 is not
+    rotated."""
+    rotation = torch.block_diag(*[build_rotation(size)] * (weight.shape[1] // size))
+    rotated = weight.double() @ rotation.T
+    scale = (rotated.abs().amax(1, keepdim=True).float() / most).clamp(min=1e-30)
+    integers = (rotated / scale).round().clamp(-most, most)
+    return integers.to(torch.int8), scale, (integers * scale.double() @ rotation).float()
+
+
+def pack_int4(integers: Tensor) -> Tensor:
+    """Two numbers in a byte, the even column in its lower bits."""
+    even, odd = (integers[:, start::2].int() % 16 for start in (0, 1))
+    return (even + 16 * odd).to(torch.uint8).view(torch.int8)
+
+
+def save_convrot(weights: Weights, path: Path, plain: Path, prefix: str = "") -> None:
+    """ComfyUI's file of weights in integers, each matrix in the next way, and the numbers that they stand for."""
+    stored: Weights = {}
+    numbers = {}
+    header = {}
+    ways = itertools.cycle(range(4))
+    for name, tensor in weights.items():
+        layer = name.removesuffix(".weight")
+        if tensor.ndim != 2 or tensor.shape[1] % 16 or layer == name:
+            stored[prefix + name] = tensor.to(torch.bfloat16).contiguous()
+            numbers[name] = stored[prefix + name].float()
+            continue
+        way = next(ways)
+        settings: dict[str, Any] = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
+        size, most = 16, 127
+        if way == 1:
+            settings = {"format": "convrot_w4a4", "params": {"convrot_groupsize": 4}}
+            size, most = 4, 7
+        elif way == 2:
+            settings = {"format": "int8_tensorwise", "per_row": True}
+            size = 1
+        integers, scale, numbers[name] = quantize_convrot(tensor, size, most)
+        assert (numbers[name] - tensor).norm() < 2 * tensor.norm() / most
+        if most == 7:
+            integers, scale = pack_int4(integers), scale.flatten()
+        stored |= {prefix + name: integers, f"{prefix}{layer}.weight_scale": scale}
+        if way:
+            word = json.dumps(settings).encode()
+            stored[f"{prefix}{layer}.comfy_quant"] = torch.tensor(list(word), dtype=torch.uint8)
+        else:
+            header[layer] = settings
+    metadata = json.dumps({"format_version": "1.0", "layers": header})
+    save_file(stored, path, {"_quantization_metadata": metadata})
     save_file(numbers, plain)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ditile
 from ditile import LoadError, ModelError
@@ -25,7 +25,14 @@ from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import find_component, load_parts, run
 from tests.runner.gguf_files import make_model
-from tests.runner.single_files import copy_weights, save_configs, save_encoder_gguf, save_gguf, save_single_file
+from tests.runner.single_files import (
+    copy_weights,
+    save_configs,
+    save_convrot,
+    save_encoder_gguf,
+    save_gguf,
+    save_single_file,
+)
 from tests.zoo import encoders
 from tests.zoo.rows import EVERY, compare_drawings, list_tensors
 
@@ -122,6 +129,19 @@ def test_an_encoder_of_gguf_is_that_of_transformers(tmp_path: Path, architecture
     assert wanted.keys() == mine.state_dict().keys()
     for name, tensor in mine.state_dict().items():
         assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
+
+
+def test_an_encoder_in_integers_is_rotated_back(tmp_path: Path) -> None:
+    """A failure means that a text encoder of ComfyUI has other numbers than the file stands for."""
+    encoder = make_language_model("Qwen3")
+    save_encoder_config(tmp_path, "text_encoder", encoder)
+    file, plain = tmp_path / "convrot.safetensors", tmp_path / "plain.safetensors"
+    save_convrot(copy_weights(encoder), file, plain)
+    mine: Any = load_component_file(find_component(tmp_path, "text_encoder"), str(file), Plan(), 0, torch.float32)
+    wanted = load_file(plain)
+    assert wanted.keys() == mine.state_dict().keys()
+    for name, tensor in mine.state_dict().items():
+        assert torch.allclose(tensor, wanted[name], rtol=0, atol=1e-6), name
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,9 @@ from ditile.plan.plan import Plan
 from ditile.runner.load import load_component_file, split_model_file
 from ditile.runner.model_files import find_model_source
 from ditile.runner.weights import single_file
-from ditile.runner.weights.checkpoint import Checkpoint
-from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
+from ditile.runner.weights.checkpoint import Checkpoint, open_tensors
+from ditile.runner.weights.convrot import IntegerFormat
+from ditile.runner.weights.single_file import ConvertedFile, FileTensor, SingleFile, find_base_models
 from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import find_component
@@ -32,7 +33,9 @@ from tests.runner.single_files import (
     COMFY,
     ORIGINAL,
     copy_weights,
+    quantize_convrot,
     save_configs,
+    save_convrot,
     save_gguf,
     save_scaled_fp8,
     save_single_file,
@@ -116,6 +119,57 @@ def test_weights_in_fp8_are_multiplied_with_their_scales(tmp_path: Path, folders
             )
             for (name, tensor), (_, wanted) in zip(mine, theirs, strict=True):
                 assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), (plan, name)
+
+
+def find_greatest_difference(mine: Any, theirs: Any) -> float:
+    """Of the weights of two models, in proportion to the weight's greatest number."""
+    differences = [0.0]
+    for (name, tensor), (_, wanted) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+        assert tensor.dtype == wanted.dtype and tensor.shape == wanted.shape, name
+        differences.append(float((tensor - wanted).abs().max() / wanted.abs().max()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("family", ["z-image", "flux-2", "wan-2.1"])
+def test_weights_in_integers_are_rotated_back(tmp_path: Path, folders: dict[str, Path], family: str) -> None:
+    """A failure means that integers are unpacked, scaled or rotated in another way than ComfyUI does, or that a share
+    is cut before it is rotated."""
+    file, plain = tmp_path / "convrot.safetensors", tmp_path / "plain.safetensors"
+    weights = ORIGINAL[family](copy_weights(EVERY[family].make().transformer))
+    save_convrot(weights, file, plain, COMFY)
+    types = SingleFile.read_header(file).count_types()
+    assert set(types) == {"int8_tensorwise", "convrot_w4a4", "BF16"}
+    assert types.total() == sum(tensor.numel() for tensor in weights.values())
+    for plan in (Plan(), Plan(pipefusion=2), Plan(tensor=2)):
+        for rank in range(plan.world):
+            mine, theirs = (
+                load_component_file(find_component(folders[family]), str(path), plan, rank, torch.float32)
+                for path in (file, plain)
+            )
+            # The reference adds in float64.
+            assert find_greatest_difference(mine, theirs) < 1e-6, plan
+
+
+def test_groups_of_every_size_are_rotated_back() -> None:
+    """A failure means that files with groups of 256 columns, which published ones have, are rotated in another way."""
+    weight = torch.randn(5, 512)
+    for size in (4, 16, 64, 256):
+        integers, scale, wanted = quantize_convrot(weight, size, 127)
+        settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": size}
+        rows = IntegerFormat.parse_settings(settings, 512).unpack_rows(integers, scale)
+        assert torch.allclose(rows, wanted, rtol=0, atol=1e-5)
+    assert IntegerFormat.parse_settings({"format": "convrot_w4a4"}, 128) == ("convrot_w4a4", 256, 2)
+
+
+def test_rows_of_other_formats_are_not_joined(tmp_path: Path) -> None:
+    """A failure means that one of two tensors that become one is rotated like the other."""
+    parts = [FileTensor.from_shape(name, (2, 64), "I8") for name in "ab"]
+    parts[0].integers = IntegerFormat("int8_tensorwise", 64, 1)
+    file = SingleFile(tmp_path, {}, open_tensors)
+    for wrong in (torch.cat(parts), torch.cat([parts[0][:, :32], parts[0][:, 32:]])):
+        wanted = {"weight": torch.empty(wrong.shape, device="meta")}
+        with pytest.raises(LoadError, match="made of tensors like [ab], whose integers are rotated in another way"):
+            file._check_tensors("Model", {"weight": wrong}, wanted, set())
 
 
 def test_scales_of_rows_are_those_of_diffusers(tmp_path: Path, folders: dict[str, Path]) -> None:
@@ -249,6 +303,34 @@ def write_fp8_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(fp8 | {"proj_out.comfy_quant": word}, folder / "nvfp4.safetensors")
 
 
+INTEGERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "groups_of_8": ({"convrot": True, "convrot_groupsize": 8}, {}, "its 32 columns are rotated in groups of 8; a size"),
+    "groups_of_64": ({"convrot": True, "convrot_groupsize": 64}, {}, "32 columns are rotated in groups of 64; a size"),
+    "groups_of_no_size": ({"convrot": True, "convrot_groupsize": None}, {}, "rotated in groups of None; a size"),
+    "blocks": ({"format": "int8_blockwise"}, {}, "comfy_quant says that weights are stored as 'int8_blockwise'"),
+    "rotated_fp8": ({"format": "float8_e4m3fn", "convrot": True}, {}, "stored as 'float8_e4m3fn with convrot'"),
+    "no_scale": ({}, {"weight_scale": None}, "proj_out.weight is in int8_tensorwise and has no scale"),
+    "scale_of_blocks": ({}, {"weight_scale": torch.ones(16, 2)}, r"of the shape \[16, 2\] is not a scale"),
+    "floats": ({}, {"weight": torch.ones(16, 32)}, r"it is F32 of the shape \[16, 32\]; a matrix of I8 would be"),
+    "no_json": ({}, {"comfy_quant": torch.zeros(3, dtype=torch.uint8)}, "proj_out.comfy_quant is not readable JSON"),
+}
+"""File -> settings of a weight, tensors beside it, and what is wrong with one of both."""
+
+
+def write_integer_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Save transformers with a weight in int8 that is not as it should be."""
+    for name, (changes, tensors, _) in INTEGERS.items():
+        settings = json.dumps({"format": "int8_tensorwise"} | changes)
+        parts: dict[str, Any] = {
+            "weight": torch.ones(16, 32, dtype=torch.int8),
+            "weight_scale": torch.ones(16, 1),
+            "comfy_quant": torch.tensor(list(settings.encode()), dtype=torch.uint8),
+        }
+        own = {f"proj_out.{part}": tensor for part, tensor in (parts | tensors).items() if tensor is not None}
+        others = {key: tensor for key, tensor in weights.items() if key != "proj_out.weight"}
+        save_file(others | own, folder / f"{name}.safetensors")
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole pipeline of FLUX.1 without the weights of its transformer, and these in files beside it."""
@@ -270,6 +352,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     factors = {f"transformer.proj_out.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
     save_file(factors, folder / "lora.safetensors")
     write_fp8_weights(folder, weights)
+    write_integer_weights(folder, weights)
     save_file(weights | {"proj_out.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
     save_file({"a": torch.ones(2)}, folder / "foreign.safetensors")
     save_file(weights | {"proj_out.weight": weights["proj_out.weight"].char()}, folder / "integers.safetensors")
@@ -335,6 +418,7 @@ def test_load_of_a_folder_without_a_transformer(saved: Path) -> None:
         ("integers.safetensors", "weight proj_out.weight is stored as I8"),
         ("shape.safetensors", r"weight proj_out.weight has the shape \[3, 5\]"),
         ("foreign.safetensors", "FluxTransformer2DModel"),
+        *[(f"{name}.safetensors", message) for name, (_, _, message) in INTEGERS.items()],
     ],
 )
 def test_broken_files_are_refused(saved: Path, name: str, message: str) -> None:

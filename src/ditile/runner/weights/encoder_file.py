@@ -45,11 +45,11 @@ def open_encoder_file(path: Path, kind: Any, config: Any) -> Iterator[dict[str, 
             # Integers in place of weights, and tensors beside them that would be left out.
             is_quantized = leaf != "bias" and f"{module}.weight" in tensors
             if leaf == "weight":
-                is_quantized = tensor.stored_type not in FLOATS + FP8
+                is_quantized = tensor.integers is None and tensor.stored_type not in FLOATS + FP8
             if is_quantized:
                 raise LoadError(
                     f"{path}: {name} ({tensor.stored_type}) is of weights that are quantized in another way than in "
-                    "fp8 with scales; take a file of those, of float16 or bfloat16, or of GGUF"
+                    "fp8, int8 or int4 with scales; take a file of those, of float16 or bfloat16, or of GGUF"
                 )
     else:
         tensors = _rename_tensors(path, file.gguf.architecture, file.tensors, kind, config)

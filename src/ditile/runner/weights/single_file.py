@@ -25,16 +25,18 @@ from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ditile.distributed import files
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import KnownModel, find_known_model, list_known_models
 from ditile.parallel.block_formats import RowBlocks, locate_number
-from ditile.plan.errors import LoadError
+from ditile.plan.errors import LoadError, join_error_lines
 from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.runner.model_files import (
     FLOATS,
     FP8,
     GGUF,
+    MOST_SHOWN,
     SCALES,
     TRANSFORMER,
     check_config_counts,
@@ -44,6 +46,7 @@ from ditile.runner.model_files import (
     read_json_object,
 )
 from ditile.runner.weights.checkpoint import Checkpoint, OpenedTensors, OpenTensors, StoredTensor, open_tensors
+from ditile.runner.weights.convrot import INTEGER_FORMATS, IntegerFormat
 from ditile.runner.weights.prequantized import PrequantizedCheckpoint, StoredWeights
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ LEAST_SHARED = 0.5
 UNKNOWN = "v1"
 """diffusers' name for an unknown file."""
 ACTIVATION_SCALES = ("scale_input", "input_scale")
-"""Other tensors possible next to a weight in fp8: the scale of its inputs, if they are in fp8 too."""
+"""Other tensors possible next to a weight with scales: the scale of its inputs, if they are quantized too."""
 FP8_MARK = "scaled_fp8"
 """An empty tensor that marks scaled weights in ComfyUI's first files."""
 FORMAT = "comfy_quant"
@@ -101,9 +104,11 @@ class FileTensor(Tensor):
         operation: its origin.
         block: how it is quantized, if it is; its last dimension then counts bytes.
         scale: for a tensor of a file, the factor of its numbers, in its shape.
+        integers: ComfyUI's format of it, if that is one of integers; its last dimension then counts bytes too.
     """
 
     scale: FileTensor | None = None
+    integers: IntegerFormat | None = None
     stored_name: str
     stored_type: str
     operation: _Operation | None
@@ -137,11 +142,15 @@ class FileTensor(Tensor):
     def _record(self, operation: _Operation) -> None:
         self.stored_name = ""
         self.operation = operation
-        self.block = _list_operands(operation)[0].block
+        first = _list_operands(operation)[0]
+        self.block = first.block
+        self.integers = first.integers
 
     def get_own_shape(self) -> tuple[int, ...]:
         """Return the shape in numbers."""
         shape = tuple(self.shape)
+        if self.integers is not None:
+            return (*shape[:-1], shape[-1] * self.integers.num_packed)
         if self.block is None:
             return shape
         return (*shape[:-1], shape[-1] // self.block.num_bytes * self.block.numbers)
@@ -204,7 +213,8 @@ class SingleFile:
         """Read the names and shapes of a file's tensors.
 
         Raises:
-            LoadError: if it is cut short, or no such file, or a weight in fp8 has no scale and others have.
+            LoadError: if it is cut short, or no such file, or a weight in integers has no scale, or one in fp8 has
+                none and others have.
             ModelError: if it is one of GGUF, and the extra is not installed.
         """
         if check_model_file(path) == GGUF:
@@ -228,7 +238,7 @@ class SingleFile:
             if any(re.search(LORA_FACTORS, name) for name in tensors):
                 flag = f"--lora {shlex.quote(str(path))}"
                 raise LoadError(f"{path} is a LoRA, which changes the weights of a model; give {flag}")
-            _check_format(path, "its header", (opened.metadata() or {}).get("_quantization_metadata", ""))
+            _attach_formats(path, tensors, opened, (opened.metadata() or {}).get("_quantization_metadata", "{}"))
             marks = frozenset(name for name in tensors if name.rpartition(".")[2] == FP8_MARK)
             scaled = _attach_scales(path, tensors, opened)
             file = cls(path, scaled, open_file, prequantized=prequantized, marks=marks)
@@ -236,21 +246,27 @@ class SingleFile:
         return file
 
     def _refuse_lost_scales(self) -> None:
-        """Raise `LoadError` for an fp8 matrix without a scale if the file promises one, or others have one.
+        """Raise `LoadError` for a matrix in integers without a scale, or in fp8 where others have one.
 
-        ComfyUI takes a missing scale for 1. Its own files have no such weights: tensors without a scale there (norms,
-        biases, embeddings) have 16 or 32 bits. So the scale was lost, and numbers without it are wrong by factors of
-        hundreds.
+        Of fp8 ComfyUI takes a missing scale for 1. Its own files have no such weights: tensors without a scale there
+        (norms, biases, embeddings) have 16 or 32 bits. So the scale was lost if others have one or the file promises
+        it, and numbers without it are wrong by factors of hundreds.
         """
         tensors = self.own_tensors
         is_scaled = f"{self.prefix}{FP8_MARK}" in self.marks or any(
             tensor.scale is not None for tensor in tensors.values()
         )
         for name, tensor in tensors.items():
-            is_matrix = name.endswith(".weight") and tensor.ndim > 1
-            if is_scaled and is_matrix and tensor.stored_type in FP8 and tensor.scale is None:
+            if tensor.scale is not None:
+                continue
+            form = ""
+            if tensor.integers is not None:
+                form = tensor.integers.name
+            elif is_scaled and name.endswith(".weight") and tensor.ndim > 1 and tensor.stored_type in FP8:
+                form = "fp8"
+            if form:
                 raise LoadError(
-                    f"{self.path}: {name} is in fp8 and has no scale, and the weights of this file have scales "
+                    f"{self.path}: {name} is in {form} and has no scale, and the weights of this file have scales "
                     f"({', '.join(SCALES)}); copy it again, or take another file"
                 )
 
@@ -279,8 +295,12 @@ class SingleFile:
         """Count the transformer's numbers by their type."""
         numbers = Counter[str]()
         for tensor in self.own_tensors.values():
-            scaled = "" if tensor.scale is None else " with scales"
-            numbers[tensor.stored_type + scaled] += math.prod(tensor.get_own_shape())
+            form = tensor.stored_type
+            if tensor.integers is not None:
+                form = tensor.integers.name
+            elif tensor.scale is not None:
+                form = f"{form} with scales"
+            numbers[form] += math.prod(tensor.get_own_shape())
         return numbers
 
     def convert_tensors(self, model_class: Any, config: Path) -> FileTensors:
@@ -364,11 +384,20 @@ class SingleFile:
                 raise LoadError(
                     f"{self.path}: weight {name} has the shape {list(own_shape)}, and the config says {list(shape)}"
                 )
+            # Rows of one tensor can be rotated back together, and only whole.
+            for stored in tensors[name].list_stored():
+                is_part = stored.integers is not None and stored.shape[-1] != tensors[name].shape[-1]
+                if is_part or stored.integers != tensors[name].integers:
+                    raise LoadError(
+                        f"{self.path}: weight {name} is made of tensors like {stored.stored_name}, whose integers are "
+                        f"rotated in another way; take a file of {' or '.join(FP8_FORMATS)}, or of GGUF"
+                    )
             # Integers in place of a weight mean nothing without their scales.
             for stored in tensors[name].list_stored() if model_tensor.is_floating_point() else []:
                 # The types of a block are checked where the file is read.
                 is_packed = self.prequantized is not None and stored.stored_name in self.prequantized.library.parts
-                if stored.block is None and not is_packed and stored.stored_type not in FLOATS + FP8:
+                is_quantized = is_packed or stored.block is not None or stored.integers is not None
+                if not is_quantized and stored.stored_type not in FLOATS + FP8:
                     raise LoadError(
                         f"{self.path}: weight {name} is stored as {stored.stored_type}, and a model computes with "
                         "floating point numbers; take a file of those, or of GGUF"
@@ -496,6 +525,16 @@ class ConvertedTensor:
     def __getitem__(self, index: Any) -> Tensor:
         content = self.tensor.replay_operations(self.read_stored)
         block = self.tensor.block
+        integers = self.tensor.integers
+        if integers is not None:
+            rows = index
+            columns = ...
+            if isinstance(index, tuple) and len(index) == content.ndim:
+                rows = index[:-1]
+                columns = (..., index[-1])
+            # A row is rotated back whole.
+            scales = self.tensor.replay_operations(self._read_scales)[rows]
+            return integers.unpack_rows(content[rows], scales[..., :1])[columns]
         if any(stored.scale is not None for stored in self.tensor.list_stored()):
             # Operations on a weight move its numbers, so the same operations move their scales.
             return content[index].float().mul_(self.tensor.replay_operations(self._read_scales)[index])
@@ -522,34 +561,34 @@ class ConvertedTensor:
 
 
 def _attach_scales(path: Path, tensors: FileTensors, opened: OpenedTensors) -> FileTensors:
-    """Attach the scales in an open file to its fp8 weights, and return the tensors without them.
+    """Attach the scales in an open file to its quantized weights, and return the tensors without them.
 
     Raises:
-        LoadError: if a weight has two scales, one of another shape or of which no number can be multiplied, or is
-            stored in another way.
+        LoadError: if a weight has two scales, or one of another shape or of which no number can be multiplied.
     """
     others = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         weight = tensors.get(f"{module}.weight")
-        is_fp8 = weight is not None and weight.stored_type in FP8
-        if leaf in SCALES and tensor.stored_type in FLOATS and weight is not None and is_fp8:
+        has_scale = weight is not None and (weight.stored_type in FP8 or weight.integers is not None)
+        if leaf in SCALES and tensor.stored_type in FLOATS and weight is not None and has_scale:
             if weight.scale is not None:
                 raise LoadError(f"{path}: {module}.weight has a second scale, {name}; a weight has one")
             values = opened.get_slice(name)[...].float()
             if not values.isfinite().all() or (values < 0).any():
                 raise LoadError(f"{path}: {name} has numbers that cannot be scales: negative, infinite or NaN")
             scale = _spread_scale(tensor, weight.shape)
-            if scale is None:
+            is_of_blocks = tensor.numel() not in (1, weight.shape[0])
+            if scale is None or (weight.integers is not None and is_of_blocks):
                 raise LoadError(
                     f"{path}: {name} of the shape {list(tensor.shape)} is not a scale of {module}.weight, which has "
-                    f"the shape {list(weight.shape)}; one for it, for each of its rows or for blocks of it would be"
+                    f"the shape {list(weight.shape)}; one for it, for each of its rows or, in fp8, for blocks of it "
+                    "would be"
                 )
             weight.scale = scale
-        elif leaf == FORMAT and tensor.stored_type == "U8" and tensor.ndim == 1:
-            text = bytes(opened.get_slice(name)[:MOST_IN_FORMAT].tolist())
-            _check_format(path, name, text.decode(errors="replace"))
-        elif leaf != FP8_MARK and not (leaf in ACTIVATION_SCALES and is_fp8):
+            continue
+        is_beside_weight = leaf == FP8_MARK or _is_settings(name, tensor) or (leaf in ACTIVATION_SCALES and has_scale)
+        if not is_beside_weight:
             others[name] = tensor
     return others
 
@@ -579,18 +618,74 @@ def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
     return spread.expand(shape)
 
 
-def _check_format(path: Path, name: str, text: str) -> None:
-    """Check ComfyUI's format of the weights. Raises `LoadError` if more than a scale is needed to undo it."""
-    unknown = []
-    for form in re.findall(r'"format"\s*:\s*"([^"]*)"', text):
-        if not form.startswith(FP8_FORMATS):
-            unknown.append(form)
-    unknown += re.findall(r'"(convrot)"\s*:\s*true', text)
-    if unknown:
-        raise LoadError(
-            f"{path}: {name} says that weights are stored as {unknown[0]!r}, which is not known here; take a file of "
-            f"{' or '.join(FP8_FORMATS)}, or of GGUF"
-        )
+def _attach_formats(path: Path, tensors: FileTensors, opened: OpenedTensors, header: str) -> None:
+    """Attach ComfyUI's formats to weights in integers.
+
+    Raises:
+        LoadError: if a weight is stored in a way that is not known.
+    """
+    for module, place, settings in _list_settings(path, tensors, opened, header):
+        form = settings.get("format")
+        is_integer = form in INTEGER_FORMATS
+        if settings.get("convrot") and not is_integer:
+            form = f"{form} with convrot"
+        elif str(form).startswith(FP8_FORMATS):
+            continue
+        if not is_integer:
+            raise LoadError(
+                f"{path}: {place} says that weights are stored as {form!r}, which is not known here; take a file of "
+                f"{' or '.join(FP8_FORMATS + INTEGER_FORMATS)}, or of GGUF"
+            )
+        # The header leaves out the prefix.
+        for prefix in ("", *PREFIXES):
+            weight = tensors.get(f"{prefix}{module}.weight")
+            if weight is None:
+                continue
+            if weight.stored_type != "I8" or weight.ndim != 2:
+                raise LoadError(
+                    f"{path}: {place} says that {module}.weight is stored as {form!r}, and it is {weight.stored_type} "
+                    f"of the shape {list(weight.shape)}; a matrix of I8 would be"
+                )
+            try:
+                weight.integers = IntegerFormat.parse_settings(settings, weight.shape[-1])
+            except LoadError as error:
+                raise LoadError(f"{path}: {place} {error}") from None
+
+
+def _list_settings(
+    path: Path, tensors: FileTensors, opened: OpenedTensors, header: str
+) -> list[tuple[str, str, JsonObject]]:
+    """List modules, where the file says how their weights are stored, and what it says: the header or tensors do."""
+    place = "its header"
+    layers = _require_object(path, place, _parse_json(path, place, header)).get("layers", {})
+    listed = []
+    for module, settings in _require_object(path, place, layers).items():
+        listed.append((module, place, _require_object(path, place, settings)))
+    for name, tensor in tensors.items():
+        if not _is_settings(name, tensor):
+            continue
+        text = bytes(opened.get_slice(name)[:MOST_IN_FORMAT].tolist())
+        content = _parse_json(path, name, text.decode(errors="replace"))
+        listed.append((name.rpartition(".")[0], name, _require_object(path, name, content)))
+    return listed
+
+
+def _is_settings(name: str, tensor: FileTensor) -> bool:
+    """Return whether a tensor says how the weight beside it is stored."""
+    return name.rpartition(".")[2] == FORMAT and tensor.stored_type == "U8" and tensor.ndim == 1
+
+
+def _parse_json(path: Path, name: str, text: str) -> Any:
+    try:
+        return files.parse_json(text)
+    except ValueError as error:
+        raise LoadError(f"{path}: {name} is not readable JSON: {join_error_lines(error)}") from error
+
+
+def _require_object(path: Path, name: str, content: Any) -> JsonObject:
+    if not isinstance(content, dict):
+        raise LoadError(f"{path}: {name} has {str(content)[:MOST_SHOWN]!r} where ComfyUI has a JSON object")
+    return content
 
 
 def find_base_models(path: Path) -> list[str]:

@@ -1,0 +1,90 @@
+"""Weights that ComfyUI stores in integers: int8, with or without ConvRot (arXiv 2512.03673), and int4 with it.
+
+ConvRot rotates each group of a weight's columns before it rounds them. The rules are those of comfy-kitchen, which
+ComfyUI computes with (`tensor/int8.py` and `backends/eager/convrot_w4a4.py` there):
+
+- The JSON beside a weight names the format, and for int8 whether it is rotated.
+- `weight_scale` has a factor for each row, or one for all rows of int8 that is not rotated.
+- Each group of a row is multiplied with a regular Hadamard matrix, the Kronecker power of one of 4 x 4.
+- A byte of int4 has an even column in its lower bits, and the next one in its upper bits, both signed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ditile.plan.errors import LoadError
+from ditile.plan.option_classes import JsonObject
+
+INT8 = "int8_tensorwise"
+INT4 = "convrot_w4a4"
+INTEGER_FORMATS = (INT8, INT4)
+"""ComfyUI's names for the formats."""
+GROUP_SIZES = tuple(4**power for power in range(1, 8))
+"""The sizes of regular Hadamard matrices of this kind; files have 256, and a few 64."""
+REGULAR_4 = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1))
+"""Regular: each row has the same sum, so that a group whose numbers are alike does not become one large number."""
+
+
+class IntegerFormat(NamedTuple):
+    """How a weight is stored in integers.
+
+    Attributes:
+        name: of the format.
+        group_size: the columns that are rotated together; 1 if none are.
+        num_packed: the numbers in a byte.
+    """
+
+    name: str
+    group_size: int
+    num_packed: int
+
+    @classmethod
+    def parse_settings(cls, settings: JsonObject, num_bytes: int) -> IntegerFormat:
+        """Parse the JSON of a weight whose rows have some bytes.
+
+        Raises:
+            LoadError: if they cannot be rotated in groups of its size.
+        """
+        name = settings["format"]
+        # Some converters write the other settings into an object of their own, where ComfyUI looks too.
+        params = settings.get("params")
+        if isinstance(params, dict):
+            settings = {**params, **settings}
+        num_packed = 2 if name == INT4 else 1
+        if name == INT8 and not settings.get("convrot"):
+            return cls(name, 1, num_packed)
+        group_size = settings.get("convrot_groupsize", 256)
+        columns = num_bytes * num_packed
+        if group_size not in GROUP_SIZES or columns % group_size:
+            raise LoadError(
+                f"says that its {columns} columns are rotated in groups of {group_size!r}; a size that divides them "
+                "and is a power of 4 would be possible"
+            )
+        return cls(name, int(group_size), num_packed)
+
+    def unpack_rows(self, stored: Tensor, scales: Tensor) -> Tensor:
+        """Return whole rows of a weight in float32, and not rotated."""
+        if self.num_packed == 2:
+            # Shifts to the right repeat the sign.
+            stored = torch.stack([stored << 4 >> 4, stored >> 4], -1).flatten(-2)
+        rows = stored.float().mul_(scales)
+        if self.group_size == 1:
+            return rows
+        groups = rows.unflatten(-1, (-1, self.group_size))
+        # The matrix is symmetric and orthogonal, so it is its own inverse.
+        return torch.matmul(groups, build_hadamard(self.group_size)).flatten(-2)
+
+
+@functools.cache
+def build_hadamard(size: int) -> Tensor:
+    """Build the regular Hadamard matrix of a size, divided by its norm."""
+    smallest = torch.tensor(REGULAR_4, dtype=torch.float32, device="cpu")
+    matrix = smallest
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, smallest)
+    return matrix / size**0.5
