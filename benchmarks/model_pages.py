@@ -3,7 +3,7 @@
     python -m benchmarks.model_pages                       # all of docs/models, and the table of docs/recipes.md
     python -m benchmarks.model_pages --only z-image-turbo  # some pages; others stay
 
-Figures are the planner's. Which methods hold is what the tests of the model's family have shown (families.json).
+Figures are the planner's. Which methods hold is what the tests of the model's family have shown (support.json).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ COLUMNS = {
     "cache, pipefusion": "a cache together with PipeFusion",
     "cache, ulysses": "a cache together with Ulysses",
 }
-"""Columns of families.json, and their names on the pages."""
+"""Columns of support.json, and their names on the pages."""
 STALE = ("pipefusion", "distrifusion")
 """Axes whose images are close, and not the same."""
 PROMPTS = {"": "a lighthouse at dawn", "photo.png": "make it a snowy night", "boat.png": "the boat sails away"}
@@ -203,7 +203,7 @@ class ModelPage:
     @cached_property
     def families(self) -> list[dict[str, Any]]:
         """Return what was proved of the calls of its class of pipelines."""
-        proven = json.loads((ASSETS / "families.json").read_text("utf-8"))
+        proven = json.loads((ASSETS / "support.json").read_text("utf-8"))
         return [family for family in proven["families"] if family["pipeline"] == self.subject.pipeline.__name__]
 
     @cached_property

@@ -17,7 +17,7 @@ import ditile
 from ditile.cache.forecast import Reuse
 from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals, Segment
-from ditile.cache.skip_decision import CacheCall, split_into_units
+from ditile.cache.unit_decision import CacheCall, split_into_units
 from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import StateError

@@ -17,7 +17,7 @@ from ditile.cache.cached import find_model_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig
 from ditile.cache.forecast import Reuse
 from ditile.cache.segment import Residuals
-from ditile.cache.skip_decision import WHOLE_BATCH, CacheCall
+from ditile.cache.unit_decision import WHOLE_BATCH, CacheCall
 from ditile.model.block_lists import find_block_lists
 from ditile.model.hooks.protocols import CallPosition
 from ditile.runner import caching

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ditile.cache.config import DBCacheConfig
-from ditile.cache.skip_decision import (
+from ditile.cache.step_rules import DecisionRecord, RuleVerdict, SkipRules, relax_threshold
+from ditile.cache.unit_decision import (
     WHOLE_BATCH,
     CacheCall,
     Difference,
@@ -25,7 +26,6 @@ from ditile.cache.skip_decision import (
     compute_relative_difference,
     split_into_units,
 )
-from ditile.cache.skip_rules import DecisionRecord, RuleVerdict, SkipRules, relax_threshold
 from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 
 STEPS = 19

@@ -38,7 +38,7 @@ class RayRun:
         options = ServeOptions(model="shapes-pixart", ray=cluster.address, threads=1, state=str(state), **flags)
         setup = WorkerSetup(options=options, plan=plan, cache=CacheOptions())
         made = module.RayCluster(setup)
-        names = map(str, range(options.num_groups))
+        names = map(str, range(options.max_replicas))
         self.groups = [made.make_replica(name, self._events.put_nowait) for name in names]
 
     async def __aenter__(self) -> RayRun:

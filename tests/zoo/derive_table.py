@@ -10,14 +10,13 @@ import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-import ditile
 from ditile.model.anatomies import forget_anatomy, remember_anatomy, write_row
+from ditile.model.known import ASSETS
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import DitileError, ModelError
 from ditile.planner.recording.capture import capture_call
@@ -30,7 +29,7 @@ from tests import tiny
 from tests.zoo import VARIANTS, ZOO
 from tests.zoo.entry import Entry, entry
 
-TABLE = Path(ditile.__file__).parent / "model" / "anatomies.json"
+TABLE = ASSETS / "anatomies.json"
 WIDTH = 120
 OTHERWISE = "when it was looked at"
 """What an error says of a model that does something else than what it was derived from."""

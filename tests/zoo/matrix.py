@@ -15,7 +15,7 @@ from tests.zoo.rows import ROWS
 
 ONE_PICTURE = "makes one image at a time"
 """Why a pipeline has no call for the column `data`."""
-TABLE = ASSETS / "families.json"
+TABLE = ASSETS / "support.json"
 COLUMNS = ("proof", *ROWS)
 
 

@@ -142,8 +142,8 @@ def _describe_family(transformer: type[nn.Module], pipelines: tuple[str, ...], c
 
 
 def _read_proven_families() -> dict[str, tuple[tuple[str, ...], set[str]]]:
-    """Transformer class -> its pipelines, and the columns of `assets/families.json` that one of their calls holds."""
-    table = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    """Transformer class -> its pipelines, and the columns of `assets/support.json` that one of their calls holds."""
+    table = json.loads((ASSETS / "support.json").read_text("utf-8"))
     proven: dict[str, tuple[tuple[str, ...], set[str]]] = {}
     for family in table["families"]:
         pipelines, columns = proven.get(family["transformer"], ((), set()))

@@ -15,7 +15,7 @@ from tests.zoo.matrix import ONE_PICTURE
 
 def read_families() -> JsonObject:
     """Read what the tests of all tiny pipelines proved about every family under every axis."""
-    families: JsonObject = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    families: JsonObject = json.loads((ASSETS / "support.json").read_text("utf-8"))
     return families
 
 
@@ -124,7 +124,7 @@ def _format_markdown_rows(table: list[list[str]]) -> list[str]:
 _FAMILIES = """
 ## Every family under every axis
 
-Made from `model/assets/families.json`; `make nightly` proves each cell on tiny models. Of {pipelines} calls of
+Made from `model/assets/support.json`; `make nightly` proves each cell on tiny models. Of {pipelines} calls of
 pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
 classes {proven_classes} hold every column, and {but_data} more every one but `data`, because its pipelines make one
 image at a time. If a class also has distilled models, which are called without guidance, its call with guidance

@@ -29,9 +29,9 @@ from ditile.cache.methods.easycache import EasyCacheConfig
 from ditile.cache.methods.magcache import MagCacheConfig
 from ditile.cache.methods.seacache import SeaCacheConfig, SpectralFeature
 from ditile.cache.segment import KeepMemory, Residuals
-from ditile.cache.skip_decision import Difference, SkipDecider
-from ditile.cache.skip_rules import SkipRules, relax_threshold
 from ditile.cache.step_mask import resolve_step_mask
+from ditile.cache.step_rules import SkipRules, relax_threshold
+from ditile.cache.unit_decision import Difference, SkipDecider
 from ditile.model.hooks.protocols import SkipAgreement
 from ditile.plan.extras import import_lab
 

@@ -31,7 +31,7 @@ from ditile.cache.config import (
 from ditile.cache.hooks import CacheHook
 from ditile.cache.report import ContextReport, build_context_report
 from ditile.cache.segment import KeepMemory, Residuals
-from ditile.cache.skip_decision import CacheCall, split_into_units
+from ditile.cache.unit_decision import CacheCall, split_into_units
 from ditile.model.block_table import BlockList
 from ditile.model.fingerprint import fingerprint
 from ditile.model.hooks.compile import CompileFunction, exclude_from_compile, find_compiler

@@ -1,4 +1,4 @@
-"""Reads and writes a cache as text: a config file, or one line.
+"""Parses cache settings from a config file or a one-line form.
 
 A YAML or JSON file has all the settings that `enable_cache` takes.
 
@@ -18,7 +18,7 @@ A YAML or JSON file has all the settings that `enable_cache` takes.
 
 A calibrator may also be named in cache_config, as cache-dit documents it: `enable_taylorseer: true`, and its fields.
 
-A line has the settings of cache and calibrator. `--caches` takes lines, and tables of measurements show them.
+A line has the settings of the cache and the calibrator. `--caches` takes such lines, and benchmark tables show them.
 
     F=1 W=4 R=0.12 MC=3 taylor=1         short names, as in what `strify` returns
     F=0 W=2 R=1 MC=4 taylor=1 reach=0.5  no block runs to decide; forecasts go half a gap beyond the last computed step
@@ -27,8 +27,8 @@ A line has the settings of cache and calibrator. `--caches` takes lines, and tab
     sea=0.3 MC=1                         another method, by its own word
     none                                 no cache
 
-docs/caching.md explains all words, `CACHE_WORDS` lists them. Fields of `DBCacheConfig` work by their own names too;
-after `prune` the line stands for a `DBPruneConfig`, and its fields work too.
+docs/caching.md explains all words, and `CACHE_WORDS` lists them. Fields of `DBCacheConfig` are accepted by their own
+names; a line that contains `prune` builds a `DBPruneConfig` and also accepts its fields.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class CacheMethod(NamedTuple):
 
     Attributes:
         name: its `cache_type` in a config file.
-        words: each names it in a line. Without one of them the method of a line is DBCache.
-        flag_help: what `--help` says of the flag with the name of the first word; "" where there is no flag.
+        words: any of these words in a line selects this method; a line with none uses DBCache.
+        flag_help: the help of the flag named after the first word; "" if there is no flag.
     """
 
     name: str
@@ -101,7 +101,7 @@ CACHE_METHODS = (
         "spectrum",
         SpectrumConfig,
         ("spectrum",),
-        "forecast steps in windows that grow by this at each computed one (Spectrum)",
+        "after each computed step, lengthen the run of forecast steps by this much (Spectrum)",
     ),
     CacheMethod(
         "easycache",
@@ -119,15 +119,15 @@ CACHE_METHODS = (
 """All methods; a new one is a row here."""
 METHODS_BY_NAME = {method.name: method for method in CACHE_METHODS}
 METHODS_BY_WORD = {"prune": METHODS_BY_NAME["dbprune"]}
+"""A word by which a line names a method -> the method."""
 for _method in CACHE_METHODS:
     METHODS_BY_WORD |= dict.fromkeys(_method.words, _method)
-"""A word by which a line names a method -> the method."""
 NO_CACHE = "none"
 """The line that stands for no cache."""
 
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 _UNUSED = ("force_reduce_calibrator_vram",)
-"""Entries of cache_config that cache-dit has, and that change nothing here."""
+"""Entries of cache-dit's cache_config that have no effect here."""
 _PRUNE_FIELDS = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)
 _FORECASTS = {"taylor": "taylorseer", "dmd": "dmd", "foca": "foca"}
 """Word of a line -> the calibrator that it names."""
@@ -146,7 +146,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
     Args:
         path_or_dict: a `.json` file, or one in YAML; or its content. A file without sections is a cache_config.
         return_dict: False returns only the values, in the order below.
-        reset: accepted and not used: a config knows the fields that it was given.
+        reset: ignored; accepted for cache-dit compatibility, because a config already records which fields were set.
 
     Returns:
         cache_config, calibrator_config, parallelism_config, attention_backend and quantize_config (the fields of a
@@ -172,7 +172,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
             raise ModelError("cache_config and calibrator_config name a calibrator each; leave one of them out")
     if "calibrator_config" in content:
         values = _read_section(content, "calibrator_config")
-        # The type with these fields, where it is not named.
+        # Without a name, the fields tell which calibrator it is.
         prefixes = [field.partition("_")[0] for field in values]
         calibrator = values.get("calibrator_type") or next(
             filter(CALIBRATOR_CONFIGS.__contains__, prefixes), "taylorseer"
@@ -262,7 +262,7 @@ def _read_section(content: JsonObject, name: str) -> JsonObject:
 
 
 def parse_cache_section(values: JsonObject) -> CallArguments:
-    """Parse the cache_config. Returns the calibrator_config too, where the section names a calibrator."""
+    """Parse the cache_config, and the calibrator_config if the section names a calibrator."""
     enabled = [name for name in CALIBRATOR_CONFIGS if values.get(f"enable_{name}")]
     if len(enabled) > 1:
         names = " and ".join(f"enable_{name}" for name in enabled)
@@ -276,7 +276,7 @@ def parse_cache_section(values: JsonObject) -> CallArguments:
                 calibrator_fields[field] = value
         elif name not in _UNUSED:
             fields[name] = value
-    # It may be a member of cache-dit's enum, as CacheType.DBCache.
+    # The value may be a member of cache-dit's enum, such as CacheType.DBCache.
     cache_type = str(fields.pop("cache_type", "")).rpartition(".")[2].lower()
     if cache_type:
         check_known(f"cache_type={cache_type!r}", cache_type, METHODS_BY_NAME)
@@ -292,7 +292,7 @@ def parse_cache_section(values: JsonObject) -> CallArguments:
 
 
 def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
-    """Map each entry of cache_config that a calibrator has to (calibrator, its field). A switch has "" for a field."""
+    """Map each calibrator entry of cache_config -> (calibrator, field). For an on/off switch the field is ""."""
     switch = "enable_encoder_calibrator"
     stored = "calibrator_cache_type"
     entries = {switch: ("any", switch), stored: ("any", stored)}
@@ -311,9 +311,9 @@ _CALIBRATOR_ENTRIES = _list_calibrator_entries()
 
 _SECTIONS = ("cache_config", "calibrator_config", "parallelism_config", "attention_backend", "quantize_config")
 _FLAT_ENTRIES = {"cache_type", *_UNUSED, *_CALIBRATOR_ENTRIES}
+"""The entries of a config file without sections, which is one cache_config."""
 for _method in CACHE_METHODS:
     _FLAT_ENTRIES |= set(_method.config.__dataclass_fields__)
-"""The entries of a config file without sections, which is one cache_config."""
 
 
 def parse_cache_line(line: str) -> CallArguments:

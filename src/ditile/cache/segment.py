@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ditile.cache.forecast import Forecaster, ForecasterState
 from ditile.cache.hooks import BlockHandler, CacheHook
-from ditile.cache.skip_decision import WHOLE_BATCH, CacheCall, Unit
+from ditile.cache.unit_decision import WHOLE_BATCH, CacheCall, Unit
 from ditile.model.hooks.batch_rows import slice_batch_arguments
 from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.protocols import SkipAgreement

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ditile.runner.runner import Runner
 
 
-def draw_pictures(
+def generate_images(
     request: GenerateOptions,
     run: RunOptions,
     plan: Plan,
@@ -85,10 +85,10 @@ def draw_pictures(
 
         if run.warm:
             _warm(runner, make_call(), cache)
-        num_videos = request.num_images
+        num_outputs = request.num_images
         if cache.perf:
-            num_videos *= 1 + NUM_PERF_CALLS
-        with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
+            num_outputs *= 1 + NUM_PERF_CALLS
+        with _show_decoded_frames(pipe, call, num_outputs, shown=runner.mesh.rank == 0):
             call_result = _call_and_report(runner, make_call, cache)
         outputs = list_outputs(pipe, call_result.result)
         files = [str(path) for path in run.list_image_paths(len(outputs), seed, request.model)]
@@ -104,7 +104,7 @@ def draw_pictures(
         return build_outcome(request, plan, cache, [call_result], seed=seed, images=files, promise=promise, kind=kind)
 
 
-def draw_prompt_lines(
+def generate_prompt_lines(
     request: GenerateOptions,
     run: RunOptions,
     plan: Plan,
@@ -117,7 +117,7 @@ def draw_prompt_lines(
     """Generate the images of some lines, one on each replica at a time. Rank 0 returns the summary, the others None.
 
     Args:
-        request, run, plan, cache, promise, kind: as in `draw_pictures`.
+        request, run, plan, cache, promise, kind: as in `generate_images`.
         missing_lines: the lines; all ranks use the list of rank 0.
         total: the number of lines in the file.
 

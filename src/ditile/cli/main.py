@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import ditile
 from ditile.cache.config import FittedScheduleConfig
 from ditile.distributed import env, files
-from ditile.distributed.heartbeat import OUT_OF_MEMORY, RankFailure, describe_error, describe_surroundings
+from ditile.distributed.heartbeat import OUT_OF_MEMORY, RankFailure, describe_error, describe_system_error
 from ditile.distributed.launch import launch
 from ditile.distributed.start_watcher import begin_watch, needs_watch, report_failure, start_watcher
 from ditile.model.known import find_known_model
@@ -124,7 +124,7 @@ def _run_and_report(argv: Sequence[str]) -> int:
     except DitileError as error:
         return _end_with_error(describe_error(error), str(error), 2)
     except (MemoryError, RuntimeError, OSError, ImportError, SystemError) as error:
-        line = describe_surroundings(error)
+        line = describe_system_error(error)
         if not line:
             raise
         return _end_with_error(RankFailure(time.monotonic(), type(error).__name__, line), line, 1)
@@ -351,7 +351,7 @@ def _generate_pictures(
         paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)
         run.check_output_paths(paths, request, cache, video=kind == "video")
     arguments = (request, run, plan, cache, promise, kind)
-    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.draw_pictures", plan, run, arguments)
+    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.generate_images", plan, run, arguments)
     return outcome
 
 
@@ -389,7 +389,7 @@ def _generate_prompts_file(
                 kind=kind,
             )
     arguments = (request, run, plan, cache, missing_lines, len(all_lines), promise, kind)
-    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.draw_prompt_lines", plan, run, arguments)
+    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.generate_prompt_lines", plan, run, arguments)
     return outcome
 
 
@@ -476,7 +476,7 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     plan = _build_plan(arguments, cache)
     request = GenerateOptions(model=options.model, transformer=options.transformer, component=options.component)
     run = RunOptions(cuda_graphs=options.cuda_graphs, profile=options.profile)
-    plan, chosen = resolve_plan_option(options.plan, request, run, plan, options.num_groups)
+    plan, chosen = resolve_plan_option(options.plan, request, run, plan, options.max_replicas)
     if options.plan is None:
         plan = _share_short_warmup(plan, arguments, options.model)
     check_known_model(request, plan)

@@ -23,7 +23,7 @@ from ditile.runner.model_files import FORMATS, TRANSFORMER, check_model_file
 from ditile.runner.requests.options import ModelsOptions
 
 SUPPORT_REASONS = ("its anatomy is derived", "its blocks are listed", "nothing need be known")
-"""What a family of each support level has."""
+"""The remarks that only repeat a support level."""
 
 
 def show_models(shown: ModelsOptions, console: Console) -> None:
@@ -46,7 +46,8 @@ def read_matrix() -> JsonObject:
 
 
 def build_matrix_tables(matrix: JsonObject) -> list[Table]:
-    """Build the tables of `ditile models`, 80 columns wide. Families without cells are by support level."""
+    """Build the tables of `ditile models`, 80 columns wide. Families with no row in the method table are grouped by
+    support level."""
     classes = Table("family")
     # Users copy class names, so these are not wrapped; family names are, in a narrow terminal.
     classes.add_column("transformer", no_wrap=True)
@@ -81,7 +82,7 @@ def build_matrix_tables(matrix: JsonObject) -> list[Table]:
 
 
 def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
-    """Build tables of the models and families with a name, ignoring case and all but letters and digits.
+    """Build tables of the models and families with a name, comparing only letters and digits, without case.
 
     A part of a name is enough.
 
@@ -119,7 +120,7 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
 
 
 def build_table_of_file(path: Path) -> Table:
-    """Build a table of the contents of a component's weight file. For a transformer it includes what is missing.
+    """Build a table of a weight file's contents. For a transformer it also lists the missing components.
 
     Raises:
         DitileError: if it is not such a file, or not the transformer of a published model.

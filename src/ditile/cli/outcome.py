@@ -17,7 +17,7 @@ from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.pipelines import OutputKind
 
 NUM_PERF_CALLS = 3
-"""Calls of --perf that are measured, after one that is not."""
+"""Measured calls of --perf, after a first call that is not measured."""
 
 
 def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
@@ -54,7 +54,7 @@ def compute_median_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObje
 
 SECONDS = ("total", "text", "denoise", "decode")
 MAX_ITEMS_SHOWN = 4
-"""Files that are named one by one."""
+"""How many files, or seconds of --perf calls, are listed one by one."""
 _NO_REPORT: JsonObject = {
     "steps": 0,
     "synchronous": [],

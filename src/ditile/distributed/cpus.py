@@ -35,12 +35,12 @@ def list_usable_cores() -> list[int]:
 def warn_of_spinning_threads() -> None:
     """Warn once if OpenMP's threads of this process would spin on cores that other programs need.
 
-    A script that has imported torch cannot be helped any more: OpenMP reads its variables when it is loaded.
+    It can only warn: OpenMP reads its variables when torch is imported.
     """
     import torch
 
     threads = torch.get_num_threads()
-    if threads == 1 or not env.lets_threads_spin():
+    if threads == 1 or not env.has_no_wait_policy():
         return
     # What this process computed in the last minute is in the load too.
     own = min(time.process_time() / 60, threads)

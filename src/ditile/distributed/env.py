@@ -6,14 +6,20 @@ DITILE_CUDA_GRAPHS=0    nothing is recorded as CUDA graphs, whatever `cuda_graph
 DITILE_PROGRESS_FD      set by `launch`, and by ranks under torchrun: a file descriptor to the rank's watcher
 DITILE_NETWORK_FD       set by ranks of `launch`: a file descriptor of the run's private network
 DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, removed when the run is over
-DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
-DITILE_API_KEY          the key that `ditile serve` asks for, where --api-key names no file
-DITILE_LINK_FD          set by `launch`, for ranks that have a link to their parent: its file descriptor
+DITILE_PROFILE          where `ditile calibrate` keeps its measurements of this machine
+DITILE_API_KEY          the key that `ditile serve` asks for if --api-key names no file
+DITILE_LINK_FD          set by `launch`: the file descriptor of a rank's link to its parent, or empty
+XDG_CACHE_HOME, XDG_STATE_HOME   the user's folders for caches and for data
 GRADIO_ANALYTICS_ENABLED, HF_HUB_DISABLE_TELEMETRY   set by `ditile serve`, for its page
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT   set by torchrun and by `launch`
+RAY_USAGE_STATS_ENABLED, RAY_ENABLE_AUTO_CONNECT     0 for `ditile serve --ray`, unless they are set
+TRANSFORMERS_VERBOSITY  "error" for the command line, unless it is set
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT   set by torchrun and by `launch`
 TORCHELASTIC_RUN_ID     set by torchrun
+GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   set for ranks that ditile starts: the network interface
+OMP_NUM_THREADS         set by `launch`: the threads of a rank
+OMP_WAIT_POLICY         "passive" for ditile's processes, unless it, GOMP_SPINCOUNT or KMP_BLOCKTIME is set
 CUDA_DEVICE_MAX_CONNECTIONS   32 for the ranks that `launch` starts, unless it is set
-GLIBC_TUNABLES          settings of glibc.malloc that are missing in it are added for the ranks that `launch` starts
+GLIBC_TUNABLES          `launch` adds the glibc.malloc settings that it lacks, for the ranks that it starts
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import Plan
 
 DEVICE_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""With fewer queues than streams a kernel may stand behind a receive that waits for another rank."""
+"""With fewer queues than streams, a kernel may queue behind a receive that waits for another rank."""
 _PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -38,7 +44,7 @@ class Torchrun(NamedTuple):
     """The place of this process among those that torchrun (or `ditile.launch`) started.
 
     Attributes:
-        rank, world: among all of them.
+        rank, world: among all processes that were started together.
     """
 
     rank: int
@@ -98,10 +104,10 @@ def _read_number(name: str) -> int | None:
 def read_torchrun_place() -> Torchrun | None:
     """Read this process's place from torchrun's variables. None outside torchrun, and where they name only one process.
 
-    A script that sets them itself may leave out LOCAL_RANK, which is then RANK.
+    A script that sets the variables itself may leave out LOCAL_RANK, which is then RANK.
 
     Raises:
-        PlanError: if they do not name the place of a process.
+        PlanError: if the variables do not name a rank.
     """
     values = {}
     for name in _PLACE_VARIABLES:
@@ -189,8 +195,8 @@ IMPORT_COMPLAINTS = {
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao`",
     "transformers.utils.import_utils": "requires torchvision (not installed)",
 }
-"""Loggers -> a part of their complaints while diffusers imports torchao and transformers. torchao is built for another
-torch, or cannot load kernels that are not used; images are prepared without torchvision."""
+"""Logger -> a part of its complaint when diffusers imports torchao and transformers. They are harmless: torchao's
+missing kernels are not used, and images are prepared without torchvision."""
 
 
 class PhraseFilter(NamedTuple):
@@ -213,8 +219,8 @@ def silence_library_imports() -> None:
 
 
 WAITING = {"OMP_WAIT_POLICY": "passive"}
-"""The way OpenMP's threads wait for each other, unless the user chooses. A thread that spins occupies the core that
-another one needs: with two threads and other programs on two cores, passes of an MLP took 4 to 45 times as long."""
+"""How OpenMP's threads wait for each other, unless the user chooses. A spinning thread occupies a core that another
+thread needs: with two threads and other programs on two cores, passes of an MLP took 4 to 45 times as long."""
 
 
 def prefer_passive_waiting() -> None:
@@ -222,8 +228,8 @@ def prefer_passive_waiting() -> None:
     os.environ.update(_choose_waiting())
 
 
-def lets_threads_spin() -> bool:
-    """Return whether the environment leaves it to OpenMP how its threads wait for each other. They spin then."""
+def has_no_wait_policy() -> bool:
+    """Return whether no OpenMP wait variable is set; OpenMP threads then spin."""
     return bool(_choose_waiting())
 
 
@@ -235,16 +241,16 @@ def _choose_waiting() -> dict[str, str]:
 
 
 def drop_import_complaints() -> None:
-    """Drop what torchao and transformers log because diffusers imports them. Their other messages are kept."""
+    """Drop messages that torchao and transformers log when diffusers imports them. Other messages are kept."""
     for name, phrase in IMPORT_COMPLAINTS.items():
         logging.getLogger(name).addFilter(PhraseFilter(phrase))
 
 
 @contextlib.contextmanager
 def redirect_native_stdout() -> Iterator[None]:
-    """Send the standard output of torch's native code to standard error; groups are made within.
+    """Send the standard output of torch's native code to standard error, while process groups are made.
 
-    The gloo of torch 2.9 prints whom it has connected to, and standard output may be JSON that a program reads.
+    gloo in torch 2.9 prints its connections, and standard output may be JSON that a program reads.
     """
     try:
         saved_stdout = os.dup(1)
@@ -292,9 +298,9 @@ def is_under_torchrun() -> bool:
 
 
 MALLOC = {"hugetlb": 1, "mmap_threshold": 2**25, "trim_threshold": 2**29}
-"""The settings of glibc's allocation in ranks, unless GLIBC_TUNABLES says otherwise. Huge pages: with small ones the
-speed of a matrix product depends on which of them a process got, by up to 15 % on one core. Up to 512 MiB are kept:
-memory that goes back to the system after each operation must be mapped again for the next one."""
+"""glibc's malloc settings in ranks, unless GLIBC_TUNABLES says otherwise. Huge pages: with small pages the speed of a
+matrix product depends on which pages a process got, by up to 15 % on one core. Up to 512 MiB stay allocated: memory
+returned to the system after an operation must be mapped again for the next one."""
 
 
 def _merge_malloc_tunables() -> str:
@@ -311,8 +317,9 @@ class RankPlace(NamedTuple):
 
     Attributes:
         rank, world: among the ranks of its run.
-        local_rank, local_world: among all on this machine, of other runs too.
-        threads: of its CPU.
+        local_rank, local_world: among the ranks on this machine: those of all runs under `launch`, and only those of
+            its own run in a cluster.
+        threads: number of CPU threads it may use.
     """
 
     rank: int
@@ -324,9 +331,9 @@ class RankPlace(NamedTuple):
 
 def build_rank_environment(rank: RankPlace, directory: str, link_fd: int | None, progress_fd: int) -> dict[str, str]:
     """Build the whole environment of a rank that `launch` starts."""
-    # Connections stay on the loopback device, also where variables of a run of several hosts are still exported.
+    # Connections stay on the loopback device, even if variables of a multi-host run are still exported.
     interface = "lo0" if sys.platform == "darwin" else "lo"
-    # Empty where there is none, in place of a number that this process may have inherited.
+    # An empty value replaces a number that this process may have inherited.
     link = "" if link_fd is None else str(link_fd)
     own = {
         "DITILE_PROGRESS_FD": str(progress_fd),
@@ -342,9 +349,9 @@ def set_actor_place(place: RankPlace, master: str, port: int, interface: str) ->
     """Give this process, an actor of a cluster, the place of a rank. This must come before it joins the others.
 
     Args:
-        place: of this process; its local numbers are among the ranks of its run on this machine.
+        place: the place of this process.
         master, port: where the ranks meet.
-        interface: of the network, through which its connections go to the others.
+        interface: the network interface for connections to the other ranks.
     """
     meeting = {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
     os.environ.update(_build_place_variables(*place[:4], interface) | meeting)
@@ -356,7 +363,7 @@ def build_actor_environment() -> dict[str, str]:
 
 
 def has_one_device_queue() -> bool:
-    """Return whether all streams of a GPU share one queue, as under settings of Megatron."""
+    """Return whether all streams of a GPU share one queue, as with Megatron's settings."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 

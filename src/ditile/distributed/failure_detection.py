@@ -1,5 +1,4 @@
-"""Decides when a run has failed, and which rank is to blame: rules shared by `launch` and the watch over torchrun's
-ranks."""
+"""Decides when a run has failed, and which rank is to blame, for `launch` and for `torchrun_watcher`."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ TERMINATED = "killed by SIGTERM"
 SILENT = "no sign of life"
 STALLED = "no progress"
 BUSY_LIMITS = 10
-"""The longest run in which ranks compute and none reports progress, in multiples of the stall limit."""
+"""How many stall limits may pass while ranks compute but report no progress."""
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|socket closed|broken pipe|remote process|remoteerror",
@@ -34,22 +33,22 @@ class LaunchLimits:
     """The longest time for each thing, in seconds."""
 
     stall: float = 600.0
-    """no rank reports progress, reads from a disk or computes; at least `start` while one is starting. Where ranks
-    compute, ten times as long without a report"""
+    """how long all ranks may be idle (no progress, disk read or computation) before the run fails; never less than
+    `start` while a rank is starting. Ranks that compute may go ten times as long without a report or a disk read"""
     silence: float = 10.0
-    """a rank that has started gives no heartbeat: it is stopped, or blocks the interpreter's lock"""
+    """longest silence of a rank that has started: it is stopped, or a thread holds the GIL"""
     stopped: float = 10.0
-    """the same, where the system says that it is stopped"""
+    """longest silence of a process that the OS reports as stopped"""
     start: float = 120.0
-    """the same before it has started, unless it is stopped: loading torch from a cold disk blocks that lock"""
+    """longest silence of a rank that is still starting: importing torch from a cold disk holds the GIL"""
     grace: float = 0.3
-    """after the first failure, for an earlier cause to arrive"""
+    """wait after the first failure, in case an earlier cause is still to arrive"""
     term: float = 1.0
     """from SIGTERM to SIGKILL"""
     leave: float = 10.0
-    """for ranks that all returned to exit by themselves"""
+    """wait for ranks to exit by themselves once all have returned"""
     abandoned: float = 3.0
-    """a rank neither computes nor reads in a call that another one has left by an error"""
+    """how long a rank may be idle in a shared call that another rank has left with an error"""
 
 
 class RankResult(NamedTuple):
@@ -59,7 +58,7 @@ class RankResult(NamedTuple):
 
 
 def is_consequence(failure: RankFailure) -> bool:
-    """Return whether a rank failed because its connection to another one broke. That other one then failed first."""
+    """Return whether a rank failed because its connection to another rank broke. That other rank failed first."""
     return bool(_CONSEQUENCE.search(f"{failure.message}\n{failure.traceback}"))
 
 
@@ -93,13 +92,14 @@ class RankState:
         """Set `outcome` to a failure if the rank has been silent for too long.
 
         Args:
-            looked: when this process last looked for signs, before it read them: it may have been stopped since.
+            looked: when this process last looked for signs, before it read them. This process may have been stopped
+                since.
         """
         silence = looked - self.signs.last_sign_of_life
         if self.outcome is not None:
             return
         longest = limits.silence if self.signs.started else limits.start
-        # The system is asked last: it is a file to read for each rank.
+        # Check this last: is_stopped() reads a file in /proc for each rank.
         if silence > longest or (silence > limits.stopped and self.is_stopped()):
             message = f"no sign of life for {silence:.0f} s: stopped, or its interpreter is blocked"
             self.outcome = RankFailure(time.monotonic(), SILENT, message)
@@ -128,8 +128,8 @@ def find_first_failure(
 
 
 def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
-    """Return a sort key for blame: causes first; then ranks ended by torchrun, perhaps for another; then broken
-    connections."""
+    """Return a sort key for blame: original causes first; then ranks that torchrun killed, possibly because another
+    failed; then broken connections."""
     failure, number = entry
     if is_consequence(failure):
         return 2, failure.at, number
@@ -142,7 +142,7 @@ def _find_abandoned_call(
     now: float,
 ) -> tuple[RankFailure, int] | None:
     """Find the first rank with an error in a call, if another rank is still in that call and does nothing."""
-    # Errors of calls that every rank has left do not matter, and there may be any number of them.
+    # Forget errors of calls that every rank has left, so that their number stays small.
     oldest = min(rank.signs.last_call for rank in ranks)
     failures = []
     for rank in ranks:
@@ -162,7 +162,7 @@ def _find_abandoned_call(
 
 
 def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> tuple[RankFailure, int] | None:
-    """Find the rank that has been without progress for longest, if no rank has made any for too long."""
+    """Find the rank with the oldest progress, if no rank has made progress for too long."""
     running = [rank for rank in ranks if rank.outcome is None]
     if not running:
         return None
@@ -201,8 +201,7 @@ def explain_kill(code: int, memory_kills: int) -> str:
 
 
 def count_memory_kills() -> int:
-    """Count the processes that the kernel has killed for want of memory, in this control group or, if unknown,
-    anywhere."""
+    """Count the processes that the kernel's OOM killer ended, in this control group or, if unknown, on the machine."""
     counts = [0]
     for path in _list_memory_files() or [Path("/proc/vmstat")]:
         with contextlib.suppress(OSError):

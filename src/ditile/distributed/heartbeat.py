@@ -1,4 +1,4 @@
-"""Reports of a rank about itself over a pipe, which its watcher reads: heartbeats, progress and notes.
+"""What a rank reports to its watcher over a pipe: heartbeats, progress and notes.
 
 `failure_detection.py` judges from them which rank hangs.
 
@@ -40,9 +40,9 @@ COMPUTING = b"\2"
 PROGRESS = b"."
 
 PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError", "JoinError", "StoppedError")
-"""The errors of a rank that need no traceback: its watcher raises the same type with the same message."""
+"""Errors that need no traceback: the watcher raises the same type with the same message."""
 BUSY = 0.05
-"""The smallest share of a core that a rank uses while it computes. One that waits uses less."""
+"""A rank computes if it uses at least this share of a core; a waiting rank uses less."""
 MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
 MEMORY_MESSAGE = re.compile(
     r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory|[Cc]an't allocate memory|failed to map segment"
@@ -54,7 +54,7 @@ LIMIT_MESSAGE = re.compile(
 SYSTEM_REFUSED = "the system refused: "
 OUT_OF_MEMORY = "out of memory: "
 _NOTE = re.compile(rb"\{[^\n]*\n")
-# Letters of a note that are kept. A write of up to 4096 bytes (PIPE_BUF) is not mixed with one of another thread.
+# Maximum characters of the traceback and of the message in a note. A write of up to 4096 bytes (PIPE_BUF) is atomic.
 _TRACEBACK_SIZE = 2500
 _MESSAGE_SIZE = 1000
 
@@ -67,7 +67,7 @@ class RankFailure(NamedTuple):
         cause: the exception type, or how the rank ended.
         message: one line for a person.
         traceback: the rank's own traceback or stack.
-        plain: the name in `PLAIN_ERRORS` of what it raised, or "".
+        plain: the type of the error if it is in `PLAIN_ERRORS`, otherwise "".
     """
 
     at: float
@@ -84,31 +84,31 @@ def describe_error(error: BaseException) -> RankFailure:
     if error_class.__module__ != "builtins":
         cause = f"{error_class.__module__}.{cause}"
     text = "".join(traceback.format_exception(error))
-    # The nearest of ditile's own classes: a user may have derived another one.
+    # A user may have derived a class from one of ditile's, so the nearest of ditile's is taken.
     for base in error_class.__mro__:
         if base.__module__ == "ditile.plan.errors":
             if base.__name__ in PLAIN_ERRORS:
                 return RankFailure(time.monotonic(), cause, str(error), text, base.__name__)
             break
-    surroundings = _name_surroundings(error)
-    message = surroundings + "".join(traceback.format_exception_only(error)).strip()
-    plain = "StateError" if surroundings == SYSTEM_REFUSED else ""
+    prefix = choose_system_error_prefix(error)
+    message = prefix + "".join(traceback.format_exception_only(error)).strip()
+    plain = "StateError" if prefix == SYSTEM_REFUSED else ""
     return RankFailure(time.monotonic(), cause, message, text, plain)
 
 
-def describe_surroundings(error: Exception) -> str:
-    """Return a line about an error of the system; "" for any other error."""
-    surroundings = _name_surroundings(error)
-    if not surroundings:
+def describe_system_error(error: Exception) -> str:
+    """Describe a system error, such as a full disk, in one line; "" for any other error."""
+    prefix = choose_system_error_prefix(error)
+    if not prefix:
         return ""
     # Libraries put a page of advice on their installation before the reason.
     if isinstance(error, ImportError):
-        return surroundings + str(error).rstrip().rpartition("\n")[2]
-    return surroundings + join_error_lines(error)
+        return prefix + str(error).rstrip().rpartition("\n")[2]
+    return prefix + join_error_lines(error)
 
 
-def _name_surroundings(error: BaseException) -> str:
-    """Return the beginning of a line about an error of the system, such as a full disk; "" for any other error."""
+def choose_system_error_prefix(error: BaseException) -> str:
+    """Choose the first words of a line about a system error; "" for any other error."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     if LIMIT_MESSAGE.search(str(error)):
@@ -122,7 +122,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Code that takes an error to mean bad input (a model, a LoRA) must let these pass.
     """
-    # The error is recognized by its name, so that torch need not be imported for its OutOfMemoryError.
+    # Compare names, so that torch need not be imported for its OutOfMemoryError.
     names = {base.__name__ for base in type(error).__mro__}
     if not names.isdisjoint(MEMORY_ERRORS) or MEMORY_MESSAGE.search(str(error)) is not None:
         return True
@@ -139,10 +139,10 @@ class RankSigns:
         last_sign_of_life: when anything came from it last, on the monotonic clock.
         last_activity: when it last read, computed or reported progress.
         last_progress: when it last read or reported progress.
-        call: the number of the shared call that it is in, which all ranks must make; None outside of them.
-        last_call: the number of the last such call that it has entered.
-        raised: the errors by which it left such calls, by the number of the call.
-        said: the last note about how it ends.
+        call: the number of its current shared call, which all ranks must make; None outside shared calls.
+        last_call: the number of the last shared call that it entered.
+        raised: number of a shared call -> the error with which it left the call.
+        said: its last note about its end ("failed" or "bye").
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class RankSigns:
         signs, brace, rest = _NOTE.sub(b"", data).partition(b"{")
         self._partial = brace + rest
         for encoded in notes:
-            # A note that is longer than the system writes at once may have heartbeats within.
+            # A note longer than PIPE_BUF can have heartbeat bytes interleaved; strip them.
             note = json.loads(encoded.translate(None, HEARTBEAT + READING + COMPUTING))
             if "enter" in note:
                 self.call = note["enter"]
@@ -195,13 +195,13 @@ class CallCount:
     Attributes:
         number: how many there were.
         is_inside: whether this process is in one.
-        is_alone: whether no other rank waits for this one any more in the call.
+        is_local_work: whether the rest of this call is local, so no other rank waits for this one.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.is_inside = False
-        self.is_alone = False
+        self.is_local_work = False
 
 
 COUNT = CallCount()
@@ -211,16 +211,16 @@ COUNT = CallCount()
 def note_shared_call() -> Iterator[None]:
     """Run what all ranks must do together within this context.
 
-    If one rank leaves it by an error, even by one that the user's code catches, the others are told, as they would wait
-    for it. `StoppedError` does not count: all ranks raise it together.
+    If one rank leaves the context with an error, even one that the user's code catches, the watcher is told, because
+    the other ranks would wait for it. `StoppedError` does not count: all ranks raise it together.
     """
-    # A call within another one, as of a runner in a callback, is part of that one.
+    # A nested call, such as a runner called in a callback, is part of the outer call.
     if env.read_progress_fd() is None or COUNT.is_inside:
         yield
         return
     COUNT.number += 1
     COUNT.is_inside = True
-    COUNT.is_alone = False
+    COUNT.is_local_work = False
     send_note(enter=COUNT.number)
     try:
         yield
@@ -228,7 +228,7 @@ def note_shared_call() -> Iterator[None]:
         send_note(leave=COUNT.number)
         raise
     except BaseException as error:
-        if COUNT.is_alone:
+        if COUNT.is_local_work:
             send_note(leave=COUNT.number)
         else:
             send_note(leave=COUNT.number, error=list(shorten_failure(describe_error(error))[1:]))
@@ -239,13 +239,13 @@ def note_shared_call() -> Iterator[None]:
         COUNT.is_inside = False
 
 
-def note_work_alone() -> None:
-    """Note that in the rest of a shared call each rank works for itself. An error there concerns no other."""
-    COUNT.is_alone = True
+def note_local_work() -> None:
+    """Note that the rest of a shared call is local. An error there does not make other ranks wait."""
+    COUNT.is_local_work = True
 
 
 def shorten_failure(failure: RankFailure) -> RankFailure:
-    """Shorten the texts of a failure to the length that a note may have."""
+    """Shorten the texts of a failure to fit into a note."""
     return failure._replace(message=failure.message[:_MESSAGE_SIZE], traceback=failure.traceback[-_TRACEBACK_SIZE:])
 
 
@@ -282,10 +282,9 @@ def _count_disk_reads() -> int:
 
 
 def _measure_cpu_seconds() -> float:
-    """Measure the CPU seconds of this process, and of those that it started. With a GPU it is only those that it
-    started.
+    """Measure the CPU seconds of this process and its children, or only of its children if it uses a GPU.
 
-    A thread that waits for a GPU uses its core while it waits. Threads that carry messages do not compute.
+    A thread that waits for a GPU keeps its core busy. Threads that carry messages are not counted.
     """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = ended.ru_utime + ended.ru_stime
@@ -296,7 +295,7 @@ def _measure_cpu_seconds() -> float:
     if is_initialized is None or not is_initialized():
         seconds += time.process_time()
         for thread in Path("/proc/self/task").glob("*"):
-            # gloo's reading thread spins as long as there is a message that no rank has posted a receive for.
+            # gloo's reading thread spins while a message has no posted receive.
             if "gloo" in "".join(_read_words(thread / "comm")):
                 seconds -= _read_used_seconds(thread)
     return seconds

@@ -13,7 +13,6 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any, NamedTuple
 
 import diffusers
@@ -79,7 +78,7 @@ def read_columns() -> Mapping[str, Any]:
 @functools.cache
 def read_anatomy_rows() -> Mapping[str, list[AnatomyRow]]:
     """Read `anatomies.json`: class name -> a row for each set of block classes in its configs."""
-    text = resources.files("ditile.model").joinpath("anatomies.json").read_text("utf-8")
+    text = (ASSETS / "anatomies.json").read_text("utf-8")
     rows: Mapping[str, list[AnatomyRow]] = json.loads(text)
     return rows
 

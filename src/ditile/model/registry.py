@@ -19,13 +19,13 @@ _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Mod
 
 
 def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
-    """Return the columns of `assets/families.json` that no call of a pipeline with a transformer supports -> the
+    """Return the columns of `assets/support.json` that no call of a pipeline with a transformer supports -> the
     reason.
 
     If the pipeline is not in the table, other pipelines of the class count instead; a class that is not in it supports
     `data` and `cfg`.
     """
-    table: dict[str, Any] = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    table: dict[str, Any] = json.loads((ASSETS / "support.json").read_text("utf-8"))
     columns = {*table["columns"], "tensor"}
     rows = [row for row in table["families"] if row["transformer"] == transformer.__name__]
     # A pipeline without a row is judged by the others of its transformer.

@@ -27,7 +27,7 @@ from ditile.cache.config import (
     FittedScheduleConfig,
 )
 from ditile.cache.methods.spectrum import SpectrumConfig
-from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
+from ditile.cache.step_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments

@@ -82,7 +82,7 @@ EXCHANGE_OF_STYLE = {"rowwise": "sum", "rms_norm": "norm"}
 STREAM_NAMES: Mapping[str, str] = {"image": "image", "text": "text", "both": "text+image"}
 """Stream of a counted kernel -> its name in `Weights.exchanges`."""
 COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale"), "gather": ("ring",)}
-"""Axis -> the columns of `model/assets/families.json` that a family must hold."""
+"""Axis -> the columns of `model/assets/support.json` that a family must hold."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ditile.distributed import env
-from ditile.distributed.heartbeat import note_work_alone
+from ditile.distributed.heartbeat import note_local_work
 from ditile.distributed.launch import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
@@ -185,7 +185,7 @@ class StepEndCallbacks:
         computed = not now.is_forecast and now.schedule.computes_references(now.micro_step.step)
         self._meter.record_step_end(now.memory.key_bytes, text, references, computed=computed)
         if self.decodes_alone and step == self._steps - 1:
-            note_work_alone()
+            note_local_work()
         if not self._is_step_visible(step):
             return
         number = step // self._order

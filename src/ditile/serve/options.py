@@ -106,8 +106,8 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
             )
 
     @property
-    def num_groups(self) -> int:
-        """Return the number of batches that may run at once."""
+    def max_replicas(self) -> int:
+        """Return the largest number of replicas. Each runs one batch at a time."""
         return self.ray_max_replicas or self.replicas
 
     @property

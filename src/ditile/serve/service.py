@@ -55,10 +55,10 @@ class Service:
 
     Args:
         options: limits, the state folder and the number of replicas.
-        plan: the facts in `describe_plan` before the first image, as JSON types.
+        plan: extra facts to show in `describe_plan`, as JSON types.
 
     Attributes:
-        plan_facts: the facts in `describe_plan`; more may be added.
+        plan_facts: the extra facts in `describe_plan`; more may be added.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Service:
         self.metrics = Metrics()
         self.plan_facts = dict(plan or {})
         self._last_result: JsonObject | None = None
-        self._replicas = [make_replica(str(number), self._handle_event) for number in range(options.num_groups)]
+        self._replicas = [make_replica(str(number), self._handle_event) for number in range(options.max_replicas)]
         self._queue = JobQueue(options.max_queue)
         self._max_batch = options.max_batch
         # Id -> state, in the order of arrival.
@@ -446,7 +446,9 @@ class Service:
             if batch.begun is not None:
                 seconds = time.monotonic() - batch.begun
                 self._queue.note_seconds(seconds / len(self._replicas), batch.num_jobs)
-            failure = Failure(code="internal", message="the ranks ended without this; send it again")
+            failure = Failure(
+                code="internal", message="the ranks finished the batch without a result for this job; send it again"
+            )
             self._close_batch(batch, failure)
         else:
             job_state = self._states.get(event.job_id)
@@ -543,7 +545,7 @@ class Service:
             self._end_job(state, state.outcome)
 
     def _end_job(self, state: JobState, outcome: JobOutcome, files: Files | None = None) -> None:
-        """Start to write the end of a job, which is then published."""
+        """Start writing the job's final state; it is published once written."""
         if state.is_ending:
             return
         state.is_ending = True

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals
-from ditile.cache.skip_decision import CacheCall
-from ditile.cache.skip_rules import DecisionRecord
+from ditile.cache.step_rules import DecisionRecord
+from ditile.cache.unit_decision import CacheCall
 from ditile.model.hooks.protocols import SkipAgreement
 from ditile.plan.errors import ModelError
 

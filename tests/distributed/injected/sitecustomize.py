@@ -47,7 +47,7 @@ class Fault:
         # A process that saves is rank 0; the last rank waits for it then, at the end of its own work.
         self.place = PLACES[stage]
         if stage == "saving" and self.rank != "0":
-            self.place = ("ditile.cli.generate", "draw_pictures")
+            self.place = ("ditile.cli.generate", "generate_images")
         if stage == "imports" and "TORCHELASTIC_RUN_ID" in os.environ:
             self.place = TORCHRUN_IMPORTS
 
@@ -65,7 +65,7 @@ class Fault:
                 due = args[1] == STEPS[self.stage]
             elif self.stage == "between prompts":
                 due = self.calls == 2
-            elif self.place[1] == "draw_pictures":
+            elif self.place[1] == "generate_images":
                 due = None  # at its end
             if due:
                 self.happen()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals, Segment
-from ditile.cache.skip_decision import CacheCall, SkipDecider
-from ditile.cache.skip_rules import DecisionRecord
+from ditile.cache.step_rules import DecisionRecord
+from ditile.cache.unit_decision import CacheCall, SkipDecider
 from ditile.model.hooks.protocols import SkipAgreement
 
 

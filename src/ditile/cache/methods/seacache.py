@@ -29,7 +29,7 @@ from ditile.plan.option_classes import checked
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ditile.cache.skip_decision import CacheCall
+    from ditile.cache.unit_decision import CacheCall
 
 TINY = 1e-16
 """A term that keeps a quotient finite, as in the authors' code."""

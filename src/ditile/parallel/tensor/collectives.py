@@ -1,8 +1,7 @@
 """Collectives of the tensor axis over NCCL or gloo; bytes are counted as the ring algorithm sends them.
 
-A stream of tokens is split by `pick_even_chunk`; the first ranks may have one token more. Every rank's message has the
-length of the longest share, so that one collective of equal parts is enough for any length, also for fewer tokens than
-ranks.
+A stream of tokens is split by `pick_even_chunk`; the first ranks may have one token more. Messages are padded to the
+longest share, so one equal-sized collective works for any length, even with fewer tokens than ranks.
 """
 
 from __future__ import annotations

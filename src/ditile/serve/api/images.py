@@ -26,7 +26,8 @@ from ditile.serve.api.answers import (
     find_facts,
     find_service,
 )
-from ditile.serve.api.fields import ImageFields, parse_fields, submit_request
+from ditile.serve.api.fields import ImageFields, parse_fields
+from ditile.serve.api.requests import submit_request
 from ditile.serve.api.uploads import Body, convert_png, read_body
 from ditile.serve.jobs import Job, JobNotFoundError, JobResult
 

@@ -19,17 +19,9 @@ from ditile.serve.api.answers import (
     find_served_name,
     find_service,
 )
-from ditile.serve.api.fields import (
-    RemixFields,
-    VideoFields,
-    check_prompt,
-    list_prompt_warnings,
-    list_unknown_fields,
-    parse_fields,
-    submit_request,
-    validate_fields,
-)
+from ditile.serve.api.fields import RemixFields, VideoFields, parse_fields, validate_fields
 from ditile.serve.api.images import MEDIA_TYPES, describe_body
+from ditile.serve.api.requests import check_prompt, list_prompt_warnings, list_unknown_fields, submit_request
 from ditile.serve.api.uploads import read_body
 from ditile.serve.jobs import POSTER, SPRITESHEET, Job, JobNotFoundError, State
 

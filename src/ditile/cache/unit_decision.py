@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ditile.cache.skip_rules import DecisionRecord, RuleVerdict, SkipRules
+from ditile.cache.step_rules import DecisionRecord, RuleVerdict, SkipRules
 from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 
 
