@@ -393,8 +393,9 @@ class ModelPage:
         yield f"    {base} {flags}"
         yield _fill(
             "Tensors may have the names of diffusers, of the authors or of ComfyUI, and may be in 16 bits, in fp8 with "
-            "or without scales, or in GGUF. Each rank reads its own share. The name of the file does not matter: "
-            "`ditile models FILE` says what is in it ([loading](../loading.md#components-in-files))."
+            "or without scales, in ComfyUI's int8 or int4 (ConvRot), or in GGUF. Each rank reads its own share. The "
+            "name of the file does not matter: `ditile models FILE` says what is in it "
+            "([loading](../loading.md#components-in-files))."
         )
 
     def _write_loras(self) -> Iterator[str]:
