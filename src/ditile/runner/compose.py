@@ -1,6 +1,6 @@
 """(pipeline, plan, mesh) -> the strategies of the plan: built once, in order, and installed in order for each call.
 
-No other module knows two strategies at once. A comment gives the reason of each place in the order.
+No other module knows two strategies at once. A comment gives the reason for each position in the order.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class Composition:
         stages: the blocks of every stage, of which this rank owns one.
         weights: the parameters of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
-        parallel_vae: decodes and encodes bands of rows on every rank of an image; None where each rank does all.
+        parallel_vae: decodes and encodes a band of rows on each rank of an image; None if the VAE is not divided.
         loop: drives the pipeline's loop, and knows the current generation.
         attention: builds the attention of each layer.
-        compile: whether the blocks are compiled, unless the user compiled them.
+        compile: whether ditile compiles the blocks.
         recorder: records calls of the model as CUDA graphs, on request.
-        offload: streams the weights of blocks from the host's memory, where the plan wants it.
-        guards: operations refused by the pipeline and its siblings until `restore`.
-        serial_plan: with warmup_mode=auto the plan of calls in which the weights of blocks cannot be sent.
+        offload: streams the weights of blocks from the host's memory, if the plan asks for it.
+        guards: make the pipeline and its siblings refuse operations on whole weights until `restore`.
+        serial_plan: with warmup_mode=auto, the plan for calls in which the weights of blocks cannot be sent.
         trusts_code: whether the user's code on the models may be given parts of a call.
     """
 
@@ -131,7 +131,7 @@ class Composition:
 
     @property
     def family(self) -> CallFamily | None:
-        """Return what the model's calls compute; None if their shape cannot be told from their arguments."""
+        """Return the family of the model's calls; None if their shape cannot be computed from their arguments."""
         return find_call_family(self.model)
 
     @property
@@ -153,7 +153,7 @@ class Composition:
     def model_caches(self) -> list[ModelCache]:
         """Return the caches of the pipeline's models. They may come and go between calls.
 
-        They include models called whole by every rank, such as one without a prompt.
+        They include models that every rank calls whole, such as a model for the branch without a prompt.
         """
         caches: dict[nn.Module, ModelCache] = {}
         for part in list_pipeline_parts(self.pipe).values():
@@ -199,7 +199,7 @@ class Composition:
         return parts
 
     def list_partial_models(self) -> list[nn.Module]:
-        """Return the models of which this rank has a part, now or after a call."""
+        """Return the models that are only partly on this rank, now or after a call."""
         models: list[nn.Module] = []
         if self.plan.divides_blocks:
             models += self.models
@@ -217,11 +217,11 @@ class Composition:
 
     def renew_groups(self) -> None:
         """Give every strategy new groups, without messages from failed calls. All ranks must call it."""
-        # Tapes send through the old groups, so they are of no use any more.
+        # Tapes send through the old groups, so they are useless now.
         self.release_recordings()
         self.mesh.renew_groups(self.plan)
         self.mesh.connect_groups(self.plan, self.device)
-        # Channels are of the groups that were made anew.
+        # Channels belong to groups, which are new now.
         self.pipefusion.open_channels()
         self.pipefusion.connect_channels(self.device)
 
@@ -252,17 +252,17 @@ class Composition:
                 stack.enter_context(self.parallel_vae.install_forwards())
             if self.offload is not None:
                 stack.enter_context(self.offload.install_for_call())
-            # Before the hooks of blocks, which go around those of caches.
+            # Caches come before the hooks of blocks, which go around them.
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
             stack.enter_context(self._install_block_hooks())
             # The user's code on a VAE may let images see each other.
             vae = getattr(self.pipe, "vae", None)
             decodes_apart = self.trusts_code or not isinstance(vae, nn.Module) or not list_user_code(vae)
-            # After the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
+            # These go around the hooks of blocks, so that the model sees only this rank's part of the batch.
             batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first, decodes_apart=decodes_apart)
             self.loop.forecasts = self._surround_calls(stack, batch, call)
-            # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
+            # The loop comes last and is undone first: after an error it cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
             self.loop.install_scheduler_hooks(stack, self.pipe, self.models, batch, callbacks)
@@ -271,7 +271,7 @@ class Composition:
             except StoppedError:  # between two calls of the model
                 raise
             except BaseException:
-                # A tape that was begun is of no use, and one may have failed.
+                # An unfinished or failed tape is useless.
                 if self.recorder is not None:
                     self.recorder.release()
                 raise
@@ -295,7 +295,7 @@ class Composition:
         # User code may keep state in Python, which a recording would not update. No hook of a call is on them yet.
         if any(map(list_user_code, self.models)):
             self.recorder.refusal = "code of the user is on the model"
-        # Its events would become part of the graphs.
+        # A trace's events would become part of the graphs.
         if traced:
             self.recorder.refusal = "runner.trace is on"
         return not self.recorder.refusal
@@ -347,7 +347,7 @@ class Composition:
                 if loop.num_images is None:
                     return None
                 return batch.num_images
-            # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
+            # Stale keys belong to the whole batch, so an image cannot be skipped alone.
             if self.plan.attends_to_stale_keys:
                 return None
             return loop.num_images
@@ -361,7 +361,7 @@ class Composition:
                 if self.compile and cache.transformer in self.models:
                     compile_ = torch.compile
                 stack.enter_context(cache.join_call(clock, agreement, kept_buffers, compile_))
-            # After an error the loop is not over, and the next call adds its own.
+            # After an error the loop has not cleared its callbacks, and the next call adds new ones.
             stack.callback(loop.when_over.clear)
             try:
                 yield
@@ -382,9 +382,9 @@ class Composition:
         forecasts = LoopForecasts(
             caches, self.loop.generation, lambda: self.pipefusion.is_last_stage, agreement, batch.num_images
         )
-        # Around the batch: a call that is left out exchanges no rows.
+        # These go around the batch, because a skipped call exchanges no rows.
         for cache in caches:
-            # It is decided on before the model is called.
+            # The decision is made before the model is called.
             stack.enter_context(cache.use_clock(None))
             cache.check_pipeline_call(call)
             wrap_model_call(stack, self.pipe, cache.transformer, functools.partial(forecasts.wrap_forward, cache))
@@ -393,7 +393,7 @@ class Composition:
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merge several kernels into one. The kernels of a patch are small, and launching many takes long."""
         self.attention.rotary.replace_processors(stack, block_hook.block)
-        # async_ulysses sends v while k is computed, so it needs them apart. Weights that come and go stay apart too.
+        # async_ulysses sends v while k is computed, so it needs separate kernels. Offloaded weights stay separate too.
         if not self.plan.async_ulysses and self.offload is None:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
             fuse_projections(stack, own, self.device)
@@ -404,8 +404,8 @@ class LayerAttentionBuilder:
 
     Args:
         loop: knows the current generation.
-        kernel: the attention kernel; None leaves it to each processor.
-        warmup_group: the stages that compute the synchronous steps together, if they do.
+        kernel: the attention kernel; None keeps each processor's own.
+        warmup_group: the stages that compute synchronous steps together; None if they run one after the other.
 
     Attributes:
         records: whether calls of the generation may be recorded on some rank.
@@ -491,10 +491,10 @@ class LayerAttentionBuilder:
         if self._plan.ring > 1:
             fresh = RingKeys(self._mesh["ring"], kernel, traffic, find_bases)
         keys: KeySource = fresh
-        # One patch has no keys of the step before.
+        # A single patch needs no keys from the previous step.
         if self._plan.num_patches > 1:
             keys = self.stale_keys(now, layer, kernel, fresh, gather, check=self._checks)
-        # Around the others: it replaces them in the steps that the group computes.
+        # It goes around the other sources, and replaces them in the steps that the group computes.
         if self._warmup_group is not None:
             keys = WarmupGroupKeys(now, layer, self._warmup_group, kernel, keys)
         return keys
@@ -539,7 +539,7 @@ def compose_strategies(
         kernel = choose_kernel(options.attention, device, transformer.dtype, lse=plan.ring > 1)
     encoders = TextEncoders(pipe, plan, mesh, device, keep=options.keep_weights, after=options.text_after)
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
-    # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
+    # Build this before weights are taken out: weight streaming needs descriptions of the blocks of every stage.
     warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh, may_rest=serial_plan is not None)
     weights, sharded, offload = _take_own_weights(pipe, block_hooks, encoders, stages, plan, device, mesh, options)
     joint = block_hooks.anatomy.joint
@@ -591,8 +591,7 @@ def _take_own_weights(
     Returns:
         The weights of the whole, this rank's share, and what streams blocks from the host's memory, if something does.
     """
-    # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out: a model that cannot be cut is refused
-    # while every model is whole.
+    # Check first: `claim_blocks` clears `loaded_blocks` and takes weights out, and a refusal must leave models whole.
     keep = options.keep_weights
     shards: list[CallArguments] = []
     if plan.tensor > 1:
@@ -600,13 +599,13 @@ def _take_own_weights(
             shards.append(_match_shard(hooks, plan, mesh["tensor"], keep=keep))
     own = stages[mesh.stage_index]
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
-    # Before the guards of tensor parallelism, because those surround these and go first.
+    # These come before the guards of tensor parallelism, which surround them and run first.
     if plan.divides_blocks:
         block_hooks.guard_saving()
-    # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
+    # With split_scheme=row the model itself sums over the ranks, even if the pipeline is called directly on all ranks.
     if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
         block_hooks.guard_calls()
-    # After the stage split: tensor parallelism shards only the weights that this rank keeps.
+    # Shard after the stage split, so that only weights that this rank keeps are sharded.
     sharded = ShardedTransformer(TensorCuts({}, 0, (1,)), keep=True)
     for number, (hooks, cut) in enumerate(zip(block_hooks.models, shards, strict=False)):
         share = shard_weights(hooks.transformer, axis=mesh["tensor"], traffic=mesh.traffic, **cut)
@@ -616,11 +615,11 @@ def _take_own_weights(
             sharded.join_share(share)
     weights = replace(weights, tensor_units=sum(sharded.cuts.shares))
     encoders.empty_foreign_parts()
-    # After all weights are taken out, so that the device never gets weights this rank does not keep.
+    # Move after all weights are taken out, so that the device never gets weights that this rank drops.
     offload = None
     if plan.offloads_rank(mesh.rank):
         offload = BlockOffload(block_hooks.models, own, HostCopies(device))
-    # Every rank takes part, also one that offloads nothing.
+    # The check is collective, so a rank that offloads nothing takes part too.
     if plan.offload == "blocks":
         _check_host_memory(offload, mesh)
     if offload is None and options.moves:
@@ -634,7 +633,7 @@ def _take_own_weights(
 
 
 def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
-    """Check host memory on every rank. Raises `PlanError` on all of them if the weights of a host's ranks need more."""
+    """Check that each host has memory for its ranks' weights. Raises `PlanError` on all ranks otherwise."""
     kept = Counter[str]()
     there = {}
     own_bytes = 0 if offload is None else offload.count_host_bytes()
@@ -661,7 +660,7 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
-    """Raise `ModelError` if diffusers offloads weights to be read in one place under the plan."""
+    """Raise `ModelError` if diffusers offloads weights that must stay in place under the plan."""
     reader = ""
     if options.recorder is not None:
         reader = "cuda_graphs=True"
@@ -674,7 +673,7 @@ def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: Co
 
 
 def _may_change(block_hooks: TransformerHooks) -> bool:
-    """Return whether the pipeline calls another model in some steps, or one in another mode."""
+    """Return whether the model, or its mode, changes between the steps of a call."""
     return block_hooks.other is not None or any(hooks.anatomy.modes for hooks in block_hooks.models)
 
 
@@ -684,7 +683,7 @@ def find_loop_models(pipe: Any) -> list[nn.Module]:
 
 
 def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]:
-    """Return the blocks of every stage; none where they are not known.
+    """Return the blocks of every stage; an empty list if they are unknown.
 
     Raises:
         PlanError: if the plan does not fit the model.
@@ -779,7 +778,7 @@ def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks,
         raise ModelError(reason)
     uncut = ""
     for path in list_quantized_parameters(model):
-        # Weights of GGUF and most of torchao's are cut as they are.
+        # GGUF's weights, and most of torchao's, can be cut.
         if find_row_blocks(model.get_parameter(path)) is None:
             uncut = uncut or path
     # Weights that were loaded by share are cut already.

@@ -1,4 +1,4 @@
-"""The runner: a pipeline under a plan, which every rank calls with the pipeline's arguments, for the same result.
+"""The runner: a pipeline under a plan. Every rank calls it with the pipeline's arguments, and gets the same result.
 
 A call binds the arguments, refuses any it cannot honour exactly, checks that all ranks were called with the same
 arguments and use the same random numbers, runs the pipeline, and measures.
@@ -109,9 +109,9 @@ class Runner:
     """A pipeline under a plan. Call it as the pipeline is called.
 
     Attributes:
-        pipe: the pipeline; between calls it may be used in every way that does not run its transformer. Load LoRAs with
-            `ditile.load_lora`: peft raises on a stage without a block of a LoRA.
-        plan: how it is divided.
+        pipe: the pipeline. Between calls it may be used for anything that does not run its transformer. Load LoRAs with
+            `ditile.load_lora`: peft raises on a stage that lacks a block of the LoRA.
+        plan: how the pipeline is divided.
         mesh: this rank, its place on each axis, and the process groups of the axes.
         devices: the device of each rank.
         trace: whether the next call records a trace.
@@ -138,25 +138,25 @@ class Runner:
         self._compose = compose
         self._composition: Composition | None = None
         self._keep_weights = keep_weights
-        # Before the pipeline is divided, which moves it.
+        # Read the device first: dividing the pipeline moves it.
         self._origin = find_pipeline_device(pipe)
         self._restored = False
-        # Of the current call: a stop that comes too late does not reach the next one.
+        # Each call has its own event, so a late stop does not reach the next call.
         self._stop_event: threading.Event | None = None
         self._advised: set[str | None] = set()
         self._decisions: AgreementGroups | None = None
-        # The shape and not the arguments of the last call, which would keep images and embeddings in memory.
+        # Keep only the shape of the last call: its arguments would keep images and embeddings in memory.
         self._last: Shape | None = None
-        # Each pipeline with its original class: enable_cache may later give it another, with this runner for its call.
+        # Keep the original classes: enable_cache may later replace a class by one whose call uses this runner.
         self._pipes: dict[tuple[str, str], tuple[Any, type]] = {}
         if not deferred:
             self._divide()
         self.devices: list[str] = gather_json(str(device), mesh.everyone)
-        # Its class may have a cache's call, which runs a runner.
+        # Use the plain class: `enable_cache` may have replaced it by a class that calls a runner.
         self._use_pipeline(pipe, find_plain_class(pipe))
 
     def _divide(self) -> None:
-        """Divide the pipeline, and note the state for later comparison by `restore`."""
+        """Divide the pipeline, and note the state of its weights for `restore`."""
         composition = self._compose()
         self._composition = composition
         self.plan = composition.plan
@@ -205,8 +205,8 @@ class Runner:
         Raises:
             ModelError: if an argument cannot be honoured exactly, or latents or images become NaN or infinite.
             PlanError: if the plan does not fit the size of the image, the number of images or the guidance.
-            StateError: if the runner was restored or runs already, the pipeline has another model now, an earlier call
-                on several ranks raised in the middle of an image, or the ranks were called with different arguments.
+            StateError: if the runner was restored or is running, the pipeline's model was replaced, an earlier call on
+                several ranks failed in the middle of an image, or the ranks were called with different arguments.
             StoppedError: on every rank, if `stop` ended the call.
         """
         if self._restored:
@@ -214,19 +214,19 @@ class Runner:
         if self._stop_event is not None:
             raise StateError("this runner is in the middle of a call; one at a time")
         check_world_unbroken()
-        # Before the first call derives models. That takes seconds, and `stop` must reach that call too.
+        # Set the event before models are derived: that takes seconds, and `stop` must reach this call too.
         self._stop_event = threading.Event()
         try:
             if self._composition is None:
                 self._derive_and_divide(args, kwargs)
             name = "output_on"
-            # Modular pipelines have an argument of that name, with another meaning.
+            # In modular pipelines `output` has another meaning.
             if output is not None and is_modular(self.pipe):
                 kwargs["output"] = output
             elif output is not None:
                 name = "output"
                 output_on = output
-            # Sorted, as every rank must have the same text of it.
+            # Sort the steps, so that all ranks compare the same text.
             options = {"output_on": output_on, "latents_at": sorted(getattr(watch, "latents_at", ())) or None}
             call = self._agree_on_call(args, kwargs, name, options, watch)
             self._check_call_fits_plan(call)
@@ -242,14 +242,14 @@ class Runner:
         affected. A stop while an image is decoded comes too late: the call returns it. A stop while there is no call
         does nothing.
         """
-        # The call may end meanwhile and take its event away.
+        # The call may end meanwhile and clear the attribute.
         event = self._stop_event
         if event is not None:
             event.set()
 
     @property
     def num_preparing_steps(self) -> int:
-        """Return the number of an image's steps run by code before later ones are played; 0 if nothing is recorded."""
+        """Return how many steps of an image run as code before later steps are played; 0 if nothing is recorded."""
         parts = self._composition
         if parts is None or parts.recorder is None:
             return 0
@@ -269,9 +269,9 @@ class Runner:
     def switch_pipeline(self, kind: type[Any]) -> Any:
         """Run another class of pipelines on the divided model from now on, such as its image-to-image pipeline.
 
-        All ranks must switch to the same class, between calls. The new pipeline has the present components of the old
-        one; plan, weights, LoRAs and caches stay. `pipe` is the pipeline of that class from then on, and switching back
-        gives the first one.
+        All ranks must switch to the same class, between calls. The new pipeline has the current components of the old
+        one; plan, weights, LoRAs and caches stay. `pipe` is then the new pipeline, and switching back returns the first
+        one.
 
         Args:
             kind: a class of diffusers, or the first pipeline's.
@@ -289,9 +289,9 @@ class Runner:
         if self.is_running:
             raise StateError("this runner is in the middle of a call; switch its pipeline between calls")
         components: CallArguments = {}
-        # The current pipeline last, as its components are the newest.
+        # The current pipeline comes last, because its components are the newest.
         for pipe in (*(pipe for pipe, _ in self._pipes.values()), self.pipe):
-            # A class of the family may take only some of them.
+            # A pipeline class may take only some of the components.
             components |= pipe.components
         key = (getattr(kind, "__module__", ""), getattr(kind, "__name__", ""))
         pipeline_class: type = kind
@@ -309,8 +309,7 @@ class Runner:
         return self.pipe
 
     def forget_recorded_steps(self) -> None:
-        """Free the memory of recorded steps, between calls. Later calls record again. Without recorded steps it does
-        nothing.
+        """Free the memory of recorded steps, between calls. Later calls record again.
 
         Raises:
             StateError: if a call is running.
@@ -387,7 +386,7 @@ class Runner:
         events = None
         if self.trace:
             events = trace.list_events() + trace.list_waits()
-        # A rank without a trace takes part, as the others wait for it.
+        # A rank without a trace takes part too, because the others wait for it.
         everyone = gather_json(events, self.mesh.everyone)
         if None in everyone:
             untraced = everyone.index(None)
@@ -396,8 +395,7 @@ class Runner:
             write_chrome_trace(path, [list(itertools.starmap(TraceEvent, of_rank)) for of_rank in everyone])
 
     def job(self) -> PlannedCall | None:
-        """Return the last call, or before the first the pipeline's default call, in numbers; None if it has no
-        `CallFamily`."""
+        """Return the last call in numbers, or the default call before any; None without a `CallFamily`."""
         parts = self._composition
         if parts is None or parts.family is None:
             return None
@@ -439,7 +437,7 @@ class Runner:
         """Derive unknown models from the arguments of the first call, and divide the pipeline.
 
         Raises:
-            ModelError: if a model cannot be derived, or does not hold.
+            ModelError: if a model cannot be derived, or fails its proof.
             StateError: if the ranks were called with different arguments.
         """
 
@@ -447,13 +445,13 @@ class Runner:
             return {"call": digest.describe_call(call), "is_spoiled": self.mesh.groups.is_spoiled}
 
         call, everyone = _agree_on_result(lambda: self._bind_arguments(args, kwargs), self.mesh, describe)
-        # Since the mesh was made, a call of another runner on the same groups may have failed.
+        # Another runner's call on the same groups may have failed since the mesh was made.
         if any(rank["is_spoiled"] for rank in everyone):
             self.mesh.groups.begin_epoch()
         if self.mesh.epoch != self.mesh.groups.epoch:
             self.mesh.renew_groups(self.plan)
         class_now = type(self.pipe)
-        # Since then enable_cache may have given it a class with this runner for its call.
+        # `enable_cache` may have replaced the class by one that calls this runner.
         self.pipe.__class__ = self._pipeline_class
         try:
             _agree_on_result(lambda: _study_models(self.pipe, call), self.mesh)
@@ -469,7 +467,7 @@ class Runner:
         generators = rng_state.list_generators(call.get("generator"), parts.device)
         meter = CallMeter(parts.device, parts.trace, mesh.traffic, traced=self.trace)
         decodes = DecodeChecks()
-        # Before any random number is used: all ranks continue rank 0's generators.
+        # All ranks continue rank 0's generators, so this comes before any random number is used.
         rng_state.synchronise_generators(generators, 0, mesh.within_calls, mesh.traffic)
         with ExitStack() as stack:
             stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
@@ -483,7 +481,7 @@ class Runner:
                 if self._decisions is None:
                     self._decisions = AgreementGroups.create_groups(self.plan, mesh, parts.device)
                 decisions = self._decisions
-            # Before the strategies, so that each replica checks its own decoded output.
+            # These checks come before the strategies, so that each replica checks its own decoded output.
             decodes.install_checks(stack, self.pipe)
             hide_block_tracebacks(stack, DitileError)
             loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first_only))
@@ -532,8 +530,7 @@ class Runner:
         options: CallArguments,
         watch: StepWatch,
     ) -> CallArguments:
-        """Return the arguments by name. Raises on every rank if one refuses the call, or they were called
-        differently."""
+        """Return the arguments by name. Raises on all ranks if one rank refuses the call, or their arguments differ."""
         parts = self._parts
         may_record = parts.prepare_recorder(traced=self.trace)
         bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"], watch)
@@ -556,11 +553,11 @@ class Runner:
             }
 
         call, everyone = _agree_on_result(bind, self.mesh, describe)
-        # LoRAs, or other weights than when the pipeline was divided, on one stage are enough.
+        # One stage with LoRAs or changed weights is enough to prevent weight streaming.
         parts.loop.lets_group_rest = any(rank["cannot_stream"] for rank in everyone)
-        # A mask that one rank gathers in a recorded call, the others gather too.
+        # If one rank gathers a mask in a recorded call, all ranks must gather it.
         parts.attention.records = any(rank["may_record"] for rank in everyone)
-        # Messages of a failed call may still be on their way in the groups of any rank.
+        # Messages of a failed call may still be under way in the groups of any rank.
         if any(rank["is_spoiled"] for rank in everyone):
             self.mesh.groups.begin_epoch()
         if self.mesh.epoch != self.mesh.groups.epoch:
@@ -580,8 +577,7 @@ class Runner:
     def _bind_call(
         self, args: tuple[Any, ...], kwargs: CallArguments, output_name: str, output_on: Any, watch: Any
     ) -> CallArguments:
-        """Return the arguments by name. Raises for faults in them or in the named output that are seen on this rank
-        only."""
+        """Return the arguments by name. Raises for a fault that this rank can see by itself."""
         if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
             raise StateError("the pipeline has another model than was divided; put that back, or parallelize it again")
         if output_on not in ("all", "first"):
@@ -623,7 +619,7 @@ class Runner:
         ]
         if partial:
             reasons.append(explain_latent_cut(self._pipeline_class, filled))
-        # Without known blocks there are no patches: every rank steps whole images.
+        # Without known blocks every rank steps whole images.
         if has_blocks and plan.num_patches > 1:
             reasons.append(explain_scheduler_refusal(self.pipe))
         if plan.cuts_latents:
@@ -638,7 +634,7 @@ class Runner:
             self._advise_once(describe_stale_statistics(self.pipe, filled))
 
     def _explain_idle_replica(self, call: CallArguments) -> str | None:
-        """Return why a replica without images of its own cannot step those of the others, or None."""
+        """Return why a replica without images cannot step the images of other replicas, or None."""
         images = count_images(read_call_values(call))
         scheduler = self.pipe.scheduler
         if self.plan.data <= images or not is_custom_scheduler(scheduler):
@@ -685,9 +681,9 @@ class Runner:
         # Prompt embeddings may have any length, so the number of text tokens is not checked.
         facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)
         if self._parts.calls_whole_model:
-            # Whole models on whole images: neither blocks, heads nor tokens are divided.
+            # Each rank runs the whole model on whole images, so only branches count.
             facts = Facts(branches=facts.branches)
-        # With resolution binning the pipeline generates another size than the call asks for.
+        # Resolution binning changes the size that the call asks for.
         if call.get("use_resolution_binning", "use_resolution_binning" in self._parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
@@ -700,7 +696,7 @@ class Runner:
         model = self._parts.model
         config: Any = model.config
         scale = self.pipe.vae_scale_factor
-        # Weights in blocks are bytes, and activations have the type of the others.
+        # Weights quantized in blocks are bytes; the other parameters have the type of the activations.
         numbers = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         element_size = numbers.element_size()
         arguments = fill_call_defaults(self._parameters, config, scale, read_call_values(call))
@@ -710,8 +706,7 @@ class Runner:
 def _agree_on_result(
     run: Callable[[], Result], mesh: Mesh, describe: Callable[[Result], JsonObject] = lambda result: {}
 ) -> tuple[Result, list[JsonObject]]:
-    """Return a function's result on this rank, and its description on each rank. If it raises on one rank, all ranks
-    raise.
+    """Run a function, and gather a description of its result from each rank. If one rank raises, all ranks raise.
 
     Raises:
         StateError: if "call" or "loras" of the descriptions differ.
@@ -719,7 +714,7 @@ def _agree_on_result(
     try:
         result = run()
         mine = {"refusal": None} | describe(result)
-    # The other ranks would wait for this one.
+    # Tell the other ranks, which would wait for this one.
     except (DitileError, TypeError) as error:
         gather_json({"refusal": [type(error).__name__, str(error)]}, mesh.everyone)
         raise
@@ -737,7 +732,7 @@ def _agree_on_result(
         values_of_first = everyone[0].get("call", {})
         for name in (*values_of_first, *values):
             _check_same_value(name, rank, values.get(name), 0, values_of_first.get(name))
-    # A rank has only the blocks of its stage: each of its LoRAs is compared with the first rank that has it too.
+    # A rank has only the LoRAs of its stage, so each LoRA is compared with the first rank that has it.
     owners: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.get("loras", {}).items():
@@ -755,7 +750,7 @@ def _check_same_value(name: str, rank: int, value: Any, other_rank: int, other: 
 
 
 class DecodeChecks:
-    """Checks that the decoded output of a pipeline's call is finite: an image of NaN would be a black one."""
+    """Checks that the decoded output of a pipeline's call is finite: NaN would become a black image."""
 
     def __init__(self) -> None:
         self.complaint: str | None = None
@@ -779,7 +774,7 @@ class DecodeChecks:
                 "bfloat16, for example by pipe.vae.to(torch.float32), or lower the guidance; if neither helps, the "
                 "weights are damaged"
             )
-            # The error waits for the other ranks, and the pipeline's next operation would warn of NaN.
+            # The error is raised later, on all ranks; until then zeros avoid the pipeline's warnings of NaN.
             decoded.zero_()
         return result
 
@@ -804,7 +799,7 @@ def parallelize(
     """Divide a diffusers pipeline over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
     Args:
-        pipe: any supported diffusers pipeline, on any device; every rank gives one of its own.
+        pipe: any supported diffusers pipeline, on any device; every rank passes its own.
         plan: how to divide; `Plan()` is one rank.
         device: this rank's device; by default its GPU, or the CPU without one. A GPU becomes torch's current one.
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
@@ -819,8 +814,8 @@ def parallelize(
             variable DITILE_CUDA_GRAPHS=0 switches it off.
         checks: asserts the ages of all keys read by attention, and counts; by default the setting of `DITILE_CHECK`.
         groups: process groups shared by several runners, with only one running at a time; by default its own.
-        example: the arguments of a call of the pipeline. Its transformer is derived from them if ditile does not know
-            it and cannot make arguments up, such as without a text encoder. By default the first call's are used, and
+        example: the arguments of a call of the pipeline, from which an unknown transformer is derived if ditile cannot
+            make arguments up, for example without a text encoder. By default the first call's arguments are used, and
             until then the pipeline is whole on every rank.
         trust_code: whether hooks, forwards and processors of the user's on the models may see parts of a call: some
             of its tokens, images, branches of guidance or heads, or the blocks of one stage. By default a call with
@@ -832,12 +827,12 @@ def parallelize(
         ModelError: if `pipe` is not a pipeline or cannot be divided so, the kernel is unsuitable, or `cuda_graphs` has
             an unknown value.
         StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.
-        JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
+        JoinError: if torchrun's ranks cannot connect to each other. After any of these errors nothing has changed.
     """
     if plan is None:
         plan = Plan()
     check_pipeline(pipe)
-    # Before groups are made: their first messages make a CUDA context on the current GPU.
+    # Choose the GPU before groups are made: their first messages make a CUDA context on the current GPU.
     chosen = pick_device(device, find_local_rank())
     if chosen.type == "cpu":
         cpus.warn_of_spinning_threads()
@@ -849,7 +844,7 @@ def parallelize(
 
     def compose() -> Composition:
         composition = compose_strategies(pipe, plan, mesh, chosen, options)
-        # After everything that may raise: the other ranks would wait here for a rank that raised.
+        # Connect after everything that may raise: the other ranks would wait here for a rank that raised.
         mesh.connect_groups(composition.plan, chosen)
         composition.pipefusion.connect_channels(chosen)
         return composition
@@ -867,10 +862,10 @@ def _study_models(pipe: Any, example: Mapping[str, Any] | None) -> None:
 
 
 def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> bool:
-    """Derive the unknown models of a pipeline. The result is False on every rank if that needs an example.
+    """Derive the unknown models of a pipeline. Returns False on every rank if that needs an example.
 
     Raises:
-        ModelError: if a model cannot be derived, or does not hold.
+        ModelError: if a model cannot be derived, or fails its proof.
     """
 
     def derive() -> bool:
@@ -882,7 +877,7 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
             return False
         return True
 
-    # A rank may know a model from a pipeline that only this rank has divided before.
+    # A rank may already know a model from a pipeline that the other ranks never divided.
     is_unknown = gather_json(bool(list_unknown_models(pipe)), mesh.everyone)
     if not any(is_unknown):
         return True
@@ -912,10 +907,10 @@ def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedS
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     """Build a runner for a plan of one rank on the pipeline's device, regardless of other ranks."""
-    # Rank 0 of one, without a process group.
+    # One rank needs no process group.
     mesh = Mesh(0, 1)
     device = find_pipeline_device(pipe)
-    # The call proves a model together with the hooks on it.
+    # The proof of a model includes the user's hooks on it.
     options = CompositionOptions(keep_weights=True, trusts_code=True, moves=False)
     compose = functools.partial(compose_strategies, pipe, plan, mesh, device, options)
     return Runner(pipe, plan, mesh, device, compose, keep_weights=True)

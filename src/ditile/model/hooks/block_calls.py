@@ -1,13 +1,13 @@
 """One call of a transformer whose blocks are divided: full-size tensors outside of blocks, this rank's tokens inside.
 
-The model's own forward keeps tensors of full size. Between consecutive blocks the hooks hand the patch's tokens on
-directly, and the full-size tensors that came in pass through the forward unchanged. Where the forward makes new tokens
-between two blocks (a concatenation, a slice, a ControlNet's residual), and after the last block, it gets a full-size
-tensor with the patch's tokens in their places. So its operations there must act on each token separately.
+The model's own forward keeps full-size tensors. Between consecutive blocks the hooks hand on the patch's tokens
+directly, and the forward's full-size tensors pass through unchanged. If the forward makes new tokens between two blocks
+(by a concatenation, a slice, a ControlNet's residual), and after the last block, it gets a full-size tensor that holds
+the patch's tokens at their positions. So its operations there must act on each token separately.
 
-In a first, cheap pass of each kind of call, blocks return their inputs: it finds how many tokens there are and where
-the forward makes new ones. A rehearsal of a patch writes NaN to the places of its tokens after the last block: the
-places of NaN in the result are the patch's latents.
+A first, cheap pass of each kind of call, in which blocks return their inputs, finds the number of tokens and the blocks
+before which the forward makes new tokens. A rehearsal writes NaN to a patch's tokens after the last block: the NaN in
+the result then mark the patch's latents.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ditile.plan.layout import Grid, Layout, merge_ranges
 Forward = Callable[..., Any]
 
 FOR_ATTENTION = "attention_kwargs"
-"""Ending of the names in diffusers of arguments only for attention, which cuts the masks in them itself."""
+"""Suffix of diffusers' arguments that only attention reads. Attention cuts their masks itself."""
 
 
 class BlockPass(Protocol):
@@ -74,7 +74,7 @@ class BlockCalls:
 
     Args:
         anatomy: the meaning of its dimensions.
-        now: the generation under way.
+        now: the current generation.
         memo: remembers the outputs of modules outside of blocks.
     """
 
@@ -110,14 +110,14 @@ class BlockCalls:
             self._visits = 0
             self._policy.restart_transformer_call()
             result = forward(*args, **kwargs)
-            # Only here: a call that is played visits no block, and a capture may end in the middle.
+            # Check only real calls: a played call visits no block, and a capture may end in the middle.
             self._check_visits(num_visits)
             return result
 
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             now = self._now.check_under_way()
-            # The pipeline only blends its latents: it needs no prediction.
+            # The pipeline only blends its latents, and needs no prediction.
             if now.dry.blended_step is not None:
                 return now.take_rehearsed_result()
             inputs = dict(zip(self._parameter_names, args, strict=False)) | kwargs
@@ -132,7 +132,7 @@ class BlockCalls:
                 self._policy.begin_survey()
                 form = forms[call_key] = self._survey_call(forward, inputs, form, not now.is_whole)
             now.form = form
-            # The tokens are cut before the call, as its hooks ask for their places.
+            # Cut the tokens before the call, because its hooks ask for their positions.
             self._policy.begin_branch(form)
             if now.dry.patch is not None:
                 return self._rehearse_call(now, forward, inputs)
@@ -179,7 +179,7 @@ class BlockCalls:
     def _check_visits(self, expected: int) -> None:
         """Raise `StateError` if the forward left out blocks, since stages may meet at them."""
         if self._visits != expected:
-            # A plan of tensor counts the blocks of a call too, so it would fail likewise.
+            # Tensor parallelism counts the blocks of a call too, so it would fail as well.
             raise StateError(
                 f"{self._model_name} ran {self._visits} blocks at {self._now.micro_step}, and "
                 f"{expected} when it was first called so; it must run the same blocks in every call, so use a plan of "
@@ -205,8 +205,7 @@ class BlockCalls:
         return join_batch_results(results)
 
     def _count_rows(self, inputs: Mapping[str, Any], form: CallForm) -> int:
-        """Count the rows of a call's batch from its arguments, or from its blocks if no argument is known to have
-        rows."""
+        """Count the rows of a call's batch from its arguments, or from its blocks if no argument has known rows."""
         for name, kinds in self._anatomy.inputs.items():
             value: Any = inputs.get(name)
             # The value is a list with an item for each row.
@@ -252,12 +251,12 @@ class BlockCalls:
         form = survey.describe_call()
         form = form._replace(grid=self._read_grid(inputs, form), visits=self._visits, padding=padding)
         if known is not None:
-            # In a second survey more than the latents is NaN, so the result says nothing about the text.
+            # In a second survey other inputs are NaN too, so the result says nothing about the text.
             return form._replace(returns_text=known.returns_text)
         return form._replace(returns_text=survey.poisons_text and has_nan(result))
 
     def _read_grid(self, inputs: Mapping[str, Any], form: CallForm) -> Grid:
-        """Return the rows of image tokens: those that the family declares, or of a video's frames, or single tokens.
+        """Return the rows of image tokens: rows declared by the family, rows of a video's frames, or single tokens.
 
         Latents of a video are `[B, .., H, W]` or `[B, F, H, W, C]`.
         """
@@ -273,7 +272,7 @@ class BlockCalls:
         if not is_video or not isinstance(side, int):
             return flat
         (kinds,) = self._anatomy.inputs.get(self._latents) or ("",)
-        # The last dimension is none of the image if it is the same in images of another size.
+        # The last dimension holds channels if its size does not depend on the image.
         is_channel_last = (select_word(kinds, 5) or "").endswith(".")
         height, width = latents.shape[2:4] if is_channel_last else latents.shape[3:]
         grid = Grid(height // side, width // side)
@@ -294,7 +293,7 @@ class BlockCalls:
         self._check_visits(now.form.visits)
         pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
         now.findings.prediction_pieces.setdefault(now.branch, {})[now.dry.patch] = pieces
-        # Sums that the pipeline makes over the whole must not spread NaN to other patches.
+        # A sum over the whole prediction must not spread NaN to other patches.
         result = pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
         now.dry.results[now.branch] = result
         return now.take_rehearsed_result()
@@ -321,7 +320,7 @@ def read_token_grid(transformer: nn.Module, shown: Tensor) -> Grid:
     ids = shown
     if shown.ndim == 3:
         ids = shown[0]
-    # Positions may be rounded, as in bfloat16 above 256, but the second row is never rounded to the first one.
+    # Positions may be rounded (bfloat16 above 256), but the first two rows always differ.
     columns = int((ids[:, 1] == ids[0, 1]).int().cumprod(0).sum())
     return Grid(ids.shape[0] // columns, columns)
 
@@ -402,7 +401,7 @@ class _SurveyPass:
         if self._before is not None:
             last_image, last_text, version = self._before
             is_new_text = text is not None and last_text is not None and text is not last_text
-            # The forward has replaced or changed the streams since the previous block.
+            # The forward has changed the streams since the previous block.
             if image is not last_image or image._version != version or is_new_text:
                 self._glued.add(hook.index)
         if not hook.index:
@@ -421,7 +420,7 @@ class _SurveyPass:
         return bool(self._fed) and bool(torch.stack([*self._fed.values()]).any())
 
     def describe_call(self) -> CallForm:
-        """Return the form of the call that was surveyed, in which each token is a row."""
+        """Return the form of the surveyed call, in which each token counts as a row."""
         if not self._lengths:
             raise ModelError(f"{self._model} called none of its blocks")
         grid = Grid(self._lengths["N"], 1)
@@ -529,8 +528,7 @@ class _RehearsalPass:
 
 
 def _locate_rehearsed_tokens(now: Generation, layout: Layout) -> tuple[range, ...]:
-    """Return the places of NaN in a rehearsal: a patch, or the rows of tokens whose number has the bit
-    `now.dry.bit`."""
+    """Return the token ranges to set to NaN in a rehearsal: a patch, or the rows with bit `now.dry.bit` set."""
     assert now.dry.patch is not None
     if now.dry.bit is None:
         return layout.locate_tokens(now.dry.patch)
@@ -581,7 +579,7 @@ class _DividedPass:
         image = call[anatomy.image]
         text = call.get(anatomy.text or "")
         passed = self._passed
-        # Written inline, because a function would be called once more for every block of every micro-step.
+        # This is inline to save a Python call for every block of every micro-step.
         is_passed_on = (
             index > 0
             and passed is not None
@@ -614,9 +612,9 @@ class _DividedPass:
         self._joined = None
 
     def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
-        """Cut this rank's tokens before a block out of the tensors that the forward made."""
+        """Cut this rank's tokens out of the forward's tensors before a block."""
         full = self._split_streams(now.form.text, hook.anatomy, image, text)
-        # Whether a rank has all tokens changes from step to step, and not within a call.
+        # Within a call a rank either has all tokens or not, so it is enough to ask at the first block.
         if hook.index == 0:
             self._has_all_tokens = now.has_all_image_tokens
             return self._policy.enter_blocks(full)
@@ -673,7 +671,7 @@ class _DividedPass:
             state = TokenState(image[:, :length], image[:, length:])
         else:
             state = TokenState(image[:, text_tokens:], image[:, :text_tokens])
-        # Where the next block takes the same tokens, they need not be joined again.
+        # If the next block takes the same tokens, they need not be joined again.
         self._joined = (state, image)
         return state
 
@@ -714,12 +712,12 @@ class _DividedPass:
         return self._join_streams(anatomy, TokenState(fresh.image, fresh_text))
 
     def _place_tokens(self, now: Generation, hook: BlockHook, state: TokenState) -> tuple[Tensor, Tensor | None]:
-        """Return full-size streams with this rank's tokens in their places; nobody reads the other places."""
+        """Return full-size streams with this rank's tokens at their positions; nobody reads other positions."""
         part = now.tokens.get_own_part(now.token_patch)
         layout = now.tokens.layout
         key = (hook.index, now.branch, now.micro_batch)
         rows, _, channels = state.image.shape
-        # There is one buffer for each place where the forward makes new tokens.
+        # There is one buffer for each block before which the forward makes new tokens.
         image_shape = (rows, layout.image_tokens, channels)
         image = now.memory.get_persistent_buffer((*key, "image"), image_shape, state.image)
         write_runs(image, state.image, part.image, 1)

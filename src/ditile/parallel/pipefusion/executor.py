@@ -1,9 +1,9 @@
 """PipeFusion: each rank owns a run of blocks, through which patches follow each other (arXiv 2405.14430, section 3.4).
 
-A stage receives at its first own block and sends at the entry of the first block after its run, never at the exit of
-its last: the stage before computes whatever the model's forward does between two blocks. Attention reads keys and
-values one step old where fresh ones are still to come (attention/core.py). Activations go from stage to stage, denoised
-patches from the last stage to the first in a separate group, and nothing blocks but the wait for a message.
+A stage receives at its first own block, and sends at the entry of the next stage's first block, not at the exit of its
+own last block: so the earlier stage also computes what the model's forward does between the two blocks. Attention reads
+keys and values of the previous step until fresh ones arrive (attention/core.py). Activations go from stage to stage,
+denoised patches from the last stage to the first in a separate group. Only the wait for a message blocks.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class PipeFusion:
         plan: the patches, and the check of their number.
         joint: where the text is in the sequence.
         streams: this rank's share of its tokens between the Linears.
-        warmup_group: computes the synchronous steps, if they are not computed stage after stage.
+        warmup_group: computes synchronous steps together; None if stages compute them one after the other.
 
     Attributes:
         is_last_stage: whether this stage makes the prediction and steps the scheduler.
-        broken: whether a generation failed when messages may have been under way.
-        row_parts: into how many parts rows of tokens are cut, by patches or by ranks.
+        broken: whether a generation failed while messages may have been under way.
+        row_parts: number of parts into which patches or ranks cut a row of tokens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PipeFusion:
         self._trace = mesh.traffic.trace
         self._sequence = mesh.sequence
         self._traffic = mesh.traffic
-        # References may be whole frames, and are any run of tokens.
+        # References may be whole frames, so rows do not matter for them.
         self.row_parts = 1
         if plan.references is None:
             self.row_parts = max(self._patches, plan.distrifusion)
@@ -103,7 +103,7 @@ class PipeFusion:
                 PeerChannel(group, self.stage - 1, "activations", mesh.traffic),
                 self._find_activation_form,
             )
-            # References that are left out in a step are one patch fewer.
+            # A step without references has one patch fewer.
             fewest_patches = self._patches
             if self.plan.references not in (None, 1):
                 fewest_patches -= 1
@@ -219,12 +219,12 @@ class PipeFusion:
 
     def prepare_step(self, step: int, schedule: PatchSchedule) -> None:
         """Prepare for a step; `schedule` now says for certain whether another one follows."""
-        # Messages sent two steps ago have arrived, because the last step began with their consequences.
+        # The previous step depended on messages sent two steps ago, so they have arrived.
         for channel in self._list_send_channels():
             channel.release_old_sends()
         self._has_begun = True
         self.schedule = replace(schedule, batch=self.generation.batch)
-        # Only messages that are certain may be expected: a receive that is posted for another would never end.
+        # Post a receive only for a message that will certainly be sent: any other receive would never end.
         if step > 0 and self._activations_in is not None:
             num_expected = int(self._last_expected_step == step)
             self._activations_in.expect_messages(islice(self._list_message_keys(step), num_expected, None))
@@ -260,7 +260,7 @@ class PipeFusion:
         """Receive the denoised patches that may be back before a call; they are written in their turn."""
         assert self._latents_in is not None
         due = self.schedule.count_taken_patches(self.stage, micro, turn, len(self._own_calls))
-        # The first patches are of references, which are not denoised.
+        # The first patches are references, which are not denoised.
         num_references = self.schedule.num_references
         for number in range(self._num_taken, due):
             step, index = divmod(number, self._patches - num_references)
@@ -293,8 +293,8 @@ class PipeFusion:
     def _post_before_send(self) -> None:
         """Post what this stage receives next, if this is the last send of a call.
 
-        The pipeline launches work of its own behind the call, which may wait for the send, and so for the next stage.
-        If that one waited in a launch for a send whose receive is not posted here, neither would go on.
+        After the call the pipeline launches its own work, which may wait for the send, and so for the next stage. If
+        that stage in turn waited for a send whose receive is not posted here, both would hang.
         """
         now = self.generation
         self._num_sends_due -= 1
@@ -393,7 +393,7 @@ class PipeFusion:
         elif form.grid.rows == form.grid.num_tokens:
             now.dry.latent_rows = form.latents
         else:
-            # They are counted in tokens, and rows have several.
+            # References are counted in tokens, so they have no rows.
             now.dry.latent_rows = range(0)
         if not now.findings.reference_rows:
             return Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
@@ -456,7 +456,7 @@ class PipeFusion:
 
         These are the first block, the own blocks, and the first one after them.
         """
-        # Every call asks this, so the group is only looked up if there is one.
+        # This runs in every call, so the group is looked up only if there is one.
         if self.warmup_group is None or self._active_warmup_group is None:
             return self._active_blocks
         return blocks
@@ -477,9 +477,9 @@ class PipeFusion:
         return state
 
     def leave_blocks(self, state: TokenState) -> TokenState | None:
-        """Return all tokens: fresh ones of this patch, and the last state of the others.
+        """Return all tokens, with fresh ones for this patch and the last state of the others.
 
-        None if nobody reads them.
+        Returns None if nobody reads them.
         """
         now = self.generation
         group = self.warmup_group and self._active_warmup_group
@@ -533,7 +533,7 @@ class PipeFusion:
         self.generation.advance_branch()
 
     def enter_blocks(self, state: TokenState) -> TokenState:
-        """Return the tokens of the patch; two dummy tokens stand for a text that does not belong to it."""
+        """Return the tokens of the patch; two dummy tokens stand for a text outside of it."""
         now = self.generation
         text_width = 0
         if state.text is not None:
@@ -555,7 +555,7 @@ class PipeFusion:
             self._activations_in.expect_messages(
                 [MessageKey(0, patch, now.branch, now.micro_batch) for patch in patches]
             )
-        # The forward's own tokens are never read here: only their number must be that of the received ones.
+        # The forward's own tokens are not read: only their number must match the received tokens.
         part = now.tokens.get_own_part(now.token_patch)
         own = self._streams.locate_own_share(part.image_tokens)
         return TokenState(state.image[:, : own.stop - own.start], self._cut_text(state, part))
@@ -679,7 +679,7 @@ class PipeFusion:
             part = now.tokens.get_own_part(op.patch)
             message = image
             if is_whole_step:
-                # A rank with all tokens has them in the order of the model, and another one patch after patch.
+                # A rank with all tokens has them in the model's order; other ranks have them patch by patch.
                 runs: Sequence[range] = (range(start, start + part.image_tokens),)
                 if now.has_all_image_tokens:
                     runs = part.image
@@ -738,7 +738,7 @@ class PipeFusion:
         width, text_width = self._widths[key.branch]
         image_numbers = (image.stop - image.start) * width
         text_numbers = (text.stop - text.start) * text_width
-        # A text may have other channels than the image, so a message is a list of vectors that divide a token of both:
+        # Text and image tokens may differ in channels, so a message is a list of vectors whose length divides both:
         # transport packs and counts vectors.
         vector = math.gcd(width, text_width)
         shape = (len(rows), (image_numbers + text_numbers) // vector, vector)
@@ -751,7 +751,7 @@ class PipeFusion:
     def _find_latent_form(self, key: MessageKey) -> MessageForm | None:
         if not self._latents:
             return None
-        # The key has the number of the scheduler where others have the branch.
+        # In these keys `branch` is the number of the scheduler.
         latents = self._latents[key.branch]
         piece = self.generation.pieces[key.branch][key.patch]
         return MessageForm(piece.shape(latents), latents)

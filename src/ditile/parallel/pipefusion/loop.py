@@ -1,11 +1,11 @@
 """The loop of the pipeline, which runs unmodified: each iteration is one micro-step (step, patch).
 
 `scheduler.set_timesteps` leaves timesteps that iterate in micro-steps: they yield each synchronous step once and each
-asynchronous one M times. `scheduler.step` steps only the current patch. Whatever the pipeline does in between
-(guidance, casts, concatenation) happens in its own code on full-size tensors.
+asynchronous step M times. `scheduler.step` steps only the current patch. In between, the pipeline's own code (guidance,
+casts, concatenation) works on full-size tensors.
 
 A pipeline may step other latents with other schedulers in the same iteration, such as the latents of a sound with a
-copy of its scheduler. Their pieces are found, stepped and sent in the same way: a patch without any of them steps none.
+copy of its scheduler. These are found, stepped and sent in the same way; a patch may contain none of them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Loop:
         mesh: the groups for agreements and the final broadcast.
         plan: the patches and the warmup.
         split: how ranks split the tokens.
-        kept_buffers: memory in which keys and values stay from call to call, where recorded calls read them.
-        may_change: whether the pipeline calls another model, or one in another mode, in some steps.
+        kept_buffers: memory for keys and values that stays in place between calls, because recorded calls read it.
+        may_change: whether the model, or its mode, changes between the steps of a call.
         serial_plan: the plan for calls in which the warmup group rests; None if it never does.
 
     Attributes:
@@ -67,8 +67,8 @@ class Loop:
         call_shapes: the shapes of the next call, see `describe_call_shapes`.
         has_timed_guidance: whether the next call may call the model more often in some steps.
         recorder: records the model's calls of the next call, or says why it does not.
-        forecasts: predicts for the next call in the steps in which the model is not called, if there are any.
-        generation: the current one; not under way outside of the pipeline's loop.
+        forecasts: predicts the model's outputs in steps that do not call it; None if every step calls it.
+        generation: the current generation; it is not under way outside of the pipeline's loop.
         num_steps: the steps of the current generation; fewer once ranks have agreed to end early.
     """
 
@@ -114,7 +114,7 @@ class Loop:
         # The steps of the loop that compute, which micro-steps count.
         self._computed_steps: list[int] = []
         self._is_planned = True
-        # A step that computes, and those after it that do not.
+        # A computed step and the steps without a call after it.
         self._run = range(0)
 
     def install_scheduler_hooks(
@@ -190,7 +190,7 @@ class Loop:
         return [self._computed_steps[step] for step in synchronous], schedule.mode
 
     def forget_remembered(self) -> None:
-        """Forget what was computed once, because a callback may have changed what it was made of."""
+        """Forget remembered outputs, because a callback may have changed their inputs."""
         self.generation.memory.forget_remembered()
 
     def drop_generation(self) -> None:
@@ -216,7 +216,7 @@ class Loop:
     def _set_timesteps(self, stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self.drop_generation()
         stock(*args, **kwargs)
-        # A user's object around a scheduler forwards the scheduler's timesteps, but has none itself.
+        # A user's wrapper of a scheduler forwards `timesteps` without having the attribute itself.
         self._owns_timesteps = "timesteps" in vars(self._scheduler)
         self._plain_timesteps = self._scheduler.timesteps
         self._scheduler.timesteps = StepTimesteps.wrap_timesteps(self._plain_timesteps, self.iterate_micro_steps)
@@ -238,10 +238,10 @@ class Loop:
         for count, item in enumerate(iterable, start):
             number = count
             now = self.generation
-            # Timesteps are known by identity: they may come through a progress bar.
+            # Compare timesteps by identity: they may come through a progress bar.
             if now.is_under_way and item is self._timestep:
                 step = now.loop_step
-                # Latents are blended in the step before theirs.
+                # Latents are blended one step before the step that uses them.
                 if now.dry.blended_step is not None:
                     step = now.dry.blended_step - 1
                 number = start + step
@@ -250,7 +250,7 @@ class Loop:
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yield the timestep of each micro-step, and do the schedule's work between them.
 
-        If the pipeline asks for the second one before it has called the model, it gets the other timesteps as they are.
+        If the pipeline asks for a second timestep before it called the model, it gets the remaining ones unchanged.
         """
         self._begin_generation(timesteps)
         generation = self.generation
@@ -263,7 +263,7 @@ class Loop:
         if needs_rehearsal:
             yield from self._rehearse(dry, timesteps)
             if not self._streams:
-                # Nothing is restored, because this was not a rehearsal but the pipeline's first iteration.
+                # This was the pipeline's real first iteration, not a rehearsal, so nothing is restored.
                 self._finish_generation(stopped=False)
                 yield from timesteps[1:]
                 return
@@ -387,7 +387,7 @@ class Loop:
         planned = self.forecasts.begin_generation(self.num_steps)
         findings = self.generation.findings
         if planned is not None:
-            # If the model changes, it has no earlier output that could be continued.
+            # After a change of model there is no earlier output to forecast from.
             self._computed_steps = sorted({0} | set(planned) | findings.changed_steps)
             self._schedule = replace(self._schedule, steps=len(self._computed_steps))
         elif self._has_partial_latents or self._schedule.has_stale_steps:
@@ -403,14 +403,14 @@ class Loop:
         self._schedule = replace(self._schedule, again=findings.changed_steps)
 
     def _list_iterations(self, step: int) -> list[tuple[MicroStep, int]]:
-        """List the micro-steps of a computed step and the steps after it, with the step of the loop."""
+        """List the micro-steps of a computed step and of the steps after it, each with its step of the loop."""
         micro_steps = self._schedule.list_micro_steps(step)
         iterations: list[tuple[MicroStep, int]] = []
         if step in self._schedule.late:
             for loop_step in self._run:
                 iterations += [(micro, loop_step) for micro in micro_steps]
             return iterations
-        # A patch goes through the steps without a call at once, so that no stage waits for the other patches.
+        # A patch runs through the steps without a call at once, so that no stage waits for other patches.
         for micro in micro_steps:
             iterations += [(micro, loop_step) for loop_step in self._run]
         return iterations
@@ -419,7 +419,7 @@ class Loop:
     def _precedes_call(self) -> bool:
         """Return whether the model is called in the next iteration."""
         now = self.generation
-        # In a late step all patches end one step of the loop before any begins the next one.
+        # In a late step all patches finish a step of the loop before any patch begins the next.
         if now.micro_step.step in self._schedule.late and not self._schedule.is_last_of_step(now.micro_step):
             return now.loop_step == self._run.start
         return now.loop_step == self._run[-1]
@@ -448,7 +448,7 @@ class Loop:
             self.num_steps = self._run.stop
         if self._has_partial_latents and len(self._run) > 1:
             needs_whole = any(stream.is_blended or stream.is_custom for stream in self._streams)
-            # All patches end each of these steps before one begins the next.
+            # All patches finish each of these steps before any patch begins the next.
             if needs_whole or any(map(self._callbacks.wants_latents, self._run[:-1])):
                 self._schedule = replace(self._schedule, late=self._schedule.late | {step})
         self.generation.schedule = self._schedule
@@ -473,7 +473,7 @@ class Loop:
             yield timestep
             was_interrupted = self._note_interrupt()
             if not self._is_stepped and not was_interrupted:
-                # This first iteration did not call the model: this loop does not denoise anything.
+                # The first iteration did not call the model, so this loop does not denoise.
                 if micro == self._schedule.list_micro_steps(0)[0] and not self.generation.branch:
                     return
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
@@ -481,7 +481,7 @@ class Loop:
     @property
     def _is_stepped(self) -> bool:
         """Return whether all schedulers were stepped in this micro-step."""
-        # A list is faster: a generator is resumed for each stream, several times in each micro-step.
+        # A list is faster than a generator here, and this runs several times in each micro-step.
         return all([stream.is_stepped for stream in self._streams])
 
     def _exchange_latents(self, micro: MicroStep) -> None:
@@ -535,9 +535,9 @@ class Loop:
     # The methods below stand for those of the scheduler.
 
     def _find_stream(self, scheduler: Any) -> SteppedLatents | None:
-        """Return the latents that a scheduler steps, or None if its own method is enough.
+        """Return the latents that a scheduler steps; None if the scheduler steps them itself.
 
-        That is so outside of the loop, and for whole latents.
+        It does so outside of the loop, and for whole latents.
 
         Raises:
             StateError: if the pipeline's own scheduler is stepped outside of the loop, or another one for the first
@@ -610,11 +610,11 @@ class Loop:
         make_step = self._step_patches if self._pipefusion.is_last_stage else self._step_on_corner
         result = make_step(stream, call)
         stream.is_stepped = True
-        # Messages have one order whatever a micro-step brings, so sends wait until all streams are stepped.
+        # The order of messages is fixed, so sends wait until all streams are stepped.
         is_stepped = self._is_stepped
-        # Latents between a computed step and the next one are of no use to other stages.
+        # Other stages need no latents of steps without a call.
         if is_stepped and self.generation.loop_step == self._run[-1] and self._pipefusion.is_last_stage:
-            # They go to the stages that read latents, patch after patch.
+            # Send them patch by patch to the stages that read latents.
             patches = []
             for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
                 if op.kind is not OpKind.SEND_STEPPED_PATCH:
@@ -673,7 +673,7 @@ class Loop:
         blended_step = now.dry.blended_step
         if blended_step is None:
             stream.note_rehearsal(call.prediction, call.sample, is_cut=self._has_partial_latents)
-        # Each rehearsal is a first step, before which only latents were made.
+        # Each rehearsal is a first step, so the scheduler has no history yet.
         extra = dict(call.extra)
         for place, value in call.extra.items():
             if isinstance(value, PatchExtra):
@@ -691,8 +691,7 @@ class Loop:
         return replace_latents(result, stream.hand_on(is_dry=True), complete)
 
     def _complete_step_extras(self, extras: Sequence[Any], *, is_last: bool) -> list[Any]:
-        """Return a step's results besides latents: after the last step of all images, before that only of this
-        replica's."""
+        """Return a step's results besides latents: of all images after the last step, before it of this replica's."""
         if not is_last:
             return list(extras)
         complete = []
@@ -710,7 +709,7 @@ class Loop:
         stream.stepped_patches.clear()
         for patch in self._schedule.list_patches(micro):
             piece = stream.pieces[patch]
-            # A patch may have none of these latents, for example of a sound, which belongs to the first patch.
+            # A patch may contain none of these latents: a sound, for example, belongs to the first patch.
             if piece.is_empty:
                 copies.skip_patch(patch, call, stream.latents.device)
                 continue
