@@ -27,7 +27,7 @@ MOST_NODES = {
     "cache": 41_150,
     "runner": 69_250,
     "planner": 44_900,
-    "serve": 36_750,
+    "serve": 36_950,
     "cli": 13_000,
     "": 400,
     "lab": 75_850,

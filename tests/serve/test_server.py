@@ -110,6 +110,26 @@ def test_replicas_generate_at_the_same_time_and_end_with_a_server_that_is_killed
         assert not psutil.wait_procs(ranks, timeout=5)[1]
 
 
+def test_an_idle_server_holds_no_memory_and_generates_the_next_request(tmp_path: Path) -> None:
+    """A failure would mean weights that stay on a GPU all night, or a request that is lost after it."""
+    with run_server("shapes-pixart", "--cfg", "2", "--idle-unload", "1", state=tmp_path / "state") as server:
+        process = psutil.Process(server.process.pid)
+        asked = {"prompt": PROMPT, "seed": 7, "num_inference_steps": 2}
+        with server.client() as client:
+            pictures = []
+            for _ in range(2):
+                deadline = time.monotonic() + 60
+                while process.children(recursive=True) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                answer = client.get("/health")
+                assert (answer.status_code, answer.json()["status"]) == (200, "unloaded"), server.log
+                assert [one["state"] for one in answer.json()["replicas"]] == ["asleep"]
+                pictures.append(client.post("/v1/images/generations", json=asked).json()["data"][0]["b64_json"])
+        assert pictures[0] == pictures[1]
+        assert server.end(signal.SIGTERM) == 0
+        assert "Traceback" not in server.log and "failed" not in server.log
+
+
 @pytest.fixture(scope="module")
 def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with few descriptors, whose state folder has a name that it must not tell."""

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class ScriptedReplica(Replica):
     def get_ready(self, facts: ModelFacts = FACTS) -> None:
         self._note_ready(facts)
 
-    def _run_ranks(self) -> None:
+    def _run_ranks(self, leaves: threading.Event) -> None:
         """Nothing runs."""
 
     def _deliver(self, message: Message, files: Files | None) -> None:
@@ -510,6 +511,30 @@ def test_nothing_is_lost_or_done_twice_after_kill(tmp_path: Path, word: str) -> 
             drawn = {job.id for batch in served.group.batches for job in batch.jobs}
             assert not drawn & done
             assert set(accepted) <= {job.id for job in served.service.list_jobs("", "video", limit=1000)}
+
+    run(play())
+
+
+def test_a_request_wakes_an_unloaded_server(tmp_path: Path) -> None:
+    """At once. A failure would mean a request that is lost, or that waits for longer than the weights take."""
+
+    async def play() -> None:
+        async with serve(tmp_path, replicas=2) as served:
+            served.groups[1]._fall_asleep()
+            assert served.service.describe_health()["status"] == "ok"
+            served.group._fall_asleep()
+            assert served.service.describe_health()["status"] == "unloaded"
+            job = await served.submit()
+            await served.begin(1)
+            assert [group.state for group in served.groups] == ["drawing", "asleep"]
+            served.group.finish()
+            assert (await served.end(job)).state == "done"
+            # The reason is that of the replica that failed.
+            served.group._fall_asleep()
+            served.groups[1].start()
+            served.groups[1].die(has_failed=True)
+            with pytest.raises(RanksFailedError):
+                await served.submit()
 
     run(play())
 

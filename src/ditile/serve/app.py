@@ -151,9 +151,9 @@ class AccessLog:
 
 @router.get("/health")
 async def report_health(http: HttpRequest) -> Response:
-    """Return 200 if an image would be generated now, otherwise 503 with the reason."""
+    """Return 200 if a request would be generated now, or would start unloaded ranks, otherwise 503 with the reason."""
     health = find_service(http).describe_health()
-    status_code = 200 if health["status"] == "ok" else 503
+    status_code = 200 if health["status"] in ("ok", "unloaded") else 503
     return AsciiJSONResponse(health, status_code=status_code)
 
 

@@ -53,6 +53,9 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     ray_max_replicas: Count | None = define_option(
         None, "with --ray: replicas while many jobs wait; --replicas by default"
     )
+    idle_unload: Seconds | None = define_option(
+        None, "seconds without a request after which the ranks end, and are started again for the next one"
+    )
     lora_dir: str | None = define_option(
         None, "folder of LoRAs (.safetensors) that requests may name", metavar="DIR", reads=True
     )

@@ -115,10 +115,15 @@ class Replica(ABC):
         self._stopped_at = 0.0
         self._next_stop: asyncio.TimerHandle | None = None
         self._hangs = threading.Event()
+        # Seconds without a batch after which the ranks end. None keeps them.
+        self._idle_seconds = setup.options.idle_unload
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._leaves = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @abstractmethod
-    def _run_ranks(self) -> DitileError | None:
-        """Run the ranks until they end, and return the reason; None if there was nothing to do for them."""
+    def _run_ranks(self, leaves: threading.Event) -> DitileError | None:
+        """Run the ranks until they end, or until `leaves` is set, and return the reason."""
 
     @abstractmethod
     def _deliver(self, message: Message, files: Files | None) -> None:
@@ -130,14 +135,18 @@ class Replica(ABC):
         # The thread of an earlier start may not have ended yet.
         has_ended = asyncio.Event()
         self._has_ended = has_ended
+        self._leaves = threading.Event()
+        args = (has_ended, self._leaves, self._thread)
         # The thread of the executor starts now, since later the system may allow no more threads.
         self._sender.submit(int)
         name = f"ranks-{self.name}"
-        threading.Thread(target=self._keep_ranks_alive, args=(has_ended,), name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._keep_ranks_alive, args=args, name=name, daemon=True)
+        self._thread.start()
 
     def generate(self, batch: Batch) -> None:
         """Give a batch to the ranks, which must be ready."""
         assert self.state == "ready", "a batch for ranks that have another"
+        self._stop_idle_timer()
         self.state = "drawing"
         self._batch_id = batch.id
         self._sender.submit(self._deliver, *batch.to_message())
@@ -160,32 +169,40 @@ class Replica(ABC):
     async def end(self) -> None:
         """End the ranks for good, and return when no process is left."""
         self._is_ending.set()
-        if self.state != "asleep":
+        self._stop_idle_timer()
+        # Ranks of a replica that is asleep may not have left yet.
+        if self._thread is not None:
             self._sender.submit(self._deliver, {"leave": True}, None)
-            seconds = LEAVE_SECONDS if self.state == "ready" else LEAVE_BUSY_SECONDS
+            seconds = LEAVE_SECONDS if self.state in ("ready", "asleep") else LEAVE_BUSY_SECONDS
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), seconds)
             self._is_killed.set()
             await self._has_ended.wait()
         self._sender.shutdown()
 
-    def _keep_ranks_alive(self, has_ended: asyncio.Event) -> None:
+    def _keep_ranks_alive(
+        self, has_ended: asyncio.Event, leaves: threading.Event, earlier: threading.Thread | None
+    ) -> None:
         try:
-            self._restart_ranks()
+            # Ranks that still leave hold the memory that new ones need.
+            if earlier is not None:
+                earlier.join()
+            self._restart_ranks(leaves)
         finally:
             # Whatever ends this thread, the server must not wait for it when it ends.
             self._post(has_ended.set)
 
-    def _restart_ranks(self) -> None:
-        """Start the ranks whenever they have failed, until the server ends or the replica has failed."""
+    def _restart_ranks(self, leaves: threading.Event) -> None:
+        """Start the ranks whenever they have failed, until `leaves` is set, the server ends or the replica has
+        failed."""
         delay = 0.0
         failed_starts = Counter[str]()
         has_been_ready = False
-        while not self._is_ending.is_set():
+        while not (self._is_ending.is_set() or leaves.is_set()):
             self._hangs.clear()
             self._is_ready.clear()
-            error = self._run_ranks()
-            if error is None:
+            error = self._run_ranks(leaves)
+            if error is None or leaves.is_set():
                 return
             # Ranks that were ready have shown that the model and the plan fit.
             if self._is_ready.is_set():
@@ -225,7 +242,22 @@ class Replica(ABC):
     # The event loop calls the following methods.
 
     def _tell(self, kind: Any, batch_id: str | None = None, **values: Any) -> None:
+        if self._idle_seconds is not None and kind in ("ready", "ended"):
+            self._stop_idle_timer()
+            self._idle_timer = self._loop.call_later(self._idle_seconds, self._fall_asleep)
         self._on_event(ReplicaEvent(kind=kind, replica=self, batch_id=batch_id, **values))
+
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+
+    def _fall_asleep(self) -> None:
+        """End the ranks, which have nothing to do, until the next start."""
+        if self.state == "ready" and not self._is_ending.is_set():
+            self.state = "asleep"
+            self._leaves.set()
+            self._sender.submit(self._deliver, {"leave": True}, None)
+            self._tell("asleep")
 
     def _note_start(self) -> None:
         # A replica that has failed counts as failed until its ranks are ready.
@@ -249,6 +281,9 @@ class Replica(ABC):
 
     def _note_down(self, error: DitileError, has_failed: bool = False) -> None:
         """Report that the ranks have ended. `has_failed` says that starting them again has not helped."""
+        # They failed while they were told to leave.
+        if self.state == "asleep":
+            return
         if has_failed:
             is_started_again = self.facts is not None or name_cause(error) == NOT_STARTED
             failure = describe_failed_replica(error, is_started_again)
@@ -304,7 +339,7 @@ class LocalReplica(Replica):
             with contextlib.suppress(OSError, EOFError):
                 link.send_message(message, files)
 
-    def _run_ranks(self) -> DitileError:
+    def _run_ranks(self, leaves: threading.Event) -> DitileError | None:
         try:
             pairs = [socket.socketpair() for _ in range(self._setup.plan.world)]
         except OSError as error:

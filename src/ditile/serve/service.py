@@ -268,6 +268,9 @@ class Service:
             status = "draining"
         elif states & {"ready", "drawing"}:
             status = "ok"
+        elif states == {"asleep"}:
+            # The next request starts the ranks.
+            status = "unloaded"
         elif self._find_failure() is not None:
             status = "failed"
         elif self._facts is None:
@@ -365,7 +368,8 @@ class Service:
                 state.batch = batch
             self._spawn_task(self._send_batch(batch))
         if len(self._queue) and self._wake_timer is None:
-            self._wake_timer = self._loop.call_later(WAKE_SECONDS, self._wake_replica)
+            is_unloaded = all(replica.state == "asleep" for replica in self._replicas)
+            self._wake_timer = self._loop.call_later(0 if is_unloaded else WAKE_SECONDS, self._wake_replica)
         self._update_job_counts()
 
     def _wake_replica(self) -> None:
@@ -510,7 +514,7 @@ class Service:
         states = {replica.state for replica in self._replicas} - {"asleep"}
         if states != {"failed"}:
             return None
-        return self._failures[self._replicas[0].name]
+        return next(iter(self._failures.values()))
 
     def _note_begun(self, batch: RunningBatch) -> None:
         batch.begun = time.monotonic()

@@ -33,7 +33,7 @@ from ditile.distributed.failure_detection import (
 from ditile.distributed.heartbeat import RankFailure
 from ditile.plan.errors import DitileError, RankError, StateError
 from ditile.serve.jobs import Files, shorten_line
-from ditile.serve.link import Batch, Message, WorkerSetup
+from ditile.serve.link import Message, WorkerSetup
 from ditile.serve.ray_replicas.actor import RankActor
 from ditile.serve.replica import NOT_STARTED, EventHandler, Replica
 
@@ -123,16 +123,9 @@ class RayReplica(Replica):
     ) -> None:
         super().__init__(name, setup, on_event)
         self._cluster = cluster
-        self._is_spare = is_spare
+        if is_spare:
+            self._idle_seconds = min(IDLE_SECONDS, self._idle_seconds or IDLE_SECONDS)
         self._actors: Sequence[Any] = ()
-        self._idle_timer: asyncio.TimerHandle | None = None
-        self._leaves = threading.Event()
-
-    def generate(self, batch: Batch) -> None:
-        """Give a batch to the ranks, which must be ready."""
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-        super().generate(batch)
 
     async def end(self) -> None:
         """End the ranks for good, and leave the cluster with the last replica."""
@@ -143,10 +136,7 @@ class RayReplica(Replica):
         for actor in self._actors:
             actor.send.options(concurrency_group=SENDING).remote(json.dumps(message), files or {})
 
-    def _run_ranks(self) -> DitileError | None:
-        # A replica that is started again has another event.
-        leaves = threading.Event()
-        self._leaves = leaves
+    def _run_ranks(self, leaves: threading.Event) -> DitileError | None:
         self._post(self._note_start)
         try:
             ray = self._cluster.connect()
@@ -221,19 +211,6 @@ class RayReplica(Replica):
             rank.outcome = RankFailure(time.monotonic(), *end[1:])
         elif end is not None:
             rank.outcome = RankResult(None)
-
-    # The event loop calls the following methods.
-
-    def _tell(self, kind: Any, batch_id: str | None = None, **values: Any) -> None:
-        if self._is_spare and kind in ("ready", "ended"):
-            self._idle_timer = self._loop.call_later(IDLE_SECONDS, self._fall_asleep)
-        super()._tell(kind, batch_id, **values)
-
-    def _fall_asleep(self) -> None:
-        if self.state == "ready":
-            self.state = "asleep"
-            self._leaves.set()
-            self._tell("asleep")
 
 
 def _start_ranks(ray: Any, placement: Any, bundle: dict[str, float], setup: WorkerSetup) -> list[Any]:
