@@ -1,4 +1,4 @@
-"""Formulas for what a rank sends and keeps, in the lengths of its tokens: for the table, the tests and `verify`.
+"""Formulas for the bytes that a rank sends and keeps: for the table, the tests and `verify`.
 
 p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ranks of an axis, L layers; per call:
 
@@ -51,14 +51,14 @@ KINDS = (
     "activations", "tensor", "ulysses", "ring", "gather", "distrifusion", "prediction", "cfg", "latents", "weights",
     "keys", "data", "result",
 )  # fmt: skip
-"""The kinds of traffic with a formula here."""
+"""The kinds of traffic for which there is a formula here."""
 PACKED_KINDS = ("activations", "ulysses", "ring", "gather", "distrifusion", "keys")
-"""The kinds whose numbers are sent in fewer bits each under `Plan.wire_dtype`."""
+"""The kinds of traffic that `Plan.wire_dtype` sends in fewer bits."""
 SCALE_BYTES = 2
 MOST_SCALED = {"int8": 16, "residual4": 32, "residual3": 32}
 """The most numbers that share a scale (distributed/wire.py says why)."""
 RESIDUAL_BITS = {"residual4": 4, "residual3": 3}
-"""The bits of a number in a message that travels as a difference."""
+"""Bits per number in a message that travels as a difference."""
 RESIDUAL_GROUP = 8
 """How many codes of a difference are packed together: they fill whole bytes."""
 
@@ -91,8 +91,8 @@ class PlannedCall:
     """A call under a plan.
 
     Attributes:
-        plan, family: how it is divided, and the model's family.
-        shape: of the whole call, over all replicas.
+        plan, family: the division, and the model's family.
+        shape: the shape of the whole call, over all replicas.
         weights: the blocks of the undivided transformer.
         stages: the blocks of each stage.
     """
@@ -126,8 +126,7 @@ class PlannedCall:
         return self.image_layout.count_rows(patch, rows) / rows
 
     def count_calls_in_step(self, step: int) -> int:
-        """Count the transformer calls of a rank in a step. Step 0 has all of them, because their number is learnt in
-        it."""
+        """Count the transformer calls of a rank in a step. In step 0 a rank makes all calls, to learn their number."""
         if step == 0:
             return self.shape.calls
         return self.plan_rank(0).shape.calls
@@ -143,8 +142,8 @@ class PlannedCall:
         return make_token_split(self.plan)
 
     def select_patch(self, micro: MicroStep) -> int | None:
-        """Select the patch that a micro-step computes. Under DistriFusion it is only the image where references are
-        left out."""
+        """Select the patch that a micro-step computes. Under DistriFusion it is the image alone if references are
+        skipped."""
         schedule = self.step_schedule
         if self.plan.distrifusion > 1 and schedule.num_references and not schedule.computes_references(micro.step):
             return schedule.num_references
@@ -180,11 +179,11 @@ class PlannedCall:
 
     @cached_property
     def end_weights(self) -> tuple[float, ...]:
-        """Return the weight of each rank of a replica, by which decode and text encoders are divided."""
+        """Return the weights by which a replica's ranks divide the decode and the text encoders."""
         return self.plan.list_rank_weights()
 
     def packs_messages(self, step: int) -> bool:
-        """Return whether messages of `PACKED_KINDS` are packed in a step. A difference needs one of the step before."""
+        """Return whether messages of `PACKED_KINDS` are packed in a step. A difference needs an earlier message."""
         if not self.plan.sends_differences:
             return self.plan.wire_dtype is not None
         return step > 0 and not any(map(self.step_schedule.sends_in_full, (step - 1, step)))
@@ -202,14 +201,14 @@ class PlannedCall:
         return count_weighted_shares(self.weights.tensor_units, self.plan.list_tensor_weights())
 
     def has_shares_of(self, other: PlannedCall) -> bool:
-        """Return whether each rank has the same blocks, tokens and heads as in another division by the same degrees."""
+        """Return whether each rank has the same blocks, tokens and heads as in another call with the same degrees."""
         if self.stages != other.stages or self.shard_tokens(None) != other.shard_tokens(None):
             return False
         return all(self.plan_rank(rank).heads == other.plan_rank(rank).heads for rank in range(self.plan.world))
 
     @memoize_method
     def count_layers(self, stage: int) -> Mapping[bool, int]:
-        """Count the attention layers of a stage, with sight of the text (True) and without."""
+        """Count the attention layers of a stage: those that attend to the text (True), and the others."""
         layers = Counter[bool]()
         for block in self.stages[stage]:
             layers.update(self.weights.layers[block])
@@ -264,7 +263,7 @@ class PlannedRank:
 
     @cached_property
     def divisor(self) -> float:
-        """Return the whole number of heads and features over its share; with equal shares the number of ranks."""
+        """Return all heads and features divided by its share; the number of ranks if shares are equal."""
         return sum(self.job.tensor_shares) / self.job.tensor_shares[self.tensor]
 
     @cached_property
@@ -275,13 +274,13 @@ class PlannedRank:
 
     @cached_property
     def heads(self) -> int:
-        """Return the number of heads that it attends with."""
+        """Return the number of query heads in its attention."""
         weights = self.job.plan.head_weights or (1.0,) * self.job.plan.ulysses
         return len(pick_weighted_chunk(range(self.tensor_heads), weights, self.ulysses))
 
     @cached_property
     def key_heads(self) -> int:
-        """Return the number of heads of keys that it attends to."""
+        """Return the number of key heads in its attention."""
         weights = self.job.plan.head_weights
         # With grouped queries several heads share a key, but shares of unlike size may cut through such a group.
         if weights is not None and len(set(weights)) > 1:
@@ -295,7 +294,7 @@ class PlannedRank:
 
     @property
     def place_of_image(self) -> int:
-        """Return its place among the ranks of a replica."""
+        """Return its index among the ranks of a replica."""
         return self.number % len(self.job.end_weights)
 
     @property
@@ -313,7 +312,7 @@ class PlannedRank:
 
     @property
     def layers(self) -> Mapping[bool, int]:
-        """Return the number of its attention layers, with sight of the text (True) and without."""
+        """Return the number of its attention layers: those that attend to the text (True), and the others."""
         return self.job.count_layers(self.stage)
 
     @cached_property
@@ -361,7 +360,7 @@ class PlannedRank:
 
     @cached_property
     def base_bytes(self) -> int:
-        """Return the most bytes of messages, sent and received, that it keeps if the next ones are differences."""
+        """Return the most bytes of sent and received messages that it keeps as bases for differences."""
         plan = self.job.plan
         if not plan.sends_differences:
             return 0
@@ -408,7 +407,7 @@ class MicroStepShare:
     Attributes:
         patch: the patch that is computed; None is the whole image.
         image, text: how many tokens the rank computes. Dummy text counts.
-        warmup_group: the stages that compute it together, if they do.
+        warmup_group: the stages that compute it together; empty if one stage does.
         micro_batches: the rows of the batch that are computed together.
         shards: the tokens of all ranks.
     """
@@ -440,8 +439,8 @@ def make_token_split(plan: Plan) -> Split:
 
 @lru_cache
 def find_scaled_run(wire_dtype: str, channels: int) -> int:
-    """Return the number of neighbouring numbers of a vector that share a scale."""
-    # fp8 has exponents of its own, so that one scale is enough.
+    """Return how many neighbouring numbers of a vector share a scale."""
+    # Each fp8 number has an exponent, so one scale is enough.
     if wire_dtype == "fp8":
         return channels
     for run in reversed(range(1, MOST_SCALED[wire_dtype] + 1)):
@@ -471,7 +470,7 @@ def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
         for kind, size in count_traffic_in_step(job, rank, step).items():
             total[kind] += size
     if planned.is_last_stage:
-        # A replica without images of its own sends none.
+        # A replica without images sends no images.
         if planned.data < job.shape.images:
             total["data"] = (job.plan.data - 1) * planned.shape.latent_bytes
         if job.plan.pipefusion > 1:
@@ -486,13 +485,13 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
     calls = job.count_calls_in_step(step)
     for micro in job.step_schedule.list_micro_steps(step):
         share = planned.take_share(micro)
-        # Each formula is of one call, and a step makes several.
+        # Each formula is for one call, and a step makes several calls.
         for formula in (*_CALL_FORMULAS, *_STAGE_FORMULAS):
             for kind, size, times in formula(share):
                 total[kind] += calls * size * times
         total["cfg"] += count_guidance_bytes(share)
         if planned.is_last_stage and step > 0:
-            # Other members of a warmup group than the first get the whole latents; stage 0 gets patches.
+            # Stage 0 gets patches, and the other members of a warmup group get the whole latents.
             receivers = sum(0 < member < planned.stage for member in share.warmup_group)
             total["latents"] += planned.shape.latent_bytes * receivers
     # The last stage sends what it has denoised to the first one, except after the last step.
@@ -502,8 +501,7 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
 
 
 def count_call_exchanges(share: MicroStepShare) -> dict[str, tuple[int, int]]:
-    """Return (number, bytes) of a rank's exchanges within one transformer call, by kind. Those between stages are left
-    out."""
+    """Count a rank's exchanges within one transformer call, except between stages: kind -> (number, bytes)."""
     by_kind: dict[str, tuple[int, int]] = {}
     for formula in _CALL_FORMULAS:
         for kind, size, times in formula(share):
@@ -519,13 +517,13 @@ def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
 
 
 def count_group_key_bytes(rank: PlannedRank, *, joint: bool) -> int:
-    """Count the bytes of a layer's keys and values that a stage of a warmup group sends to each other one, in one
+    """Count the bytes of a layer's keys and values that a stage of a warmup group sends to each other stage in a
     call."""
     return 2 * rank.job.warmup_shards[rank.stage].count_tokens(joint=joint) * rank.count_sent_key_bytes(0)
 
 
 def count_prediction_bytes(rank: PlannedRank) -> int:
-    """Count the bytes of the prediction of the tokens of one stage of a warmup group, in one call."""
+    """Count the bytes of the prediction for the tokens of one stage of a warmup group, in one call."""
     return rank.job.warmup_shards[rank.stage].image_tokens * rank.shape.token_channels * rank.number_bytes
 
 
@@ -533,13 +531,14 @@ def count_guidance_bytes(share: MicroStepShare) -> int:
     """Count the bytes of the own branches' prediction that a rank sends to the other half of guidance after a
     micro-step.
 
-    They are sent in each call; where branches are calls of their own, after all calls of a step, and not in step 0.
+    They are sent in each call. If each branch is a separate call, they are sent after all calls of a step, except step
+    0.
     """
     rank = share.rank
     job = rank.job
     if not rank.is_last_stage or job.plan.cfg == 1:
         return 0
-    # In step 0 each half makes all calls, to learn how many they are.
+    # In step 0 each half makes all calls, to learn their number.
     if share.micro.step == 0 and job.shape.branches_per_call == 1:
         return 0
     layout = job.image_layout
@@ -557,8 +556,7 @@ def _iterate_activation_exchanges(share: MicroStepShare) -> Iterator[RepeatedExc
 
 
 def _iterate_tensor_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
-    """Yield an all-reduce after each row-parallel Linear. With split_scheme=sequence it is half of that, and gathers of
-    tokens."""
+    """Yield an all-reduce after each row-parallel Linear; with split_scheme=sequence, reduce-scatters and gathers."""
     rank = share.rank
     job = rank.job
     n = job.plan.tensor
@@ -588,8 +586,8 @@ def _iterate_tensor_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchang
 
 
 def _iterate_ulysses_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
-    """Yield the exchanges of heads. A rank sends the others' heads of its tokens (q, k and v), and returns its own
-    heads of their tokens."""
+    """Yield the exchanges of heads: a rank sends q, k and v of its tokens for other ranks' heads, and returns outputs
+    of its own heads."""
     rank = share.rank
     if rank.job.plan.ulysses == 1:
         return
@@ -613,7 +611,7 @@ def _iterate_key_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     if n == 1:
         return
     kind = "ring" if plan.ring > 1 else "gather"
-    # A store needs the keys of all tokens, so that they are gathered and not passed round.
+    # A key store needs the keys of all tokens, so they are gathered and not passed round.
     keeps_keys = share.micro.patch is not None or job.step_schedule.keeps_keys(share.micro.step)
     for joint, times in rank.layers.items():
         lengths = []
@@ -648,8 +646,7 @@ def _iterate_prediction_exchanges(share: MicroStepShare) -> Iterator[RepeatedExc
 
 
 def _iterate_weight_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
-    """Yield the weights that a stage sends. It sends its own blocks to all others, which keep none of them for the next
-    call."""
+    """Yield the weights that a stage sends to all other stages, which drop them after the call."""
     if share.warmup_group:
         job = share.rank.job
         for block in share.rank.blocks:

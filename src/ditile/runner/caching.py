@@ -1,12 +1,12 @@
-"""One line that makes a pipeline do less: enable_cache, disable_cache, refresh_context, summary.
+"""Caches for a pipeline: enable_cache, disable_cache, refresh_context, summary.
 
     ditile.enable_cache(pipe)
     image = pipe(prompt).images[0]
     ditile.summary(pipe)
     ditile.disable_cache(pipe)
 
-The names are cache-dit's, so that a script for it runs. A cache overrides methods of the pipeline's instances
-and of no class. `disable_cache` restores them.
+The names are cache-dit's, so that its scripts run. A cache overrides methods of the pipeline's instances, never of
+classes. `disable_cache` restores the methods.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def enable_cache(
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` with
             the location of its blocks. A new cache replaces the present one.
         cache_config: a `FittedScheduleConfig`, or a config of another method to leave out whole calls of the model or,
-            like `DBCacheConfig`, blocks; or a line in the form of `--cache`, such as "F=1 W=4 R=0.12". The default is
-            `build_default_config`, or no cache if one of the last three arguments is given.
+            like `DBCacheConfig`, blocks; or a line as in `--cache`, such as "F=1 W=4 R=0.12". The default is the result
+            of `build_default_config`, or no cache if one of the last three arguments is given.
         calibrator_config: forecasts the outputs of skipped blocks; None reuses the last computed ones.
-        params_modifiers: changes for some lists of blocks; with one for each list, each decides by itself.
-        parallelism_config: divides the pipeline over the ranks that are running. Every rank then calls the pipeline as
-            before. `ditile.parallelize` offers more.
+        params_modifiers: changes for some lists of blocks. With a modifier for each list, each list decides by itself.
+        parallelism_config: divides the pipeline over the running ranks, which then all call the pipeline as before.
+            `ditile.parallelize` offers more.
         attention_backend: the attention kernel, as diffusers names it.
         quantize_config: the arguments of `ditile.quantize`, applied after the division if there is one. `disable_cache`
             does not undo it.
@@ -113,7 +113,7 @@ def enable_cache(
         PlanError: if the ranks cannot be divided so.
 
     Warns:
-        IdleCacheWarning: if the settings leave no block that could be left out.
+        IdleCacheWarning: if no block can be skipped under these settings.
     """
     config, calibrator, division, quantization = _parse_mappings(
         cache_config=cache_config,
@@ -147,11 +147,11 @@ def enable_cache(
             _install_caches(stack, pipe, caches, adapted, config, runner)
             arguments = (pipe_or_adapter, config, calibrator, params_modifiers, division, attention_backend)
             enabled = _Enabled(stack.pop_all(), arguments, runner, caches)
-            # On the pipeline it survives the replacement of a transformer.
+            # The attribute on the pipeline survives the replacement of a transformer.
             for owner in (pipe, *transformers):
                 override_attribute(enabled.stack, owner, _ENABLED, enabled)
     except BaseException:
-        # After a refusal the earlier cache is as it was.
+        # After a refusal the earlier cache stays enabled.
         for before in earlier:
             enable_cache(*before.arguments)
         raise
@@ -172,12 +172,11 @@ def _check_devices(transformers: Sequence[nn.Module], kernel: str | None) -> Non
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Enabled:
-    """One call of `enable_cache`: the stack that undoes it, and its arguments. Quantization is not among them, since it
-    stays.
+    """One call of `enable_cache`: its arguments, except for quantization, and the stack that undoes it.
 
     Attributes:
         runner: runs the calls of the pipeline, if it was divided.
-        caches: of its transformers.
+        caches: the caches of its transformers.
     """
 
     stack: ExitStack
@@ -223,7 +222,7 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
         loaded = load_configs(mappings)
         parsed |= drop_missing(loaded)
     block_config = None if isinstance(parsed["cache_config"], CallCacheConfig) else parsed["cache_config"]
-    # Only made for its check of the two configs.
+    # This only checks the two configs.
     ParamsModifier(cache_config=block_config, calibrator_config=parsed["calibrator_config"])
     if parsed.get("quantize_config") is not None:
         parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
@@ -237,13 +236,14 @@ def build_default_config(blocks: int) -> DBCacheConfig:
 
 @checked()
 def disable_cache(pipe_or_adapter: Any) -> Any:
-    """Undo `enable_cache`, except for quantization, and return the argument. The pipeline is then bit for bit as
-    before.
+    """Undo `enable_cache`, except for quantization, and return the argument.
+
+    The pipeline is then bit for bit as before.
 
     Raises:
         StateError: if a call is under way, or the pipeline was divided, and its weights were changed or freed since.
     """
-    # Checked for all of them before the first is closed.
+    # Check all of them before the first is closed.
     for enabled in _list_unused(pipe_or_adapter):
         enabled.stack.close()
     return pipe_or_adapter
@@ -271,9 +271,9 @@ def refresh_context(
 
     Args:
         transformer: the argument of `enable_cache`.
-        num_inference_steps: the steps of the image; in a pipeline the scheduler says them.
-        cache_config: only the given fields change from now on; a config of another class replaces the whole.
-        calibrator_config: the same of the calibrator.
+        num_inference_steps: the steps of the image; in a pipeline the scheduler has the number.
+        cache_config: changes the fields that were given to it; a config of another class replaces the old config.
+        calibrator_config: the same for the calibrator.
         verbose: log the settings.
         changes: fields of the `cache_config` that are different from now on.
 
@@ -283,7 +283,7 @@ def refresh_context(
         LoadError: if a file that the settings name cannot be read.
     """
     caches = _require_caches(transformer)
-    # Within a call this raises: the cache would do nothing for the rest of it.
+    # This raises during a call: the cache would be idle for the rest of the call.
     _list_unused(transformer)
     configs = _parse_mappings(cache_config=cache_config, calibrator_config=calibrator_config)
     config = configs["cache_config"]
@@ -292,7 +292,7 @@ def refresh_context(
     if not steps and config is not None:
         steps = config.num_inference_steps
     if isinstance(cache_config, Mapping) and config is not None:
-        # A dict changes fields, and does not say which class it is.
+        # A dict changes fields; it has no class.
         changes = {name: getattr(config, name) for name in config.given} | changes
         config = None
     for cache in caches:
@@ -304,8 +304,7 @@ def refresh_context(
 
 @checked()
 def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -> list[ContextReport]:
-    """Report the work left out in the last generation. There is one report for each context, and in a runner for each
-    stage.
+    """Report the work skipped in the last generation, for each context and, in a runner, for each stage.
 
     Args:
         pipe_or_adapter: the argument of `enable_cache`, or a runner. All ranks of a runner must call it.
@@ -320,7 +319,7 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
         cache.update_reports()
         reports += cache.reports
     if isinstance(pipe_or_adapter, Runner):
-        # A stage has the blocks of its own, and a replica other images.
+        # Stages have different blocks, and replicas have different images.
         mesh = pipe_or_adapter.mesh
         place = [mesh["data"].index, mesh["cfg"].index, mesh.stage_index]
         reports_by_rank = []
@@ -389,7 +388,7 @@ def list_cached_models(pipe: Any) -> list[nn.Module]:
     parts = list_pipeline_parts(pipe).values()
     models = list(dict.fromkeys(unwrap_module(part) for part in parts if isinstance(part, nn.Module)))
     if not models and not hasattr(pipe, _ENABLED):
-        # It raises for anything but a pipeline.
+        # This raises for anything but a pipeline.
         find_transformers(pipe)
     return models
 
@@ -446,7 +445,7 @@ def _build_caches(
 
 
 def _list_later_shares(model: nn.Module) -> Collection[str]:
-    """Return the modules divided over ranks by weights, on every rank except the first of them."""
+    """Return the modules whose weights are divided over ranks; none on the first of these ranks."""
     share = find_share(model)
     if share is None or share.cuts.index == 0:
         return ()
@@ -504,7 +503,7 @@ def _install_caches(
                 return _count_calls(clock, caches, stock, args, kwargs)
             # A user may have moved the pipeline, or changed its parts, since the last call.
             runner_of_one = build_single_runner(pipe, Plan())
-            # Other ranks wait for nothing of this call, so none is told of it.
+            # No other rank waits for this call, so its watcher is not told of it.
             return inspect.unwrap(Runner.__call__)(runner_of_one, *args, **kwargs)
         finally:
             lock.release()
@@ -514,7 +513,7 @@ def _install_caches(
 
 def _has_known_loop(pipe: Any) -> bool:
     """Return whether a runner can drive the loop of a pipeline."""
-    # These step a copy of their scheduler for each frame, and count iterations of their own.
+    # These pipelines step a copy of their scheduler for each frame, with separate counts.
     if type(pipe).__name__.startswith("SkyReelsV2DiffusionForcing"):
         return False
     try:
@@ -543,7 +542,7 @@ def _count_calls(
 
 
 def _warn_of_replaced_model(pipe: Any, transformer: nn.Module) -> None:
-    """Warn if a cached model is no longer the pipeline's, nor within one of its components."""
+    """Warn if a cached model is no longer part of the pipeline."""
     for part in list_pipeline_parts(pipe).values():
         if isinstance(part, nn.Module) and any(transformer is module for module in unwrap_module(part).modules()):
             return
@@ -565,7 +564,7 @@ def _divide_and_quantize(
 ) -> Runner | None:
     """Divide a pipeline over the ranks, set its kernel, and quantize its weights.
 
-    Calls of a divided pipeline become calls of its runner, as the instance gets a subclass of its own.
+    Calls of a divided pipeline become calls of its runner, because the instance gets its own subclass.
 
     Returns:
         The runner; None if nothing is divided.
@@ -585,7 +584,7 @@ def _divide_and_quantize(
             for _, _, processor in find_attention_processors(transformer):
                 if hasattr(processor, "_attention_backend"):
                     override_attribute(stack, processor, "_attention_backend", kernel)
-    # After the division, which cannot split quantized weights.
+    # Quantize after the division, which cannot split quantized weights.
     if quantization is not None:
         quantize(pipe, quantize_config=quantization)
     return runner

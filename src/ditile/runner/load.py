@@ -1,8 +1,8 @@
 """Loads a pipeline by the name of a bundled model, from a folder, or from the hub. Safetensors only.
 
-For a plan, a rank reads its share of the weights and nothing else (docs/loading.md): its part of the transformer and
-the text encoders, and the other models whole. A model that is read in part is built as diffusers builds it, but without
-weights. Blocks of other stages become placeholders. Then the remaining weights are read. A model whose files lack a
+Under a plan a rank reads only its share of the weights (docs/loading.md): its part of the transformer and the text
+encoders, and the other models whole. To read part of a model, it builds the model as diffusers does, but without
+weights, replaces blocks of other stages by placeholders, and reads the remaining weights. A model whose files lack a
 weight is refused: diffusers and transformers would fill it with random numbers.
 """
 
@@ -97,9 +97,9 @@ class Component(NamedTuple):
         library: the package of its class.
         class_name: of its class; None for an optional component that the pipeline lacks.
         cls: the class itself; None if it is in neither diffusers nor transformers.
-        locate: finds its files, and fetches them if need be.
+        locate: finds its files, and fetches them if necessary.
         config: its config.json; None if it has none.
-        quantization: how its weights are quantized, as its config says; empty if they are not.
+        quantization: the quantization in its config; empty if its weights are not quantized.
     """
 
     source: ModelSource
@@ -120,7 +120,7 @@ class Component(NamedTuple):
 
     @property
     def is_read_by_share(self) -> bool:
-        """Return whether a rank can read its share of the quantized weights: torchao's, or bitsandbytes' 4 bits."""
+        """Return whether a rank can read its share of the quantized weights (torchao, or 4 bits of bitsandbytes)."""
         method = self.quantization.get("quant_method")
         return bool(method == "torchao" or (method == "bitsandbytes" and self.quantization.get("load_in_4bit")))
 
@@ -151,12 +151,12 @@ def load(
             transformer, with the other parts taken from that model.
         dtype: a torch dtype or its name. By default float32 for bundled models and without a GPU, otherwise bfloat16;
             float16 only on request.
-        plan: reads only this rank's part under the plan; `parallelize` takes the pipeline with a plan that divides it
+        plan: read only this rank's part under this plan; `parallelize` then needs a plan that divides the pipeline in
             the same way. By default the whole pipeline is read.
-        variant: of the files, such as "fp16", for the components with such files.
+        variant: the variant of the files, such as "fp16"; components without it use the plain files.
         transformer: a file with the weights of the transformer, .safetensors or .gguf, under the names of diffusers,
             ComfyUI or the authors; by default the model's own are read.
-        components: the same for more components: the name of each, such as transformer_2 or text_encoder -> its file.
+        components: the same for other components, such as transformer_2 or text_encoder: component -> its file.
 
     Raises:
         ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned, or a
@@ -197,7 +197,7 @@ def load(
             cls = find_pipeline_kind(source) or diffusers.DiffusionPipeline
             pipe = cls.from_pretrained(source, dtype=weight_dtype, use_safetensors=True, variant=variant, **loaded)
     if isinstance(source, str):
-        # Of a folder `find_model_source` has checked them.
+        # For a folder, `find_model_source` has already checked them.
         for component in components_there:
             if component.config is not None:
                 check_stored_types(component.folder, variant)
@@ -243,8 +243,7 @@ def convert_build_errors(name: str, refusal: str = "is not one that diffusers ca
 
 
 def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the model and the files of its components. A file in place of a model is the transformer of a published
-    one.
+    """Return the model and the files of its components. A file given as the model is a published model's transformer.
 
     Raises:
         LoadError, ModelError: if the file cannot be read, fits no published model, or there are two files.
@@ -258,7 +257,7 @@ def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, s
         raise ModelError(f"model {name!r} is a file, and so is transformer={files[TRANSFORMER]!r}; give one of them")
     base, *others = find_base_models(Path(name))
     if others:
-        # Such as one of the two transformers of Wan 2.2: the other would be missing.
+        # For example one of the two transformers of Wan 2.2: the other would be missing.
         alike = ", ".join(others)
         LOG.warning("%s is taken for the transformer of %s, and may be that of %s; %s", name, base, alike, CHOOSE)
     else:
@@ -269,14 +268,14 @@ def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, s
 def load_model(
     component: Component, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None = None, file: str | None = None
 ) -> nn.Module | None:
-    """Load a component that is a model onto the CPU: what a rank of a plan needs of it.
+    """Load a rank's part of a component that is a model, onto the CPU.
 
     Args:
-        file: with its weights; by default they are the pipeline's own.
+        file: the file with its weights; by default the pipeline's own files are read.
 
     Returns:
-        None for what is read with the pipeline, by its own loader: other components, classes from neither diffusers nor
-        transformers, and quantized models that only their quantizers can read.
+        None for components that the pipeline's own loader reads: those that are not models, those with classes from
+        neither diffusers nor transformers, and quantized models that only their quantizers can read.
 
     Raises:
         ModelError, PlanError: if the transformer cannot be divided so.
@@ -292,7 +291,7 @@ def load_model(
     if component.class_name is None:
         return None
     if file is not None:
-        # A file of its own counts before the files of the folder.
+        # A separate file takes precedence over the folder's files.
         model = load_component_file(component, file, plan, rank, dtype)
     elif cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
         if is_divided:
@@ -323,7 +322,7 @@ def _load_whole_model(cls: Any, place: str, options: CallArguments, dtype: torch
     options[dtype_option] = dtype
     model: nn.Module
     model, info = cls.from_pretrained(place, use_safetensors=True, output_loading_info=True, **options)
-    # Not buffers: missing ones are computed, such as tables of positions.
+    # Buffers may be missing: they are computed, such as tables of positions.
     parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
     refuse_missing_weights(parameters & set(info["missing_keys"]), folder)
     return model
@@ -343,7 +342,7 @@ def find_pipeline_kind(source: ModelSource) -> Any:
 
     Raises:
         LoadError: if the file cannot be read.
-        ModelError: if a modular pipeline has blocks that diffusers has not, or code of its own.
+        ModelError: if a modular pipeline has its own code, or blocks that diffusers lacks.
     """
     index = read_model_index(source)
     if MODULAR_MARK in index:
@@ -375,7 +374,7 @@ def load_modular_pipeline(source: ModelSource, dtype: torch.dtype, variant: str 
             if variant is not None:
                 options["variant"] = variant
         try:
-            # Not load_components: it logs the exception of a component and goes on without it.
+            # `load_components` would only log a component's exception, and go on without it.
             part = spec.load(dtype=dtype, **options)
         except ValueError as error:
             refuse_out_of_memory(error)
@@ -405,7 +404,7 @@ def _load_partial_transformer(
     Raises:
         ModelError: if its anatomy is not known, or its quantizer is not installed.
         PlanError: if it cannot be cut as the plan says.
-        LoadError: if files or weights are missing or corrupt, also if only other ranks read them.
+        LoadError: if files or weights are missing or corrupt, even if only other ranks read them.
     """
     if variant is not None and not _has_variant_files(component.locate, variant):
         variant = None
@@ -510,7 +509,7 @@ def _read_share(
     coordinates = compute_coordinates(plan, rank)
     stages = divide_into_stages(block_hooks, plan)
     owned = stages[coordinates["pipefusion"]]
-    # Before blocks are emptied: it describes the blocks of every stage.
+    # Describe the blocks of every stage before some are emptied.
     weights = block_hooks.describe_weights()
     index = coordinates["tensor"]
     select_shard = None
@@ -522,13 +521,13 @@ def _read_share(
         )
         tensor_shares = cuts.shares
         select_shard = cuts.select_shard
-    # After the cuts, which are those of plain Linears: a checkpoint of quantized weights replaces them.
-    # Before blocks are emptied, so that a missing weight raises on every rank and not only on its owner.
+    # Cuts are made for plain Linears, so they come before the checkpoint, which may replace Linears by quantized ones.
+    # Weights are located before blocks are emptied, so that a missing weight raises on every rank.
     checkpoint = build_checkpoint(model).find_weights(model.state_dict().keys(), place)
-    # Before the weights are read, so that blocks of other ranks are never in memory.
+    # Empty blocks before weights are read, so that blocks of other ranks are never in memory.
     block_hooks.empty_other_blocks(owned, keep=False)
     bytes_read = checkpoint.read_into_module(model, dtype, keep_fp32=keep_fp32, part=select_shard)
-    # After the checkpoint was read: reading asks for the `state_dict` that the guards refuse.
+    # Guard after the checkpoint was read: reading calls `state_dict`, which the guards refuse.
     block_hooks.guard_calls()
     block_hooks.guard_saving()
     shard = index, plan.list_tensor_weights()
@@ -559,7 +558,7 @@ def _build_empty_model(cls: Any, config: Path, dtype: torch.dtype) -> Any:
 
 def _has_unsaved_tensors(module: nn.Module) -> bool:
     """Return whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
-    # Without torch's tables of saved tensors.
+    # Leave out torch's own tables of saved tensors.
     own = dict(vars(module))
     for name in ("_parameters", "_buffers", "_modules"):
         del own[name]

@@ -49,48 +49,48 @@ from ditile.plan.option_classes import (
 )
 
 PERIOD = 1.0
-"""Seconds between two looks at a folder that grows."""
+"""Seconds between two looks at a download's folder."""
 HUB_TIMEOUT = 5.0
 """Seconds in which the hub must answer."""
 LAYER_COUNTS = r"(\w+_)?(layers?|blocks?|depth)(_per_\w+)?"
-"""A pattern of names of counts of blocks in a config."""
+"""Pattern of the config names that count blocks."""
 MOST_IN_CONFIGS = {LAYER_COUNTS: 1000, "num_train_timesteps": 10**6}
-"""Patterns of names in a config, and the largest number that each may have."""
+"""Pattern of a name in a config -> the largest number allowed."""
 MODEL_INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
 """A folder with one of these two files is a pipeline; the first one counts where both are."""
 TRANSFORMER = "transformer"
-"""The component of a file if nothing names another one."""
+"""The component that a weight file is for if no other is named."""
 DENOISERS = (TRANSFORMER, "transformer_2")
-"""The components that are called in turns, in the order of a pipeline's `boundary_ratio`."""
+"""The models that a pipeline calls in turn, split by its `boundary_ratio`, in order."""
 MODULAR_MARK = "_blocks_class_name"
 """The key that only the index of a modular pipeline has."""
 FRAME_RATE = "fps"
 """The key of `generation.json` for the frames per second of a video file."""
 STEMS = ("diffusion_pytorch_model", "model")
-"""The names of files of weights, without their endings: diffusers' and transformers'."""
+"""The names of weight files without their endings, in diffusers and in transformers."""
 SAFETENSORS = "safetensors"
 GGUF = "gguf"
 FORMATS = {".safetensors": SAFETENSORS, ".sft": SAFETENSORS, ".gguf": GGUF}
 """Ending of a file of weights -> its format."""
 MOST_IN_GGUF_HEADER = 30_000
-"""Values that a header of GGUF may have: models have hundreds, and each takes microseconds to read."""
+"""Most values in a GGUF header: models have hundreds, and each takes microseconds to read."""
 MOST_GGUF_STRINGS = 2_000_000
-"""Limit of strings in its arrays: the vocabularies of text encoders. Skipping them takes tenths of a second."""
+"""Most strings in the arrays of a GGUF header, such as vocabularies: skipping these takes tenths of a second."""
 _GGUF_ERRORS = (
     *(OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError, struct.error),
 )
 """The exceptions of the GGUF reader for a file that is cut short, or has an impossible header."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = ("F8_E4M3", "F8_E5M2")
-"""Floating point types of safetensors, and those of eight bits, possibly with scales."""
+"""Floating point types of safetensors, and its 8-bit types, which may have scales."""
 SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
-"""The last part of the scale's name next to a `weight` in fp8: in ComfyUI's first files, in its later ones and those of
-authors, and in DeepSeek's convention, where it is not an inverse either."""
+"""The names of the scale beside an fp8 `weight`: in ComfyUI's older files; in newer files and authors' files;
+and in DeepSeek's files, whose `inv` is no inverse."""
 MOST_SHOWN = 80
-"""Letters of a wrong value that an error quotes."""
+"""Most characters of a wrong value that an error quotes."""
 MOST_TENSORS = 30_000
-"""Tensors that a file may have: transformers have hundreds, with experts thousands, and renaming looks at all often."""
+"""Most tensors in a file: transformers have hundreds, or thousands with experts, and renaming is slow for more."""
 # Endings read by torch.load, which runs code from the file.
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -185,8 +185,8 @@ def find_model_source(
     Args:
         name: of a bundled or published model, a folder, or a hub id.
         variant: of the files that will be read.
-        weights: whether weights will be read; configs are enough to say how a model would be divided, and the package
-            has the configs of published models.
+        weights: whether weights will be read. Configs are enough to plan a division, and the package has the configs of
+            published models.
         components: component -> the file with its weights; by default the model's own are read.
 
     Raises:
@@ -223,8 +223,8 @@ def collect_component_files(
     """Return the file with the weights of each component.
 
     Args:
-        transformer: the file of the component of that name; None if it has none.
-        components: the same of any component, also as texts such as transformer_2=low.gguf.
+        transformer: the file for the component `transformer`, if there is one.
+        components: component -> its file, or texts such as transformer_2=low.gguf.
 
     Raises:
         ModelError: if a text has no name or no file, or a component has two files or an impossible name.
@@ -250,7 +250,7 @@ def collect_component_files(
             raise ModelError(f"{name} has two files, {files[name]!r} and {file!r}; give one of them")
         if not isinstance(file, str | Path):
             raise ModelError(f"{name}={file!r} is not a file; give a .safetensors or .gguf file")
-        # The shell does not, after the name of a component.
+        # The shell does not expand `~` after `NAME=`.
         files[name] = os.path.expanduser(file)
     return files
 
@@ -260,7 +260,7 @@ def check_model_file(file: Path | str, component: str = TRANSFORMER) -> str:
 
     Raises:
         ModelError: if there is no such file, or it needs a package that is not installed.
-        LoadError: if it is of another format than its ending says, a pickle, or cut short.
+        LoadError: if its format does not match its ending, or it is a pickle or cut short.
     """
     if not os.path.isfile(file):
         raise ModelError(f"{component}={str(file)!r} is not a file; give a .safetensors or .gguf file")
@@ -285,7 +285,7 @@ def _locate_model(name: str, *, weights: bool) -> ModelSource:
         raise ModelError(_describe_unknown_model(name))
     folder = Path(os.path.expanduser(name))
     known = find_known_model(str(name))
-    # A local folder of a pipeline goes before the published model of the same name.
+    # A local pipeline folder takes precedence over a published model of the same name.
     if known is not None and (known.hub_id is None or find_index_file(folder) is None):
         if weights and known.hub_id is not None:
             return known.hub_id
@@ -347,7 +347,7 @@ def list_own_components(source: ModelSource, index: JsonObject) -> Iterator[tupl
             yield name, (entry[0], entry[1])
         elif len(entry) == 3 and isinstance(entry[2], dict) and entry[2].get("subfolder", name) == name:
             location = entry[2]
-            # The class may only be in the hint, if a component was not loaded when the pipeline was saved.
+            # A component that was not loaded when the pipeline was saved has its class only in the hint.
             library, class_name = entry[:2]
             hint = location.get("type_hint")
             if isinstance(hint, list) and len(hint) == 2:
@@ -491,7 +491,7 @@ def name_weight_files(stem: str, variant: str | None) -> tuple[str, str]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the index of a checkpoint in several files: tensor -> file. Raises `LoadError` if it is none."""
+    """Read the index of a checkpoint in several files: tensor -> file. Raises `LoadError` if it is not an index."""
     weight_map: dict[str, str] = read_json_object(path, WeightMap)["weight_map"]
     return weight_map
 
@@ -551,14 +551,14 @@ def open_gguf(path: Path) -> Any:
         # Written pages would be copies. Read-only memory would make torch warn.
         return BoundedReader(path, "c")
     except _GGUF_ERRORS as error:
-        # A damaged header may ask for any amount of memory; only the system says that there is none.
+        # A damaged header may ask for any amount of memory, so only an OSError means that memory ran out.
         if isinstance(error, OSError):
             refuse_out_of_memory(error)
         raise LoadError(f"{path} is not a whole GGUF file ({join_error_lines(error)}); copy it again") from error
 
 
 def refuse_out_of_memory(error: Exception) -> None:
-    """Raise `MemoryError` if an error reports that memory ran out. Such an error says nothing of a file or a model."""
+    """Raise `MemoryError` if an error reports that memory ran out. The file or model is not at fault then."""
     if is_out_of_memory(error):
         raise MemoryError(join_error_lines(error)) from error
 
@@ -620,7 +620,7 @@ def choose_dtype_name(source: ModelSource, dtype: str | None, *, on_gpu: bool | 
 
 
 def read_json_object(path: Path, kind: type[FileValues] = FileValues) -> JsonObject:
-    """Return the object in a file of JSON. Raises `LoadError` if there is none, or a value is none of its kind."""
+    """Read the object in a JSON file. Raises `LoadError` if there is no object, or a value has the wrong type."""
     try:
         content = files.parse_json(files.read_text(path))
     except (OSError, ValueError) as error:
@@ -645,7 +645,7 @@ def check_weight_source(source: str, option: str) -> None:
     """Check the value of an option for weights, such as a LoRA.
 
     Raises:
-        ModelError: if it is neither there nor a hub id.
+        ModelError: if it is neither a file nor a hub id.
         LoadError: if the file is cut short, or a hub id is not in the hub's cache and cannot be fetched.
     """
     if source and os.path.exists(source):
@@ -657,9 +657,9 @@ def check_weight_source(source: str, option: str) -> None:
     check_hub_access(source, "*", option)
 
 
-@lru_cache(maxsize=64)  # what was there once stays there
+@lru_cache(maxsize=64)  # a model that was found stays there
 def check_hub_access(repository: str, file: str = "*model_index.json", option: str = "model") -> None:
-    """Check the hub's cache. Raises `LoadError` at once for a file that is neither in it nor can be fetched.
+    """Check that a file is in the hub's cache or can be fetched. Raises `LoadError` otherwise, at once.
 
     By itself huggingface_hub would retry for half a minute, for each of several files.
 
@@ -690,7 +690,7 @@ def _find_connection_error(url: str) -> str | None:
     except (urllib.error.HTTPError, http.client.HTTPException):
         return None
     except OSError as error:
-        # urllib wraps the errors of a connection, but not of a connection that breaks later.
+        # urllib does not wrap errors of a connection that breaks later.
         cause = getattr(error, "reason", error)
         # huggingface_hub may trust certificates that Python does not: this server answered.
         if not isinstance(cause, ssl.SSLError):
@@ -739,7 +739,7 @@ def _list_file_stats(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the size and time of each file."""
     file_stats = {}
     for path in folder.glob("*"):
-        # The hub renames a file that is complete, perhaps between `glob` and `stat`.
+        # The hub renames finished files, perhaps between `glob` and `stat`.
         with suppress(FileNotFoundError):
             stat = path.stat()
             file_stats[path.name] = (stat.st_size, stat.st_mtime_ns)

@@ -45,7 +45,7 @@ T = TypeVar("T")
 ReplicaFactory = Callable[[str, EventHandler], Replica]
 # Seconds that an ending server waits for ranks that were told to stop.
 STOP_SECONDS = 10.0
-# Seconds that jobs wait until one more replica is started for them, of those above `--replicas`.
+# Seconds that jobs wait before one more replica is started for them, beyond `--replicas`.
 WAKE_SECONDS = 3.0
 ID_LETTERS = string.ascii_lowercase + string.digits
 
@@ -121,7 +121,7 @@ class Service:
         """Wait until a replica is ready.
 
         Raises:
-            DitileError: if the model, the plan or an option does not fit, so that no start will help.
+            DitileError: if the model, the plan or an option does not fit, so that another start would not help.
             RanksFailedError: if all starts of the ranks failed in the same way.
             NotReadyError: if the server ended before.
         """
@@ -161,7 +161,7 @@ class Service:
         self._check_not_failed()
         # This raises until the first replica has reported the facts of the model.
         _ = self.facts
-        # 24 letters of 36 cannot be guessed, so the address of an image needs no key.
+        # 24 characters out of 36 cannot be guessed, so the address of an image needs no key.
         letters = "".join(secrets.choice(ID_LETTERS) for _ in range(24))
         job_id = f"{kind}_{letters}"
         job = Job(id=job_id, owner=owner, kind=kind, request=request)
@@ -510,7 +510,7 @@ class Service:
 
     def _find_failure(self) -> Failure | None:
         """Return why nothing can be generated; None while a replica is ready or may become ready."""
-        # Replicas that are asleep have not failed, and would help as little.
+        # Sleeping replicas have not failed, but they could not generate either.
         states = {replica.state for replica in self._replicas} - {"asleep"}
         if states != {"failed"}:
             return None
