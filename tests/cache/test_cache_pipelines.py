@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import pytest
+from torch import nn
 
 import ditile
 from ditile.cache.cached import IdleCacheWarning, find_model_cache
@@ -54,6 +55,29 @@ def test_nothing_left_out_is_the_pipeline(name: str) -> None:
             ditile.disable_cache(pipe)
             unchanged(pipe, before)
     same(draw(pipe, name, num_inference_steps=4), wanted, "the cache was taken off")
+
+
+def list_hooks(pipe: Any) -> list[Any]:
+    hooks: list[Any] = []
+    for part in pipe.components.values():
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return hooks
+
+
+def test_calls_leave_no_hooks_and_advise_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure means that every call leaves hooks on text encoders for good, or logs the same line again."""
+    pipe = MAKE["flux"]()
+    before = list_hooks(pipe)
+    ditile.enable_cache(pipe, CACHE)
+    cached = list_hooks(pipe)
+    for _ in range(3):
+        draw(pipe, "flux", prompt="a red circle " * 40)
+    assert list_hooks(pipe) == cached
+    [line] = [message for message in caplog.messages if "are read" in message]
+    assert line.startswith("the prompt has ")
+    ditile.disable_cache(pipe)
+    assert list_hooks(pipe) == before
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["cached again", "cache taken off"])

@@ -486,6 +486,8 @@ def _install_caches(
     if runner is not None or not callable(pipe) or isinstance(pipe, nn.Module):
         return
     lock = threading.RLock()
+    # The runner of each call is another one, and advises only on what no earlier one did.
+    advised: set[str | None] = set()
 
     def call_pipeline(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not lock.acquire(blocking=False):
@@ -502,7 +504,7 @@ def _install_caches(
             if clock is not None:
                 return _count_calls(clock, caches, stock, args, kwargs)
             # A user may have moved the pipeline, or changed its parts, since the last call.
-            runner_of_one = build_single_runner(pipe, Plan())
+            runner_of_one = build_single_runner(pipe, Plan(), advised)
             # No other rank waits for this call, so its watcher is not told of it.
             return inspect.unwrap(Runner.__call__)(runner_of_one, *args, **kwargs)
         finally:

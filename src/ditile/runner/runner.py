@@ -54,6 +54,7 @@ from ditile.model.pipeline_calls import (
     explain_replaced_step_refusal,
     explain_scheduler_refusal,
     find_call_owner,
+    find_offload_devices,
     find_pipeline_device,
     hide_block_tracebacks,
     is_modular,
@@ -128,8 +129,13 @@ class Runner:
         *,
         keep_weights: bool,
         deferred: bool = False,
+        advised: set[str | None] | None = None,
     ) -> None:
-        """Divide the pipeline. A deferred runner derives its models and divides them in its first call."""
+        """Divide the pipeline. A deferred runner derives its models and divides them in its first call.
+
+        Args:
+            advised: the lines of advice that were logged already; this runner adds its own.
+        """
         self.pipe = pipe
         self.plan = plan
         self.mesh = mesh
@@ -143,7 +149,7 @@ class Runner:
         self._restored = False
         # Each call has its own event, so a late stop does not reach the next call.
         self._stop_event: threading.Event | None = None
-        self._advised: set[str | None] = set()
+        self._advised = set() if advised is None else advised
         self._decisions: AgreementGroups | None = None
         # Keep only the shape of the last call: its arguments would keep images and embeddings in memory.
         self._last: Shape | None = None
@@ -905,12 +911,13 @@ def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedS
     return RecordedSteps(lambda: GraphSegments(device), limit_bytes, has_room, checks=checks)
 
 
-def build_single_runner(pipe: Any, plan: Plan) -> Runner:
-    """Build a runner for a plan of one rank on the pipeline's device, regardless of other ranks."""
+def build_single_runner(pipe: Any, plan: Plan, advised: set[str | None] | None = None) -> Runner:
+    """Build a runner for a plan of one rank on the device of the pipeline's calls, regardless of other ranks."""
     # One rank needs no process group.
     mesh = Mesh(0, 1)
-    device = find_pipeline_device(pipe)
+    # A ComponentsManager keeps components on the CPU between calls.
+    device = next(iter(find_offload_devices(pipe).values()), None) or find_pipeline_device(pipe)
     # The proof of a model includes the user's hooks on it.
     options = CompositionOptions(keep_weights=True, trusts_code=True, moves=False)
     compose = functools.partial(compose_strategies, pipe, plan, mesh, device, options)
-    return Runner(pipe, plan, mesh, device, compose, keep_weights=True)
+    return Runner(pipe, plan, mesh, device, compose, keep_weights=True, advised=advised)

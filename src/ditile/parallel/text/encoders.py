@@ -113,6 +113,9 @@ class TextEncoders:
 
     def empty_foreign_parts(self) -> None:
         """Empty the parts of other ranks, unless they were never read, and refuse calls of a part by itself."""
+        # A runner of whole encoders may be dropped without `restore`, so it leaves nothing on them.
+        if self.stay_whole:
+            return
         for name, encoder in self.encoders.items():
             # Its other parts were never read, so there is nothing to empty.
             if read_placement(encoder) is not None:
