@@ -528,7 +528,7 @@ class ConvertedTensor:
         integers = self.tensor.integers
         if integers is not None:
             rows = index
-            columns = ...
+            columns: Any = ...
             if isinstance(index, tuple) and len(index) == content.ndim:
                 rows = index[:-1]
                 columns = (..., index[-1])
