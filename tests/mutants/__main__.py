@@ -12,13 +12,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from tests.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 900.0
 """After which a test file counts as failed: some mutants hang."""
-NO_TESTS = 5
-"""The exit code of pytest for a file of which nothing runs on a commit."""
+NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
+"""Of a file of which nothing runs on a commit."""
 
 
 def find_killer(mutant: Mutant, source: Path) -> str | None:
