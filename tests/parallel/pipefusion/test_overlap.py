@@ -30,18 +30,18 @@ class Sent:
     """Messages that were started; waiting for them is written down."""
 
     def __init__(self, log: list[str], name: Any, received: list[Tensor]) -> None:
-        self._log, self._name, self._received = log, name, received
+        self._log, self._name, self.received = log, name, received
         log.append(f"start {name}")
 
     def wait_for_tensors(self) -> list[Tensor]:
         self.wait_for_works()
-        return self._received
+        return self.received
 
     def wait_for_works(self) -> None:
         self._log.append(f"wait {self._name}")
 
     def list_received(self) -> list[Tensor]:
-        return self._received
+        return self.received
 
 
 class Exactly:
