@@ -109,7 +109,7 @@ def test_first_steps_are_forced_where_they_matter() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_schedules_belong_to_bundled_models(path: Path) -> None:
     """Each is small, is found by the weights of its model, and was measured."""
-    assert path.stat().st_size < 16_000
+    assert path.stat().st_size < 32_000
     schedule = ditile.Schedule.read(path)
     pipe = ditile.load(schedule.model)
     present = describe_models([pipe.transformer])
