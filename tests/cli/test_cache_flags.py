@@ -13,6 +13,7 @@ import pytest
 from ditile import Plan
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
 from ditile.cache.config_text import parse_cache_line
+from ditile.cache.methods.magcache import MagCacheConfig
 from ditile.cli import main
 from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile.plan.flag_parser import collect_arguments, list_flags, normalize_flags
@@ -148,6 +149,20 @@ def test_what_is_refused(words: str, says: str) -> None:
     with pytest.raises(DitileError, match=says) as caught:
         read(*words.split())
     assert "\n" not in str(caught.value)
+
+
+def test_flags_change_the_method_of_a_file_and_replace_none(tmp_path: Path) -> None:
+    path = str(tmp_path / "mag.yaml")
+    Path(path).write_text("cache_config:\n  cache_type: magcache\n", "utf-8")
+    both = read("--config", path, "--taylorseer").build_cache_arguments()
+    assert isinstance(both["cache_config"], MagCacheConfig)
+    assert both["calibrator_config"] == TaylorSeerCalibratorConfig()
+    assert isinstance(read("--config", path, "--cache").build_cache_arguments()["cache_config"], DBCacheConfig)
+    for words, says in (("--rdt 0.1", "has MagCacheConfig"), ("-order 2", "is for --taylorseer")):
+        with pytest.raises(DitileError, match=says):
+            read("--config", path, *words.split())
+    with pytest.raises(DitileError, match="is a cache, and another one is given too"):
+        read("--schedule", "a.json", "--prune")
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,14 @@ class ResidualPacking:
         """Pack the message to send, `[..., n]`."""
         if self.is_first:
             return self.unpack_vectors(x, SENT)
-        return self.pack_difference(x, self.bases[SENT])
+        return self.pack_difference(x.detach(), self.bases[SENT])
 
     def unpack_vectors(self, packed: Tensor, index: int, **_: Any) -> Tensor:
         """Unpack the received message of a number."""
         if not self.is_first:
             return self.unpack_difference(packed, self.bases[index])
         # A copy: the model may write into what it gets.
-        self.bases[index] = torch.nan_to_num(packed, 0.0, 0.0, 0.0)
+        self.bases[index] = torch.nan_to_num(packed.detach(), 0.0, 0.0, 0.0)
         return packed
 
     def pack_difference(self, x: Tensor, base: Tensor) -> Tensor:

@@ -127,8 +127,11 @@ class PatchSchedule:
         return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
 
     def sends_in_full(self, step: int) -> bool:
-        """Return whether no message of a step may be a difference: it is synchronous, and in others keys are stale."""
-        return self.patches * self.distrifusion > 1 and self.is_synchronous(step)
+        """Return whether no message of a step may be a difference.
+
+        It is synchronous where keys are stale in others, or it is the first of another model.
+        """
+        return step in self.again or (self.patches * self.distrifusion > 1 and self.is_synchronous(step))
 
     @property
     def has_stale_steps(self) -> bool:

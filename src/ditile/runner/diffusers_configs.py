@@ -32,7 +32,7 @@ def enable_parallelism(pipe: Any, config: Any, **options: Any) -> Runner:
         pipe: as for `parallelize`. It is the pipeline and not its transformer, because only calls of the pipeline say
             where an image begins.
         config: a `ContextParallelConfig`, a `TensorParallelConfig`, or a `ParallelConfig` with one of them.
-        options: further arguments of `parallelize`, such as `attention` or `cp_plan`.
+        options: further arguments of `parallelize`, such as `attention` or `trust_code`.
 
     Raises:
         PlanError: if it is another kind of config, has a value that ditile cannot honour, or does not fit.

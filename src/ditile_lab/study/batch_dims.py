@@ -7,7 +7,6 @@ data is called with another number of rows: this succeeds only if exactly the ba
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,7 +22,6 @@ from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.batch_rows import BatchDims, TensorPath, list_paths
 from ditile.model.hooks.overrides import override_attribute
 
-LOG = logging.getLogger("ditile")
 _MOST_TABLES = 2
 """The most arguments that may be as long as the batch without having rows."""
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
@@ -62,12 +60,6 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
                     if probe.is_possible(rows - {path}, size):
                         rows.remove(path)
                 return BatchDims(dict.fromkeys(rows, 0))
-        LOG.warning(
-            "%s cannot be called with another number of rows than %d, so every rank of the axes data and cfg computes "
-            "all of them; data=1 and cfg=1 are as fast",
-            type(model).__name__,
-            batch_size,
-        )
         return None
     except _VALUE_NEEDED:
         return _guess_batch_dims(arguments, batch_size, candidates)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,12 @@ from torch.utils import _pytree as pytree
 
 from ditile.model.block_table import TransformerEntry, find_table_entry
 from ditile.model.hooks.token_arguments import find_unknown_rows
-from ditile.plan.anatomy import Kinds, select_word
+from ditile.plan.anatomy import ROWS, Kinds, select_word
 from ditile.plan.extras import import_lab
+
+LOG = logging.getLogger("ditile")
+TABLES_WITHIN = {"ip_adapter_masks"}
+"""Keys of dicts among the arguments whose tensors have no rows: one for each adapter here."""
 
 TensorPath = tuple[Any, ...]
 """The path of a tensor in the arguments of a call, in pytree's keys: the argument's name, then keys and indices."""
@@ -66,6 +71,7 @@ class BatchDimFinder:
         self._model = model
         self._inputs = inputs
         self._studied: dict[object, BatchDims | None] = {}
+        self._has_warned = False
 
     def find_dims(self, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
         """Return the batch dimensions of a call; None where they are unknown and only the whole batch can be computed.
@@ -74,13 +80,23 @@ class BatchDimFinder:
             noisy: the name of the noisy input.
         """
         if inspect.unwrap(type(self._model).forward).__module__.startswith("diffusers."):
-            return self._read_dims(arguments, noisy, batch_size)
-        # The result depends only on which tensors are as long as the batch.
-        key = tuple((path, x.shape[:1] == (batch_size,), x.ndim) for path, x in list_paths(arguments))
-        if key not in self._studied:
-            study = import_lab("study.batch_dims")
-            self._studied[key] = study.derive_batch_dims(self._model, arguments, noisy, batch_size)
-        return self._studied[key]
+            dims = self._read_dims(arguments, noisy, batch_size)
+        else:
+            # The result depends only on which tensors are as long as the batch.
+            key = tuple((path, x.shape[:1] == (batch_size,), x.ndim) for path, x in list_paths(arguments))
+            if key not in self._studied:
+                study = import_lab("study.batch_dims")
+                self._studied[key] = study.derive_batch_dims(self._model, arguments, noisy, batch_size)
+            dims = self._studied[key]
+        if dims is None and not self._has_warned:
+            self._has_warned = True
+            LOG.warning(
+                "%s cannot be called with another number of rows than %d, so every rank of the axes data and cfg "
+                "computes all of them; data=1 and cfg=1 are as fast",
+                type(self._model).__name__,
+                batch_size,
+            )
+        return dims
 
     def _read_dims(self, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
         entry = find_table_entry(type(self._model)) or TransformerEntry()
@@ -91,12 +107,17 @@ class BatchDimFinder:
             if name in entry.tables:
                 continue
             kinds = self._inputs.get(name, ())
+            # A list with an entry for each row is not cut.
+            if kinds == (ROWS,) and value is not None:
+                return None
             is_unknown = find_unknown_rows({name: value}, self._inputs, noisy, batch_size) is not None
             # These are embeddings for another number of images, which the model itself refuses.
             if not kinds and isinstance(value, Tensor) and value.ndim > 2 and value.shape[0] not in (1, batch_size):
                 return None
             for place, (path, x) in enumerate(pytree.tree_leaves_with_path({name: value})):
                 if not isinstance(x, Tensor) or not x.ndim:
+                    continue
+                if any(getattr(key, "key", None) in TABLES_WITHIN for key in path):
                     continue
                 if is_unknown and x.shape[0] == batch_size:
                     dims[path] = 0

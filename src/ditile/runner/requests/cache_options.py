@@ -12,13 +12,16 @@ from typing import Any, Literal, NamedTuple, get_args
 from ditile.cache.cache_dit import QuantType, parse_quantize_config
 from ditile.cache.config import (
     CACHE_WORDS,
+    DBCacheConfig,
     Fields,
     FittedScheduleConfig,
+    TaylorSeerCalibratorConfig,
     merge_configs,
 )
 from ditile.cache.config_text import (
     CACHE_METHODS,
     CALIBRATOR_CONFIGS,
+    METHOD_NAMES,
     load_configs,
     parse_cache_line,
     parse_cache_section,
@@ -238,13 +241,14 @@ class CacheOptions(Fields):
             arguments |= parse_cache_line(line)
         if self.schedule is not None:
             config = arguments["cache_config"]
-            if config is not None and not isinstance(config, FittedScheduleConfig):
+            is_other = config is not None and not isinstance(config, FittedScheduleConfig)
+            if is_other or self.cache or self.prune:
                 raise ModelError(
                     f"--schedule {self.schedule} is a cache, and another one is given too; give one of them"
                 )
             # A file that is not a schedule is refused before ranks start.
             Schedule.read(self.schedule)
-        section = self._collect_section()
+        section = self._collect_section(arguments)
         if section:
             for name, config in parse_cache_section(section).items():
                 arguments[name] = merge_configs(arguments.get(name), config)
@@ -252,8 +256,15 @@ class CacheOptions(Fields):
             arguments["quantize_config"] = arguments.get("quantize_config", {}) | {"quant_type": self.quantize_type}
         return arguments
 
-    def _collect_section(self) -> JsonObject:
-        """Collect the flags of a cache, as the cache_config of a file."""
+    def _collect_section(self, configs: CallArguments) -> JsonObject:
+        """Collect the flags of a cache, as the cache_config of a file.
+
+        Args:
+            configs: of the config file, which the flags change.
+
+        Raises:
+            ModelError: if a flag is for another method, or another forecast, than the file's.
+        """
         section: JsonObject = {}
         for name in CALIBRATOR_CONFIGS:
             if getattr(self, name):
@@ -261,8 +272,20 @@ class CacheOptions(Fields):
         for name, row in CACHE_FLAGS.items():
             if name in self.given:
                 section[str(row.field)] = getattr(self, name)
-        if "taylorseer_order" in section:
+        if "taylorseer_order" in section and not self.taylorseer:
+            if not isinstance(configs.get("calibrator_config"), TaylorSeerCalibratorConfig):
+                raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
             section["enable_taylorseer"] = True
+        method = configs["cache_config"]
+        if section and method is not None and not (self.cache or self.prune or isinstance(method, DBCacheConfig)):
+            for name, row in CACHE_FLAGS.items():
+                if name in self.given and row.config is DBCacheConfig:
+                    raise ModelError(
+                        f"{format_flag(name)} {getattr(self, name)} is for DBCache, and {self.config} has "
+                        f"{type(method).__name__}; leave it out, or add --cache"
+                    )
+            section["cache_type"] = METHOD_NAMES[type(method)]
+            return section
         if self.schedule is not None:
             section |= {"cache_type": "schedule", "schedule": self.schedule}
         elif self.prune:
