@@ -153,7 +153,7 @@ def test_what_is_refused(words: str, says: str) -> None:
 
 def test_flags_change_the_method_of_a_file_and_replace_none(tmp_path: Path) -> None:
     path = str(tmp_path / "mag.yaml")
-    Path(path).write_text("cache_config:\n  cache_type: magcache\n", "utf-8")
+    Path(path).write_text("cache_config:\n  cache_type: magcache\n  mag_ratios: flux\n", "utf-8")
     both = read("--config", path, "--taylorseer").build_cache_arguments()
     assert isinstance(both["cache_config"], MagCacheConfig)
     assert both["calibrator_config"] == TaylorSeerCalibratorConfig()
