@@ -22,10 +22,10 @@ LONELY_LINES = 60
 MOST_NODES = {
     "plan": 23_650,
     "distributed": 27_100,
-    "model": 54_050,
+    "model": 54_150,
     "parallel": 67_550,
     "cache": 41_150,
-    "runner": 69_300,
+    "runner": 69_450,
     "planner": 44_900,
     "serve": 36_950,
     "cli": 13_000,

@@ -118,7 +118,6 @@ CACHE_METHODS = (
 )
 """All methods; a new one is a row here."""
 METHODS_BY_NAME = {method.name: method for method in CACHE_METHODS}
-METHOD_NAMES = {method.config: method.name for method in CACHE_METHODS}
 METHODS_BY_WORD = {"prune": METHODS_BY_NAME["dbprune"]}
 """A word by which a line names a method -> the method."""
 for _method in CACHE_METHODS:

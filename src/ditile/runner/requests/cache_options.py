@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ditile.cache.cache_dit import QuantType, parse_quantize_config
 from ditile.cache.config import (
     CACHE_WORDS,
+    CacheConfig,
     DBCacheConfig,
     Fields,
     FittedScheduleConfig,
@@ -21,7 +22,6 @@ from ditile.cache.config import (
 from ditile.cache.config_text import (
     CACHE_METHODS,
     CALIBRATOR_CONFIGS,
-    METHOD_NAMES,
     load_configs,
     parse_cache_line,
     parse_cache_section,
@@ -250,11 +250,30 @@ class CacheOptions(Fields):
             Schedule.read(self.schedule)
         section = self._collect_section(arguments)
         if section:
-            for name, config in parse_cache_section(section).items():
+            configs = parse_cache_section(section)
+            if self._keeps_method(arguments["cache_config"]):
+                configs.pop("cache_config")
+            for name, config in configs.items():
                 arguments[name] = merge_configs(arguments.get(name), config)
         if self.quantize:
             arguments["quantize_config"] = arguments.get("quantize_config", {}) | {"quant_type": self.quantize_type}
         return arguments
+
+    def _keeps_method(self, method: CacheConfig | None) -> bool:
+        """Return whether the flags leave a method of the config file, whose forecast alone they say.
+
+        Raises:
+            ModelError: if one of them is for another method.
+        """
+        if method is None or isinstance(method, DBCacheConfig) or self.cache or self.prune or self.schedule:
+            return False
+        for name, row in CACHE_FLAGS.items():
+            if name in self.given and row.config is DBCacheConfig:
+                raise ModelError(
+                    f"{format_flag(name)} {getattr(self, name)} is for DBCache, and {self.config} has "
+                    f"{type(method).__name__}; leave it out, or add --cache"
+                )
+        return True
 
     def _collect_section(self, configs: CallArguments) -> JsonObject:
         """Collect the flags of a cache, as the cache_config of a file.
@@ -276,16 +295,6 @@ class CacheOptions(Fields):
             if not isinstance(configs.get("calibrator_config"), TaylorSeerCalibratorConfig):
                 raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
             section["enable_taylorseer"] = True
-        method = configs["cache_config"]
-        if section and method is not None and not (self.cache or self.prune or isinstance(method, DBCacheConfig)):
-            for name, row in CACHE_FLAGS.items():
-                if name in self.given and row.config is DBCacheConfig:
-                    raise ModelError(
-                        f"{format_flag(name)} {getattr(self, name)} is for DBCache, and {self.config} has "
-                        f"{type(method).__name__}; leave it out, or add --cache"
-                    )
-            section["cache_type"] = METHOD_NAMES[type(method)]
-            return section
         if self.schedule is not None:
             section |= {"cache_type": "schedule", "schedule": self.schedule}
         elif self.prune:
