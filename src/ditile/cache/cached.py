@@ -1,7 +1,7 @@
 """Caches of models: an override of the forward, hooks around the blocks, and chains of them.
 
-A runner puts them on the model for the length of a call, inside its own hooks, and gives the cache its clock and its
-agreement with other ranks. Where no runner drives the loop, a `CallClock` counts the calls of the model.
+A runner installs them on the model for one call, inside its own hooks, and gives the cache a clock and an agreement
+with other ranks. Without a runner a `CallClock` counts the calls of the model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("ditile")
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)
-"""Arguments by which a transformer leaves out blocks itself: the cache does nothing in such a call."""
+"""Arguments that make a transformer itself skip blocks: the cache does nothing in such a call."""
 
 _CACHE_ATTRIBUTE = "_cached_by_ditile"
 """The attribute of a transformer that holds its `TransformerCache`."""
@@ -59,8 +59,8 @@ class ModelCache(abc.ABC):
     """The cache of one model that a pipeline calls.
 
     Attributes:
-        reports: of the last generation, one for each context.
-        kept_bytes: bytes that were remembered when it ended.
+        reports: the reports of the last generation, one for each context.
+        kept_bytes: bytes that were remembered when that generation ended.
         label: what the pipeline calls its call of the transformer, if it names it.
         is_in_call: whether a call of a runner is under way.
     """
@@ -81,8 +81,10 @@ class ModelCache(abc.ABC):
     @property
     @abc.abstractmethod
     def contexts(self) -> Sequence[Any]:
-        """Return the groups of work that are decided on together. Each has its settings in one word (`text`) and whole
-        (`settings`), and the reason why nothing can ever be left out (`idle`)."""
+        """Return the contexts, whose work is decided on together.
+
+        Each has its settings in short (`text`) and in full (`settings`), and why it can skip nothing, if so (`idle`).
+        """
 
     @property
     @abc.abstractmethod
@@ -98,7 +100,7 @@ class ModelCache(abc.ABC):
         self.update_reports()
         self._drop_memory()
         is_whole = all(report.steps == self._num_steps and not report.saved for report in self.reports)
-        # One rank speaks for those that decide alike.
+        # All ranks decide alike, so only one warns.
         if self._has_warned or not self.reports or not is_whole or (dist.is_initialized() and dist.get_rank() > 0):
             return
         self._has_warned = True
@@ -138,7 +140,7 @@ class ModelCache(abc.ABC):
 
     @abc.abstractmethod
     def _change_settings(self, config: CacheConfig, calibrator: Calibration | None) -> None:
-        """Take other settings. Raises `ModelError` if they are of another kind of cache."""
+        """Change the settings. Raises `ModelError` for settings of another kind of cache."""
 
     @abc.abstractmethod
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -149,7 +151,7 @@ class ModelCache(abc.ABC):
 
         Args:
             pipe: the pipeline, or the model itself.
-            clock: counts the calls of the model where no runner drives its loop.
+            clock: counts the calls of the model if no runner drives its loop.
         """
         self._pipe = pipe
         # A runner, and a second `enable_cache`, find the cache on the model.
@@ -185,7 +187,7 @@ class ModelCache(abc.ABC):
         try:
             yield
         finally:
-            # After an error what was remembered is still there, and the own clock must not find it.
+            # After an error, drop the memory, so that the cache's own clock does not find it.
             self.end_generation()
             self._clock = self._own_clock
             self.is_in_call = False
@@ -213,13 +215,13 @@ class ModelCache(abc.ABC):
         if clock is None:
             return forward(*args, **kwargs)
         moment = None
-        # A call that was prepared has begun already.
+        # `prepare_call` has already begun the call.
         if not self._is_prepared:
             moment = clock.begin_model_call(self)
         try:
             result = self._run_call(moment, forward, args, kwargs)
         except BaseException:
-            # The loop that the error leaves makes no further step, so memory must not wait for one.
+            # The error ends the loop, so no later step would free the memory.
             if self._own_clock is not None:
                 self._own_clock.end_generation()
             raise
@@ -245,7 +247,7 @@ class TransformerCache(ModelCache):
     ) -> None:
         super().__init__(transformer, config)
         self._hooks = hooks
-        # The hooks of a generation that the own clock counts.
+        # The hooks of a generation that the cache's own clock counts.
         self._own_hooks = ExitStack()
         self._make_contexts = contexts
         self._calibrator = calibrator
@@ -255,7 +257,7 @@ class TransformerCache(ModelCache):
         self._loop_step = -1
         self._step = -1  # counted from the first step in which the transformer was called
         self._keep: KeepMemory | None = None
-        # What the blocks of the prepared call may read and store; nothing where all of them run.
+        # What the blocks of the prepared call may read and store; empty if all blocks run.
         self._described: list[Residuals] = []
 
     @property
@@ -284,8 +286,7 @@ class TransformerCache(ModelCache):
         kept_buffers: KeptBuffers | None,
         compile_: CompileFunction | None,
     ) -> Iterator[None]:
-        """Put hooks on the blocks for the length of a runner's call, with its clock and agreement, and its memory where
-        calls are recorded."""
+        """Put hooks on the blocks in a runner's call, with its clock, agreement, and its memory if it records."""
         own_agreement = self._agreement
         self._agreement = agreement
         if kept_buffers is not None:
@@ -350,7 +351,7 @@ class TransformerCache(ModelCache):
         return forward(*args, **kwargs)
 
     def _decide_before(self, moment: CallPosition | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Decide on the next call with what is known before it, and return whether blocks may be left out."""
+        """Decide on the next call before it is made, and return whether blocks may be skipped."""
         # A call that leaves out layers itself, or does not count, runs every block.
         leaves_out_layers = any(map(kwargs.get, LAYER_SKIP_ARGUMENTS))
         if moment is None or leaves_out_layers:
@@ -366,8 +367,8 @@ class TransformerCache(ModelCache):
         """Decide on a call before it is made, and describe what its blocks do besides using their inputs.
 
         Returns:
-            Equal values for calls that do the same with other numbers; None where a number of the call decides, or
-            something is remembered for the first time.
+            Equal values for calls that differ only in numbers; None if a number of the call decides, or something is
+            remembered for the first time.
         """
         if self._clock is None:
             return ()
@@ -382,12 +383,12 @@ class TransformerCache(ModelCache):
             if description is None:
                 return None
             self._described += chain.iterate_residuals()
-            # The settings too: a cache may have been replaced by another one since.
+            # Settings are included, because another cache may have replaced this one since.
             decision.append((context.name, context.settings, description))
         return tuple(decision)
 
     def list_stored_keys(self) -> list[Any] | None:
-        """Return what blocks stored in the recorded call. None if some of it was stored for the first time."""
+        """Return the keys of values that blocks stored in the recorded call; None if some value was new."""
         if any(residuals.has_new_keys for residuals in self._described):
             return None
         return [list(residuals.stored) for residuals in self._described]
@@ -415,14 +416,14 @@ class TransformerCache(ModelCache):
         if moment.step != self._loop_step:
             self._loop_step = moment.step
             self._step += 1
-        # The noisy input is the first argument; of some models it is a list.
+        # The noisy input is the first argument; some models take a list.
         sample = next(iter((*args, *kwargs.values())), ())
         if not args:
             sample = kwargs.get("hidden_states", sample)
         batch_size = len(sample)
         kind = fingerprint((*args, *kwargs.values()), "shape")
         control = None
-        # Control is measured only on demand, because that reads all arguments.
+        # Control is measured only on demand, because the measurement reads all arguments.
         if any(chain.needs_control for _, chain in self._chains):
             control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
         # Users may replace it at any time.
@@ -453,11 +454,10 @@ def build_transformer_cache(
     Args:
         lists: its lists of blocks, in the order of execution.
         config: the settings for all of them.
-        calibrator: forecasts what is left out; None uses what was computed last.
-        modifiers: one for each list, and each list then decides by itself; one for all lists, or none, and all lists
-            then decide together.
-        has_rows: whether the tensors that blocks get have the rows of the batch; if not, the whole batch decides at
-            once.
+        calibrator: forecasts skipped outputs; None reuses the last computed ones.
+        modifiers: a modifier for each list, which then decides by itself; or at most one for all lists, which then
+            decide together.
+        has_rows: whether the inputs of blocks have the rows of the batch; otherwise the whole batch is one unit.
 
     Raises:
         ModelError: if there are no blocks, or the number of modifiers is not 0, 1 or the number of lists.
@@ -489,7 +489,7 @@ def build_transformer_cache(
             check_one_forecast(*settings)
             own_config, own_calibrator = settings
             if not has_rows:
-                # This holds also where a modifier says otherwise.
+                # A modifier cannot change this.
                 own_config = own_config.reset(couple="batch")
             contexts.append(CacheContext(name, context_hooks, own_config, own_calibrator))
         return contexts
@@ -503,8 +503,7 @@ def find_model_cache(transformer: nn.Module) -> ModelCache | None:
 
 
 def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample: Any) -> Tensor | None:
-    """Measure the inputs that may enter between blocks, `[rows, arguments]`: lists of tensors, and those called
-    control.
+    """Measure the inputs that may enter between blocks (lists of tensors, and control), `[rows, arguments]`.
 
     Other arguments enter before the first block, or are the same in all steps.
     """
@@ -527,7 +526,7 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
 
 
 def _measure_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return the L1 norm of each row. A tensor without these rows gives the norm of the whole to each."""
+    """Return the L1 norm of each row. For a tensor without these rows each gets the norm of the whole."""
     own_rows = rows if tensor.ndim and len(tensor) == rows else 1
     flat = tensor.detach().reshape(own_rows, -1)
     dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32

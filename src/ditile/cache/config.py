@@ -1,8 +1,8 @@
 """The settings of a cache: frozen configs, which are checked when they are made. Nothing here imports torch.
 
-cache-dit documents the same names, so that a script for it runs. The type of a field says which values it may have. The
-table `CACHE_WORDS` has the other names of a field: a flag, a word in a line, a letter in `strify`. A step below is one
-call of the transformer with its branches of guidance, counted from 0.
+The names are those of cache-dit, so that its scripts run. The type of a field limits its values. The table
+`CACHE_WORDS` has the other names of a field: a flag, a word in a line, a letter in `strify`. A step below is one call
+of the transformer with its branches of guidance, counted from 0.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Fields:
-    """A frozen dataclass that refuses unknown fields, and remembers which were given.
+    """A frozen dataclass that refuses unknown fields, and remembers which fields were given.
 
-    Two configs are equal where their values are, whether given or left at the default.
+    Two configs are equal if their values are equal, whether given or left at the default.
     """
 
     __slots__ = ("_given",)
@@ -53,12 +53,12 @@ class Fields:
         check_values(type(self), self.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only given fields are pickled, so that they are known as given afterwards.
+        # Only given fields are pickled, so that the copy knows which were given.
         return _rebuild_config, (type(self), {name: getattr(self, name) for name in self._given}, self._given)
 
     @property
     def given(self) -> frozenset[str]:
-        """Return the fields that were named when this was made, or in a `reset` since."""
+        """Return the fields that were given when this was made, or in a later `reset`."""
         return self._given
 
     def values(self) -> dict[str, Any]:
@@ -97,15 +97,15 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig(Fields):
-    """The settings that all methods of leaving out work share.
+    """The settings that all caches share.
 
     Attributes:
         num_inference_steps: steps of a generation, for a transformer without a pipeline.
-        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
-            with one it is seen from the calls.
+        enable_separate_cfg: whether branches of guidance are separate calls, for a transformer without a pipeline; in
+            a pipeline the calls show it.
     """
 
-    # With an annotation these would be fields.
+    # Without annotations, so that these are not fields.
     WORDS = dict[str, str]()
     """Word of a cache in one line -> field; the first word is the method's own."""
     HAS_FORECAST = False
@@ -121,7 +121,7 @@ class CacheConfig(Fields):
 
 
 class CallCacheConfig(CacheConfig):
-    """The settings of a method that leaves out whole calls of the model, and so needs no knowledge of its blocks."""
+    """The settings of a method that skips whole calls of the model, whose blocks may be unknown."""
 
     __slots__ = ()
     HAS_FORECAST = True
@@ -133,13 +133,13 @@ class CallCacheConfig(CacheConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedScheduleConfig(CallCacheConfig):
-    """A fitted schedule: which steps compute is fixed beforehand, and the others are forecast from the newest two.
+    """A fitted schedule: some steps, fixed beforehand, compute; the others are forecast from the last two of these.
 
     Attributes:
         steps: how many steps of a generation compute; None is half of them.
-        schedule: a `Schedule`, or a file that `ditile fit` wrote; None takes the one that comes with the package for
-            this model. Where there is none, the steps are spread over the generation, and forecasts are lines that end
-            after half a gap.
+        schedule: a `Schedule`, or a file that `ditile fit` wrote; None takes the package's schedule for this model. If
+            the package has none, the steps are spread over the generation, and forecasts are lines that end after half
+            a gap.
 
     The others are as in `CacheConfig`.
 
@@ -162,18 +162,17 @@ class FittedScheduleConfig(CallCacheConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCacheConfig(CacheConfig, abc.ABC):
-    """The settings that all methods of leaving out blocks share.
+    """The settings that all caches of blocks share.
 
     Attributes:
-        couple: what is decided on together: each row of the batch, each image with all its rows of guidance, or
-            the whole batch.
-        store_dtype: the type in which values of computed steps are kept; None is their own.
+        couple: the unit of a decision: a row of the batch, an image with all its rows of guidance, or the whole batch.
+        store_dtype: the type in which values of computed steps are kept; None keeps their own type.
 
     The others are as in `CacheConfig`.
     """
 
     HINT = "let mask and limits leave some out"
-    """What lets a method leave out steps when all are computed."""
+    """What a user can change if every step is computed."""
 
     couple: Literal["row", "image", "batch"] = "image"
     store_dtype: StoreType | None = None
@@ -189,32 +188,31 @@ class DBCacheConfig(BlockCacheConfig):
     """DBCache: the first blocks of a list decide whether its middle blocks run, or what they added before is reused.
 
     Attributes:
-        Fn_compute_blocks: first blocks, which always compute; the difference is the change of what they add. With 0 it
-            is the change of what comes into the first block, and a cached step computes no block at all.
-        Bn_compute_blocks: last blocks, which always compute.
-        residual_diff_threshold: a step is cached where the relative L1 difference to the last computed step is less;
-            0 never caches, 1 or more always.
-        max_warmup_steps: the first steps, which compute; all others may be cached.
+        Fn_compute_blocks: number of first blocks, which always compute; the difference is the change of what they add.
+            With 0 it is the change of the first block's input, and a cached step computes no block.
+        Bn_compute_blocks: number of last blocks, which always compute.
+        residual_diff_threshold: a step is cached if its relative L1 difference to the last computed step is smaller; 0
+            never caches, 1 or more always.
+        max_warmup_steps: number of first steps that always compute.
         warmup_interval: compute every n-th warmup step.
-        max_cached_steps: cached steps of a generation at most; -1 sets no limit.
-        max_continuous_cached_steps: cached steps in a row at most; -1 sets no limit.
-        max_accumulated_residual_diff_threshold: a step computes where the sum of its difference and the differences of
+        max_cached_steps: most cached steps of a generation; -1 sets no limit.
+        max_continuous_cached_steps: most cached steps in a row; -1 sets no limit.
+        max_accumulated_residual_diff_threshold: a step computes if the sum of its difference and the differences of
             all cached steps reaches this; None sets no budget.
-        accumulated_resets: the sum begins again at each computed step (as in TeaCache, arXiv 2411.19108); otherwise
-            there is one sum for the whole generation.
+        accumulated_resets: whether the sum restarts at each computed step (as in TeaCache, arXiv 2411.19108) or runs
+            over the whole generation.
         steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any
             number of steps: slow, medium, fast, ultra. A warmup longer than the mask's leading 1s is cut to
             them. None uses no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
-        steps_computation_policy: steps of the mask that are 0 are cached where the difference is small (dynamic), or
-            always (static). A step without anything stored computes.
-        cfg_compute_first: accepted and not used: branches keep the pipeline's order.
-        cfg_diff_compute_separate: False takes the difference of the first branch of a step for all of them.
-        l1_hidden_states_diff_threshold: compare what the first blocks return, not what they add, with this threshold
-            in place of residual_diff_threshold; None does not.
-        important_condition_threshold: above 0, the difference counts only tokens whose own relative difference is more
-            than this.
-        downsample_factor: the difference counts only every n-th channel.
-        store: what is kept of a computed step: what the middle blocks added, or what they returned.
+        steps_computation_policy: whether steps with a 0 in the mask are cached if the difference is small (dynamic), or
+            always (static). A step computes if nothing is stored yet.
+        cfg_compute_first: ignored: branches keep the pipeline's order.
+        cfg_diff_compute_separate: False uses the difference of a step's first branch for all branches.
+        l1_hidden_states_diff_threshold: if set, replaces residual_diff_threshold, and compares what the first blocks
+            return instead of what they add.
+        important_condition_threshold: above 0, only tokens whose own relative difference exceeds this count.
+        downsample_factor: n compares only every n-th channel.
+        store: the value kept of a computed step: what the middle blocks added, or what they returned.
 
     The others are as in `BlockCacheConfig`.
 
@@ -265,8 +263,8 @@ class DBPruneConfig(DBCacheConfig):
     Attributes:
         enable_dynamic_prune_threshold: the threshold of a step rises with the mean of its first five differences.
         max_dynamic_prune_threshold: how far it may rise; None is twice residual_diff_threshold.
-        dynamic_prune_threshold_relax_ratio: the factor of that mean.
-        non_prune_block_ids: blocks that always compute, by their place in the list; the first Fn and the last Bn do.
+        dynamic_prune_threshold_relax_ratio: the factor for that mean.
+        non_prune_block_ids: indices of further blocks that always compute, besides the first Fn and the last Bn.
 
     The others are as in `DBCacheConfig`.
 
@@ -293,12 +291,12 @@ class DBPruneConfig(DBCacheConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration(Fields):
-    """The fields that all calibrators share: a cached step uses a forecast and not the last stored value.
+    """The fields that all calibrators share. With a calibrator a cached step uses a forecast, not the last value.
 
     Attributes:
         enable_calibrator: forecast the image stream.
         enable_encoder_calibrator: forecast the text stream.
-        calibrator_cache_type: what is stored and forecast: what the middle blocks added, or what they returned.
+        calibrator_cache_type: the stored and forecast value: what the middle blocks added, or what they returned.
         calibrator_type: a field of each calibrator; it is accepted, and is the name of its class.
 
     Raises:
@@ -348,10 +346,10 @@ class DMDCalibratorConfig(Calibration):
     """Dynamic mode decomposition: a sum of exponentials through the last computed steps (Schmid 2010).
 
     Attributes:
-        dmd_history: computed steps that are kept; the method needs 4 evenly spaced ones, with fewer it takes a line.
-        dmd_rank: exponentials at most; None or 0 takes all whose singular value is not noise.
+        dmd_history: number of computed steps that are kept; with fewer than 4 evenly spaced steps it takes a line.
+        dmd_rank: most exponentials; None or 0 takes all whose singular value is not noise.
         dmd_ridge: added to each singular value before it divides, relative to the first one.
-        dmd_svd_precision: accepted and not used: the decomposition is small, and always in double precision.
+        dmd_svd_precision: ignored: the decomposition is small, and always in double precision.
 
     The others are as in `Calibration`.
     """
@@ -368,8 +366,8 @@ class ParamsModifier(Fields):
     """The differences for one list of blocks; `merge_configs` merges them with the settings of the pipeline.
 
     Attributes:
-        cache_config: the fields that were given to it win over the pipeline's.
-        calibrator_config: the same; a calibrator of another kind replaces the pipeline's.
+        cache_config: its given fields override the pipeline's.
+        calibrator_config: the same; a calibrator of another class replaces the pipeline's.
 
     Raises:
         ModelError: if a field is not known, or no config.
@@ -392,7 +390,7 @@ class ParamsModifier(Fields):
 
 
 def check_one_forecast(cache: CacheConfig | None, calibrator: Calibration | None) -> None:
-    """Raise `ModelError` if a method that forecasts in a way of its own is given a calibrator."""
+    """Raise `ModelError` if a method with its own forecast is given a calibrator."""
     if cache is not None and cache.HAS_FORECAST and calibrator is not None:
         raise ModelError(
             f"{type(cache).__name__} has a forecast of its own, and {type(calibrator).__name__} is another; leave the "
@@ -413,10 +411,10 @@ class CacheWord(NamedTuple):
     Attributes:
         config: the config that has the field.
         field: its name, which is its key in a config file too. None: the word stands for the config itself.
-        letters: in `strify`; a field without letters is not shown there.
-        flag: of `ditile generate`, as the field of its options.
-        help: what `--help` says of the flag.
-        aliases: of the flag.
+        letters: its name in `strify`, which leaves out a field without letters.
+        flag: the flag of `ditile generate`, as the field of its options.
+        help: the help of the flag.
+        aliases: other names of the flag.
     """
 
     config: type[Fields]
@@ -473,7 +471,7 @@ def format_cache_config(cache: CacheConfig, calibrator: Calibration | None = Non
         value = getattr(cache, name)
         if value is None or (place and name not in cache.given):
             continue
-        # A switch is shown by its word only, and so are a table and a file, whose values are long.
+        # A switch, a table and a file show only their word: their values say nothing or are long.
         if isinstance(value, int | float) and not isinstance(value, bool):
             word = word * (place > 0) + _show_value(value)
         parts.append(word)
@@ -499,7 +497,7 @@ def _show_value(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, str | tuple):
         return "".join(map(str, value))
-    # Limits of -1 are none, and are shown as cache-dit shows them.
+    # No limit (-1) is shown as 0, as in cache-dit.
     return str(max(value, 0))
 
 
@@ -509,10 +507,10 @@ C = TypeVar("C", bound="Fields")
 def merge_configs(base: C | None, modifier: C | None) -> C | None:
     """Merge the pipeline's config with the changes of a list's modifier.
 
-    A field that was given to the modifier, when it was made or by `reset`, wins, even where it names the default
-    (`dataclasses.replace` gives all of them). All others are the base's. The result has the narrower of the two
-    classes, such as `DBPruneConfig`; where neither class is one of the other (two different calibrators) the modifier
-    is the result. If one of both is None, the result is the other.
+    Fields that were given to the modifier, when it was made or by `reset`, win, even with the default value
+    (`dataclasses.replace` gives all fields). The other fields are the base's. The result has the subclass of the two
+    classes, such as `DBPruneConfig`; if the classes are unrelated (two different calibrators), the modifier is the
+    result. If one config is None, the result is the other.
     """
     if base is None:
         return modifier

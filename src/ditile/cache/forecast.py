@@ -1,7 +1,7 @@
 """Forecasts a stored tensor at a step that is not computed, from the computed steps (calibrators).
 
-One instance continues one sequence, such as the image stream of one image. It keeps snapshots of computed steps and
-nothing of cached ones, so a forecast depends only on computed steps, and not on earlier forecasts.
+One instance continues one sequence, such as the image stream of one image. It keeps snapshots of computed steps only,
+so a forecast never depends on earlier forecasts.
 
     forecaster = TaylorSeer(order=1)
     forecaster.add_computed_step(0, a)
@@ -32,7 +32,7 @@ from ditile.cache.methods.spectrum import ChebyshevCalibratorConfig
 from ditile.plan.errors import ModelError, StateError
 
 MakeSlot = Callable[[int, Tensor], Tensor]
-"""(number, like) -> memory of a tensor's shape and type that stays where it is from generation to generation."""
+"""(number, like) -> memory of a tensor's shape and type, which stays in place between generations."""
 
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor on the CPU over the ranks that hold parts of the sequence; all of them call it."""
@@ -49,7 +49,7 @@ class Forecaster(abc.ABC):
     """Continues one sequence of tensors of one shape.
 
     Args:
-        count: snapshots that are kept.
+        count: number of snapshots kept.
         store_dtype: the type in which they are kept; None is the type of the values.
     """
 
@@ -62,7 +62,7 @@ class Forecaster(abc.ABC):
         self._tensors: list[Tensor] = []
         """The kept tensors, in the same order."""
         self.make_slot: MakeSlot | None = None
-        """Makes memory that stays, by its number; None where every step may have memory of its own."""
+        """Makes memory that stays in place, by number; None if each step may use new memory."""
         self._slots: list[Tensor] = []
 
     @property
@@ -81,7 +81,7 @@ class Forecaster(abc.ABC):
                 f"step {step} was added after step {self._steps[0]}; a new generation needs a new forecast"
             )
         self._value_dtype = value.dtype
-        # The steps come first: what is kept of a snapshot may depend on them.
+        # Store the steps first: the kept part of a snapshot may depend on them.
         self._steps = [step, *self._steps][: self._count]
         if self._dtype is not None:
             value = value.to(self._dtype)
@@ -93,7 +93,7 @@ class Forecaster(abc.ABC):
         """Move the kept tensors to memory that stays."""
         if not self._slots:
             self._slots = [make_slot(number, like) for number in range(self._count)]
-        # The last first, as a value may be in the slot of the one before it.
+        # Move the last value first: a value may be in the slot of its predecessor.
         for slot, tensor in reversed(list(zip(self._slots, self._tensors, strict=False))):
             slot.copy_(tensor)
         self._tensors = self._slots[: len(self._tensors)]
@@ -113,8 +113,7 @@ class Forecaster(abc.ABC):
         self._tensors = self._slots[: len(self._steps)]
 
     def describe_state(self, step: int) -> Hashable | None:
-        """Return everything that a call at a step depends on, except the numbers in tensors. None where it depends on
-        those too."""
+        """Return the state on which a call at a step depends; None if it depends on numbers in tensors too."""
         if not self._slots:
             return None
         distances = tuple(step - computed_step for computed_step in self._steps)
@@ -147,13 +146,13 @@ def sum_over_one_rank(products: Tensor) -> Tensor:
 def build_forecaster(
     config: Calibration | None, stream: str, *, store_dtype: StoreType | None = None, total: Total = sum_over_one_rank
 ) -> Forecaster:
-    """Build the forecaster of a stream from a config. It is `Reuse` where the config enables none.
+    """Build the forecaster of a stream from a config: `Reuse` if the config enables none.
 
     Args:
         config: None stands for no calibrator.
-        stream: "image" or "text", which have a switch each.
+        stream: "image" or "text", each with its own switch.
         store_dtype: the type of snapshots; None is the type of the values.
-        total: sums a small matrix over the ranks that hold parts of the stream, for forecasts that look at all of it.
+        total: sums a small matrix over the ranks that hold parts of the stream.
 
     Raises:
         ModelError: if the config is of no known kind.
@@ -182,8 +181,8 @@ class _Newton(Forecaster):
     rounded values is nearly exact, but a sum of values with large weights of both signs is not.
 
     Args:
-        order: of the highest difference that is kept.
-        store_dtype: the type of what is kept; None is the type of the values.
+        order: the order of the highest difference that is kept.
+        store_dtype: the type of the kept tensors; None is the type of the values.
     """
 
     def __init__(self, order: int, store_dtype: torch.dtype | None = None) -> None:
@@ -227,7 +226,7 @@ class Reuse(_Newton):
         return []
 
     def describe_state(self, step: int) -> Hashable | None:
-        """Return only the memory: how long ago it was written does not count."""
+        """Return only the memory: its age does not matter."""
         return tuple(slot.data_ptr() for slot in self._slots) or None
 
 
@@ -293,7 +292,7 @@ class FoCa(_Newton):
 
 
 MIN_SNAPSHOTS = 4
-"""One oscillation takes two eigenvalues, and to find two takes three pairs of snapshots."""
+"""An oscillation has two eigenvalues, and finding two takes three pairs of snapshots."""
 NOISE = 1e-4
 """Singular values below this share of the first one are noise."""
 CHUNK_ELEMENTS = 2**20
@@ -366,8 +365,8 @@ class DMD(Forecaster):
 class Chebyshev(Forecaster):
     """The ridge regression of all computed steps on Chebyshev polynomials, mixed with a line (Spectrum).
 
-    A forecast depends on the values only through their sums with the polynomials as weights, so the sums are kept and
-    not the values. The line is Newton's through the last two computed steps.
+    A forecast needs only the sums of the values weighted by the polynomials, so the sums are kept, not the values. The
+    line is Newton's through the last two computed steps.
 
     Args:
         config: the number of steps, the degree, the ridge, and the share of the regression in the mixture.
@@ -389,7 +388,7 @@ class Chebyshev(Forecaster):
         basis = self._compute_basis(self._steps[0])
         self._gram += torch.outer(basis, basis)
         if not self._tensors:
-            # In half precision a sum over the steps would lose the changes that are to be forecast.
+            # In half precision a sum over the steps would round away the changes to be forecast.
             wide = torch.promote_types(snapshot.dtype, torch.float32)
             self._tensors = [torch.zeros_like(snapshot, dtype=wide) for _ in basis]
         for total, weight in zip(self._tensors, basis.tolist(), strict=True):

@@ -1,7 +1,7 @@
-"""Segments: neighbouring blocks that are run, left out, or run for some images of the batch, together.
+"""Segments: neighbouring blocks that together run, are skipped, or run for some images of the batch.
 
-While a segment is left out, its blocks pass their inputs on, and its last block returns the input of the first one plus
-the residual. The residual includes what the model's forward does between blocks (a ControlNet adds to the tokens).
+In a skipped segment the blocks pass their inputs on, and the last block returns the first block's input plus the
+residual. The residual includes what the model's forward does between blocks (a ControlNet adds to the tokens).
 
 The residual is a forecast from the computed steps, for each stream, unit and patch. It is what the blocks add to the
 tokens, or with `store="hidden"` the tokens after the blocks.
@@ -25,7 +25,7 @@ from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.protocols import SkipAgreement
 
 ROTARY_ARGUMENTS = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
-"""Arguments of blocks that belong to tokens. As `[tokens, channels]` they have no batch, whatever their length."""
+"""Arguments of blocks with a row for each token. As `[tokens, channels]` they have no batch dimension."""
 
 
 class Segment:
@@ -82,8 +82,7 @@ class Segment:
             hook.handle = None
 
     def _get_computed_index(self, device: torch.device) -> Tensor:
-        """Return the indices of the rows that run. They are made on the device, because a copy from the CPU would wait
-        for it."""
+        """Return the indices of the rows that run, made on the device: a copy from the CPU would wait for it."""
         if self._index is None or self._index.device != device:
             batch_index = torch.arange(self._call.batch_size, device=device)
             parts = []
@@ -94,8 +93,7 @@ class Segment:
         return self._index
 
     def _run_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first or last block of a segment. In the first call it runs all blocks, to see the form of their
-        results."""
+        """Run the first or last block of a segment; in the first call any block, to see the form of its result."""
         if hook is self._first:
             self._start = hook.copy_tokens(args, kwargs)
         out = hook.forward(*args, **kwargs)
@@ -108,12 +106,12 @@ class Segment:
         return out
 
     def _skip_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave out the first or last block of a segment. Blocks between them pass their inputs on."""
+        """Skip the first or last block of a segment. Blocks in between pass their inputs on."""
         state = hook.read_tokens(args, kwargs)
         if hook is self._first:
             self._start = state
             if hook is not self._last:
-                # What the model adds in place between blocks must not change the start: the residual has it already.
+                # In-place additions between blocks must not change the start: the residual already contains them.
                 state = hook.copy_tokens(args, kwargs)
         if hook is self._last:
             start = self._start
@@ -205,8 +203,8 @@ class Residuals:
 
     Args:
         make: a new forecast for a stream.
-        hidden: keep the tokens after the blocks, and not what the blocks add.
-        keep: (what it is for, like) -> memory that stays from generation to generation; None where none needs to.
+        hidden: keep the tokens after the blocks instead of what the blocks add.
+        keep: (purpose, like) -> memory that stays between generations; None if no memory needs to stay.
 
     Attributes:
         stored: what was stored since `describe_state`.
@@ -229,7 +227,7 @@ class Residuals:
 
         Args:
             stream: "image" or "text".
-            start: the tokens before the blocks `[rows, tokens, channels]`; None where the blocks take none.
+            start: the tokens before the blocks `[rows, tokens, channels]`; None if the blocks take no such stream.
             out: the tokens after them.
         """
         added = out.clone() if self._hidden or start is None else out - start
@@ -264,13 +262,13 @@ class Residuals:
         unit = unit or call.units[0]
         patches = call.moment.patches
         if stream != "image":
-            # Text belongs to the first patch, so only that one has a forecast of it.
+            # Text belongs to the first patch, so only the first patch has a forecast of it.
             patches = patches[:1]
         parts = [self._get_forecaster(stream, call, patch, unit).forecast_value(call.step) for patch in patches]
         forecast = parts[0]
         if len(parts) > 1:
             forecast = torch.cat(parts, dim=1)
-        # A forecast may be a snapshot that is kept, so it is copied and never written to.
+        # A forecast may be a kept snapshot, so it is copied, never overwritten.
         if start is None:
             return forecast.clone()
         if self._hidden:
@@ -282,10 +280,9 @@ class Residuals:
         return self._make_forecaster_key("text", call, call.moment.patches[0], call.units[0]) in self._forecasters
 
     def describe_state(self, call: CacheCall) -> Hashable | None:
-        """Describe everything that blocks depend on in a call, except the numbers in tensors. None where it depends on
-        those, or is not known.
+        """Describe the state on which blocks depend in a call, without the numbers in tensors.
 
-        A first call, after which something is remembered, is not known.
+        Returns None if that state depends on numbers or is unknown, as in a first call, which remembers something.
         """
         self.stored = []
         self._known = {key: forecaster.state for key, forecaster in self._forecasters.items()}
@@ -315,8 +312,7 @@ class Residuals:
 
     @contextmanager
     def go_back(self) -> Iterator[None]:
-        """Go back to the state at `describe_state` within this context. Nothing may be stored for the first time in
-        it."""
+        """Go back to the state at `describe_state` within this context, which must store no new values."""
         stored = self.stored
         states = {key: forecaster.state for key, forecaster in self._forecasters.items()}
         self._set_states(self._known)
@@ -332,7 +328,7 @@ class Residuals:
             self._forecasters[key].state = state
 
     def note_played_call(self, stored: Iterable[tuple[object, ...]], step: int) -> None:
-        """Count the values that a played tape has stored, with the value of `stored` when it was recorded."""
+        """Note the values that a played tape stored; `stored` is that of the recording."""
         for key in stored:
             self._forecasters[key].note_played_step(step)
 
@@ -347,7 +343,7 @@ class Residuals:
             return self._forecasters[key]
         whole = None
         if unit.among > 1:
-            # The number of images is known after the first step, which was computed as one unit.
+            # The first step was computed as one unit, because the number of images was not known yet.
             whole = self._forecasters.pop(self._make_forecaster_key(stream, call, patch, WHOLE_BATCH), None)
         for new_unit in call.units:
             new_key = self._make_forecaster_key(stream, call, patch, new_unit)

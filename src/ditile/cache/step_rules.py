@@ -1,12 +1,12 @@
-"""The rules for leaving out a step: masks, warmup, limits and the threshold, for one image at a time. Pure.
+"""The rules for skipping a step of one image: masks, warmup, limits and the threshold. Pure functions.
 
-The rules apply in this order, and the first one that has an answer decides:
+The rules apply in this order, and the first rule with an answer decides:
 
     nothing remembered yet, warmup, mask, number of skipped steps, skipped steps in a row, budget, threshold
 
-Steps are counted from the first one in which the cached blocks were called, so that a second transformer (as of Wan
-2.2) has a warmup of its own. A mask counts from the first step of the generation, whichever transformer a step calls.
-A branch of guidance that is a call of its own has a history of its own.
+Steps are counted from the first call of the cached blocks, so that a second transformer (as in Wan 2.2) has its own
+warmup. A mask counts from the first step of the generation, whichever transformer a step calls. A branch of guidance
+that is a separate call has a separate history.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum
 from ditile.cache.config import DBCacheConfig
 
 ALWAYS = 1.0
-"""With a threshold of this or more, steps are left out and their difference is not measured."""
+"""With a threshold of at least this, steps are skipped without measuring their difference."""
 
 DYNAMIC_DIFFERENCES = 5
 """The number of differences of a step that a dynamic threshold follows, as cache-dit counts them."""

@@ -1,12 +1,12 @@
-"""Decides whether blocks are left out: for each image with all its rows of a call, and each patch of it.
+"""Decides whether blocks are skipped, separately for each image of a call (with all its rows) and each patch.
 
 A probe, such as what the first blocks add to the tokens (first-block caching, as of arXiv 2411.19108), is compared with
-the probe of the last computed step, never with one of a step that was left out. The difference is the mean absolute
-difference over the mean absolute value. It is measured as two sums: ranks that split tokens, heads or guidance add
+the probe of the last computed step, never with the probe of a skipped step. The difference is the mean absolute change
+divided by the mean absolute value. It is measured as two sums, because ranks that split tokens, heads or guidance add
 their sums before they divide.
 
-What a ControlNet adds between the blocks enters after the probe. The relative change of its size, which is never more
-than the change of its values, counts as a difference too: where control begins or ends it is 1.
+A ControlNet adds its outputs between the blocks, after the probe. The relative change of their size, which is never
+more than the change of their values, counts as a difference too: it is 1 if control begins or ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 
 
 class Unit(NamedTuple):
-    """The `place`-th of `among` groups of rows of a call that are decided on together."""
+    """Rows of a call that are decided on together: number `place` of `among` such groups."""
 
     place: int
     among: int
@@ -40,12 +40,11 @@ WHOLE_BATCH = Unit(0, 1, slice(None))
 
 
 def split_into_units(batch_size: int, images: int | None, couple: str) -> list[Unit]:
-    """Return the units of a call. A unit has the rows of an image, one in each branch of guidance; or a single row; or
-    the batch.
+    """Return the units of a call: single rows, images with all their rows of guidance, or the whole batch.
 
     Args:
-        batch_size: rows of the call. Branches of guidance come one after the other, as diffusers has them.
-        images: in the batch; where they are not known, or do not divide the rows, the batch is one unit.
+        batch_size: rows of the call; the branches of guidance follow each other, as in diffusers.
+        images: number of images; if it is unknown, or does not divide the rows, the batch is one unit.
         couple: "row", "image" or "batch".
     """
     if couple == "row":
@@ -69,14 +68,14 @@ class CacheCall(NamedTuple):
     """One call of the model.
 
     Attributes:
-        moment: where the pipeline is.
+        moment: the position of the call in the pipeline's loop.
         step: steps since the blocks were first called, from 0.
         units: groups of rows, each of which is decided on by itself.
         kind: shapes and modes of all arguments of the model.
-        control: sizes `[rows, arguments]` of what enters after the probe, as from a ControlNet; None if nothing does.
-        sample: the noisy input, whole on every rank; of some models it is a list.
+        control: sizes `[rows, arguments]` of inputs after the probe, such as a ControlNet's; None without such inputs.
+        sample: the noisy input, whole on every rank; a list for some models.
         inputs: the arguments that the pipeline gives by name.
-        scheduler: of the pipeline; None without one.
+        scheduler: the pipeline's scheduler; None without a pipeline.
     """
 
     moment: CallPosition
@@ -103,9 +102,9 @@ class CacheCall(NamedTuple):
 
 
 class Feature(Protocol):
-    """A value that is compared in place of tokens, with its value in the last step, whether that was computed or not.
+    """A value that is compared instead of tokens, with its value in the previous step, computed or skipped.
 
-    Every rank has all of it, so the first one's differences are those of all.
+    Every rank has the whole value, so all ranks take the differences of the first rank.
     """
 
     def list_parts(self, call: CacheCall) -> list[tuple[int, Tensor]]:
@@ -117,9 +116,9 @@ class UnitState:
     """The memory of one unit and patch.
 
     Attributes:
-        record: what was decided.
-        probe: of the last computed step; a `Feature`'s of the last step.
-        size: the sum of the absolute values of `probe`, once it is known.
+        record: the decisions so far.
+        probe: the probe of the last computed step, or the `Feature` of the previous step.
+        size: the sum of the absolute values of `probe`; None until it is computed.
         control: the rows of `CacheCall.control` in that step.
     """
 
@@ -172,7 +171,7 @@ class SkipDecider:
         parts = self._list_parts(probe, call)
         if RuleVerdict.MEASURE in verdicts:
             differences = self._find_differences(parts, call, agreement, states_by_unit, verdicts)
-        # A feature is compared with the last step, and not with the last computed one.
+        # A feature is compared with the previous step, even if that was skipped.
         if self._feature is not None:
             self._store_parts(parts, call, [False] * len(verdicts))
         skips: list[bool] = []
@@ -205,7 +204,7 @@ class SkipDecider:
 
     def store_probes(self, probe: Tensor, call: CacheCall, skips: Sequence[bool]) -> None:
         """Keep the probe `[rows, tokens, channels]` of the computed units."""
-        # A feature was kept with the decision.
+        # A feature is stored when the decision is made.
         if self._feature is None:
             self._store_parts(self._list_parts(probe, call), call, skips)
 
@@ -267,7 +266,7 @@ class SkipDecider:
         states_by_unit: list[list[UnitState]],
         verdicts: list[RuleVerdict],
     ) -> list[float | None]:
-        """Return the difference of each unit that is to be measured. None for the others."""
+        """Return the difference of each unit that must be measured; None for the others."""
         first_branch: list[float | None] = [None]
         if self._shares and call.moment.branch:
             first_branch = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
@@ -275,8 +274,8 @@ class SkipDecider:
             differences = first_branch
         else:
             sums = self._sum_changes(parts, call, states_by_unit, verdicts)
-            # All ranks call this, also for units that need no difference: the sums of all units are one message.
-            # Each rank has all of a feature, and a part of the tokens.
+            # All ranks call this, even if no unit needs a difference, because the sums of all units are one message.
+            # Each rank has the whole feature, but only a part of the tokens.
             if self._feature is None:
                 sums = agreement.sum_over_ranks(sums)
             differences = [_find_largest_difference(*unit_numbers) for unit_numbers in sums.tolist()]
@@ -340,7 +339,7 @@ class SkipDecider:
             return self._states[key]
         whole = None
         if unit.among > 1:
-            # The number of images is known after the first step, so that step was computed as one unit.
+            # The first step was computed as one unit, because the number of images was not known yet.
             whole = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None)
         for new_unit in call.units:
             state = self._states[call.make_unit_key(patch, new_unit)] = UnitState()
@@ -386,7 +385,7 @@ class Difference:
         changes = norm(now - before, ord=1, dim=-1, dtype=dtype)
         sizes = norm(before, ord=1, dim=-1, dtype=dtype)
         counted = changes > self.important * sizes
-        # Where no token counts the difference is 0 over something; only a probe of zeros has 0 over 0.
+        # If no token counts, the difference is 0 / tiny = 0; only a probe of zeros gives 0 / 0.
         least = torch.finfo(dtype).tiny * sizes.any()
         return (changes * counted).sum(), (sizes * counted).sum() + least
 
@@ -399,8 +398,7 @@ class Difference:
 
 
 def compute_relative_difference(change: float, size: float) -> float | None:
-    """Return the relative difference. It is infinite if only `size` is 0, and None if both are: such a probe says
-    nothing."""
+    """Return the relative difference; infinite if only `size` is 0, and None if both are 0."""
     if size > 0:
         return change / size
     if change == 0:
@@ -409,7 +407,7 @@ def compute_relative_difference(change: float, size: float) -> float | None:
 
 
 def _find_largest_difference(change: float, size: float, *control: float) -> float | None:
-    """Return the relative difference of a probe, or of the sizes that enter after it if that is larger."""
+    """Return the largest relative difference of a probe and of the control sizes."""
     difference = compute_relative_difference(change, size)
     if difference is None:
         return None
