@@ -84,7 +84,7 @@ class IntegerFormat(NamedTuple):
 def build_hadamard(size: int) -> Tensor:
     """Build the regular Hadamard matrix of a size, divided by its norm."""
     smallest = torch.tensor(REGULAR_4, dtype=torch.float32, device="cpu")
-    matrix = smallest
+    matrix: Tensor = smallest
     while len(matrix) < size:
         matrix = torch.kron(matrix, smallest)
-    return matrix / size**0.5
+    return matrix.div(size**0.5)
