@@ -163,6 +163,21 @@ def test_pipelines_without_a_component_called_scheduler() -> None:
         ditile.disable_cache(several)
 
 
+class FromImage(Own):
+    """Makes the last of its steps."""
+
+    def __call__(self, latents: Any, text: Any, num_inference_steps: int = STEPS, strength: float = 0.5) -> Any:
+        return super().__call__(latents, text, int(num_inference_steps * strength))
+
+
+def test_strength_shortens_a_loop_whose_calls_are_counted() -> None:
+    """A failure means that masks and forecasts are made for steps that the loop does not make."""
+    pipe = FromImage(wan_pipeline()[0].transformer)
+    ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask=[1, 1, 0, 1, 0, 1], steps_computation_policy="static"))
+    pipe(draw(1, 4, 1, 6, 10, seed=3), draw(1, 9, 16, seed=1), 2 * STEPS)
+    assert skipped(pipe) == [[2, 4]]
+
+
 @pytest.mark.parametrize("guided", [range(STEPS), range(2, 4), range(3)], ids=["all", "some", "first"])
 def test_a_transformer_alone_whose_calls_have_names(guided: range) -> None:
     """diffusers' pipelines name their calls. A failure means that a branch of guidance is taken for a step: other steps

@@ -25,7 +25,7 @@ MOST_NODES = {
     "model": 54_150,
     "parallel": 67_550,
     "cache": 41_150,
-    "runner": 69_450,
+    "runner": 69_550,
     "planner": 44_900,
     "serve": 36_950,
     "cli": 13_000,

@@ -533,6 +533,10 @@ def _count_calls(
     # The number of steps may be the pipeline's default.
     call.apply_defaults()
     steps = call.arguments.get("num_inference_steps")
+    strength = call.arguments.get("strength")
+    if isinstance(steps, int) and isinstance(strength, float):
+        # A loop from an image makes the last steps of its schedule.
+        steps = max(1, int(steps * strength))
     clock.restart_clock(steps if isinstance(steps, int) else None)
     for cache in caches:
         if isinstance(cache, CallCache):
