@@ -143,6 +143,29 @@ def test_slower_links_favour_fewer_bytes() -> None:
     assert second.latency_s < first.latency_s and second.exposed_s < first.latency_s
 
 
+def test_keys_gathered_once_win_on_two_ranks() -> None:
+    """In place of Ulysses' two exchanges, and by far with grouped-query heads, which gather sends a quarter of.
+
+    A failure means that the planner knows neither the exchanges of an axis nor which heads share a key."""
+    profile = hardware.load_profile("l40-pcie")
+    seconds: dict[tuple[str, str], float] = {}
+    for name in ("flux.1-dev", "krea-2-turbo"):
+        one, arguments = subject(name), call(name)
+        shape = one.make_call_shape(arguments, profile.element_size)
+        for axis in ("ulysses", "ring", "gather"):
+            job = one.make_plan_job(Plan(**{axis: 2}), shape)
+            price = make_pricer(one, arguments, profile).price_call(job)
+            seconds[name, axis] = price.exposed_s
+            if name == "krea-2-turbo":
+                assert job.plan_rank(0).key_heads * 4 == job.plan_rank(0).heads
+        assert seconds[name, "gather"] < seconds[name, "ulysses"]
+    assert seconds["krea-2-turbo", "gather"] < 0.5 * seconds["krea-2-turbo", "ulysses"]
+    one, arguments = subject("krea-2-turbo"), call("krea-2-turbo")
+    wanted = SearchRequest(devices=2, exact=True)
+    best = PlanSearch(one, arguments, profile, wanted).find_fastest_plans().prices[0]
+    assert best.plan.gather == 2, best.plan
+
+
 def test_messages_in_eight_bits_are_priced() -> None:
     """A failure means that their bytes cost as much as those of whole numbers."""
     one, arguments = subject("flux.1-dev"), call("flux.1-dev", num_inference_steps=4)

@@ -14,7 +14,7 @@ HYBRIDS = (
 """An entry of each of the ten families that are used most."""
 
 PATCHES = ("pipefusion", "stale", "cache, pipefusion")
-BLOCKS = (*PATCHES, "ulysses", "ring", "distrifusion", "tensor", "cache, ulysses", "proof")
+BLOCKS = (*PATCHES, "ulysses", "ring", "gather", "distrifusion", "tensor", "cache, ulysses", "proof")
 """The rows that need to know what a token is."""
 
 
@@ -109,7 +109,7 @@ TABLE = (
     ),
     Hole(
         "has a loop of its own over timesteps of frames",
-        (*PATCHES, "cache, ulysses", "cfg", "data", "distrifusion", "ring", "tensor", "ulysses"),
+        (*PATCHES, "cache, ulysses", "cfg", "data", "distrifusion", "ring", "gather", "tensor", "ulysses"),
         "skyreels-v2-diffusion-forcing skyreels-v2-diffusion-forcing-blocks",
     ),
     Hole(

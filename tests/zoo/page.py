@@ -133,7 +133,7 @@ counts for `cfg`.
 - proof: a call computed patch by patch, with keys that do not change, gives the same result as the whole call
 - pipefusion: two stages with nothing stale are bit-identical to the pipeline
 - stale: two stages with stale keys are bit-identical to one, and differ from the pipeline
-- ulysses, ring, distrifusion (nothing stale), tensor, cfg, data: two ranks equal the pipeline up to rounding
+- ulysses, ring, gather, distrifusion (nothing stale), tensor, cfg, data: two ranks equal the pipeline up to rounding
 - cache: bit-identical on two stages with a threshold of 0, and two ranks skip the same steps as one
 """
 _REFERENCES = """
@@ -163,11 +163,11 @@ _MIDDLE = """
 What a family has:
 """
 _END = """
-Any product of the degrees of a row works: data x cfg x (PipeFusion x ring | DistriFusion) x Ulysses x tensor. Only
-DistriFusion excludes others: it takes the place of ring and PipeFusion. If a plan does not fit a model or a size, an
-error says so before anything runs, with the degrees that fit. `ditile verify` checks a plan on your machine. A cache
-goes with every plan of a family whose support level is PipeFusion or names caches, and of a transformer of your own
-whose blocks are read from its source or named by a `BlockAdapter` ([caching.md](caching.md)).
+Any product of the degrees of a row works: data x cfg x (PipeFusion x (ring | gather) | DistriFusion) x Ulysses x
+tensor. Gather takes the place of ring, and DistriFusion that of both and of PipeFusion. If a plan does not fit a model
+or a size, an error says so before anything runs, with the degrees that fit. `ditile verify` checks a plan on your
+machine. A cache goes with every plan of a family whose support level is PipeFusion or names caches, and of a
+transformer of your own whose blocks are read from its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
 In steps with stale keys, guidance that computes a statistic of the whole prediction (`guidance_rescale`, and similar
 guiders) uses a prediction of which a part is one step old. A line of the log names this approximation, whether the

@@ -58,6 +58,7 @@ ROWS: dict[str, Row] = {
     "stale": Row({"pipefusion": 2, "warmup": 1}, "stale alone", 0.0),
     "ulysses": Row({"ulysses": 2}),
     "ring": Row({"ring": 2}),
+    "gather": Row({"gather": 2}),
     "distrifusion": Row({"distrifusion": 2, "warmup": ENOUGH}),
     "tensor": Row({"tensor": 2}),
     "cfg": Row({"cfg": 2}),

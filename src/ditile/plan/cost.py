@@ -281,11 +281,13 @@ class PlannedRank:
     @cached_property
     def key_heads(self) -> int:
         """Return the number of key heads in its attention."""
-        weights = self.job.plan.head_weights
-        # With grouped queries several heads share a key, but shares of unlike size may cut through such a group.
-        if weights is not None and len(set(weights)) > 1:
+        plan = self.job.plan
+        weights = plan.head_weights
+        groups = round(self.tensor_heads * self.job.shape.key_heads)
+        # With grouped queries several heads share a key. Ranks repeat it where they cannot divide the groups evenly.
+        if groups % plan.ulysses or (weights is not None and len(set(weights)) > 1):
             return self.heads
-        return round(self.heads * self.job.shape.key_heads)
+        return groups // plan.ulysses
 
     @property
     def offloads(self) -> bool:
@@ -592,12 +594,17 @@ def _iterate_ulysses_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchan
     if rank.job.plan.ulysses == 1:
         return
     head_bytes = rank.count_packed_bytes(rank.job.shape.head_dim, share.micro.step)
+    heads_of_others = rank.tensor_heads - rank.heads
+    # Where no keys are shared, or they are repeated, there are as many as queries.
+    keys_of_others = heads_of_others
+    if rank.key_heads < rank.heads:
+        keys_of_others = (rank.job.plan.ulysses - 1) * rank.key_heads
     for joint, times in rank.layers.items():
         lengths = [shard.count_tokens(joint=joint) for shard in share.line]
         own_length = lengths[rank.ulysses]
         # q, k and v of the own tokens go out; the output of the other ranks' tokens goes back to them. Heads of other
         # ranks of tensor are not here, so they are not exchanged.
-        sent = 3 * own_length * (rank.tensor_heads - rank.heads) + (sum(lengths) - own_length) * rank.heads
+        sent = own_length * (heads_of_others + 2 * keys_of_others) + (sum(lengths) - own_length) * rank.heads
         yield RepeatedExchange("ulysses", head_bytes * sent, times)
 
 

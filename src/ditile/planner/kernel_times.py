@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.model.anatomies import build_block_hooks
+from ditile.model.hooks.attention_processors import count_key_repeats
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import list_parameter_names, match_modules, override_attribute
@@ -251,6 +252,10 @@ def count_transformer_work(transformer: nn.Module, family: CallFamily, call: Cou
                     f"{call.sizes.image} tokens of an image and {call.sizes.text} of a text with which it is counted "
                     f"({join_error_lines(error, 200)})"
                 ) from error
+    repeats = 1
+    for hook in hooks.chain:
+        for _, attention in hook.list_attentions():
+            repeats = max(repeats, count_key_repeats(attention))
     first_alike = [first for _, first in sorted(recorder.alike.items())]
 
     def collect_work(place: str) -> tuple[Work, ...]:
@@ -267,7 +272,7 @@ def count_transformer_work(transformer: nn.Module, family: CallFamily, call: Cou
         once=recorder.work["once", 0],
         footprint=tracker.make_footprint([recorder.kept.get(block, LiveNumbers()) for block in first_alike]),
         before=tuple(recorder.before.get(block, Counter()) for block in first_alike),
-        key_heads=recorder.key_heads or 1.0,
+        key_heads=(recorder.key_heads or 1.0) / repeats,
         streams=tuple(recorder.streams[block] for block in first_alike),
     )
 

@@ -29,6 +29,7 @@ from ditile.planner.seconds import (
     RooflineDevice,
     WarmupBlock,
     compute_exposed_seconds,
+    compute_merging_load,
     compute_packing_load,
     compute_warmup_seconds,
     find_crossed_link,
@@ -480,6 +481,14 @@ class OpPricer:
                 attention_work = self._basis.select_attention(part.rank.blocks)
                 attending = self._basis.compute_load(attention_work, self._make_rank_tokens(part)).device
                 sending = compute_exposed_seconds(sending, link.overlap, attending * (n - 1) / n)
+                # Where patches are, keys are gathered, and attended to in one piece.
+                merges = calls if self.job.plan.num_patches == 1 else 0.0
+                outputs = merges * (part.image + part.text) * part.rank.heads * self.job.shape.head_dim
+                merging = compute_merging_load(self._profile, outputs * part.rank.number_bytes, merges)
+                if self.is_played(step, part.rank.stage):
+                    # The host does not start the kernels of a recorded call one by one.
+                    merging = merging._replace(host=0.0)
+                total = total.combine_loads(merging)
             if kind in cost.PACKED_KINDS:
                 total = total.combine_loads(self._compute_packing_load(step, size, calls))
             starting = link.call_s

@@ -19,6 +19,10 @@ from ditile.planner.profile import Link, Profile
 
 PACKING_KERNELS = {8: 16, 4: 32, 3: 32}
 """Bits of a number -> kernels that pack a message and unpack one (`distributed.wire`)."""
+MERGING_KERNELS = 9
+"""Kernels that merge two outputs of a ring, beside another call of attention (`merge_attention`)."""
+MERGING_PASSES = {4: 3, 2: 12}
+"""Bytes of a number -> how many outputs they read and write. Half precision is merged in fp32, which counts twice."""
 WIDE = 2048.0
 """The width of the matrices used to price encoders and decoders."""
 
@@ -177,6 +181,14 @@ def compute_packing_load(profile: Profile, wire_dtype: str, sent: float, message
     size = sent * 8 / bits * profile.element_size
     device = kernels * size / profile.pointwise["pointwise"].interpolate(size / messages)
     return DeviceLoad(device, messages * kernels * profile.kernel_s)
+
+
+def compute_merging_load(profile: Profile, size: float, messages: float) -> DeviceLoad:
+    """Compute the load to merge the outputs of a ring, of `size` bytes in all, one after each message."""
+    if not messages:
+        return DeviceLoad(0.0, 0.0)
+    device = MERGING_PASSES[profile.element_size] * size / profile.pointwise["pointwise"].interpolate(size / messages)
+    return DeviceLoad(device, messages * MERGING_KERNELS * profile.kernel_s)
 
 
 def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> float:

@@ -81,7 +81,7 @@ EXCHANGE_OF_STYLE = {"rowwise": "sum", "rms_norm": "norm"}
 """Style of tensor parallelism of a module -> the exchange between its ranks."""
 STREAM_NAMES: Mapping[str, str] = {"image": "image", "text": "text", "both": "text+image"}
 """Stream of a counted kernel -> its name in `Weights.exchanges`."""
-COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale"), "gather": ("ring",)}
+COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale")}
 """Axis -> the columns of `model/assets/support.json` that a family must hold."""
 
 

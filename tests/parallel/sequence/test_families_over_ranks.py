@@ -24,6 +24,8 @@ from tests import tiny
 from tests.parallel.sequence.planned import denoising
 from tests.pool import Pool
 from tests.runner.cases import close
+from tests.zoo import ZOO
+from tests.zoo.rows import list_tensors
 
 TWO = [{"ulysses": 2}, {"ring": 2}, {"gather": 2}]
 UNSEEN = "chronoedit from a picture"
@@ -66,6 +68,37 @@ def test_more_ranks(pool: Pool, name: str, ranks: int) -> None:
     """35 tokens of image, 7 of text and 3 or 4 heads over 3 and 4 ranks: nothing divides."""
     plans = [{"ulysses": 3}, {"ring": 3}, {"gather": 3}] if ranks == 3 else FOUR
     check(pool.run(bare, ranks, name, (5, 7, 7), plans), plans, name)
+
+
+def grouped_heads(plans: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor, int]]:
+    """Krea 2, whose four heads of queries share two of keys: under each plan the image, the plain one, and the bytes
+    of its first axis."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        entry = ZOO["krea-2"]
+        pipe = entry.make()
+        plain = next(iter(list_tensors(pipe(**entry.call()))))
+        drawn = []
+        for plan in plans:
+            runner = parallelize(pipe, Plan(**plan), keep_weights=True)
+            image = next(iter(list_tensors(runner(**entry.call()))))
+            drawn.append((image, plain, runner.mesh.traffic.bytes[next(iter(plan))]))
+            runner.restore()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return drawn
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_keys_that_a_layer_repeats_travel_once(pool: Pool) -> None:
+    """Of a token a rank of two sends the other two heads of queries and one of keys and of values, and gets two of the
+    output; or four of keys and values go out. A failure means that copies of a key travel, or another group's key."""
+    plans = [{"ulysses": 2}, {"ring": 2}, {"gather": 2}, {"distrifusion": 2, "warmup": 99}]
+    for drawn in pool.run(grouped_heads, 2, plans):
+        for plan, (image, plain, _) in zip(plans, drawn, strict=True):
+            close(image, plain, f"{plan}")
+        ulysses, _, gather, _ = (size for _, _, size in drawn)
+        assert 4 * ulysses == pytest.approx(6 * gather, rel=0.1), "parts differ by a token"
 
 
 PIXART = {name: value for name, value in tiny.arguments("pixart").items() if name != "generator"}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ditile.model.hooks.attention_processors import uses_dispatch
+from ditile.model.hooks.attention_processors import count_key_repeats, uses_dispatch
 from ditile.model.hooks.block_policy import BlockHook, LayerAttention, list_adapter_calls
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.key_padding import make_pairs_error
@@ -59,6 +59,8 @@ def install_attention(
                 core = build(name, backend, kind=kind.removesuffix(REAL_PAIRS), through_dispatch=through_dispatch)
             if core is not None and kind.endswith(REAL_PAIRS):
                 core = MaskOfRealPairs(core)
+            if core is not None and count_key_repeats(module) > 1:
+                core = UnrepeatedKeys(core, count_key_repeats(module))
             cores.append(core)
         attend = cores[0]
         if len(cores) > 1:
@@ -111,6 +113,24 @@ class MaskOfRealPairs:
             raise make_pairs_error(mask)
         if mask is not None:
             mask = mask.any(dim=-2, keepdim=True)
+        return self._core.attend(q, k, v, mask=mask, scale=scale)
+
+
+class UnrepeatedKeys:
+    """Attention to keys that a layer has repeated for grouped-query heads: each is exchanged and stored once."""
+
+    overlaps = False
+
+    def __init__(self, core: LayerAttention, repeats: int) -> None:
+        self._core = core
+        self._repeats = repeats
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Attend, `[B, S, N, H]` to the same shape."""
+        k = k[:, :, :: self._repeats]
+        v = v[:, :, :: self._repeats]
         return self._core.attend(q, k, v, mask=mask, scale=scale)
 
 

@@ -17,6 +17,8 @@ from ditile.model.hooks.overrides import override_attribute
 
 UNFUSE = "call pipe.transformer.unfuse_qkv_projections()"
 """Advice that undoes diffusers' `fuse_qkv_projections`; few pipelines have a method of that name."""
+REPEATING = ("Krea2AttnProcessor",)
+"""diffusers' processors that repeat each key for the queries that share it, before they attend."""
 
 
 def has_fused_projections(attention: Any) -> bool:
@@ -27,6 +29,14 @@ def has_fused_projections(attention: Any) -> bool:
     if isinstance(attention, AttentionModuleMixin):
         return bool(attention.fused_projections)
     return type(getattr(attention, "processor", None)).__name__.startswith("Fused")
+
+
+def count_key_repeats(attention: Any) -> int:
+    """Return how many equal keys in a row a layer attends to, made of one for the heads of queries that share it."""
+    processor = type(getattr(attention, "processor", None))
+    if processor.__name__ in REPEATING and processor.__module__.startswith("diffusers."):
+        return int(attention.num_heads // attention.num_kv_heads)
+    return 1
 
 
 def is_unfused_leftover(attention: Any, name: str) -> bool:

@@ -76,6 +76,8 @@ class DiffusersKernel:
         options: dict[str, Any] = {}
         if mask is not None:
             options["attn_mask"] = mask
+            # Few kernels take a mask with grouped heads, and the one of torch that does makes all scores at once.
+            k, v = _repeat_grouped_heads(q, k, v)
         if k.shape[2] != q.shape[2]:
             options["enable_gqa"] = True
         out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self.backend, **options)
