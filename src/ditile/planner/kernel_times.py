@@ -159,7 +159,7 @@ Work = Mapping[RooflineKernel, int]
 
 
 class WorkMix(NamedTuple):
-    """The work of some blocks, and how often it is done in a call (`blocks`), in a step and in a generation."""
+    """The work of some blocks, with how often it is done in a call (`blocks`), a step and a generation."""
 
     blocks: Sequence[tuple[Work, float]]
     steps: Sequence[tuple[Work, float]]
@@ -175,10 +175,10 @@ class TransformerWork:
         first: work before the blocks, on the first stage: the embedding of the latents.
         last: work after the blocks, on the last stage: the head.
         every, step, once: work of every rank: in every call, once in a step, once in a generation.
-        footprint: the numbers that are alive meanwhile.
+        footprint: the numbers alive at once during the call.
         before: for each block, its work up to its first attention.
         key_heads: the number of key heads over the number of query heads, in blocks.
-        streams: of each block, the path of each Linear and RMSNorm -> the stream of its input.
+        streams: for each block, the path of each Linear and RMSNorm -> the stream of its input.
     """
 
     blocks: tuple[Work, ...]
@@ -278,7 +278,7 @@ def count_transformer_work(transformer: nn.Module, family: CallFamily, call: Cou
 
 
 class MemoryTraffic(NamedTuple):
-    """Bytes that some kernels read and write, and how many kernels they are."""
+    """Bytes that some kernels read and write, and the number of kernels."""
 
     num_bytes: float
     kernels: int
@@ -291,7 +291,7 @@ def count_unpacking_traffic(stored: StoredWeights, element_size: int) -> MemoryT
     """
     num_bytes = 0.0
     kernels = 0
-    # The types that a machine's curves are measured in.
+    # A machine's curves are measured in these two types.
     dtype = torch.float32 if element_size == 4 else torch.bfloat16
     for name, (numbers, weights) in stored.formats.items():
         of_format = _count_unpacking(name, dtype)
@@ -302,12 +302,12 @@ def count_unpacking_traffic(stored: StoredWeights, element_size: int) -> MemoryT
 
 @lru_cache
 def _count_unpacking(name: str, dtype: torch.dtype) -> MemoryTraffic:
-    """Count bytes per number of a GGUF type, and kernels per weight, by diffusers' own code."""
+    """Count the bytes per number of a GGUF type, and the kernels per weight, of diffusers' code."""
     from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES, GGUFParameter, dequantize_gguf_tensor
 
     quant_type = next(quant_type for quant_type in GGML_QUANT_SIZES if quant_type.name == name)
     numbers, size = GGML_QUANT_SIZES[quant_type]
-    # Enough to ignore values made once for a weight, such as a table of 16 numbers.
+    # So many blocks that values made once per weight, such as a table of 16 numbers, do not matter.
     num_blocks = 2**16
     stored = torch.empty(1, num_blocks * size, dtype=torch.uint8, device="meta")
     recorder = _TrafficRecorder()  # type: ignore[no-untyped-call]
@@ -351,7 +351,7 @@ def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: Transforme
 
 
 def _watch_ends(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks, family: CallFamily) -> None:
-    """Record the kernels of modules named in tables: those of the ends, and those that seldom compute."""
+    """Record the kernels of modules named in tables: the ends, and modules that seldom compute."""
     row = hooks.anatomy
     patterns = {"first": (family.image_tokens,), "last": (family.out,), "step": row.per_step, "once": row.constant}
     modules = []
@@ -383,7 +383,7 @@ class _KernelRecorder(TorchDispatchMode):
         self.attention = _AttentionRecorder(self._sizes, self._count_attention, attend)
         self.key_heads = 0.0
         self.streams: dict[int, dict[str, Stream]] = {}
-        # The modules to record that run now, the innermost last.
+        # The recorded modules that are running, the innermost last.
         self._places: list[tuple[str, int]] = [("every", 0)]
 
     @contextmanager
@@ -434,7 +434,7 @@ class _KernelRecorder(TorchDispatchMode):
         place = self._places[-1]
         is_outside = place[0] == "every" and self._num_calls in (0, len(self.alike))
         if self._splits_outside and is_outside:
-            # Without the tokens of the image, it is computed once in a step.
+            # Work without image tokens is computed once in a step.
             if kernel.stream not in ("image", "both"):
                 place = ("step", 0)
             elif self._num_calls:
@@ -523,7 +523,7 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def select_stream_length(stream: Stream, image: int, text: int) -> int:
-    """Return the number of tokens of a stream, from those of image and text; 1 for work without tokens."""
+    """Return the number of tokens in a stream; 1 for work without tokens."""
     if stream == "image":
         return image
     if stream == "text":

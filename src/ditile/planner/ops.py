@@ -39,8 +39,7 @@ from ditile.planner.seconds import (
 from ditile.runner.weights.prequantized import StoredWeights
 
 SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
-"""A segment of a recorded call ends at the start of a message and at the wait for it; for most, the wait follows at
-once."""
+"""Segments of a recorded call end when a message starts and when it is awaited; for other kinds both coincide."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION}
 """Messages from stage to stage."""
 
@@ -63,8 +62,8 @@ class CacheSkips:
     """The work a cache is expected to leave out.
 
     Attributes:
-        steps: those without a run of the blocks.
-        first, last: how many first and last blocks run in those steps too: the probe and the tail.
+        steps: the steps that skip the blocks.
+        first, last: numbers of first and last blocks that run even in those steps: the probe and the tail.
         calls: how calls are recorded.
     """
 
@@ -81,11 +80,11 @@ class CacheSkips:
         return self.calls is not CachedCalls.CODE
 
     def has_probe(self, blocks: range) -> bool:
-        """Return whether a stage of these blocks computes some of a probe, or decides by it."""
+        """Return whether a stage with these blocks computes a part of a probe, or decides by it."""
         return self.calls is CachedCalls.PROBED and blocks.start < max(self.first, 1)
 
     def can_skip_block(self, block: int, blocks: int) -> bool:
-        """Return whether a block of so many does not run in those steps."""
+        """Return whether a block, of `blocks` in all, is skipped in those steps."""
         return self.first <= block < blocks - self.last
 
 
@@ -100,9 +99,8 @@ class MachineWork:
     Attributes:
         text_tokens: text tokens of cross attention. They are not in the sequence.
         host: ranks on each host; None if all are on one host.
-        records: whether calls are recorded, and played in later steps, where a plan and a machine allow it.
-        stored: the formats of weights in files of their own, if there are some; two transformers in turns count as
-            their mean.
+        records: whether calls are recorded and played in later steps, if plan and machine allow it.
+        stored: the formats of weights in separate files, if any; two transformers in turn count as their mean.
     """
 
     transformer_work: TransformerWork
@@ -136,14 +134,14 @@ class MachineWork:
         return self.transformer_work.mix_blocks(blocks, runs)
 
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
-        """Return the seconds of some work. They are cached by tokens and by its `id`, so the work must outlive this."""
+        """Return the load of some work. It is cached by tokens and the work's `id`, so the work must outlive this."""
         key = id(work), tokens
         if key not in self._loads:
             self._loads[key] = self.roofline_device.compute_load(work, tokens)
         return self._loads[key]
 
     def compute_slowdown(self, ranks: int) -> float:
-        """Compute the slowdown of work while this number of ranks of a host compute."""
+        """Compute how much slower work is if this number of a host's ranks compute."""
         devices = self.profile.devices
         slowdown = max(1.0, ranks / devices)
         if devices == 1:
@@ -183,7 +181,7 @@ class OpPricer:
         self.skips = skips
         self._profile = basis.profile
         self.schedule = job.step_schedule
-        # Replicas and halves of guidance do the same work, so the first of each stands for all.
+        # Replicas and halves of guidance do the same work, so only the first of each is priced.
         of_stage = job.ranks_of_stage
         self._ranks = [job.plan_rank(stage * of_stage + rank % of_stage) for stage in range(job.plan.pipefusion)]
         self._offloads = job.plan_rank(rank).offloads
@@ -294,7 +292,7 @@ class OpPricer:
         if not free:
             add_exchanges = self._add_warmup_exchanges if share.warmup_group else self._add_exchanges
             load = add_exchanges(share, load)
-            # Weights that are offloaded arrive while others compute.
+            # Offloaded weights arrive while other blocks compute.
             load = load._replace(device=max(load.device, self._get_offload_seconds(stage)))
         return load.get_busy_seconds(self._profile)
 
@@ -333,7 +331,7 @@ class OpPricer:
         return num_bytes / self._profile.host_bandwidth
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
-        """Return the seconds of a message on its way, after those it occupies its sender."""
+        """Return the seconds that a message travels after it has left its sender."""
         patch = self._first_alike_patches[op.patch]
         key = ("travel", self.first_alike_stages[stage], op.kind, patch, op.micro_batch, self.step_kinds[op.step])
         if key not in self._seen:
@@ -559,7 +557,7 @@ class UnlikeOpPricer(OpPricer):
 
     @cached_property
     def first_alike_stages(self) -> list[int]:
-        """Return every stage, each being a kind of its own."""
+        """Return every stage: no two are alike."""
         return list(range(len(self.job.stages)))
 
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:

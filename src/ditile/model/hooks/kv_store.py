@@ -1,8 +1,8 @@
-"""The memory that survives a step: stale keys and values, and what is remembered. One per generation.
+"""The memory that survives a step: stale keys and values, and remembered outputs. One per generation.
 
-Keys and values of the whole image are kept in one buffer `[B, S, N, H]` each, in the order of the sequence, so that a
-patch attends to them without a copy; the memory of a head is contiguous, which attention reads faster. Every segment (a
-patch; the text goes with patch 0) knows the step that wrote it.
+The keys of the whole image are in one buffer `[B, S, N, H]`, and so are the values, in the order of the sequence, so
+that a patch attends to them without a copy. Each head is contiguous, which attention reads faster. Every segment (a
+patch; text belongs to patch 0) records the step that wrote it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MESSAGE_OWNER = "message"
 """These stand in place of the branch of keys and values."""
 
 SegmentMark = tuple[tuple[int, str], int, int]
-"""(branch and layer, segment, age): a segment that was written so many steps ago."""
+"""(branch and layer, segment, age in steps) of a written segment."""
 MakeZeros = Callable[[str, tuple[int, ...], Tensor], Tensor]
 
 
@@ -45,8 +45,8 @@ class _KeyPlace(NamedTuple):
     """The place of some fresh keys and values.
 
     Attributes:
-        part: the tokens of the fresh keys that belong there; None is all.
-        shape: runs and their length, where there are several at equal distances.
+        part: the fresh tokens that belong there; None is all of them.
+        shape: number of runs and their length, for several runs at equal distances.
         k, v: views of the stale keys and values.
     """
 
@@ -61,14 +61,14 @@ class KeyStore:
 
     Args:
         length: tokens of the whole sequence.
-        segments: patches that are written apart.
+        segments: number of patches, each written separately.
         make_zeros: (purpose, shape, like) -> zeros.
 
     Attributes:
         buffers: keys and values of the whole sequence; None before the first are written.
-        buffer_bytes: bytes of both.
+        buffer_bytes: bytes of keys and values together.
         incoming: keys of other ranks that are under way.
-        incoming_runs: where in the sequence the keys of each rank belong.
+        incoming_runs: the places of each rank's keys in the sequence.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class KeyStore:
         self.incoming_runs: Sequence[tuple[range, ...]] = ()
         # The step that wrote each segment.
         self.written = [NEVER] * segments
-        # Segments that are marked while a call is recorded, also those marked with their old step.
+        # The segments that a recorded call marks, including those marked with their old step.
         self.marks: dict[int, int] | None = None
         self._places: dict[tuple[tuple[range, ...], range | None], list[_KeyPlace]] = {}
 
@@ -98,9 +98,9 @@ class KeyStore:
         Raises `StateError` for another batch size.
 
         Args:
-            k, v: fresh.
+            k, v: the fresh keys and values.
             runs: the places of their tokens in the sequence.
-            batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
+            batch_range: their rows in a batch of `batch_size` rows; None is all rows.
         """
         runs = tuple(runs)
         rows = k.shape[0] if batch_range is None else batch_size
@@ -157,15 +157,15 @@ class KeyStore:
         """Write a mask `[B or 1, N or 1, 1, n]` of the keys that are attended to; return the mask of all keys.
 
         Args:
-            mask: for the keys that were just written.
-            runs, batch_range, batch_size: as of `write_keys`. A mask of one row counts for all rows; in a
-                micro-batch it is written to all of its rows.
+            mask: the mask for the keys that were just written.
+            runs, batch_range, batch_size: as in `write_keys`. A mask of one row counts for all rows; in a micro-batch
+                it is written to all rows of the micro-batch.
         """
         rows = mask.shape[0] if batch_range is None else batch_size
         if self.mask is None:
             self.mask = self._make_zeros("mask", (rows, *mask.shape[1:3], self._length), mask)
         elif self.mask.shape[0] < rows:
-            # Until now one row counted for all rows.
+            # One row has counted for all rows until now.
             self.mask = self.mask.repeat(rows, 1, 1, 1)
         own_rows = self.mask
         if batch_range is not None:
@@ -181,7 +181,7 @@ class KeyStore:
         return tensors
 
     def mark_written(self, step: int, segment: int | None = None) -> None:
-        """Note the step that wrote a segment, or all of them."""
+        """Note the step that wrote a segment, or all segments."""
         if segment is None:
             self.written = [step] * len(self.written)
         else:
@@ -206,7 +206,7 @@ class KeyStore:
                 "keys belong to rows; keep guidance on for the whole run, or use "
                 f"{suggest_whole_images(stale_keys=True)}"
             )
-        # Heads before tokens, which makes the memory of a head contiguous.
+        # Heads come before tokens, so that the memory of a head is contiguous.
         shape = (batch_size, like.shape[2], self._length, like.shape[3])
         k = self._make_zeros("k", shape, like).transpose(1, 2)
         v = self._make_zeros("v", shape, like).transpose(1, 2)
@@ -216,7 +216,7 @@ class KeyStore:
 
 
 class StoreState(NamedTuple):
-    """The host's knowledge of a layer's keys: see `KeyStore`."""
+    """What the host knows of a layer's keys; see `KeyStore`."""
 
     written: list[int]
     incoming: PendingMessages | None
@@ -224,10 +224,10 @@ class StoreState(NamedTuple):
 
 
 class AgeChecks:
-    """Asserts that keys have the ages in the schedule, and counts how often it did.
+    """Asserts that keys have the ages in the schedule, and counts the checks.
 
     Attributes:
-        passed: reads of keys that were as scheduled.
+        passed: number of reads of keys that had the scheduled age.
     """
 
     def __init__(self) -> None:
@@ -237,7 +237,7 @@ class AgeChecks:
         """Raise `StateError` unless the segments of a store have these ages; before the first step they are None."""
         scheduled: list[int | None] = []
         for age in ages:
-            # A key that is older than the generation was never written.
+            # A key from before the first step was never written.
             scheduled_age = None if age > step else age
             scheduled.append(scheduled_age)
         scheduled_ages = tuple(scheduled)
@@ -249,7 +249,7 @@ class AgeChecks:
 
 
 class SliceEntry(NamedTuple):
-    """A part of a value, the value from which it was cut, and the values in that, if it is a dictionary."""
+    """A part that was cut from a source, the source, and the source's values if it is a dictionary."""
 
     value: Any
     source: Any
@@ -257,10 +257,10 @@ class SliceEntry(NamedTuple):
 
 
 class GivenTensors:
-    """The inputs of a module, if only tensors and numbers: the same tensors, unchanged, give the same output."""
+    """A module's inputs, if all are tensors or numbers: the same unchanged tensors give the same output."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        # While they are referenced, no other tensor is one of them.
+        # The reference keeps the id of a tensor from being reused.
         self._values = (*args, *kwargs.values())
         self._names = (*kwargs,)
         self._versions = _read_versions(self._values)
@@ -281,7 +281,7 @@ class GivenTensors:
 
 
 def _read_versions(values: Sequence[Any]) -> list[int] | None:
-    """Count the writes in place into each tensor; None if unknown, or some value is neither tensor nor number."""
+    """Count the in-place writes into each tensor; None if unknown, or a value is neither tensor nor number."""
     versions: list[int] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -298,11 +298,11 @@ class RememberedOutput:
     """The output of a module.
 
     Args:
-        given: its inputs, if they are to be compared.
+        given: its inputs, if they must be compared.
 
     Attributes:
-        step: in which it was last used.
-        tensors, versions: of the output, as it was.
+        step: the step that last used it.
+        tensors, versions: the output's tensors, and their versions when it was remembered.
     """
 
     def __init__(self, output: Any, given: GivenTensors | None) -> None:
@@ -322,7 +322,7 @@ class RememberedOutput:
 
     @property
     def is_unchanged(self) -> bool:
-        """Return whether nothing was written into the output since."""
+        """Return whether the output was not written to since it was remembered."""
         return self.versions == tuple(map(READ_VERSION, self.tensors))
 
     def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
@@ -339,16 +339,16 @@ class RememberedOutput:
 
 
 class GenerationMemory:
-    """Key stores, and what is remembered, of one generation.
+    """The key stores and the remembered outputs of one generation.
 
     Args:
-        kept_buffers: where keys and values stay from one generation to the next, if they do.
+        kept_buffers: memory for keys and values that stays in place between generations; None if it need not.
 
     Attributes:
-        outputs: of modules that need not compute them again.
+        outputs: remembered outputs of modules.
         epoch: replaced by another object after anything that may have changed the model.
         begun_models: models and branches of guidance that were called, as recorded calls note them.
-        bases: what last arrived at each site of messages that travel as differences.
+        bases: the last message of each site whose messages travel as differences.
     """
 
     def __init__(self, kept_buffers: KeptBuffers | None = None) -> None:
@@ -367,13 +367,13 @@ class GenerationMemory:
         """Return the keys and values of a layer."""
         key = (branch, layer)
         if key not in self._stores:
-            # A method would keep this memory alive in a cycle, and stores must be freed with it at once.
+            # A bound method would make a reference cycle, and stores must be freed at once.
             make_zeros = functools.partial(_make_zeros, self._kept_buffers, key)
             self._stores[key] = KeyStore(length, segments, make_zeros)
         return self._stores[key]
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
-        """Mark old keys of patches (None: all) as written now, for layers skipped in this step, given by prefix."""
+        """Mark the old keys of skipped layers (given by prefix) as written now, for some patches (None: all)."""
         prefixes = tuple(layers)
         for (store_branch, layer), store in self._stores.items():
             if store_branch == branch and layer.startswith(prefixes):
@@ -383,7 +383,7 @@ class GenerationMemory:
     @property
     def key_bytes(self) -> int:
         """Return the bytes of all keys and values."""
-        # A list, as a generator is resumed for each layer, at the end of each step.
+        # A list is faster than a generator, and this runs in each step.
         return sum([store.buffer_bytes for store in self._stores.values()])
 
     def forget_branch_keys(self, branch: int) -> None:
@@ -426,7 +426,7 @@ class GenerationMemory:
                 continue
             buffer = self._kept_buffers.find_memory((key, "buffer"), buffer_addresses[0])
             if buffer is not None:
-                # It is zeroed, as a call that asks for a new one would find it.
+                # A new buffer would be zero, so this one is zeroed.
                 self._buffers[key] = buffer.zero_()
 
     @property
@@ -443,8 +443,8 @@ class GenerationMemory:
     # Below is the information about keys that a recorded call needs.
 
     def list_incoming_layers(self, branch: int) -> tuple[str, ...]:
-        """Return the layers with keys of other ranks under way, like in the stale steps of DistriFusion."""
-        # A list: a generator would be resumed for each layer in every call.
+        """Return the layers with other ranks' keys under way, as in the stale steps of DistriFusion."""
+        # A list is faster than a generator, and this runs in every call.
         stores = self._stores.items()
         return tuple([layer for (own, layer), store in stores if store.incoming is not None and own == branch])
 
@@ -470,7 +470,7 @@ class GenerationMemory:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
 
     def copy_store_states(self, branch: int) -> dict[tuple[int, str], StoreState]:
-        """Return the host's knowledge of the keys of a branch's layers."""
+        """Return what the host knows of the keys of a branch's layers."""
         states: dict[tuple[int, str], StoreState] = {}
         for key, store in self._stores.items():
             if key[0] == branch:
@@ -478,7 +478,7 @@ class GenerationMemory:
         return states
 
     def restore_store_states(self, states: Mapping[tuple[int, str], StoreState]) -> None:
-        """Go back to `copy_store_states`."""
+        """Restore the result of `copy_store_states`."""
         for key, state in states.items():
             store = self._stores[key]
             store.written = list(state.written)
@@ -549,7 +549,7 @@ class KeptBuffers:
     """Memory that stays in place from one generation to the next, because recorded calls read it there.
 
     Args:
-        make_room: called before so many bytes are allocated: drops memory used by older generations.
+        make_room: called with the bytes about to be allocated; drops memory of older generations.
 
     Attributes:
         generation: the number of the current one.

@@ -1,11 +1,11 @@
-"""Recorded steps: a call of a model is recorded and then played in later steps, if only numbers differ.
+"""Recorded steps: a call of a model is recorded, and then played in later steps if only numbers differ.
 
-A call is known by its place (model, branch, patch, stale keys or not) and its form (shapes, types and plain values of
-its arguments). The first call of a form runs with a watch that looks for obstacles to recording. The second one is made
-by its code and then captured, without its messages; the first play is compared with the code. Later ones are played.
-Arguments of a call are copied to memory that stays, and its result is cloned. The first step of a generation is never
-recorded: it finds the forms of calls. Blocks skipped by a cache are part of the place; if numbers of
-the call decide on them, the call runs as code.
+A call is identified by its place (model, branch, patch, stale keys or not) and its form (shapes, types and plain values
+of its arguments). The first call of a form is watched for obstacles to recording. The second call runs as code and is
+then captured, without its messages; the first play is compared with the code. Later calls are played. Arguments of a
+call are copied to memory that stays in place, and its result is cloned. The first step of a generation is never
+recorded: it finds the forms of calls. Blocks skipped by a cache are part of the place; if numbers of the call decide on
+them, the call runs as code.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from ditile.plan.errors import DitileError
 LOG = logging.getLogger("ditile")
 
 NUM_PREPARING_CALLS = 2
-"""Calls of a form between the decision to record it and the first one that is played."""
+"""Calls of a form that run as code before the first call is played."""
 UNPLAYED_FORMS = 16
-"""Forms of a place in a row without a play before recording stops there."""
+"""Recording stops at a place after this many forms in a row that were never played."""
 LOOKS = 2
-"""Calls of a form that are only watched if the first one has a problem, since it may be a problem of the first call
-only."""
+"""Calls of a form that are watched if the first call has a problem, which later calls may not have."""
 
 CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
 FIRST_STEP = "the first step"
@@ -58,7 +57,7 @@ CAPTURE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions of code that runs a second time, for its capture: the call was made, so only its tape is lost."""
+"""Exceptions during a capture, which repeats a finished call: only the tape is lost."""
 
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Arguments and results that are told apart by their values."""
@@ -88,7 +87,7 @@ class BlockCache(Protocol):
         """List the values stored by blocks in a recorded call; None if some were stored for the first time."""
 
     def repeat_call(self) -> AbstractContextManager[None]:
-        """Repeat the last call within the context, from the state before it. Nothing is noted."""
+        """Repeat the last call within the context, from the state before that call. Nothing is noted."""
 
     def end_played_call(self, stored: Sequence[Any]) -> None:
         """Note that a tape was played instead of the call."""
@@ -99,19 +98,19 @@ class RecordedSteps:
 
     Args:
         make_segments: makes the capturer of a call.
-        limit_bytes: most memory of tapes, including the keys and values kept for them.
+        limit_bytes: limit for the memory of tapes, with the keys and values kept for them.
         has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
-        checks: whether copies of inputs that are left out are checked.
+        checks: whether skipped copies of inputs are checked.
 
     Attributes:
         refusal: why calls of the current generation cannot be recorded; empty if they can.
         caches: the cache of blocks of each model.
-        scopes: contexts without remembered values that would tie a tape to memory of other calls.
-        kept_buffers: keys and values that stay in place from generation to generation.
-        num_recorded, num_played: calls so far.
-        problems: why calls were not recorded, and how many.
-        preparations: the same of calls that ran as code so that later ones can be recorded.
-        failure: the error of a failed recording, or that memory ran out; nothing is recorded after it.
+        scopes: contexts that hide remembered values, which would tie a tape to memory of other calls.
+        kept_buffers: memory for keys and values that stays in place between generations.
+        num_recorded, num_played: numbers of calls so far.
+        problems: reason -> number of calls that were not recorded.
+        preparations: reason -> number of calls that ran as code to prepare recording.
+        failure: why nothing is recorded any more: a failed recording, or a lack of memory.
     """
 
     def __init__(
@@ -272,7 +271,7 @@ class RecordedSteps:
         """Make a call with a tape whose inputs another tape did not compute in this step."""
         call.num_lost += 1
         if call.num_lost > LOOKS:
-            # From now on it computes all it needs, which is to be looked at.
+            # From now on the call computes everything it needs, so it is watched again.
             call.drop_tape()
             return self._look_at_call(call, model_call)
         if self._shared.tapes:
@@ -285,8 +284,7 @@ class RecordedSteps:
         self.preparations[reason] += 1
 
     def _look_at_call(self, call: CallTape, model_call: Invocation) -> Any:
-        """Make the first call of a form. It loads kernels, and shows obstacles to recording while nothing depends on
-        it."""
+        """Make the first call of a form, which loads kernels and shows obstacles to recording."""
 
         now = model_call.now
         self.preparations[WATCHED] += 1
@@ -302,7 +300,7 @@ class RecordedSteps:
         call.problem = watch.problem
         call.made_stores |= now.memory.copy_store_states(now.branch).keys() - stores
         if watch.written & {tensor.untyped_storage().data_ptr() for tensor in inputs}:
-            # A tape gets copies. They are only filled again if the pipeline's tensors have changed.
+            # A tape reads copies, which are filled again only if the pipeline's tensors have changed.
             call.problem = "it writes into its arguments"
         if len({tensor.device for tensor in inputs}) > 1:
             # Values computed on the CPU would never change.
@@ -330,12 +328,12 @@ class RecordedSteps:
             result = model_call.run()
         problem = watch.problem
         states_after = now.memory.copy_store_states(now.branch)
-        # A tape does not make the stores of keys.
+        # A tape cannot create key stores.
         if states_after.keys() != states.keys():
             problem = FIRST_KEYS
         problem = problem or self._note_stored_keys(call, model)
         if survey_model(model) != survey:
-            # Such as a model that counts its calls, or scales of LoRAs that have changed slightly.
+            # For example a model that counts its calls, or changed scales of LoRAs.
             problem = "it changes its own settings"
         if not problem:
             first_play = FirstPlay(code, result, watch.overwritten, keeper)
@@ -395,7 +393,7 @@ class RecordedSteps:
             place = f"{type(model).__name__}, branch {now.branch}, patch {now.micro_step.patch}, size {call.size}"
             LOG.warning("%s in %s: %s; such calls run as code", UNEQUAL, place, difference)
             return UNEQUAL
-        # What a call has read besides weights and keys may go, and a tape with other addresses is not played.
+        # Memory besides weights and keys may be freed, and a tape with other addresses is not played.
         known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
         known.update(memory.list_storage_addresses(now.branch))
         recording.tape.held.append([tensor for address, tensor in watch.read.items() if address not in known])
@@ -486,8 +484,7 @@ def _is_first_step(now: Generation) -> bool:
 
 
 def _is_first_call(now: Generation, model: nn.Module) -> bool:
-    """Return whether a model is called for the first time, like the second one of Wan 2.2 in mid-run: it finds
-    constants."""
+    """Return whether a model is called for the first time, and so finds constants, as Wan 2.2's second in mid-run."""
     begun = now.memory.begun_models
     key = (model, now.branch)
     is_first = _is_first_step(now)

@@ -3,12 +3,12 @@
 A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for one name) -> "colwise", "rowwise",
 `PackedColwiseParallel` or `PackedRowwiseParallel`; and, beyond it, "rms_norm": an RMS norm across all heads.
 
-A derived table names Linears where the config of a class sets the sizes, so that it fits every config:
+A derived table names Linears instead of sizes, so that it fits every config of a class:
 
     ["colwise", 1, 1]               its outputs are blocks in these proportions
-    ["colwise", "inner", "hidden"]  its outputs are blocks of as many features as these attributes of its owner say
-    ["rowwise", "a.to_q", "a.up/1"] its inputs are as many as a.to_q makes, and then as many as the second block of a.up
-    ["rms_norm", "a.to_q"]          across heads, where it has as many channels as a.to_q makes features, or a.qkv/0
+    ["colwise", "inner", "hidden"]  its outputs are blocks, with the sizes in these attributes of its owner
+    ["rowwise", "a.to_q", "a.up/1"] its inputs match the outputs of a.to_q, then the second block of a.up
+    ["rms_norm", "a.to_q"]          across heads, if its channels match the outputs of a.to_q (or of a.qkv/0)
     ["gathered"]                    its outputs, if the ranks divide them, are few: each rank gets all of them
     "a:rotary.0": ["heads", 1, "a.to_q"]    dimension 1 of the first tensor of an argument of a counts the heads of
                                             a.to_q, or their features
@@ -43,9 +43,9 @@ from ditile.plan.layout import count_weighted_shares
 
 
 class TensorCut(NamedTuple):
-    """The part of a tensor that a rank owns: slices along one dim, joined in their order.
+    """The part of a tensor that a rank owns: slices along one dim, joined in order.
 
-    A projection that was fused from several has a slice of each.
+    It has one slice of each projection that was fused into the tensor.
     """
 
     dim: int
@@ -53,7 +53,7 @@ class TensorCut(NamedTuple):
 
 
 class HeadDim(NamedTuple):
-    """The dimension of a table that counts heads, or the features of all heads, and their number in the whole."""
+    """A table's dimension of heads, or of the features of all heads, and its whole size."""
 
     dim: int
     counts: frozenset[int]
@@ -69,7 +69,7 @@ _DIMS: dict[str, dict[str, int]] = {
     "rms_norm": {"weight": 0, "bias": 0},
     "gathered": {"weight": 0, "bias": 0, "lora_B": 0},
 }
-"""The dimension in which each parameter is cut; the others are whole on every rank."""
+"""The dimension in which a parameter is cut; parameters not listed are whole on every rank."""
 
 _PACKED = {
     PackedColwiseParallel: ("colwise", "_tp_packed_col_blocks"),
@@ -86,7 +86,7 @@ class CutStyle:
     Attributes:
         kind: "colwise" (outputs), "rowwise" (inputs), "rms_norm" (channels) or "gathered" (outputs that every rank gets
             from all ranks: those of a modulation, which are few for its many weights).
-        blocks: sizes, in proportion, of the blocks fused side by side in that dimension; each is cut by itself.
+        blocks: relative sizes of the blocks fused side by side in that dimension; each is cut separately.
     """
 
     kind: str
@@ -132,7 +132,7 @@ class TensorCuts:
         Args:
             transformer, table, index, size: the model, its table, this rank and the number of ranks.
             weights: the share of each rank, in any unit; equal by default.
-            loaded: the `shares` by which only this rank's share was read, and checked; empty for a whole model.
+            loaded: the `shares` of a model of which only this rank's share was read; empty for a whole model.
             stored_blocks: the block formats of weights that a file stores in blocks, by name.
 
         Raises:
@@ -259,7 +259,7 @@ def _read_row(
     size: int,
     build_structure: Callable[[], nn.Module],
 ) -> CutStyle | None:
-    """Return the cut of a module by a row of a table; None if it stays whole by this config."""
+    """Return the cut of a module by a row of a table; None if the module stays whole under this config."""
     module = transformer.get_submodule(path)
     blocks: Sequence[int] | None = (1,)
     if isinstance(row, list | tuple):
@@ -281,7 +281,7 @@ def _read_row(
         kind, attribute = _PACKED[type(row)]
         blocks = row.blocks or getattr(unwrap_lora_base(module), attribute, None)
         if not blocks and is_block_linear(unwrap_lora_base(module)):
-            # diffusers puts another Linear in place of the one that its model gave this attribute.
+            # The attribute may hold a Linear that diffusers has replaced in the model.
             blocks = getattr(build_structure().get_submodule(path), attribute, None)
     else:
         kind = row
