@@ -557,7 +557,7 @@ COMMANDS = {
     "generate": Command(
         _run_generate_command,
         "make an image or a video",
-        "Make an image or a video, on several ranks if a plan says so.",
+        "Make an image, a video or a sound, on several ranks if a plan says so.",
         {GenerateOptions: "image", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Bounds: "bounds"},
         # The short help has at most 30 lines.
         essential=(
