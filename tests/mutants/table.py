@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "both halves compute the same branch of guidance",
         "parallel/batch/shares.py",
-        "            half = self._axis.index\n",
-        "            half = 0\n",
+        "            group = self.index\n",
+        "            group = 0\n",
         BATCH,
     ),
     Mutant(

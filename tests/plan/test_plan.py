@@ -27,7 +27,7 @@ SPEED = st.floats(0.01, 100)
 @st.composite
 def plans(draw: Any) -> Plan:
     """Any legal plan."""
-    degrees = {name: draw(st.integers(1, 5)) for name in AXES} | {"cfg": draw(st.integers(1, 2))}
+    degrees = {name: draw(st.integers(1, 5)) for name in AXES}
     degrees["distrifusion" if draw(st.booleans()) else "pipefusion"] = 1
     outer = "distrifusion" if degrees["distrifusion"] > 1 else draw(st.sampled_from(("ring", "gather")))
     degrees |= {name: 1 for name in ("ring", "gather", "distrifusion") if name != outer}
@@ -91,7 +91,6 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ),
     ({"tensor": 2, "tensor_weights": (1, 2), "uaa": False}, "uaa is off; leave one of them out"),
     ({"ring": 2, "offload": "blocks", "offload_ranks": (2,)}, "offload_ranks=2 does not name ranks of this plan, each"),
-    ({"cfg": 3}, "try cfg=2, and data"),
     ({"distrifusion": 2, "pipefusion": 2}, "spend the same staleness; set one of them to 1"),
     ({"distrifusion": 2, "ring": 2}, "ring=2 and distrifusion=2 split the same tokens; use one of them, and ulysses"),
     ({"distrifusion": 2, "gather": 2}, "gather=2 and distrifusion=2 split the same tokens"),
@@ -170,6 +169,19 @@ def test_what_the_facts_forbid(plan: Plan, says: str) -> None:
     assert plan.illegal(Facts()) == []
 
 
+def test_the_number_of_branches_is_named() -> None:
+    """A failure means that somebody who wrote cfg=3 is told to turn guidance on, or gets a number that is refused."""
+    assert Plan(cfg=3).illegal(Facts(branches=2)) == [
+        "cfg=3 divides branches of guidance, and this call has 2; use cfg=2"
+    ]
+    unlike = Facts(branches=4, call_rows=(2, 1, 1))
+    assert Plan(cfg=4).illegal(unlike) == []
+    (line,) = Plan(cfg=4, distrifusion=2).illegal(unlike)
+    assert "this call has 4, and stale keys keep its calls whole; use cfg=2" in line
+    (line,) = Plan(pipefusion=2).illegal(unlike)
+    assert "the calls of a step have 2, 1, 1 branches" in line
+
+
 def test_patches_that_nobody_asked_for_are_not_named() -> None:
     """A failure means that somebody who wrote pipefusion=9 is told of patches=9."""
     assert Plan(pipefusion=9).illegal(FACTS) == ["pipefusion=9 exceeds the 6 blocks of M; try 1 to 6"]
@@ -197,7 +209,7 @@ def test_all_that_is_illegal_is_said_on_one_line() -> None:
 @given(plans())
 def test_a_large_model_and_image_allow_every_plan(plan: Plan) -> None:
     """Whose tensor degree divides the heads, whatever is combined."""
-    facts = Facts(heads=60, rows=400, tokens_per_row=64, text=512, branches=2)
+    facts = Facts(heads=60, rows=400, tokens_per_row=64, text=512, branches=5)
     assert plan.illegal(facts) == [] or (plan.uaa is False and "uaa" in plan.illegal(facts)[0])
 
 

@@ -169,7 +169,7 @@ class StageAgreement(SkipAgreement):
     Args:
         groups: who decides together.
         now: the generation under way.
-        by_calls: whether the halves of guidance compute calls of their own.
+        by_calls: whether the groups of guidance compute calls of their own.
         names: block -> its name, for all blocks that are known.
         stages: block -> its stage.
     """

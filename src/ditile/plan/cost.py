@@ -9,7 +9,7 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
     distrifusion   2 (n - 1) / n L b p C e            keys and values of a rank's own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
     prediction     the own part of the tokens after the last block, to the n - 1 that split the tokens
-    cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to the other half
+    cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to each other group
     latents        the denoised patches, from the last stage to the first; others of a warmup group get the whole
     weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
     keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all of a layer
@@ -248,7 +248,7 @@ class PlannedRank:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of its calls: the images of its replica, and its half of the branches."""
+        """Return the shape of its calls: the images of its replica, and its group's branches."""
         return self.job.shape.divide_batch(self.job.plan, self.data)
 
     @property
@@ -530,7 +530,7 @@ def count_prediction_bytes(rank: PlannedRank) -> int:
 
 
 def count_guidance_bytes(share: MicroStepShare) -> int:
-    """Count the bytes of the own branches' prediction that a rank sends to the other half of guidance after a
+    """Count the bytes of the own branches' prediction that a rank sends to other groups of guidance after a
     micro-step.
 
     They are sent in each call. If each branch is a separate call, they are sent after all calls of a step, except step
@@ -540,7 +540,7 @@ def count_guidance_bytes(share: MicroStepShare) -> int:
     job = rank.job
     if not rank.is_last_stage or job.plan.cfg == 1:
         return 0
-    # In step 0 each half makes all calls, to learn their number.
+    # In step 0 each group makes all calls, to learn their number.
     if share.micro.step == 0 and job.shape.branches_per_call == 1:
         return 0
     layout = job.image_layout

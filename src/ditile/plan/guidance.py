@@ -44,7 +44,7 @@ class GuidanceRule:
         return self._is_scale_enough(call) and self._has_prompt_enough(call)
 
     def explain_cfg_refusal(self, cfg: int, pipeline: str, call: CallArguments) -> str | None:
-        """Explain why the branches of a call cannot be divided over `cfg` halves, and what would work. None if they
+        """Explain why the branches of a call cannot be divided over `cfg` groups, and what would work. None if they
         can.
 
         Args:

@@ -367,6 +367,40 @@ def pick_even_chunk(items: range, ranks: int, index: int) -> range:
     return range(start, start + base + (index < more))
 
 
+def spread_branches(rows: Sequence[int], ranks: int, *, keeps_calls: bool = False) -> list[list[range]]:
+    """Return for each rank its branches of guidance in each call of a step, as even as possible.
+
+    Args:
+        rows: the number of branches in each call.
+        ranks: among which they are spread.
+        keeps_calls: whether a call has one rank, and calls are spread; otherwise its branches may have several.
+    """
+    units = [1] * len(rows) if keeps_calls else rows
+    spread: list[list[range]] = []
+    for rank in range(ranks):
+        own = pick_even_chunk(range(sum(units)), ranks, rank)
+        shares = []
+        before = 0
+        for count, call_units in zip(rows, units, strict=True):
+            call = range(before, before + call_units)
+            share = range(max(own.start, call.start) - before, min(own.stop, call.stop) - before)
+            if keeps_calls and share:
+                share = range(count)
+            # An empty range may have other ends, which slices would count from the back.
+            shares.append(share or range(0))
+            before = call.stop
+        spread.append(shares)
+    return spread
+
+
+def count_most_in_rows(rows: Sequence[int], ranks: int) -> int:
+    """Return the number of branches of the rank with most where each call alone is split.
+
+    A call with fewer branches than ranks is computed by all of them.
+    """
+    return sum(count if count < ranks else -(-count // ranks) for count in rows)
+
+
 def pick_weighted_chunk(items: range, weights: tuple[float, ...], index: int) -> range:
     """Return a rank's share of a run, in proportion to its weight. No share is empty if there are enough items.
 

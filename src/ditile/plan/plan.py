@@ -59,6 +59,7 @@ class Facts:
         tokens_per_row: image tokens in each row.
         text: text tokens in joint attention.
         branches: branches of guidance: the rows of the batch per image, times the transformer calls per step.
+        call_rows: branches in each call of a step, where calls differ.
     """
 
     model: str = "this model"
@@ -68,6 +69,7 @@ class Facts:
     tokens_per_row: int | None = None
     text: int = 0
     branches: int | None = None
+    call_rows: tuple[int, ...] = ()
 
 
 @options(error=PlanError)
@@ -80,7 +82,7 @@ class Plan:
 
     data: Count = define_option(1, "replicas that split prompts and images", aliases=("--data-parallel-degree",))
     cfg: Count = define_option(
-        1, "1, or 2: each half computes one branch of guidance", switches={"--use-cfg-parallel": 2}
+        1, "groups of ranks that share the branches of guidance, mostly 2", switches={"--use-cfg-parallel": 2}
     )
     pipefusion: Count = define_option(
         1, "stages that the blocks are cut into, one rank each", aliases=("--pipefusion-parallel-degree",)
@@ -176,8 +178,6 @@ class Plan:
 
     def _iterate_contradictions(self) -> Iterator[str]:
         """Yield a line for each contradiction between fields, with what would work."""
-        if self.cfg > 2:
-            yield f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once"
         yield from self._iterate_patch_contradictions()
         if self.async_ulysses and self.ulysses == 1:
             yield "async_ulysses needs an exchange to hide; use it with ulysses=2 or more"
@@ -309,6 +309,11 @@ class Plan:
         keys."""
         return self.num_patches * self.distrifusion > 1
 
+    @property
+    def keeps_calls(self) -> bool:
+        """Return whether stages or stale keys need all branches of a call, once cfg gives ranks calls of their own."""
+        return self.pipefusion > 1 or self.attends_to_stale_keys
+
     def predicts_whole(self, steps: int | None) -> bool:
         """Return whether no step of a call is computed patch by patch. Each prediction is then of one step as a whole.
 
@@ -439,17 +444,12 @@ class Plan:
         fits.
 
         Each stage needs a block, each patch a row of tokens, each rank a token, each rank of the tensor axis whole
-        heads, and each half of cfg a branch of guidance. A replica may have no images of its own.
+        heads, and each group of cfg a branch of guidance. A replica may have no images of its own.
         """
         lines: list[str] = []
         for check in (_check_blocks, _check_heads, _check_token_rows, _check_patch_tokens):
             lines += check(self, facts)
-        if facts.branches is not None and self.cfg > facts.branches:
-            lines.append(
-                f"cfg={self.cfg} divides branches of guidance, and this call has {facts.branches}; raise "
-                "guidance_scale or --guidance above 1 (of FLUX and Qwen-Image true_cfg_scale or --true-cfg, with a "
-                "negative_prompt, --negative-prompt), or use cfg=1"
-            )
+        lines += _check_branches(self, facts)
         return lines
 
     def check(self, facts: Facts) -> None:
@@ -562,6 +562,30 @@ def _format_plan_value(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
+
+
+def _check_branches(plan: Plan, facts: Facts) -> Iterator[str]:
+    if facts.branches is None:
+        return
+    divides = f"cfg={plan.cfg} divides branches of guidance, and this call has {facts.branches}"
+    if facts.branches == 1 < plan.cfg:
+        yield (
+            f"{divides}; raise guidance_scale or --guidance above 1 (of FLUX and Qwen-Image true_cfg_scale or "
+            "--true-cfg, with a negative_prompt, --negative-prompt), or use cfg=1"
+        )
+        return
+    if facts.call_rows and plan.pipefusion > 1:
+        yield (
+            f"pipefusion={plan.pipefusion}: the calls of a step have {', '.join(map(str, facts.call_rows))} branches "
+            f"of guidance, and stages send as many in each; use {suggest_whole_images()}"
+        )
+        return
+    most = facts.branches
+    if facts.call_rows and plan.keeps_calls:
+        most = facts.call_rows[0]
+        divides += ", and stale keys keep its calls whole"
+    if plan.cfg > most:
+        yield f"{divides}; use cfg={most}"
 
 
 def _check_blocks(plan: Plan, facts: Facts) -> Iterator[str]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ditile.plan.errors import ModelError
-from ditile.plan.layout import Grid, Joint, Layout, pick_even_chunk
+from ditile.plan.layout import Grid, Joint, Layout, count_most_in_rows, pick_even_chunk
 from ditile.plan.option_classes import CallArguments, JsonObject, Pixels, check_value
 from ditile.plan.plan import Facts, Plan
 
@@ -110,6 +110,7 @@ class Shape:
         channels: of a token in the blocks; 0 if the heads make them up.
         key_heads: heads of keys over heads of queries.
         references: tokens of reference images, the last ones of the image; None if it is not known how many.
+        call_rows: rows of each call of a step for an image, where they differ. Then `calls` has one for each row.
     """
 
     height: int
@@ -128,6 +129,7 @@ class Shape:
     channels: int = 0
     key_heads: float = 1.0
     references: int | None = None
+    call_rows: tuple[int, ...] = ()
 
     @classmethod
     def from_call(
@@ -199,8 +201,8 @@ class Shape:
         return self.batch // self.images
 
     def divide_batch(self, plan: Plan, replica: int = 0) -> Shape:
-        """Return the shape of one replica's calls on one half of guidance. (In step 0 each half makes all calls.)"""
-        return _look_up_replica_shape(self, plan.data, plan.cfg, replica)
+        """Return the shape of one replica's calls in one group of guidance. (In step 0 each group makes all calls.)"""
+        return _look_up_replica_shape(self, plan.data, plan.cfg, replica, plan.keeps_calls)
 
     @property
     def token_channels(self) -> int:
@@ -222,6 +224,7 @@ class Shape:
             tokens_per_row=self.grid.tokens_per_row * self.grid.frames,
             text=self.text,
             branches=self.branches_per_call * self.calls,
+            call_rows=self.call_rows,
         )
 
 
@@ -230,13 +233,15 @@ _look_up_reference_layout = lru_cache(maxsize=1024)(Layout.cut_around_references
 
 
 @lru_cache(maxsize=1024)
-def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int) -> Shape:
+def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int, keeps_calls: bool) -> Shape:
     # A replica without images of its own computes the first one.
     images = len(pick_even_chunk(range(shape.images), data, replica)) or 1
     branches = shape.branches_per_call
     calls = shape.calls
-    # The halves of guidance split the calls of a step, or the rows of a call.
-    if branches == 1:
+    # The groups of guidance split the calls of a step, or the rows of a call.
+    if shape.call_rows and keeps_calls:
+        calls = count_most_in_rows(shape.call_rows, cfg)
+    elif branches == 1:
         calls = math.ceil(calls / cfg)
     else:
         branches = math.ceil(branches / min(cfg, branches))

@@ -638,8 +638,8 @@ def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
     branches = shape.branches_per_call * shape.calls
     for factors in _iterate_products(world, len(AXES)):
         degrees = dict(zip(AXES, factors, strict=True))
-        # cfg has two halves, data needs an image for each rank, and tensor must divide the heads.
-        if degrees["cfg"] > min(branches, 2) or degrees["data"] > shape.images:
+        # cfg needs a branch for each rank, data an image, and tensor must divide the heads.
+        if degrees["cfg"] > branches or degrees["data"] > shape.images:
             continue
         if shape.heads % degrees["tensor"]:
             continue

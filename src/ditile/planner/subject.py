@@ -535,9 +535,11 @@ class PlanSubject:
         # Calls with unlike numbers of rows count as one for each row.
         batch = images
         calls = sum(rows) // images
+        call_rows = tuple(count // images for count in rows)
         if len(set(rows)) == 1:
             batch = rows[0]
             calls = len(rows)
+            call_rows = ()
         return Shape(
             height=height,
             width=width,
@@ -547,6 +549,7 @@ class PlanSubject:
             batch=batch,
             images=images,
             calls=calls,
+            call_rows=call_rows,
             heads=heads,
             head_dim=head_dim,
             latent_elements=latents,

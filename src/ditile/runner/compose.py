@@ -244,6 +244,7 @@ class Composition:
             images=count_images(values),
             batch_dims=self.block_hooks.batch_dims,
             inputs=self.block_hooks.anatomy.inputs or None,
+            keeps_calls=self.plan.keeps_calls,
         )
         with ExitStack() as stack:
             self._attach_recorder(stack)

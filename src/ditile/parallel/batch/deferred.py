@@ -1,4 +1,4 @@
-"""A prediction that another half of guidance computes: it is NaN until it arrives, with the last call of the step.
+"""A prediction that another group of guidance computes: it is NaN until it arrives, with the last call of the step.
 
 A pipeline may compute with one prediction before it asks for the next, for instance the image without noise that it
 implies. Such operations are recorded and repeated once the prediction has arrived; they write into the tensors of the

@@ -1,7 +1,7 @@
 """One call of the model, of which this rank computes some rows of the batch.
 
 These hooks are the outermost hooks of the model. The pipeline passes and gets full-size tensors; the model sees the
-rows of this replica's images and of this half's guidance branches.
+rows of this replica's images and of this group's guidance branches.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class DataCfgBatch:
         images: how many images the pipeline generates.
         batch_dims: finds the batch dimension of each argument of the models, where `inputs` does not give it.
         inputs: the kinds of their arguments, if known.
+        keeps_calls: see `Plan.keeps_calls`.
 
     Attributes:
         num_images: how many images the pipeline generates.
@@ -60,6 +61,7 @@ class DataCfgBatch:
         images: int,
         batch_dims: BatchDimFinder,
         inputs: Mapping[str, Kinds] | None,
+        keeps_calls: bool,
     ) -> None:
         self._mesh = mesh
         self._models = models
@@ -67,7 +69,7 @@ class DataCfgBatch:
         self.num_images = images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
-        self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
+        self._cfg = CfgExchange(mesh["cfg"], mesh.traffic, keeps_calls)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
         self._names = list_parameter_names(self._model)
         self._inputs = inputs
@@ -77,14 +79,14 @@ class DataCfgBatch:
 
     @property
     def is_split_by_calls(self) -> bool:
-        """Return whether the halves compute calls of their own, now that the first step is over."""
+        """Return whether the groups compute calls of their own, now that the first step is over."""
         return self._by_calls and self._splits_calls(self._now.micro_step.step)
 
     def _splits_calls(self, step: int) -> bool:
-        """Return whether the halves compute calls of their own in a step."""
+        """Return whether the groups compute calls of their own in a step."""
         # Step 0 shows how many calls there are. If calls have another mode than in the step before, their results may
         # have another shape, and every rank computes all of them once to know it.
-        if not self._by_calls or step == 0 or step in self._changed_steps:
+        if not self._by_calls or step <= self._learning_step or step in self._changed_steps:
             return False
         whole = self._now.findings.whole_steps
         return (step in whole) == (step - 1 in whole)
@@ -121,20 +123,28 @@ class DataCfgBatch:
         """Reset the state for a new generation."""
         self._over = False
         self._by_calls = False
+        self._learning_step = 0  # the last one that shows how calls are used; each is computed as if it were alone
         self._used_early: Tensor | None = None  # whether the pipeline used a prediction before it arrived
         self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
         self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
-        self._own_slice: BatchSlice | None = None  # of the last call
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
+        self._step_rows: list[int] = []  # the same in the step before
+        self._most_branches = 0  # of guidance, in one of the first steps
+        self._call_slices: dict[int, list[BatchSlice]] = {}  # of each call that groups share: the rows of each group
         self._deferred = DeferredWork()
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
         """Return the numbers of the calls that this rank computes in a step."""
         if not self._splits_calls(step):
             return range(calls)
-        return [call for call in range(calls) if self._cfg.is_own_call(call)]
+        own = self._cfg.spread_calls(self._list_call_rows(calls))[self._cfg.index]
+        return [call for call, branches in enumerate(own) if branches]
+
+    def _list_call_rows(self, calls: int) -> list[int]:
+        """Return the number of branches in each of so many calls of a step, when they were last made."""
+        return [self._num_branches[call] for call in range(calls)]
 
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
         """Check the rows of the latents and the number of calls.
@@ -155,21 +165,16 @@ class DataCfgBatch:
                 f"the latents have {sample.shape[0]} row(s) and the call asks for {self.num_images} image(s), so rows "
                 "cannot be split; use a plan with data=1 and cfg=1"
             )
-        if not self._by_calls or now.is_forecast:
+        if now.is_forecast:
             return
-        if now.calls is None:
-            if now.branch < self._cfg.size:
-                raise ModelError(
-                    f"cfg={self._cfg.size} splits branches of guidance, and {type(self._model).__name__} was called "
-                    "once, with one row for each image; raise guidance_scale above 1, give the negative_prompt "
-                    "(--negative-prompt) that some pipelines want too, or use cfg=1"
-                )
-            self._deferred.end()
+        self._learn_calls()
+        if not self._by_calls:
+            return
         if not self._is_last or not self._splits_calls(now.micro_step.step):
             return
         # Guidance has ended: there are no more calls, so the exchange does not wait for any.
-        if now.calls is not None and 0 < now.branch < now.calls and self._own_slice is not None:
-            self._complete_calls(now.branch - 1, self._own_slice)
+        if now.calls is not None and 0 < now.branch < now.calls:
+            self._complete_calls()
         if self._used_early is None:
             # A NaN that the model did not make itself shows that a prediction was used early. It is read at the end of
             # the generation, so that nothing waits for the device here.
@@ -232,7 +237,7 @@ class DataCfgBatch:
         if any(AsyncReduction(self._mesh.control, [used_early], self._mesh.traffic).wait_for_numbers()):
             raise StateError(
                 "the pipeline used one prediction before it asked for the next, as it did not in its first step, and "
-                "cfg=2 fills both in when the last one arrives; use cfg=1"
+                f"cfg={self._cfg.size} fills all in when the last one arrives; use cfg=1"
             )
 
     # The methods below make one call of the model.
@@ -249,44 +254,60 @@ class DataCfgBatch:
         all_rows = BatchSlice.from_batch_size(len(batch), self.num_images)
         self._check_branches(all_rows.num_branches)
         batch_slice = all_rows._replace(images=self._data.images)
-        self._own_slice = batch_slice
         mode = f"{describe_mode(kwargs)} {[tuple(x.shape) for x in pytree.tree_leaves(batch[:1])]}"
         if self._modes.setdefault(branch, mode) != mode:
             self._changed_steps.add(step)
         self._modes[branch] = mode
         # In the first step every rank sees what cannot be repeated.
-        if not self._now.branch:
+        is_learning = self._is_learning
+        if not branch:
             self._deferred = DeferredWork()
-        elif self._by_calls and self._now.calls is None and self._deferred.problem:
+            self._call_slices.clear()
+        elif self._by_calls and is_learning and self._deferred.problem:
             raise ModelError(
                 f"cfg={self._cfg.size} splits calls of {type(self._model).__name__}, and the pipeline "
                 f"{self._deferred.problem} before the next one is made, and so before it arrives; use cfg=1"
             )
-        # Every half computes a call that the step before did not have.
-        by_calls = now.calls is not None and branch < now.calls and self._splits_calls(step)
-        is_absent = False
-        if not by_calls:
-            self._compute_batch_slice(forward, args, kwargs, self._cfg.restrict_to_half(batch_slice))
-            if self._is_last:
-                for output, prediction in enumerate(self._predictions[branch]):
-                    self._cfg.exchange_branches(prediction, batch_slice, self._find_fresh_piece(branch, output))
-        else:
-            if self._cfg.is_own_call(branch):
-                self._compute_batch_slice(forward, args, kwargs, batch_slice)
-            else:
-                self._skip_call(batch_slice)
-            if self._is_last and branch + 1 == now.calls:
-                self._complete_calls(branch, batch_slice)
-            else:
-                is_absent = self._is_last and not self._cfg.is_own_call(branch)
+        is_absent = self._compute_own_rows(forward, args, kwargs, batch_slice)
         result = replace_predictions(self._results[branch], self._predictions[branch])
         # The model's own form is a list of rows if it takes such a list.
         if self._returns_list:
             result = _map_rows(result, Tensor, lambda rows: list(rows.unbind()))
         # Uses of a result that has not arrived are recorded; in the first step all are, to see what they are.
-        if is_absent or (self._by_calls and now.calls is None):
+        if is_absent or is_learning:
             result = pytree.tree_map_only(Tensor, self._deferred.defer, result)
         return result
+
+    def _compute_own_rows(
+        self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
+    ) -> bool:
+        """Compute this group's rows of a call; return whether other rows arrive later."""
+        branch = self._now.branch
+        calls = self._now.calls
+        slices = self._slice_call(batch_slice)
+        is_absent = False
+        if slices is None:
+            # Later steps need what all rows of the first one leave behind.
+            own_slice = batch_slice if self._by_calls else self._cfg.restrict_to_group(batch_slice)
+            self._compute_batch_slice(forward, args, kwargs, own_slice)
+            if self._is_last and not self._by_calls:
+                for output, prediction in enumerate(self._predictions[branch]):
+                    self._cfg.exchange_branches(prediction, batch_slice, self._find_fresh_piece(branch, output))
+        else:
+            self._call_slices[branch] = slices
+            own_slice = slices[self._cfg.index]
+            if own_slice.branches:
+                self._compute_batch_slice(forward, args, kwargs, own_slice)
+            else:
+                self._skip_call()
+            is_absent = self._is_last and own_slice != batch_slice
+            if is_absent:
+                self._fill_absent_branches(branch, batch_slice, own_slice)
+        # The last call of the step before may be one that all groups compute now.
+        if self._is_last and branch + 1 == calls:
+            self._complete_calls()
+            return False
+        return is_absent
 
     def _check_branches(self, num_branches: int) -> None:
         """Check that all calls have the same number of guidance branches.
@@ -296,8 +317,10 @@ class DataCfgBatch:
         now = self._now
         branch = now.branch
         step = now.micro_step.step
+        if not branch:
+            self._step_rows = self._list_call_rows(now.calls or 0)
         if branch == step == 0 and now.calls is None:
-            self._by_calls = self._cfg.size > 1 and num_branches == 1
+            self._by_calls = num_branches < self._cfg.size
             reason = explain_branch_refusal(self._model) if self._by_calls else None
             if reason:
                 raise ModelError(reason)
@@ -309,17 +332,84 @@ class DataCfgBatch:
                 f"{suggest_whole_images(stale_keys=True)}"
             )
         self._num_branches[branch] = num_branches
-        if self._by_calls and num_branches > 1:
+        if self._by_calls and num_branches != before and now.pieces:
             raise StateError(
-                f"the pipeline asked for another number of branches of guidance in step {step} than before; cfg=2 "
-                "splits calls, whose number must not change during the run; use cfg=1"
+                f"the pipeline asked for another number of branches of guidance in step {step} than before; "
+                f"cfg={self._cfg.size} splits calls, whose number must not change during the run; use cfg=1"
             )
 
-    def _complete_calls(self, last: int, batch_slice: BatchSlice) -> None:
-        """Exchange the predictions of a step between the halves after its last call."""
+    @property
+    def _is_learning(self) -> bool:
+        """Return whether uses of predictions are recorded in this step to see what they are."""
+        if self._now.calls is None:
+            return self._by_calls
+        return 0 < self._learning_step == self._now.micro_step.step
+
+    def _learn_calls(self) -> None:
+        """Learn from the calls of a step how those of the next ones are split.
+
+        Raises:
+            ModelError: if there are fewer branches than groups.
+        """
+        now = self._now
+        step = now.micro_step.step
+        rows = self._list_call_rows(now.branch)
+        if self._is_learning:
+            self._deferred.end()
+        if self._by_calls:
+            self._check_branch_count(step, rows)
+        elif self._is_learning:
+            self._by_calls = not self._deferred.problem and not explain_branch_refusal(self._model)
+        elif now.calls is None and self._cfg.gains_from_calls(rows):
+            # The next step shows whether predictions can be used before they arrive.
+            self._learning_step = step + 1
+
+    def _check_branch_count(self, step: int, rows: Sequence[int]) -> None:
+        """Check that each group has a branch. Later steps may have fewer, as when guidance ends."""
+        branches = len(rows) if self._cfg.keeps_calls else sum(rows)
+        self._most_branches = max(self._most_branches, branches)
+        # Skip-layer guidance begins after the first step.
+        is_known = step == 1 or (step == 0 and sum(rows) == 1)
+        if is_known and self._most_branches < self._cfg.size:
+            raise ModelError(self._explain_few_branches(rows, self._most_branches))
+
+    def _explain_few_branches(self, rows: Sequence[int], most: int) -> str:
+        splits = f"cfg={self._cfg.size} splits branches of guidance, and {type(self._model).__name__} was called"
+        if sum(rows) == 1:
+            return (
+                f"{splits} once, with one row for each image; raise guidance_scale above 1, give the negative_prompt "
+                "(--negative-prompt) that some pipelines want too, or use cfg=1"
+            )
+        called = f"{splits} {len(rows)} time(s) in a step, with {sum(rows)} branches"
+        if most < sum(rows):
+            called += ", and stages and stale keys keep the calls whole"
+        return f"{called}; use cfg={most}"
+
+    def _slice_call(self, batch_slice: BatchSlice) -> list[BatchSlice] | None:
+        """Return the rows of each group in this call of the step.
+
+        None if the call is computed as if it were alone. Every group computes a call that was not like this in the
+        step before.
+        """
+        now = self._now
+        branch = now.branch
+        if now.calls is None or not self._splits_calls(now.micro_step.step):
+            return None
+        if branch >= len(self._step_rows) or self._step_rows[branch] != batch_slice.num_branches:
+            return None
+        groups = self._cfg.spread_calls(self._step_rows)
+        return [batch_slice._replace(branches=calls[branch]) for calls in groups]
+
+    def _complete_calls(self) -> None:
+        """Exchange the predictions of a step between the groups after its last call."""
+        if not self._call_slices:
+            return
+        last = max(self._call_slices)
         for output in range(len(self._predictions[last])):
-            calls = [self._predictions[call][output] for call in range(last + 1)]
-            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(last, output))
+            calls = [self._predictions[call][output] for call in self._call_slices]
+            piece = self._find_fresh_piece(last, output)
+            self._cfg.exchange_calls(calls, list(self._call_slices.values()), piece)
+        self._call_slices.clear()
         # Only after all outputs have arrived: an operation may use several of them.
         self._deferred.finish()
 
@@ -412,20 +502,24 @@ class DataCfgBatch:
             changed = dims.slice_arguments(inputs, change)
         return [changed.pop(name) for name in names], changed
 
-    def _skip_call(self, batch_slice: BatchSlice) -> None:
-        """Skip another half's call; its prediction is NaN until it arrives."""
+    def _skip_call(self) -> None:
+        """Skip a call of another group."""
         now = self._now
         branch = now.branch
-        # The keys of step 0, which every half computed, are never read again: their memory is freed.
+        # The keys of step 0, which every group computed, are never read again: their memory is freed.
         if now.micro_step.patch in (None, 0):
             now.memory.forget_branch_keys(branch)
         if now.micro_step.patch is None:
             self._predictions[branch] = [torch.zeros_like(prediction) for prediction in self._predictions[branch]]
-        if self._is_last:
-            for output, prediction in enumerate(self._predictions[branch]):
-                first_branch = batch_slice.view_as_grid(prediction)[0]
-                fill_piece(first_branch, self._find_fresh_piece(branch, output), torch.nan)
         now.advance_branch()
+
+    def _fill_absent_branches(self, call: int, batch_slice: BatchSlice, own_slice: BatchSlice) -> None:
+        """Fill the branches of other groups with NaN, which stay until they arrive."""
+        for output, prediction in enumerate(self._predictions[call]):
+            branches = batch_slice.view_as_grid(prediction)
+            for branch in batch_slice.branches:
+                if branch not in own_slice.branches:
+                    fill_piece(branches[branch], self._find_fresh_piece(call, output), torch.nan)
 
     def _find_fresh_piece(self, branch: int, output: int) -> Piece | None:
         """Return the fresh piece of a call's prediction in this micro-step; None is all of it."""

@@ -2,11 +2,11 @@
 
 Diffusers puts the branches of guidance one after the other in the batch: all images of branch 0, then all of branch 1.
 
-**cfg** (arXiv 2207.12598): branches in one batch are split by rows, and every half gets the other halves' rows after
-each call. Branches in separate calls go to the halves in turn: a prediction that a half does not compute is NaN until
-the last call of the step returns, and is filled in place then; `deferred.py` repeats what was computed with it before.
-The number of calls is learnt in step 0, which every half computes whole. Only fresh pieces are sent: in an asynchronous
-micro-step of PipeFusion one patch of the prediction, and only on the last stage.
+**cfg** (arXiv 2207.12598): branches in one batch are split by rows, and every group gets the other groups' rows after
+each call. Branches in several calls are spread over the groups as evenly as possible: a prediction that a group does
+not compute is NaN until the last call of the step returns, and is filled in place then; `deferred.py` repeats what was
+computed with it before. The number of calls is learnt in step 0, which every group computes whole. Only fresh pieces
+are sent: in an asynchronous micro-step of PipeFusion one patch of the prediction, and only on the last stage.
 
 **data**: each replica computes the model's rows of its own images, and all hold all images at the end. Every replica
 runs the pipeline on the latents of the whole batch, which is cheap: noise is generated once for the batch, by one
@@ -32,7 +32,7 @@ from ditile.model.hooks.batch_rows import slice_batch_arguments
 from ditile.model.hooks.overrides import list_replaced_methods, override_attribute
 from ditile.model.hooks.pieces import Piece, list_predictions
 from ditile.plan.errors import ModelError
-from ditile.plan.layout import pick_even_chunk
+from ditile.plan.layout import count_most_in_rows, pick_even_chunk, spread_branches
 
 # Traffic is counted in bytes under these kinds.
 CFG = "cfg"
@@ -117,62 +117,78 @@ def replace_predictions(result: Any, predictions: Iterable[Tensor]) -> Any:
 
 
 class CfgExchange:
-    """The exchange of predictions between the halves.
+    """The exchange of predictions between the groups of guidance.
 
     Args:
-        axis: the ranks that compute one branch each.
+        axis: a rank of each group; most often there are two groups.
         traffic: counts bytes.
+        keeps_calls: whether the branches of a call stay together where a step has several calls.
+
+    Attributes:
+        size: the number of groups.
+        index: of this rank's group.
     """
 
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, traffic: Traffic, keeps_calls: bool) -> None:
         self._axis = axis
         self._traffic = traffic
+        self.keeps_calls = keeps_calls
         self.size = axis.num_ranks
+        self.index = axis.index
 
-    def restrict_to_half(self, batch_slice: BatchSlice, half: int | None = None) -> BatchSlice:
-        """Return the rows of a batched call that a half computes; by default this rank's half."""
-        # There are too few branches to split, so every half computes them all.
+    def restrict_to_group(self, batch_slice: BatchSlice, group: int | None = None) -> BatchSlice:
+        """Return the rows of a batched call that a group computes; by default this rank's group."""
+        # There are too few branches to split, so every group computes them all.
         if batch_slice.num_branches < self.size:
             return batch_slice
-        if half is None:
-            half = self._axis.index
-        return batch_slice._replace(branches=pick_even_chunk(batch_slice.branches, self.size, half))
+        if group is None:
+            group = self.index
+        return batch_slice._replace(branches=pick_even_chunk(batch_slice.branches, self.size, group))
 
-    def is_own_call(self, call: int) -> bool:
-        """Return whether this half computes a call of a step."""
-        return call % self.size == self._axis.index
+    def spread_calls(self, rows: Sequence[int]) -> list[list[range]]:
+        """Return each group's branches in each call of a step, by the number of branches in each call."""
+        return spread_branches(rows, self.size, keeps_calls=self.keeps_calls)
+
+    def gains_from_calls(self, rows: Sequence[int]) -> bool:
+        """Return whether a step is over earlier if its calls are spread than if each is split by rows."""
+        if self.keeps_calls:
+            return False
+        return -(-sum(rows) // self.size) < count_most_in_rows(rows, self.size)
 
     def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, piece: Piece | None) -> None:
-        """Fill in the other halves' rows of a full-size prediction that has this half's rows."""
+        """Fill in the other groups' rows of a full-size prediction that has this group's rows."""
         if self.size == 1 or batch_slice.num_branches < self.size:
             return
-        halves = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]
-        own = halves[self._axis.index].select_batch(take_piece(prediction, piece))
-        parts = self._gather(own, [rows.slice_size for rows in halves])
-        for half, part in enumerate(parts):
-            if half != self._axis.index:
-                _write_piece(prediction, halves[half], part, piece)
+        groups = [self.restrict_to_group(batch_slice, group) for group in range(self.size)]
+        self.exchange_calls([prediction], [groups], piece)
 
-    def exchange_calls(self, predictions: Sequence[Tensor], batch_slice: BatchSlice, piece: Piece | None) -> None:
-        """Fill in the full-size predictions of the other halves' calls.
+    def exchange_calls(
+        self, predictions: Sequence[Tensor], slices: Sequence[Sequence[BatchSlice]], piece: Piece | None
+    ) -> None:
+        """Fill in the other groups' rows of the full-size predictions of some calls.
 
         One message carries all those of a step.
+
+        Args:
+            predictions: of each call.
+            slices: the rows of each group in each call.
+            piece: the fresh part; None is all.
         """
-        size = batch_slice.slice_size
-        calls = range(len(predictions))
-        fresh = [batch_slice.select_batch(take_piece(prediction, piece)) for prediction in predictions]
-        # A half may have no call: when guidance has ended, there may be fewer calls than halves.
-        own = [fresh[0][:0], *fresh[self._axis.index :: self.size]]
-        calls_by_half = [calls[half :: self.size] for half in range(self.size)]
-        parts = self._gather(torch.cat(own), [len(half_calls) * size for half_calls in calls_by_half])
-        for half, part in enumerate(parts):
-            if half == self._axis.index or not calls_by_half[half]:
+        own = []
+        for prediction, groups in zip(predictions, slices, strict=True):
+            own.append(groups[self.index].select_batch(take_piece(prediction, piece)))
+        # A group may have no rows: when guidance has ended, there may be fewer calls than groups.
+        counts = [sum(groups[group].slice_size for groups in slices) for group in range(self.size)]
+        for group, part in enumerate(self._gather(torch.cat(own), counts)):
+            if group == self.index:
                 continue
-            for call, prediction_part in zip(calls_by_half[half], part.split(size), strict=True):
-                _write_piece(predictions[call], batch_slice, prediction_part, piece)
+            sizes = [groups[group].slice_size for groups in slices]
+            for prediction, groups, rows in zip(predictions, slices, part.split(sizes), strict=True):
+                if len(rows):
+                    _write_piece(prediction, groups[group], rows, piece)
 
     def _gather(self, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
-        """Gather the parts of all halves; `rows` has the number of rows of each."""
+        """Gather the parts of all groups; `rows` has the number of rows of each."""
         shapes = [(count, *own.shape[1:]) for count in rows]
         return start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
 
