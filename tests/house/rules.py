@@ -26,7 +26,7 @@ MOST_NODES = {
     "parallel": 68_250,
     "cache": 41_150,
     "runner": 69_550,
-    "planner": 45_150,
+    "planner": 45_450,
     "serve": 36_950,
     "cli": 13_000,
     "": 400,

@@ -31,8 +31,9 @@ from tests.zoo import ZOO
 from tests.zoo.page import read_families
 
 CLASSES = {each["pipeline"]: each["name"] for each in reversed(read_families()["families"])
-           if each["pipeline"] in read_prompt_table()}  # fmt: skip
-"""Pipelines that can be planned for -> the one of the zoo that is of this class and used most."""
+           if each["pipeline"] in read_prompt_table() and "Modular" not in each["pipeline"]}  # fmt: skip
+"""Pipelines that can be planned for -> the one of the zoo that is of this class and used most. Guidance of a modular
+one is a component, and no argument of its call."""
 PUBLISHED = {name: name for name in ZOO if name.startswith("qwen-image-edit")}
 PUBLISHED |= {"qwen-image-2.1": "qwen-image-2.1", "z-image": "z-image-turbo"}
 """Tiny pipelines whose folders lack something, or have too few rotations -> a published model of the class."""

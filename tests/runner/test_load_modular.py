@@ -19,10 +19,12 @@ from ditile import LoadError, ModelError, Plan
 from ditile.cli import main
 from ditile.model.hooks.placeholders import is_placeholder
 from ditile.plan.errors import DitileError
+from ditile.planner.subject import PlanSubject
 from tests.pool import Pool
 from tests.tiny import flux
 from tests.zoo import ZOO
 from tests.zoo.modular import minimax_h3, modular
+from tests.zoo.pictures import flux_2_vae
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INDEX = "modular_model_index.json"
@@ -154,7 +156,7 @@ def test_the_command_draws_what_python_draws(
 def test_it_is_planned_for_as_the_ordinary_pipeline(
     copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a component elsewhere. What diffusers has as a modular pipeline alone is refused in one line."""
+    """With a component elsewhere."""
     shutil.rmtree(copied / "vae")
     folder = tmp_path / "ordinary"
     flux().save_pretrained(folder)
@@ -166,7 +168,29 @@ def test_it_is_planned_for_as_the_ordinary_pipeline(
         assert main.main(["plan", *words, "--hardware", "l40-pcie", "--devices", "2", "--json", "-"]) == 0
         shown.append((dry_run.replace(str(model), ""), json.loads(capsys.readouterr().out)["plans"]))
     assert shown[0] == shown[1] and "pipefusion=2" in shown[0][0]
-    minimax_h3("ref2va", "transformer_ref").save_pretrained(str(tmp_path / "h3"), overwrite_modular_index=True)
+
+
+def test_a_pipeline_of_blocks_alone_is_planned_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FLUX.3: two branches of guidance, and a token for 16 pixels. A failure means that diffusers' newest models are
+    refused or priced for another call; one whose prompt is not known is refused in one line."""
+    flux_3 = ZOO["flux-3"].make()
+    blocks = diffusers.Flux3AutoBlocks()
+    for name in ("prompt_upsampler", "text_encoder"):
+        blocks.sub_blocks.pop(name)
+    folder = tmp_path / "flux3"
+    modular(blocks, transformer=flux_3.transformer, vae=flux_2_vae()).save_pretrained(
+        str(folder), overwrite_modular_index=True
+    )
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index | {"_blocks_class_name": "Flux3AutoBlocks"}))
+    subject = PlanSubject.from_configs("flux3", folder)
+    pixels = subject.token_side
+    shape = subject.make_call_shape({"height": 4 * pixels, "width": 6 * pixels, "max_sequence_length": 80})
+    assert (pixels, shape.grid.num_tokens, shape.text, shape.calls) == (16, 24, 80, 2)
+    words = ("--model", str(folder), "--height", str(4 * pixels), "--width", str(6 * pixels))
+    assert main.main(["plan", *words, "--hardware", "l40-pcie", "--devices", "2", "--json", "-"]) == 0
+    assert "cfg=2" in capsys.readouterr().out
+    minimax_h3().save_pretrained(str(tmp_path / "h3"), overwrite_modular_index=True)
     assert main.main(["plan", "--model", str(tmp_path / "h3"), "--hardware", "l40-pcie"]) == 2
     error = capsys.readouterr().err
-    assert "whose calls are not planned for, as diffusers has no MiniMaxH3Pipeline" in error and error.count("\n") == 1
+    assert "MiniMaxH3ModularPipeline, whose calls are not planned for" in error and error.count("\n") == 1

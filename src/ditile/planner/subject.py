@@ -447,7 +447,9 @@ class PlanSubject:
     def fill_arguments(self, call: CallArguments) -> CallArguments:
         """Complete the arguments of a call by the defaults of the pipeline."""
         config: Any = self.transformer.config
-        return fill_call_defaults(list_call_parameters(self.pipeline), config, self.vae_scale, call)
+        # The class of a modular pipeline does not know the inputs of its blocks.
+        pipeline = self.pipeline if self.recorder is None else self.recorder.pipe
+        return fill_call_defaults(list_call_parameters(pipeline), config, self.vae_scale, call)
 
     def make_call_shape(self, call: CallArguments, element_size: int = 4) -> Shape:
         """Make the shape of a call. The pipeline's own defaults fill the gaps.

@@ -21,11 +21,18 @@ from ditile.plan.option_classes import JsonObject
 from ditile.plan.shape import CallFamily
 from ditile.planner.recording.recorded import (
     PipelineRecorder,
+    build_recorded_blocks,
     build_recorded_pipeline,
     load_component_config,
     read_prompt_table,
 )
-from ditile.runner.load import check_component_file, count_quantized_components, list_components, read_model_index
+from ditile.runner.load import (
+    check_component_file,
+    count_quantized_components,
+    find_pipeline_kind,
+    list_components,
+    read_model_index,
+)
 from ditile.runner.model_files import (
     DENOISERS,
     MODULAR_MARK,
@@ -182,7 +189,10 @@ class PipelineConfigs:
 
     def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:
         """Make a recorder for calls of a pipeline of these models."""
-        pipe = build_recorded_pipeline(self.locate_component, self.pipeline, self.index, parts)
+        if MODULAR_MARK in self.index:
+            pipe = build_recorded_blocks(self.locate_component, find_pipeline_kind(self.source), self.index, parts)
+        else:
+            pipe = build_recorded_pipeline(self.locate_component, self.pipeline, self.index, parts)
         return PipelineRecorder(pipe, *hooks)
 
     def locate_component(self, name: str) -> ModelSource:
@@ -223,17 +233,19 @@ def _list_unlisted_encoders(pipeline: Any, index: JsonObject) -> dict[str, list[
 
 
 def _read_modular_index(source: ModelSource, index: JsonObject) -> tuple[JsonObject, dict[str, ModelSource]]:
-    """Read the index of the ordinary pipeline for a modular one's transformer, and the locations of its components.
+    """Read the index planned for in place of a modular pipeline's, and the locations of its components.
+
+    It is the ordinary pipeline with the same transformer. If diffusers has none, it is the modular pipeline itself.
 
     Raises:
-        ModelError: if diffusers has none.
+        ModelError: if its calls cannot be recorded either.
     """
-    name = index["_class_name"].replace("Modular", "")
-    if not hasattr(diffusers, name):
-        raise ModelError(
-            f"model {str(source)!r} is a modular pipeline, whose calls are not planned for, as diffusers has no {name} "
-            "which makes the same; give the degrees"
-        )
+    own = index["_class_name"]
+    values: JsonObject = {"_class_name": own.replace("Modular", "")}
+    if not hasattr(diffusers, values["_class_name"]):
+        if own not in read_prompt_table():
+            raise ModelError(f"model {str(source)!r} is of {own}, whose calls are not planned for; give the degrees")
+        values = {"_class_name": own, MODULAR_MARK: index[MODULAR_MARK]}
     parts = {part: [*entry] for part, entry in list_own_components(source, index)}
     places = dict[str, ModelSource]()
     for part, entry in index.items():
@@ -243,7 +255,7 @@ def _read_modular_index(source: ModelSource, index: JsonObject) -> tuple[JsonObj
             if where is not None and entry[2].get("subfolder") == part:
                 parts[part] = entry[2].get("type_hint") or entry[:2]
                 places[part] = Path(where) if Path(where).exists() else where
-    return {"_class_name": name, **parts}, places
+    return values | parts, places
 
 
 def _count_encoder_parameters(source: ModelSource, name: str, kind: str) -> int | None:

@@ -7,6 +7,7 @@ calls, rows and latents are those of the call, whatever the family does to get t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -29,7 +30,7 @@ from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import ASSETS, name_component_source
-from ditile.model.pipeline_calls import read_guidance_rule
+from ditile.model.pipeline_calls import hide_block_tracebacks, list_call_parameters, read_guidance_rule
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS
@@ -114,8 +115,9 @@ class PipelineRecorder:
                 "ulysses=2, or one of the models that `ditile models` names"
             )
         self._prompt = read_prompt_table()[name]
-        self._parameters = inspect.signature(type(pipe).__call__).parameters
-        self._guidance = read_guidance_rule(type(pipe), pipe.config)
+        self._parameters = list_call_parameters(pipe)
+        # A modular pipeline may have no config.
+        self._guidance = read_guidance_rule(type(pipe), getattr(pipe, "config", {}))
 
     @property
     def takes_frames(self) -> bool:
@@ -154,6 +156,8 @@ class PipelineRecorder:
             for hooks in self._hooks:
                 self._watch_model(stack, hooks, calls)
             override_attribute(stack, self.pipe.scheduler, "step", end_step)
+            # Blocks of a modular pipeline log every error that passes through them.
+            hide_block_tracebacks(stack, StopAfterFirstStep)
             stack.enter_context(silence_libraries())
             refusal = (
                 f"cannot be called for its sizes alone, with the most tokens of text ({self.count_text_tokens(call)})"
@@ -173,6 +177,8 @@ class PipelineRecorder:
         forward = model.forward
         seen = dict[int, dict[str, Any]]()
 
+        # Blocks of a modular pipeline read the names of its parameters.
+        @functools.wraps(forward)
         def forward_and_record(*args: Any, **kwargs: Any) -> Any:
             # The inputs of blocks belong to one call of the transformer.
             seen.clear()
@@ -341,6 +347,32 @@ def build_recorded_pipeline(
             needed[name] = part
     with silence_libraries():
         return pipeline(**needed)
+
+
+def build_recorded_blocks(
+    locate: Callable[[str], Path | str], pipeline: Any, index: JsonObject, parts: Mapping[str, Any]
+) -> Any:
+    """Build a modular pipeline without weights and without the blocks that encode a prompt.
+
+    Args:
+        locate, index, parts: as of `build_recorded_pipeline`.
+        pipeline: the modular pipeline without components.
+    """
+    blocks = pipeline.blocks
+    for name, block in list(blocks.sub_blocks.items()):
+        libraries = {getattr(spec.type_hint, "__module__", "").partition(".")[0] for spec in block.expected_components}
+        if "transformers" in libraries:
+            blocks.sub_blocks.pop(name)
+    recorded = blocks.init_pipeline()
+    made = {}
+    for name in recorded.pretrained_component_names:
+        part = parts.get(name)
+        if part is None and name in index:
+            part = _build_part(locate(name), name, *index[name])
+        if part is not None:
+            made[name] = part
+    recorded.update_components(**made)
+    return recorded
 
 
 class _Unread:
