@@ -19,7 +19,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 
 import ditile
 from ditile import BlockAdapter, TaylorSeerCalibratorConfig
-from ditile.cache.cached import find_model_cache
+from ditile.cache.cached import IdleCacheWarning, find_model_cache
 from ditile.cache.step_mask import build_preset_mask
 from ditile.plan.errors import ModelError, StateError
 from ditile.runner import caching
@@ -386,6 +386,8 @@ def test_another_pipeline_with_the_same_model_draws_as_ever() -> None:
     wanted = draw_cached(other, "sd3")
     ditile.enable_cache(pipe, CACHE)
     long = None
+    with pytest.warns(IdleCacheWarning, match="outside of the pipeline that was cached"):
+        same(draw_cached(other, "sd3"), wanted)
     for _ in range(2):
         for _ in range(7):
             same(draw_cached(other, "sd3"), wanted)

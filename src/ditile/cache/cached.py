@@ -10,6 +10,7 @@ import abc
 import functools
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ _CACHE_ATTRIBUTE = "_cached_by_ditile"
 
 
 class IdleCacheWarning(UserWarning):
-    """A cache was enabled that can never skip anything."""
+    """A cache can skip nothing, or nothing in a call outside of its pipeline."""
 
 
 class ModelCache(abc.ABC):
@@ -74,9 +75,12 @@ class ModelCache(abc.ABC):
         self.is_in_call = False
         self._clock: PipelineClock | None = None
         self._own_clock: CallClock | None = None
+        self._idle_watch = ExitStack()
+        self._warn_idle_call = exclude_from_compile(self._warn_of_idle_call)
         self._is_prepared = False
         self._num_steps = 0
         self._has_warned = False
+        self._has_warned_of_idle_call = False
 
     @property
     @abc.abstractmethod
@@ -158,6 +162,7 @@ class ModelCache(abc.ABC):
         override_attribute(stack, self.transformer, _CACHE_ATTRIBUTE, self)
         stack.callback(self._leave_model)
         if clock is None:
+            self._watch_idle_calls()
             return
         self._clock = self._own_clock = clock
         # Innermost, where no other hook takes it along. One that something wraps by now stays, and does nothing.
@@ -169,7 +174,36 @@ class ModelCache(abc.ABC):
             watched = WatchedMethod(self._track_label, stock)
             override_attribute(stack, self.transformer, "cache_context", watched)
 
+    def _watch_idle_calls(self) -> None:
+        """Watch for calls of the model in which nothing can be left out, until the first of them."""
+        if self._own_clock is None and not self._has_warned_of_idle_call:
+            handle = self.transformer.register_forward_pre_hook(self._warn_idle_call)
+            self._idle_watch.callback(handle.remove)
+
+    def _warn_of_idle_call(self, model: nn.Module, _: Any) -> None:
+        # A copy of the model has the hook too.
+        if model is not self.transformer:
+            return
+        self._has_warned_of_idle_call = True
+        self._idle_watch.close()
+        warnings.warn(
+            f"the {type(model).__name__} was called outside of the pipeline that was cached, and such calls leave out "
+            "nothing; call ditile.enable_cache on the pipeline that calls it",
+            IdleCacheWarning,
+            stacklevel=2,
+        )
+
+    @contextmanager
+    def expect_calls(self) -> Iterator[None]:
+        """Watch for no idle calls for the length of a runner's call, which finds the model without hooks."""
+        self._idle_watch.close()
+        try:
+            yield
+        finally:
+            self._watch_idle_calls()
+
     def _leave_model(self) -> None:
+        self._idle_watch.close()
         self.end_generation()
         self._clock = self._own_clock = None
 

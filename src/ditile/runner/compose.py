@@ -247,6 +247,8 @@ class Composition:
             keeps_calls=self.plan.keeps_calls,
         )
         with ExitStack() as stack:
+            for cache in self.model_caches:
+                stack.enter_context(cache.expect_calls())
             self._attach_recorder(stack)
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
