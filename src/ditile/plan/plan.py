@@ -82,7 +82,7 @@ class Plan:
 
     data: Count = define_option(1, "replicas that split prompts and images", aliases=("--data-parallel-degree",))
     cfg: Count = define_option(
-        1, "groups of ranks that share the branches of guidance, mostly 2", switches={"--use-cfg-parallel": 2}
+        1, "groups of ranks that share the branches of guidance", switches={"--use-cfg-parallel": 2}
     )
     pipefusion: Count = define_option(
         1, "stages that the blocks are cut into, one rank each", aliases=("--pipefusion-parallel-degree",)

@@ -38,9 +38,9 @@ class RunOptions(PlannedOptions, EngineOptions):
 
     out: str | None = define_option(
         None,
-        "the file to write: an image is .png, .jpg or .webp, a video .mp4, .webp or .gif with a poster .png, a sound "
-        ".wav; in its name {seed}, {index} and {model} are replaced, and without the first two several files get -0, "
-        "-1, ..; ditile-image.png, -video.mp4 or -sound.wav by default",
+        "the file to write: .png, .jpg, .webp, .mp4, .gif, .wav; a video has a poster .png too; in its name {seed}, "
+        "{index} and {model} are replaced, and without the first two several files get -0, -1, ..; ditile-image.png, "
+        "-video.mp4 or -sound.wav by default",
         metavar="FILE",
     )
     out_dir: str | None = define_option(None, "folder for the images of a file of prompts: 0000.png, ..")
