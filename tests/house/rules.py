@@ -22,7 +22,7 @@ LONELY_LINES = 60
 MOST_NODES = {
     "plan": 24_150,
     "distributed": 27_100,
-    "model": 54_350,
+    "model": 54_450,
     "parallel": 68_250,
     "cache": 41_300,
     "runner": 69_550,

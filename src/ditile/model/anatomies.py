@@ -44,11 +44,20 @@ def _add_columns(transformer: nn.Module, anatomy: Anatomy) -> Anatomy:
         if cls.__name__ in read_columns():
             columns: dict[str, Any] = {}
             for name, value in read_columns()[cls.__name__].items():
-                if name != "blocks":
+                if name == "arguments":
+                    columns["lists"] = dict(anatomy.lists) | {
+                        path: _add_arguments(anatomy.lists[path], more) for path, more in value.items()
+                    }
+                elif name != "blocks":
                     # Functions remember what they find by these, so they are hashable.
                     columns[name] = tuple(value) if isinstance(value, list) else value
             return replace(anatomy, **columns)
     return anatomy
+
+
+def _add_arguments(blocks: ListAnatomy, more: Mapping[str, list[str]]) -> ListAnatomy:
+    """Add arguments that blocks get in no first call of a step."""
+    return replace(blocks, arguments={**blocks.arguments, **{name: tuple(kinds) for name, kinds in more.items()}})
 
 
 def _has_source_of(transformer: nn.Module, row: AnatomyRow) -> bool:

@@ -91,6 +91,15 @@ def test_four_predictions_on_fewer_ranks(pool: Pool) -> None:
     assert three == [[[1] * (3 + STEPS - 1)]] * 3
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "plan", [{"ulysses": 2}, {"gather": 2}, {"tensor": 2}, {"distrifusion": 2, "warmup": STEPS}], ids=str
+)
+def test_tokens_are_divided_in_all_four(pool: Pool, plan: dict[str, Any]) -> None:
+    """LTX-2's own call: blocks get a mask of perturbed rows in the second one. A failure means that it is refused."""
+    pool.run(compare, 2, "ltx-2", [plan], FOUR)
+
+
 def test_a_guider_of_three_branches(pool: Pool) -> None:
     """The third one begins with step 1. On three ranks each has a call, on two one has two.
 
