@@ -278,6 +278,12 @@ def test_what_is_refused(content: dict[str, Any], says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join(9 * ['*' + last])}]\n" for last, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""400 characters that stand for 400 million."""
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -287,6 +293,8 @@ def test_what_is_refused(content: dict[str, Any], says: str) -> None:
         ("a.yaml", "- 1", "has no sections"),
         ("b.yaml", None, "cannot be read"),
         ("a.json", '{"a": ' + "[" * 100_000, "nested too deep"),
+        ("a.yaml", BOMB, "more than 100000 values"),
+        ("a.yaml", f"cache_config: {{rdt: 0x{9000 * 'f'}}}", "more than 1024 bits"),
     ],
 )
 def test_files_that_will_not_do(tmp_path: Path, name: str, text: str | None, says: str) -> None:

@@ -24,7 +24,7 @@ MOST_NODES = {
     "distributed": 27_100,
     "model": 54_450,
     "parallel": 68_250,
-    "cache": 41_300,
+    "cache": 41_500,
     "runner": 69_550,
     "planner": 45_450,
     "serve": 36_950,

@@ -117,6 +117,10 @@ CACHE_METHODS = (
     ),
 )
 """All methods; a new one is a row here."""
+MAX_VALUES = 100_000
+MAX_DEPTH = 32
+MAX_BITS = 1024
+"""The most values, levels and bits of a number in a file of settings, its aliases expanded: more than settings need."""
 METHODS_BY_NAME = {method.name: method for method in CACHE_METHODS}
 METHODS_BY_WORD = {"prune": METHODS_BY_NAME["dbprune"]}
 """A word by which a line names a method -> the method."""
@@ -239,6 +243,7 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
         raise LoadError(f"the config {str(path)!r} cannot be read: {error}") from error
     try:
         content = files.parse_json(text) if language == "JSON" else yaml.safe_load(text)
+        _check_amount(content)
     except RecursionError:
         raise LoadError(f"the config {str(path)!r} is not {language}: it is nested too deep") from None
     # PyYAML raises the last three for a value that does not fit its tag, such as `!!bool x`.
@@ -247,6 +252,29 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise LoadError(f"the config {str(path)!r} has no sections; try some of {', '.join(_SECTIONS)}")
     return content
+
+
+def _check_amount(content: Any) -> None:
+    """Raise `ValueError` for more or deeper values than settings have. Aliases of YAML may stand for billions."""
+    level = [content]
+    count = 0
+    # Level by level: each value of an alias is counted as often as it is used, without following it to its end.
+    for _ in range(MAX_DEPTH):
+        inner = []
+        for value in level:
+            # No message could show it: Python refuses to write out a number of thousands of digits.
+            if isinstance(value, int) and value.bit_length() > MAX_BITS:
+                raise ValueError(f"it has a number of more than {MAX_BITS} bits")
+            if isinstance(value, Mapping):
+                inner += [*value, *value.values()]
+            elif isinstance(value, list | tuple | set):
+                inner += value
+            if count + len(inner) > MAX_VALUES:
+                raise ValueError(f"it stands for more than {MAX_VALUES} values")
+        count += len(inner)
+        level = inner
+    if level:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def _read_section(content: JsonObject, name: str) -> JsonObject:
