@@ -234,7 +234,10 @@ def _take_reference_steps(request: GenerateOptions, bounds: Bounds, cache: Cache
     if bounds.is_given:
         return take_reference_steps(request, None, cache.schedule)
     config = cache.build_cache_arguments()["cache_config"]
-    if isinstance(config, FittedScheduleConfig) and config.steps is not None:
+    if not isinstance(config, FittedScheduleConfig) or config.steps is None:
+        return request
+    # No schedule that comes with ditile was fitted to such weights, and what is spread is best over the model's steps.
+    if config.schedule is not None or not (cache.lora or cache.quantize):
         return take_reference_steps(request, config.steps, config.schedule)
     return request
 

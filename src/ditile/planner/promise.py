@@ -168,6 +168,9 @@ def take_reference_steps(options: GenerateOptions, num_computed: int | None, pat
     """
     if options.steps is not None or options.strength is not None:
         return options
+    # Those that come with ditile are for calls that begin with noise.
+    if path is None and options.image:
+        return options
     if path is None:
         schedules = [schedule for schedule in read_shipped_schedules().values() if schedule.model == options.model]
     else:

@@ -63,6 +63,10 @@ def test_a_schedule_of_a_finer_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert take_reference_steps(request, 3, path).steps == 9
     assert take_reference_steps(request, 4, path).steps is None
     assert take_reference_steps(replace(request, steps=4), 3, path).steps == 4
+    # The files that come with ditile are for calls that begin with noise.
+    request = GenerateOptions(model="shapes-flux", prompt="a circle")
+    assert take_reference_steps(request, 8, None).steps == 48
+    assert take_reference_steps(replace(request, image=("a.png",)), 8, None).steps is None
     assert main(["fit", "--model", "shapes-flux-turbo", "--steps", "4", "--reference-steps", "3", "--out", path]) == 2
 
 
