@@ -46,6 +46,17 @@ def test_auto_is_what_the_planner_puts_first(measured: Profile, capsys: pytest.C
     assert f"on {measured.name})" in said.splitlines()[0]
 
 
+@pytest.mark.parametrize("words", ["auto pipefusion=2", "auto wire_dtype=int8 vae=rows", "auto wire_dtype=int4"])
+def test_auto_is_told_the_type_of_messages_alone(
+    measured: Profile, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PROMPT, "--plan", "auto wire_dtype=int8", "--height", "256", "--width", "256"]) == 0
+    assert capsys.readouterr().out.startswith("planned: ")
+    assert main([*PROMPT, "--plan", words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and ("auto chooses all but" in shown.err or "wire_dtype" in shown.err)
+
+
 def test_the_choice_is_said_once(
     measured: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

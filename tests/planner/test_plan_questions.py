@@ -69,6 +69,7 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         (f"{FLUX} --host-memory 8GB --price offload=blocks", "keeps 40.80 GB of weights in the host's memory, and"),
         (f"{FLUX} --max-latency 0.1 --price pipefusion=8", "s, and max_latency=0.1"),
         (f"{FLUX} --warmup 2 --price pipefusion=2", "warmup=2 is for a search; say it in price='pipefusion=2'"),
+        (f"{FLUX} --wire-dtype fp8 --price ring=2", "wire_dtype=fp8 is for a search; say it in price='ring=2'"),
         ("--hardware l40-pcie --price pipefusion=99", "pipefusion=99 exceeds the 12 blocks of"),
         (f"{FLUX} --cache F=1 --hit-rate 2", "'2' should be less than or equal to 1, such as 0.5"),
         (f"{FLUX} --cuda-graphs --price offload=blocks", "cuda_graphs=True: weights of offload=blocks come and go"),

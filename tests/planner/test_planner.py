@@ -179,6 +179,24 @@ def test_messages_in_eight_bits_are_priced() -> None:
         assert packed.bytes_per_step < exact.bytes_per_step and packed.latency_s < exact.latency_s, plan
 
 
+@pytest.mark.parametrize(("link", "is_packed"), [("1Gbit", True), (None, False)])
+def test_messages_are_packed_where_it_is_allowed_and_saves_time(link: str | None, is_packed: bool) -> None:
+    """A failure means that images change for nothing, or that a slow link sends more than it must."""
+    one, arguments = subject("flux.1-dev"), call("flux.1-dev")
+    profile = hardware.load_profile("l40-pcie" if link else "h100-nvlink", link)
+    request = SearchRequest(devices=2, hosts=2 if link else 1, exact=True)
+    exact, allowed = (
+        PlanSearch(one, arguments, profile, asked).find_fastest_plans().prices
+        for asked in (request, dataclasses.replace(request, wire_dtype="residual4"))
+    )
+    assert all(price.plan.wire_dtype is None for price in exact)
+    packed = [price for price in allowed if price.plan.wire_dtype is not None]
+    assert bool(packed) == is_packed
+    for price in packed:
+        whole = next(each for each in exact if each.plan == dataclasses.replace(price.plan, wire_dtype=None))
+        assert price.latency_s <= 0.9 * whole.latency_s
+
+
 def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
     one, arguments, profile = subject("flux.1-dev"), call("flux.1-dev"), hardware.load_profile("l40-pcie")
     shape = one.make_call_shape(arguments, 2)

@@ -37,6 +37,7 @@ OUTER = ("ring", "gather", "distrifusion")
 SEQUENCE = (*OUTER, "ulysses")
 """The axes that split the tokens."""
 AUTO: Literal["auto"] = "auto"
+WireDtype = Literal["fp8", "int8", "residual4", "residual3"]
 FEW_STEPS = 16
 """Up to this number of steps the command line uses warmup_mode=auto by default: every synchronous step counts then."""
 SHARED_WARMUP = 2
@@ -151,7 +152,7 @@ class Plan:
     split_scheme: Literal["row", "sequence"] = define_option(
         "row", "tensor: all-reduce, or reduce-scatter and all-gather"
     )
-    wire_dtype: Literal["fp8", "int8", "residual4", "residual3"] | None = define_option(
+    wire_dtype: WireDtype | None = define_option(
         None,
         "an approximation: send activations, queries, keys and values in eight bits a number, scaled per token, or "
         "their differences from the step before in four or three",
@@ -181,7 +182,7 @@ class Plan:
         yield from self._iterate_patch_contradictions()
         if self.async_ulysses and self.ulysses == 1:
             yield "async_ulysses needs an exchange to hide; use it with ulysses=2 or more"
-        if self.wire_dtype is not None and self.pipefusion * self.token_ranks * self.distrifusion == 1:
+        if self.wire_dtype is not None and not self.sends_activations:
             yield (
                 f"wire_dtype={self.wire_dtype} packs what stages and ranks that split the tokens send, and this plan "
                 "has none; use it with pipefusion, ulysses, ring, gather or distrifusion, or leave it out"
@@ -359,6 +360,11 @@ class Plan:
         if self.sends_differences:
             return f"cuda_graphs=True repeats messages of one size, and wire_dtype={self.wire_dtype} has two; use int8"
         return None
+
+    @property
+    def sends_activations(self) -> bool:
+        """Return whether stages or ranks that split the tokens send messages that `wire_dtype` packs."""
+        return self.pipefusion * self.token_ranks * self.distrifusion > 1
 
     @property
     def sends_differences(self) -> bool:

@@ -144,6 +144,7 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
         warmup=question.warmup,
         all_devices=all_devices,
         exact=exact,
+        wire_dtype=question.wire_dtype,
         records=question.cuda_graphs and not subject.unpacks_weights,
     )
     steps = subject.make_call_shape(call, profile.element_size).steps
@@ -295,7 +296,8 @@ def resolve_plan_option(
 ) -> tuple[Plan, list[str]]:
     """Return the plan of `--plan`, and lines to print once it is accepted.
 
-    For `auto` it is the first plan of `ditile plan`; without a text it is that of the flags.
+    For `auto` it is the first plan of `ditile plan`, which may have the type of messages that follows the word, as in
+    "auto wire_dtype=int8"; without a text it is that of the flags.
 
     Raises:
         DitileError: if flags say a plan too, this machine was not measured, or not all replicas have such devices.
@@ -306,13 +308,19 @@ def resolve_plan_option(
         raise PlanError(f"plan={text!r} is a whole plan, and flags say '{plan_of_flags}' too; leave one of them out")
     if not text.strip():
         raise PlanError(f"plan={text!r} says nothing; write name=value, such as pipefusion=2, or auto")
-    if text != AUTO and "=" not in text:
+    first_word, *others = text.split()
+    if first_word != AUTO and "=" not in text:
         raise PlanError(f"plan={text!r} is not a plan; write name=value, such as pipefusion=2, or auto for the fastest")
-    if text != AUTO:
+    if first_word != AUTO:
         return Plan.parse(text), []
+    wire_dtype = None
+    if others:
+        name, _, wire_dtype = others[0].partition("=")
+        if len(others) > 1 or name.replace("-", "_") != "wire_dtype":
+            raise PlanError(f"plan={text!r}: auto chooses all but the type of messages, as in 'auto wire_dtype=int8'")
 
     def find_fastest_plan(hosts: int) -> list[str]:
-        question = _make_question(options, hosts, run.cuda_graphs, run.profile)
+        question = _make_question(options, hosts, run.cuda_graphs, run.profile, wire_dtype=wire_dtype)
         plan_answer = answer_question(question, all_devices=question.devices is not None)
         plan = plan_answer.result.prices[0].plan
         check_devices_of_replicas(plan, replicas, run.profile)
@@ -328,13 +336,15 @@ def _make_question(
     cuda_graphs: bool,
     profile: str | None,
     price: str | None = None,
+    wire_dtype: str | None = None,
 ) -> PlanQuestion:
     """Make the question for a plan of a request."""
     place = env.read_torchrun_place()
     # Under torchrun the ranks are there already, and a plan must use all of them.
     devices = None if place is None else place.world
     request = {name: getattr(options, name) for name in REQUEST_FIELDS}
-    return PlanQuestion(devices=devices, hosts=hosts, cuda_graphs=cuda_graphs, profile=profile, price=price, **request)
+    bounds: dict[str, Any] = {"devices": devices, "price": price, "wire_dtype": wire_dtype}
+    return PlanQuestion(hosts=hosts, cuda_graphs=cuda_graphs, profile=profile, **bounds, **request)
 
 
 def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | None = None) -> None:

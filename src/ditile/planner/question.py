@@ -30,7 +30,7 @@ from ditile.plan.option_classes import (
     define_option,
     options,
 )
-from ditile.plan.plan import Plan
+from ditile.plan.plan import Plan, WireDtype
 from ditile.planner import hardware
 from ditile.planner.profile import Profile
 from ditile.runner.model_files import defaults, find_model_source
@@ -90,6 +90,9 @@ class PlanQuestion(SourceOptions):
     )
     max_latency: Seconds | None = define_option(None, "seconds that are allowed")
     warmup: int | None = define_option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
+    wire_dtype: WireDtype | None = define_option(
+        None, "a type that messages may have, an approximation, where that saves a tenth of the time (docs/traffic.md)"
+    )
     cache: str | None = define_option(
         None, 'a cache in one line, such as "F=1 W=4 R=0.12" (docs/caching.md); none by default', metavar="LINE"
     )
@@ -123,6 +126,8 @@ class PlanQuestion(SourceOptions):
             raise PlanError(f"price={self.price!r} says nothing; write name=value, such as pipefusion=2")
         if self.price is not None and self.warmup is not None:
             raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
+        if self.price is not None and self.wire_dtype is not None:
+            raise PlanError(f"wire_dtype={self.wire_dtype} is for a search; say it in price={self.price!r}")
         if self.hit_rate is not None and self.cache is None:
             raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
         plan = self.priced_plan

@@ -31,7 +31,7 @@ from ditile.cache.step_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
-from ditile.plan.plan import AUTO, AXES, FEW_STEPS, OUTER, Facts, Plan
+from ditile.plan.plan import AUTO, AXES, FEW_STEPS, OUTER, Facts, Plan, WireDtype
 from ditile.plan.shape import Shape
 from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
@@ -53,6 +53,8 @@ SIMULATED_OF_FEW_STEPS = 8 * SIMULATED
 WORTH = 1.05
 """A second synchronous step shared by stages is taken if it lengthens the loop at most by this factor."""
 
+PACKING_GAIN = 0.1
+"""Messages are packed, which is an approximation, if that saves this share of a call."""
 ROWS_GAIN = 0.02
 """The decode is divided by rows if that saves this share of a call of few steps."""
 
@@ -71,6 +73,7 @@ class SearchRequest:
         all_devices: only plans that use every device.
         whole_calls: prices have text and decode, however many steps there are.
         exact: only plans with attention to fresh keys.
+        wire_dtype: a type that messages may have, in plans that become faster by it.
         offload: of all plans; "blocks" where nothing else fits.
         records: whether steps are recorded, where a plan and the machine allow it.
     """
@@ -84,6 +87,7 @@ class SearchRequest:
     all_devices: bool = False
     whole_calls: bool = False
     exact: bool = False
+    wire_dtype: WireDtype | None = None
     offload: Literal["none", "blocks"] = "none"
     records: bool = False
 
@@ -219,6 +223,8 @@ class PlanSearch:
             # Plans come in the order of their bounds, so none of the later ones is faster than those shown.
             if len(prices) >= num_simulated and bound > prices[SHOWN - 1].latency_s:
                 break
+            if not self._gains_by_packing(job):
+                continue
             for sized in self._iterate_variants(job.plan):
                 if sized.lacks <= 0:
                     self._insert_price(prices, sized)
@@ -460,8 +466,24 @@ class PlanSearch:
             # Very unequal weights may leave a rank without tokens, and nearly equal ones change nothing.
             if not weighted.plan.illegal(self._facts) and not weighted.has_shares_of(equal):
                 jobs.append(weighted)
+        if self.request.wire_dtype is not None:
+            for job in [*jobs]:
+                if not job.plan.sends_activations:
+                    continue
+                packed = self._make_job(replace(job.plan, wire_dtype=self.request.wire_dtype))
+                if not packed.plan.illegal(self._facts):
+                    jobs.append(packed)
         bounds = [(self.pricer.bound_latency(job, self.skips), job) for job in jobs]
         return sorted(bounds, key=lambda bounded: bounded[0])
+
+    def _gains_by_packing(self, job: PlannedCall) -> bool:
+        """Return whether a call takes clearly less time with its type of messages than with full ones, if it has
+        one."""
+        if job.plan.wire_dtype is None:
+            return True
+        unpacked = self._make_job(replace(job.plan, wire_dtype=None))
+        seconds = self.pricer.predict_latency(unpacked, self.skips)
+        return self.pricer.predict_latency(job, self.skips) <= (1 - PACKING_GAIN) * seconds
 
     def _make_job(self, plan: Plan) -> PlannedCall:
         """Make the call under a plan."""
