@@ -83,7 +83,9 @@ def check_call(family: Family, extra: Mapping[str, Any], options: Mapping[str, A
         if options.get(name):
             entries = options[name]
             names = ", ".join(map(str, entries)) if isinstance(entries, Mapping) else type(entries).__name__
-            raise FamilyError(f"{name} ({names}) changes the inside of a transformer that runs elsewhere; remove its node")
+            raise FamilyError(
+                f"{name} ({names}) changes the inside of a transformer that runs elsewhere; remove its node"
+            )
     for name, value in extra.items():
         if value is not None and name not in family.handled and name not in UNUSED:
             raise FamilyError(f"{name!r} cannot be handed to the transformer of ditile; remove the node that sets it")
@@ -162,7 +164,9 @@ def encode_flux(call: Call) -> dict[str, Any]:
     for reference, index, top, left in place_references(call):
         padded = pad_to_patches(reference)
         tokens.append(pack_patches(padded))
-        ids.append(number_positions(index, padded.shape[-2] // 2, padded.shape[-1] // 2, (top + 1) // 2, (left + 1) // 2))
+        ids.append(
+            number_positions(index, padded.shape[-2] // 2, padded.shape[-1] // 2, (top + 1) // 2, (left + 1) // 2)
+        )
     width = call.config["pooled_projection_dim"]
     pooled = call.extra.get("y")
     if pooled is None:
@@ -350,7 +354,7 @@ def encode_wan(call: Call) -> dict[str, Any]:
     has_features = call.config.get("image_dim") is not None
     if has_features and (features is None or call.context.shape[1] != WAN_TEXT_TOKENS):
         raise FamilyError(
-            f"this Wan model needs clip_vision_output and a text of {WAN_TEXT_TOKENS} tokens, not {call.context.shape[1]}"
+            f"this Wan needs clip_vision_output and a text of {WAN_TEXT_TOKENS} tokens, not {call.context.shape[1]}"
         )
     return {
         "hidden_states": x,
@@ -382,7 +386,5 @@ FAMILIES = {
         frozenset({"attention_mask", "num_tokens", "clip_text_pooled"}),
     ),
     # ComfyUI's own model ignores a reference latent unless it is one of Wan-Fun.
-    "WanTransformer3DModel": Family(
-        describe_wan, encode_wan, decode_wan, frozenset({"clip_fea", "reference_latent"})
-    ),
+    "WanTransformer3DModel": Family(describe_wan, encode_wan, decode_wan, frozenset({"clip_fea", "reference_latent"})),
 }

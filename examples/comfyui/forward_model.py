@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import comfy.model_detection
 import comfy.model_management
@@ -21,38 +21,22 @@ from .forward_client import DTYPES, ForwardClient, ForwardError
 from .forward_families import Call, FamilyError, check_call, find_family
 
 CHECK_SECONDS = 0.1
-# Where a MODEL keeps its LoRAs, [(name, strength)]: ComfyUI copies these options with a MODEL and gives them to each call.
+# Where a MODEL keeps its LoRAs, [(name, strength)]: these options are copied with a MODEL and given to each call.
 LORAS = "ditile_loras"
 ELSEWHERE = "the weights of this model are with its ditile worker"
-
-
-class Connection(Protocol):
-    """What a MODEL needs of `ForwardClient`."""
-
-    def connect(self) -> None: ...
-
-    def hello(self) -> dict[str, Any]: ...
-
-    def forward(self, arguments: Mapping[str, Any]) -> Any: ...
-
-    def set_loras(self, loras: Sequence[tuple[str, float]]) -> None: ...
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class RemoteTransformer(torch.nn.Module):
     """Stands where ComfyUI's own transformer would be.
 
     Args:
-        connect: opens a connection to the worker.
+        connect: makes a client of the worker.
         description: the worker's, of the connection that this was made with.
         check: raises if ComfyUI's user has pressed Cancel.
     """
 
     def __init__(
-        self, connect: Callable[[], Connection], description: Mapping[str, Any], check: Callable[[], None]
+        self, connect: Callable[[], ForwardClient], description: Mapping[str, Any], check: Callable[[], None]
     ) -> None:
         super().__init__()
         self.family = find_family(description["model"])
@@ -67,7 +51,7 @@ class RemoteTransformer(torch.nn.Module):
         self.patch_embedding.weight = torch.empty(1, unet_config.get("in_dim", 0), device="meta")
         self._connect = connect
         self._check = check
-        self._connection: Connection | None = None
+        self._connection: ForwardClient | None = None
         self._loras: list[tuple[str, float]] | None = None
 
     def begin_run(self) -> None:
@@ -79,9 +63,7 @@ class RemoteTransformer(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the prediction, as ComfyUI's own transformer would. Wrappers around it run here."""
         options = {} if transformer_options is None else transformer_options
-        wrappers = comfy.patcher_extension.get_all_wrappers(
-            comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, options
-        )
+        wrappers = comfy.patcher_extension.get_all_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, options)
         executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
         prediction: torch.Tensor = executor.execute(x, timestep, context, transformer_options=options, **extra)
         return prediction
@@ -106,7 +88,7 @@ class RemoteTransformer(torch.nn.Module):
             self._loras = loras
         return self._connection.forward(arguments)
 
-    def _open_connection(self) -> Connection:
+    def _open_connection(self) -> ForwardClient:
         """Return a connection of a new run.
 
         Raises:
@@ -169,9 +151,13 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         """Refuse a LoRA of ComfyUI's own loaders, unless it is for the text encoder alone."""
         if strength_patch == 0:
             return []
-        raise FamilyError(f"{ELSEWHERE}: use ditile LoRA (forward) in the place of this LoRA, or set its strength_model to 0")
+        raise FamilyError(
+            f"{ELSEWHERE}: use ditile LoRA (forward) in the place of this LoRA, or set its strength_model to 0"
+        )
 
-    def add_hook_patches(self, hook: Any, patches: Any, strength_patch: float = 1.0, strength_model: float = 1.0) -> Any:
+    def add_hook_patches(
+        self, hook: Any, patches: Any, strength_patch: float = 1.0, strength_model: float = 1.0
+    ) -> Any:
         """Refuse a hook for weights, unless its strength is 0."""
         if strength_patch == 0:
             return []
@@ -198,7 +184,8 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
 
 
 def load_model(
-    connect: Callable[[], Connection], check: Callable[[], None] = comfy.model_management.throw_exception_if_processing_interrupted
+    connect: Callable[[], ForwardClient],
+    check: Callable[[], None] = comfy.model_management.throw_exception_if_processing_interrupted,
 ) -> RemotePatcher:
     """Return the MODEL of a worker.
 
@@ -264,8 +251,3 @@ def read_dtype(description: Mapping[str, Any]) -> torch.dtype:
     if name not in ("float32", "float16", "bfloat16"):
         raise FamilyError(f"the worker computes in {name!r}; ComfyUI has float32, float16 and bfloat16")
     return DTYPES[name]
-
-
-def open_client(address: str, key: str | None) -> ForwardClient:
-    """Return a client of a worker, which connects when it is used."""
-    return ForwardClient(address, key)

@@ -7,19 +7,20 @@ Needs ComfyUI: DITILE_COMFYUI names its folder, and behind a colon those of pack
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers.loaders import single_file_utils
 
 from tests.serve.comfy import load_nodes
+from tests.serve.comfyui_pairs import FIGURES, PAIRS, Pair, build_transformer, describe_output, make_call
 
 FOLDERS = os.environ.get("DITILE_COMFYUI", "")
 pytestmark = pytest.mark.skipif(not FOLDERS, reason="DITILE_COMFYUI names no folder of ComfyUI")
@@ -27,31 +28,6 @@ PACKAGE = "custom_nodes_ditile_itself"
 STEPS = 3
 # Both sides compute in float32, in another order here and there; over three steps with guidance it adds up to this.
 TOLERANCE = 2e-5
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One architecture, tiny.
-
-    Attributes:
-        model: diffusers' class.
-        config: of it.
-        comfy: of ComfyUI's own class.
-        latent: shape of the noise.
-        text: tokens and width of a prompt.
-        conditions: what a graph adds to the prompts.
-        convert: ComfyUI's weights -> diffusers'; its name in `single_file_utils`, "" where they have the same names.
-        has_mask: whether a part of the latents is kept.
-    """
-
-    model: str
-    config: Mapping[str, Any]
-    comfy: Mapping[str, Any]
-    latent: tuple[int, ...]
-    text: tuple[int, int]
-    conditions: Mapping[str, Any] = field(default_factory=dict)
-    convert: str = ""
-    has_mask: bool = False
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +80,8 @@ class LocalConnection:
         self.loras = list(loras)
 
 
-def build_own_model(comfy: SimpleNamespace, pair: Pair) -> Any:
-    """Return ComfyUI's own MODEL with random weights."""
+def build_own_model(comfy: SimpleNamespace, pair: Pair, transformer: Any) -> Any:
+    """Return ComfyUI's own MODEL with the weights of diffusers' transformer."""
     config = comfy.model_detection.model_config_from_unet_config(dict(pair.comfy))
     # Z-Image is told from Lumina 2 by its width, which the tiny one has not.
     if "z_image_modulation" in pair.comfy:
@@ -113,27 +89,30 @@ def build_own_model(comfy: SimpleNamespace, pair: Pair) -> Any:
         config.unet_config["dim"] = pair.comfy["dim"]
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({}, "", device="cpu")
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.diffusion_model.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim > 1:
-            parameter.data.copy_(values / parameter[0].numel() ** 0.5)
-        else:
-            # Norms of queries and keys far from 0: attention that is flat would hide wrong positions.
-            parameter.data.copy_(values * 0.2 + (0.0 if name.endswith("bias") else 1.5))
+    copy_weights(transformer.state_dict(), model.diffusion_model, pair, config.unet_config)
     return comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
 
 
-def build_transformer(pair: Pair, own: Any) -> Any:
-    """Return diffusers' transformer with the weights of ComfyUI's."""
-    # ComfyUI marks the edits since 2511 by an empty weight.
-    state = own.model.diffusion_model.state_dict()
-    weights = {name: value.clone() for name, value in state.items() if not name.startswith("__")}
-    if pair.convert:
-        weights = CONVERSIONS[pair.convert](weights, own.model.model_config.unet_config)
-    transformer = getattr(diffusers, pair.model)(**pair.config).eval()
-    transformer.load_state_dict(weights)
-    return transformer
+def copy_weights(weights: Mapping[str, torch.Tensor], own: Any, pair: Pair, config: Any) -> None:
+    """Copy diffusers' weights into ComfyUI's model.
+
+    The conversion goes the other way: it is done with numbers in the place of weights, and each number says where the
+    weight of its place belongs.
+    """
+    parameters = {name: value for name, value in own.state_dict().items() if not name.startswith("__")}
+    start = 0
+    numbers = {}
+    for name, value in parameters.items():
+        numbers[name] = torch.arange(start, start + value.numel()).reshape(value.shape)
+        start += value.numel()
+    converted = CONVERSIONS[pair.convert](dict(numbers), config) if pair.convert else numbers
+    assert set(converted) == set(weights)
+    flat = torch.full((start,), torch.nan)
+    for name, places in converted.items():
+        flat[places.flatten()] = weights[name].flatten()
+    assert not flat.isnan().any()
+    state = {name: flat[places] for name, places in numbers.items()}
+    own.load_state_dict(state, strict=False)
 
 
 def draw(comfy: SimpleNamespace, model: Any, pair: Pair) -> torch.Tensor:
@@ -178,250 +157,31 @@ CONVERSIONS = {
     "wan": lambda weights, _: single_file_utils.convert_wan_transformer_to_diffusers(weights),
 }
 
-FLUX_COMFY = {
-    "image_model": "flux",
-    "guidance_embed": True,
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_size": 2,
-    "vec_in_dim": 12,
-    "context_in_dim": 24,
-    "hidden_size": 32,
-    "mlp_ratio": 4.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [4, 6, 6],
-    "theta": 10000,
-    "qkv_bias": True,
-    "txt_ids_dims": [],
-}
-FLUX = {
-    "in_channels": 64,
-    "out_channels": 64,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 24,
-    "pooled_projection_dim": 12,
-    "guidance_embeds": True,
-    "axes_dims_rope": (4, 6, 6),
-}
-FLUX2_COMFY = {
-    "image_model": "flux2",
-    "guidance_embed": True,
-    "in_channels": 128,
-    "out_channels": 128,
-    "patch_size": 1,
-    "vec_in_dim": None,
-    "context_in_dim": 24,
-    "hidden_size": 32,
-    "mlp_ratio": 3.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [4, 4, 4, 4],
-    "theta": 2000,
-    "qkv_bias": False,
-    "ops_bias": False,
-    "global_modulation": True,
-    "mlp_silu_act": True,
-    "default_ref_method": "index",
-    "ref_index_scale": 10.0,
-    "txt_ids_dims": [3],
-}
-FLUX2 = {
-    "in_channels": 128,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 24,
-    "axes_dims_rope": (4, 4, 4, 4),
-}
-QWEN_COMFY = {
-    "image_model": "qwen_image",
-    "in_channels": 64,
-    "num_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 24,
-    "axes_dims_rope": (4, 6, 6),
-}
-QWEN = {
-    "in_channels": 64,
-    "num_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 24,
-    "axes_dims_rope": (4, 6, 6),
-}
-# ComfyUI's class is Z-Image's from a width of 1024 on.
-Z_IMAGE_COMFY = {
-    "image_model": "lumina2",
-    "patch_size": 2,
-    "in_channels": 16,
-    "dim": 1024,
-    "cap_feat_dim": 24,
-    "n_layers": 1,
-    "n_refiner_layers": 1,
-    "qk_norm": True,
-    "n_heads": 8,
-    "n_kv_heads": 8,
-    "axes_dims": [32, 48, 48],
-    "axes_lens": [256, 64, 64],
-    "rope_theta": 256.0,
-    "ffn_dim_multiplier": 8.0 / 3.0,
-    "multiple_of": 2,
-    "z_image_modulation": True,
-    "time_scale": 1000.0,
-    "pad_tokens_multiple": 32,
-}
-Z_IMAGE = {
-    "in_channels": 16,
-    "dim": 1024,
-    "n_layers": 1,
-    "n_refiner_layers": 1,
-    "n_heads": 8,
-    "n_kv_heads": 8,
-    "cap_feat_dim": 24,
-    "axes_dims": [32, 48, 48],
-    "axes_lens": [256, 64, 64],
-}
-WAN_COMFY = {
-    "image_model": "wan2.1",
-    "model_type": "t2v",
-    "dim": 32,
-    "ffn_dim": 48,
-    "num_heads": 2,
-    "num_layers": 2,
-    "patch_size": (1, 2, 2),
-    "freq_dim": 16,
-    "text_dim": 24,
-    "in_dim": 16,
-    "out_dim": 16,
-}
-WAN = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 24,
-    "freq_dim": 16,
-    "ffn_dim": 48,
-    "num_layers": 2,
-}
 
-
-def make_latents(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(5))
-
-
-REFERENCES = {"reference_latents": [make_latents(1, 16, 4, 8), make_latents(1, 16, 6, 6)]}
-QWEN_REFERENCES = {"reference_latents": [make_latents(1, 16, 1, 4, 8), make_latents(1, 16, 1, 8, 8)]}
-FLUX2_REFERENCES = {"reference_latents": [make_latents(1, 128, 2, 4), make_latents(1, 128, 3, 3)]}
-PAIRS = {
-    "flux": Pair("FluxTransformer2DModel", FLUX, FLUX_COMFY, (1, 16, 8, 12), (7, 24), {"guidance": 2.5}, "flux"),
-    "flux, odd size": Pair("FluxTransformer2DModel", FLUX, FLUX_COMFY, (2, 16, 7, 9), (7, 24), convert="flux"),
-    "flux, references": Pair("FluxTransformer2DModel", FLUX, FLUX_COMFY, (1, 16, 8, 8), (7, 24), REFERENCES, "flux"),
-    "flux, references by index": Pair(
-        "FluxTransformer2DModel",
-        FLUX,
-        FLUX_COMFY,
-        (1, 16, 8, 8),
-        (7, 24),
-        {**REFERENCES, "reference_latents_method": "index"},
-        "flux",
-    ),
-    "flux schnell": Pair(
-        "FluxTransformer2DModel",
-        {**FLUX, "guidance_embeds": False},
-        {**FLUX_COMFY, "guidance_embed": False},
-        (1, 16, 8, 8),
-        (7, 24),
-        convert="flux",
-    ),
-    "flux fill": Pair(
-        "FluxTransformer2DModel",
-        {**FLUX, "in_channels": 384},
-        {**FLUX_COMFY, "in_channels": 96},
-        (1, 16, 8, 8),
-        (7, 24),
-        {"concat_latent_image": make_latents(1, 16, 8, 8), "concat_mask": make_latents(1, 1, 64, 64).gt(0).float()},
-        "flux",
-    ),
-    "flux2": Pair("Flux2Transformer2DModel", FLUX2, FLUX2_COMFY, (2, 128, 4, 3), (7, 24), convert="flux2"),
-    "flux2, references": Pair(
-        "Flux2Transformer2DModel", FLUX2, FLUX2_COMFY, (1, 128, 4, 4), (7, 24), FLUX2_REFERENCES, "flux2"
-    ),
-    "qwen": Pair("QwenImageTransformer2DModel", QWEN, QWEN_COMFY, (2, 16, 1, 8, 12), (7, 24)),
-    "qwen edit": Pair(
-        "QwenImageTransformer2DModel", QWEN, QWEN_COMFY, (1, 16, 1, 8, 8), (7, 24), QWEN_REFERENCES
-    ),
-    "qwen edit 2511": Pair(
-        "QwenImageTransformer2DModel",
-        {**QWEN, "zero_cond_t": True},
-        {**QWEN_COMFY, "default_ref_method": "index_timestep_zero"},
-        (1, 16, 1, 8, 8),
-        (7, 24),
-        QWEN_REFERENCES,
-    ),
-    "z-image": Pair("ZImageTransformer2DModel", Z_IMAGE, Z_IMAGE_COMFY, (2, 16, 8, 12), (7, 24), convert="z_image"),
-    "z-image, odd size": Pair(
-        "ZImageTransformer2DModel", Z_IMAGE, Z_IMAGE_COMFY, (1, 16, 9, 7), (40, 24), convert="z_image"
-    ),
-    "wan": Pair("WanTransformer3DModel", WAN, WAN_COMFY, (1, 16, 3, 6, 8), (512, 24), convert="wan"),
-    "wan 2.1 from an image": Pair(
-        "WanTransformer3DModel",
-        {**WAN, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 32},
-        {**WAN_COMFY, "in_dim": 36, "model_type": "i2v"},
-        (1, 16, 3, 6, 8),
-        (512, 24),
-        {
-            "concat_latent_image": make_latents(1, 16, 3, 6, 8),
-            "concat_mask": torch.cat([torch.zeros(1, 1, 1, 6, 8), torch.ones(1, 1, 2, 6, 8)], dim=2),
-            "clip_vision_output": SimpleNamespace(penultimate_hidden_states=make_latents(1, 257, 1280)),
-        },
-        "wan",
-    ),
-    "wan 2.2 from an image": Pair(
-        "WanTransformer3DModel",
-        {**WAN, "in_channels": 36},
-        {**WAN_COMFY, "in_dim": 36},
-        (1, 16, 3, 6, 8),
-        (512, 24),
-        {
-            "concat_latent_image": make_latents(1, 16, 3, 6, 8),
-            "concat_mask": torch.cat([torch.zeros(1, 1, 1, 6, 8), torch.ones(1, 1, 2, 6, 8)], dim=2),
-        },
-        "wan",
-    ),
-    "wan 2.2 5B, a known frame": Pair(
-        "WanTransformer3DModel",
-        {**WAN, "in_channels": 48, "out_channels": 48},
-        {**WAN_COMFY, "in_dim": 48, "out_dim": 48},
-        (1, 48, 3, 6, 8),
-        (512, 24),
-        convert="wan",
-        has_mask=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("name", PAIRS)
 @torch.inference_mode()
-def test_the_adapter_draws_what_comfyuis_own_model_draws(comfy: SimpleNamespace, pair: Pair) -> None:
-    """The same weights in ComfyUI's class and, behind the adapter, in diffusers'."""
-    own = build_own_model(comfy, pair)
+def test_the_adapter_draws_what_comfyuis_own_model_draws(comfy: SimpleNamespace, name: str) -> None:
+    """The same weights in ComfyUI's class and, behind the adapter, in diffusers': a whole run, and a single call.
+
+    The figures of the single call are those that `test_comfyui_forward` compares with where ComfyUI is not installed.
+    """
+    pair = PAIRS[name]
+    transformer = build_transformer(pair)
+    own = build_own_model(comfy, pair, transformer)
     expected = draw(comfy, own, pair)
-    connection = LocalConnection(build_transformer(pair, own))
+    connection = LocalConnection(transformer)
     remote = comfy.node.load_model(lambda: connection)
     drawn = draw(comfy, remote, pair)
-    assert connection.calls
-    assert not list(remote.model.diffusion_model.parameters())
-    unguided = draw(comfy, own, Pair(**{**vars(pair), "conditions": {}})) if pair.conditions else None
+    assert connection.calls and not list(remote.model.diffusion_model.parameters())
     assert (drawn - expected).abs().max() <= TOLERANCE * expected.abs().max()
-    # Conditions that do nothing in so small a model would prove nothing.
-    if unguided is not None:
-        assert (unguided - expected).abs().max() > 100 * TOLERANCE * expected.abs().max()
+    if pair.conditions:
+        # Conditions that do nothing in so small a model would prove nothing.
+        without = draw(comfy, own, replace(pair, conditions={}))
+        assert (without - expected).abs().max() > 100 * TOLERANCE * expected.abs().max()
+    x, timestep, text = make_call(pair)
+    called = own.model.diffusion_model(x, timestep, context=text, transformer_options={}, **pair.extra)
+    figures = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
+    if os.environ.get("DITILE_RECORD"):
+        FIGURES.write_text(json.dumps({**figures, name: describe_output(called)}, indent=1) + "\n", "utf-8")
+    else:
+        assert describe_output(called) == pytest.approx(figures[name], rel=1e-4, abs=1e-5)

@@ -1,0 +1,258 @@
+"""ComfyUI's calls reach diffusers' transformers in the right arguments, and nothing of them is lost silently.
+
+A failure means that a picture of ComfyUI is another one once its model runs elsewhere. `test_comfyui_itself` compares
+with ComfyUI's own models where it is installed; here are figures that those have answered.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serve.comfy import FOLDER, InterruptProcessingException, load_nodes
+from tests.serve.comfyui_pairs import FIGURES, PAIRS, build_transformer, describe_output, make_call
+
+PACKAGE = "custom_nodes_ditile_forward"
+load_nodes(PACKAGE)
+FAMILIES = importlib.import_module(f"{PACKAGE}.forward_families")
+CLIENT = importlib.import_module(f"{PACKAGE}.forward_client")
+WORKER = importlib.import_module(f"{PACKAGE}.forward_worker")
+FLUX = PAIRS["flux"]
+
+
+class LocalConnection:
+    """Calls a transformer of diffusers in this process, as a worker would."""
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer = transformer
+        self.log: list[Any] = []
+
+    def connect(self) -> None:
+        self.log.append("connect")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def hello(self) -> dict[str, Any]:
+        config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
+        name = type(self.transformer).__name__
+        return {"model": name, "config": config, "dtype": "float32", "plan": "", "ranks": 1, "loras": ["fox", "owl"]}
+
+    def forward(self, arguments: Mapping[str, Any]) -> Any:
+        self.log.append("forward")
+        return self.transformer(**arguments, return_dict=False)[0]
+
+    def set_loras(self, loras: Any) -> None:
+        self.log.append(list(loras))
+
+
+@pytest.fixture
+def model_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The node's module of models, with what of ComfyUI it is made of."""
+
+    class ModelPatcher:
+        def __init__(self, model: Any, *_: Any) -> None:
+            self.model = model
+            self.model_options: dict[str, Any] = {"transformer_options": {}}
+            self.object_patches: dict[str, Any] = {}
+
+        def clone(self) -> Any:
+            # ComfyUI's versions before 2026 name the class here.
+            copy = ModelPatcher(self.model)
+            copy.model_options = {"transformer_options": dict(self.model_options["transformer_options"])}
+            return copy
+
+        def add_object_patch(self, name: str, obj: Any) -> None:
+            self.object_patches[name] = obj
+
+        def pre_run(self) -> None:
+            pass
+
+    class WrapperExecutor:
+        def __init__(self, original: Callable[..., Any], wrappers: list[Any]) -> None:
+            self.execute = original
+            for wrapper in reversed(wrappers):
+                self.execute = lambda *args, inner=self.execute, outer=wrapper, **more: outer(inner, *args, **more)
+
+        @classmethod
+        def new_class_executor(cls, original: Any, _: Any, wrappers: list[Any]) -> Any:
+            return cls(original, wrappers)
+
+    contents: dict[str, dict[str, Any]] = {
+        "comfy": {},
+        "comfy.model_detection": {},
+        "comfy.model_management": {"throw_exception_if_processing_interrupted": lambda: None},
+        "comfy.model_patcher": {"ModelPatcher": ModelPatcher},
+        "comfy.patcher_extension": {
+            "WrapperExecutor": WrapperExecutor,
+            "WrappersMP": SimpleNamespace(DIFFUSION_MODEL="diffusion_model"),
+            "get_all_wrappers": lambda _, options: options.get("wrappers", []),
+        },
+    }
+    for name, values in contents.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+        if "." in name:
+            monkeypatch.setattr(sys.modules["comfy"], name.partition(".")[2], module, raising=False)
+    name = f"{PACKAGE}.forward_model"
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+def call_adapter(name: str) -> torch.Tensor:
+    """Return what the adapter and diffusers' transformer answer to the call of a pair."""
+    pair = PAIRS[name]
+    transformer = build_transformer(pair)
+    family = FAMILIES.find_family(pair.model)
+    FAMILIES.check_call(family, pair.extra, {})
+    call = FAMILIES.Call(*make_call(pair), pair.extra, transformer.config)
+    with torch.inference_mode():
+        output = transformer(**family.encode(call), return_dict=False)[0]
+        decoded: torch.Tensor = family.decode(output, call)
+    return decoded
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_adapter_answers_as_comfyuis_own_model(name: str) -> None:
+    """The same weights in diffusers' class here, and in ComfyUI's where the figures were recorded."""
+    figures = json.loads(FIGURES.read_text("utf-8"))
+    assert describe_output(call_adapter(name)) == pytest.approx(figures[name], rel=1e-4, abs=1e-5)
+
+
+def test_a_connection_is_of_one_run_and_its_loras(model_module: Any) -> None:
+    """Other LoRAs are set before the step that has them, and a run begins anew; wrappers go round the call."""
+    connection = LocalConnection(build_transformer(FLUX))
+    remote = model_module.RemoteTransformer(lambda: connection, connection.hello(), lambda: None)
+    x, timestep, text = make_call(FLUX)
+    expected = call_adapter("flux")
+
+    def call(*loras: tuple[str, float], wrappers: Any = ()) -> torch.Tensor:
+        options = {model_module.LORAS: list(loras), "wrappers": list(wrappers)}
+        answer: torch.Tensor = remote(
+            x, timestep, context=text, transformer_options=options, control=None, **FLUX.extra
+        )
+        return answer
+
+    assert torch.equal(call(), expected)
+    call(("fox", 0.5))
+    call(("fox", 0.5))
+    remote.begin_run()
+    doubled = call(wrappers=[lambda inner, *args, **more: 2 * inner(*args, **more)])
+    assert torch.equal(doubled, 2 * expected)
+    steps = ["connect", "start", [], "forward", [("fox", 0.5)], "forward", "forward"]
+    assert connection.log == [*steps, "close", "connect", "start", [], "forward"]
+
+
+def test_a_model_refuses_what_would_have_no_effect(model_module: Any) -> None:
+    """In one line, where the user looks for the node that does it."""
+    connection = LocalConnection(build_transformer(FLUX))
+    remote = model_module.RemoteTransformer(lambda: connection, connection.hello(), lambda: None)
+    patcher = model_module.RemotePatcher(SimpleNamespace(diffusion_model=remote))
+    x, timestep, text = make_call(FLUX)
+
+    def call(options: Mapping[str, Any] | None = None, **extra: Any) -> Any:
+        return remote(x, timestep, context=text, transformer_options=options or {}, **{**FLUX.extra, **extra})
+
+    rows: list[tuple[Callable[[], Any], str]] = [
+        (lambda: call(control={"input": []}), "'control' cannot be handed"),
+        (lambda: call(siglip_feats=[x]), "'siglip_feats' cannot be handed"),
+        (lambda: call({"patches": {"attn1_patch": [print]}}), r"patches \(attn1_patch\) changes the inside"),
+        (lambda: call({"patches_replace": {"dit": {}}}), r"patches_replace \(dit\)"),
+        (lambda: call({"rope_options": {"scale_x": 2.0}}), "rope_options"),
+        (lambda: call(ref_latents=[x], ref_latents_method="uxo"), "method 'uxo' cannot be handed over"),
+        (lambda: call(guidance=None), "needs a guidance"),
+        (lambda: patcher.clone().add_patches({}, 0.8), "use ditile LoRA"),
+        (lambda: patcher.add_hook_patches(None, {}, 1.0), "hooks cannot"),
+        (lambda: patcher.add_object_patch("diffusion_model.img_in", None), "cannot be replaced"),
+        (lambda: patcher.get_key_patches(), "cannot be merged"),
+        (lambda: model_module.add_lora(patcher, "cat", 1.0), "'cat' is not on the worker; it has fox, owl"),
+        (lambda: model_module.add_lora(model_module.add_lora(patcher, "fox", 1.0), "fox", 1.0), "there twice"),
+        (lambda: model_module.add_lora(SimpleNamespace(), "fox", 1.0), "use LoraLoaderModelOnly"),
+        (lambda: FAMILIES.find_family("UNet2DConditionModel"), "UNet2DConditionModel has no adapter"),
+        (lambda: FAMILIES.describe_qwen({"use_layer3d_rope": True}), "Qwen-Image-Layered has no adapter"),
+    ]
+    for act, message in rows:
+        with pytest.raises(FAMILIES.FamilyError, match=message) as caught:
+            act()
+        assert "\n" not in str(caught.value)
+    assert "forward" not in connection.log
+    assert patcher.clone().add_patches({}, 0.0) == []
+    patcher.add_object_patch("model_sampling", "shift 3")
+
+
+def test_another_model_on_the_worker_ends_the_run(model_module: Any) -> None:
+    """A worker that was started again with other weights' config must not draw with the latents of the first."""
+    first, second = (LocalConnection(build_transformer(PAIRS[name])) for name in ("flux", "flux schnell"))
+    remote = model_module.RemoteTransformer(lambda: second, first.hello(), lambda: None)
+    x, timestep, text = make_call(FLUX)
+    with pytest.raises(CLIENT.ForwardError, match="has another model now"):
+        remote(x, timestep, context=text, **FLUX.extra)
+    assert "forward" not in second.log
+
+
+def test_cancel_leaves_a_step_in_progress(model_module: Any) -> None:
+    """ComfyUI's own exception comes through within the step, whose connection is not used again."""
+    connection = LocalConnection(build_transformer(FLUX))
+    is_called, may_go_on = threading.Event(), threading.Event()
+
+    def wait(_: Any) -> Any:
+        is_called.set()
+        may_go_on.wait(60)
+
+    def check() -> None:
+        if is_called.is_set():
+            raise InterruptProcessingException
+
+    connection.forward = wait  # type: ignore[method-assign]
+    remote = model_module.RemoteTransformer(lambda: connection, connection.hello(), check)
+    x, timestep, text = make_call(FLUX)
+    with pytest.raises(InterruptProcessingException):
+        remote(x, timestep, context=text, **FLUX.extra)
+    assert connection.log[-1] == "close"
+    may_go_on.set()
+
+
+def test_a_worker_ends_with_its_guard(tmp_path: Path) -> None:
+    """However ComfyUI ends, its end of the guard's input is closed."""
+    mark = tmp_path / "ended"
+    command = f"trap 'echo > {mark}; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+    guard = subprocess.Popen(
+        [sys.executable, str(FOLDER / "forward_worker.py"), "bash", "-c", command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert guard.stdin is not None and guard.stdout is not None
+    assert guard.stdout.readline() == b"ready\n"
+    guard.stdin.close()
+    assert guard.wait(60) == 0
+    assert mark.exists()
+
+
+def test_a_worker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first line of error. No value of a workflow is taken for a flag or by a shell."""
+    program = tmp_path / "ditile"
+    program.write_text('#!/bin/sh\necho loading\necho "ditile: error: no model $3"\necho later\nexit 2\n', "utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("DITILE_COMMAND", str(program))
+    options = WORKER.WorkerOptions("--help; touch x", plan="$(touch y)")
+    pool = WORKER.WorkerPool()
+    with pytest.raises(WORKER.WorkerError, match=r"did not start: ditile: error: no model --model=--help; touch x$"):
+        pool.start(options, lambda: None)
+    assert pool.find(options) is None
+    monkeypatch.setenv("DITILE_COMMAND", str(tmp_path / "none"))
+    with pytest.raises(WORKER.WorkerError, match="install ditile"):
+        pool.start(options, lambda: None)
