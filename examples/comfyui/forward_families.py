@@ -19,7 +19,9 @@ WAN_TEXT_TOKENS = 512
 # What models get from ComfyUI whether they use it or not. The mask of denoising is in the timestep already.
 UNUSED = frozenset({"crossattn_controlnet", "denoise_mask"})
 # Entries of `transformer_options` that change what happens inside of the transformer.
-INNER_OPTIONS = ("patches", "patches_replace", "rope_options", "optimized_attention_override", "ref_method")
+INNER_OPTIONS = ("patches", "patches_replace", "rope_options", "optimized_attention_override")
+# Parts of LTX-2 that they can switch off.
+INNER_SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 
 
 class FamilyError(ValueError):
@@ -31,15 +33,16 @@ class Call:
     """One call of ComfyUI.
 
     Attributes:
-        x: noisy latents, with further channels behind them where the model has such [B, C, ..., H, W].
-        timestep: as the model's sampling scales it [B], or one for each frame [B, T].
+        x: noisy latents, with further channels behind them where the model has such [B, C, ..., H, W]; LTX-2: a list of
+            those of the picture and those of the sound.
+        timestep: as the model's sampling scales it [B], or one for each frame [B, T]; LTX-2: one such for each of both.
         context: of the text [B, L, D].
         extra: whatever ComfyUI adds, without None.
         config: of diffusers' class.
     """
 
-    x: torch.Tensor
-    timestep: torch.Tensor
+    x: Any
+    timestep: Any
     context: torch.Tensor
     extra: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -58,7 +61,7 @@ class Family:
 
     describe: Callable[[Mapping[str, Any]], dict[str, Any]]
     encode: Callable[[Call], dict[str, Any]]
-    decode: Callable[[Any, Call], torch.Tensor]
+    decode: Callable[[Any, Call], Any]
     handled: frozenset[str] = frozenset()
 
 
@@ -86,6 +89,9 @@ def check_call(family: Family, extra: Mapping[str, Any], options: Mapping[str, A
             raise FamilyError(
                 f"{name} ({names}) changes the inside of a transformer that runs elsewhere; remove its node"
             )
+    for name in INNER_SWITCHES:
+        if options.get(name) is False:
+            raise FamilyError(f"{name} switches off a part of a transformer that runs elsewhere; remove its node")
     for name, value in extra.items():
         if value is not None and name not in family.handled and name not in UNUSED:
             raise FamilyError(f"{name!r} cannot be handed to the transformer of ditile; remove the node that sets it")
@@ -255,7 +261,8 @@ def encode_flux2(call: Call) -> dict[str, Any]:
 def decode_flux2(output: Any, call: Call) -> torch.Tensor:
     """Return the latents of predicted tokens."""
     batch, _, height, width = call.x.shape
-    return output[:, : height * width].transpose(1, 2).reshape(batch, -1, height, width)
+    tokens: torch.Tensor = output[:, : height * width]
+    return tokens.transpose(1, 2).reshape(batch, -1, height, width)
 
 
 # Qwen-Image and its edits.
@@ -371,6 +378,62 @@ def decode_wan(output: Any, call: Call) -> torch.Tensor:
     return torch.as_tensor(output)[..., :height, :width]
 
 
+# LTX-2: video with sound.
+
+
+def describe_ltx2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ComfyUI's config of an LTX-2 model.
+
+    Raises:
+        FamilyError: if it is of a later release, to whose prompts ComfyUI's model does more.
+    """
+    if config.get("cross_attn_mod") or not config.get("use_prompt_embeddings", True):
+        raise FamilyError("LTX-2.3 and later have no adapter for ComfyUI; try LTX-2")
+    return {"image_model": "ltxav", "cross_attention_dim": config["cross_attention_dim"]}
+
+
+def encode_ltx2(call: Call) -> dict[str, Any]:
+    """Return the arguments of `LTX2VideoTransformer3DModel`: tokens of both latents, and a text for each.
+
+    Raises:
+        FamilyError: if there is no sound, or the text is none of LTX-2's.
+    """
+    width = call.config["caption_channels"]
+    if len(call.x) != 2 or call.x[1].numel() == 0:
+        raise FamilyError("LTX-2 needs latents of sound too; add LTXVEmptyLatentAudio and LTXVConcatAVLatent")
+    if call.context.shape[-1] != 2 * width:
+        raise FamilyError(
+            f"the text has a width of {call.context.shape[-1]}, not the {2 * width} of LTX-2's connectors"
+        )
+    video, audio = call.x
+    scale = call.config["timestep_scale_multiplier"]
+    video_time, audio_time = (scale * time.reshape(video.shape[0], -1) for time in call.timestep)
+    video_text, audio_text = call.context.split(width, dim=-1)
+    return {
+        "hidden_states": video.flatten(2).transpose(1, 2),
+        # Channels come before frequencies in a token.
+        "audio_hidden_states": audio.transpose(1, 2).flatten(2),
+        "encoder_hidden_states": video_text,
+        "audio_encoder_hidden_states": audio_text,
+        # One time for all tokens has no axis for them.
+        "timestep": video_time if video_time.shape[1] > 1 else video_time[:, 0],
+        "audio_timestep": audio_time if audio_time.shape[1] > 1 else audio_time[:, 0],
+        "num_frames": video.shape[2],
+        "height": video.shape[3],
+        "width": video.shape[4],
+        "fps": float(call.extra.get("frame_rate", 25)),
+        "audio_num_frames": audio.shape[2],
+    }
+
+
+def decode_ltx2(output: Any, call: Call) -> list[torch.Tensor]:
+    """Return the latents of the picture and of the sound."""
+    video, audio = output
+    channels, length, frequencies = call.x[1].shape[1:]
+    sound = audio.reshape(-1, length, channels, frequencies).transpose(1, 2)
+    return [video.transpose(1, 2).reshape(call.x[0].shape), sound]
+
+
 FLUX_CONDITIONS = frozenset({"y", "guidance", "ref_latents", "ref_latents_method"})
 FAMILIES = {
     "FluxTransformer2DModel": Family(describe_flux, encode_flux, decode_patches, FLUX_CONDITIONS),
@@ -387,4 +450,8 @@ FAMILIES = {
     ),
     # ComfyUI's own model ignores a reference latent unless it is one of Wan-Fun.
     "WanTransformer3DModel": Family(describe_wan, encode_wan, decode_wan, frozenset({"clip_fea", "reference_latent"})),
+    # The mask is in the times already.
+    "LTX2VideoTransformer3DModel": Family(
+        describe_ltx2, encode_ltx2, decode_ltx2, frozenset({"frame_rate", "audio_denoise_mask"})
+    ),
 }

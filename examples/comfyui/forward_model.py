@@ -6,6 +6,7 @@ The MODEL holds no weights. What ComfyUI's samplers call once a step, `diffusion
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -49,6 +50,11 @@ class RemoteTransformer(torch.nn.Module):
         # Wan's conditions read from it how many channels come from images.
         self.patch_embedding = torch.nn.Module()
         self.patch_embedding.weight = torch.empty(1, unet_config.get("in_dim", 0), device="meta")
+        if unet_config["image_model"] == "ltxav":
+            # The times of masked latents are cut by them.
+            patchifiers = importlib.import_module("comfy.ldm.lightricks.symmetric_patchifier")
+            self.patchifier = patchifiers.SymmetricPatchifier(1, start_end=True)
+            self.a_patchifier = patchifiers.AudioPatchifier(1, start_end=True)
         self._connect = connect
         self._check = check
         self._connection: ForwardClient | None = None
@@ -58,26 +64,26 @@ class RemoteTransformer(torch.nn.Module):
         """Connect anew before the next step: another program may have used the worker since, with other LoRAs."""
         self._close_connection()
 
-    def forward(
-        self, x: Any, timestep: Any, context: Any = None, transformer_options: Any = None, **extra: Any
-    ) -> torch.Tensor:
+    def forward(self, x: Any, timestep: Any, context: Any = None, transformer_options: Any = None, **extra: Any) -> Any:
         """Return the prediction, as ComfyUI's own transformer would. Wrappers around it run here."""
         options = {} if transformer_options is None else transformer_options
         wrappers = comfy.patcher_extension.get_all_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, options)
         executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
-        prediction: torch.Tensor = executor.execute(x, timestep, context, transformer_options=options, **extra)
-        return prediction
+        return executor.execute(x, timestep, context, transformer_options=options, **extra)
 
     def _forward(
         self, x: Any, timestep: Any, context: Any = None, transformer_options: Any = None, **extra: Any
-    ) -> torch.Tensor:
+    ) -> Any:
         options = transformer_options or {}
         check_call(self.family, extra, options)
         present = {name: value for name, value in extra.items() if value is not None}
         call = Call(x, timestep, context, present, self.config)
         arguments = self.family.encode(call)
         output = self._run_interruptibly(lambda: self._send(arguments, list(options.get(LORAS, ()))))
-        return self.family.decode(output, call).to(device=x.device, dtype=x.dtype)
+        prediction = self.family.decode(output, call)
+        if isinstance(prediction, list):
+            return [part.to(device=whole.device, dtype=whole.dtype) for part, whole in zip(prediction, x, strict=True)]
+        return prediction.to(device=x.device, dtype=x.dtype)
 
     def _send(self, arguments: Mapping[str, Any], loras: list[tuple[str, float]]) -> Any:
         """Return the worker's prediction with these LoRAs."""

@@ -18,6 +18,7 @@ from .nodes import CATEGORY, check_interrupt
 OWN = "the model's own"
 # Of `ditile serve --dtype`.
 WEIGHT_TYPES = ("", "bfloat16", "float16", "float32")
+COMPONENTS = ("transformer", "transformer_2")
 WORKERS = WorkerPool()
 
 
@@ -41,6 +42,7 @@ class DitileForwardModel:
             "default": "",
             "tooltip": "what to start: a published model, a folder, or a hub id that is on the disk",
         }
+        component = {"default": COMPONENTS[0], "tooltip": "transformer_2: the model of low noise of Wan 2.2"}
         file = {"default": "", "tooltip": f"its weights, of models/diffusion_models; empty: {OWN}"}
         plan = {"default": "", "tooltip": 'such as "ulysses=2", "cfg=2 ulysses=2" or "tensor=2"; empty: by cards'}
         cards = {"default": 1, "min": 1, "max": 64, "tooltip": "cards that share each image, if there is no plan"}
@@ -49,6 +51,7 @@ class DitileForwardModel:
             "required": {"address": ("STRING", address)},
             "optional": {
                 "model_name": ("STRING", model),
+                "component": (list(COMPONENTS), component),
                 "file": (["", *list_weight_files()], file),
                 "plan": ("STRING", plan),
                 "cards": ("INT", cards),
@@ -60,7 +63,7 @@ class DitileForwardModel:
     def IS_CHANGED(cls, address: str, **options: Any) -> Any:  # noqa: N802
         """What the worker holds: ComfyUI loads it again when that changes, or when a worker has ended."""
         if not address.strip():
-            return WORKERS.find(read_options(**options)) is not None
+            return float("nan") if WORKERS.has_ended(read_options(**options)) else ""
         from .forward_client import ForwardError
 
         try:
@@ -144,7 +147,12 @@ def make_connect(address: str) -> Callable[[], Any]:
 
 
 def read_options(
-    model_name: str = "", file: str = "", plan: str = "", cards: int = 1, weight_type: str = ""
+    model_name: str = "",
+    component: str = COMPONENTS[0],
+    file: str = "",
+    plan: str = "",
+    cards: int = 1,
+    weight_type: str = "",
 ) -> WorkerOptions:
     """Return what to start a worker with."""
     path = ""
@@ -154,7 +162,7 @@ def read_options(
         path = folder_paths.get_full_path_or_raise("diffusion_models", file)
     # The folder is the user's and not the workflow's, as it is one of this machine.
     lora_dir = os.environ.get("DITILE_LORA_DIR", "")
-    return WorkerOptions(model_name.strip(), path, plan.strip(), cards, weight_type, lora_dir)
+    return WorkerOptions(model_name.strip(), component, path, plan.strip(), cards, weight_type, lora_dir)
 
 
 def list_weight_files() -> list[str]:

@@ -36,7 +36,8 @@ class WorkerOptions:
 
     Attributes:
         model: a bundled or published model, a folder or a hub id.
-        file: the weights of its transformer in one file; the model's own if it is empty.
+        component: which of its transformers, "transformer_2" for the low noise of Wan 2.2.
+        file: the weights of the transformer in one file; the model's own if it is empty.
         plan: such as "ulysses=2"; by `cards` if it is empty.
         cards: how many share the tokens of an image if there is no plan.
         dtype: of the weights; the model's own if it is empty.
@@ -44,6 +45,7 @@ class WorkerOptions:
     """
 
     model: str
+    component: str = "transformer"
     file: str = ""
     plan: str = ""
     cards: int = 1
@@ -55,7 +57,8 @@ class WorkerOptions:
         values = {
             "forward": address,
             "model": self.model,
-            "component": f"transformer={self.file}" if self.file else "",
+            "forward-component": self.component,
+            "component": f"{self.component}={self.file}" if self.file else "",
             "plan": self.plan or (f"ulysses={self.cards}" if self.cards > 1 else ""),
             "dtype": self.dtype,
             "lora-dir": self.lora_dir,
@@ -78,13 +81,14 @@ class Worker:
     """
 
     def __init__(self, options: WorkerOptions) -> None:
+        program = find_ditile()
         self._folder = tempfile.TemporaryDirectory(prefix="ditile-", ignore_cleanup_errors=True)
         self._log = Path(self._folder.name) / "log"
         self.address = f"unix:{self._folder.name}/forward.sock"
         self.num_users = 0
         # No workflow downloads a model, unless whoever started ComfyUI says so.
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}
-        command = [find_ditile(), *options.list_arguments(self.address)]
+        command = [program, *options.list_arguments(self.address)]
         with self._log.open("wb") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, __file__, *command],
@@ -144,10 +148,10 @@ class WorkerPool:
         self._workers: dict[WorkerOptions, Worker] = {}
         self._lock = threading.Lock()
 
-    def find(self, options: WorkerOptions) -> Worker | None:
-        """Return the worker of these options if it runs."""
+    def has_ended(self, options: WorkerOptions) -> bool:
+        """Return whether the worker of these options was started and does not run any more."""
         worker = self._workers.get(options)
-        return worker if worker is not None and worker.is_running() else None
+        return worker is not None and not worker.is_running()
 
     def start(self, options: WorkerOptions, check: Callable[[], None]) -> Worker:
         """Return a worker that is ready; a running one of the same options is shared.
@@ -155,8 +159,8 @@ class WorkerPool:
         Raises:
             WorkerError: if it does not start.
         """
-        worker = self.find(options)
-        if worker is not None:
+        worker = self._workers.get(options)
+        if worker is not None and worker.is_running():
             return worker
         worker = Worker(options)
         self._workers[options] = worker

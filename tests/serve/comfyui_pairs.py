@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ class Pair:
         scale: of the timestep that the transformer gets.
         convert: names of ComfyUI's weights -> diffusers', "" where they are the same.
         has_mask: whether the first frame of the latents is kept.
+        sound: shape of the noise of the sound.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Pair:
     scale: float = 1.0
     convert: str = ""
     has_mask: bool = False
+    sound: tuple[int, ...] = ()
 
 
 def build_transformer(pair: Pair) -> Any:
@@ -60,24 +62,35 @@ def build_transformer(pair: Pair) -> Any:
     return transformer
 
 
-def make_call(pair: Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def call_transformer(transformer: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a transformer's prediction, as the worker does: a list if there are several."""
+    predictions = transformer(**arguments, return_dict=False)
+    return predictions[0] if len(predictions) == 1 else list(predictions)
+
+
+def make_call(pair: Pair) -> tuple[Any, Any, torch.Tensor]:
     """Return latents, timestep and text of one call of the transformer."""
     batch, channels, *size = pair.latent
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(batch, pair.channels or channels, *size, generator=generator)
     text = torch.randn(batch, *pair.text, generator=generator)
-    if pair.has_mask:
-        return x, pair.scale * torch.tensor([0.0] + [0.7] * (size[0] - 1)).expand(batch, -1), text
-    return x, torch.full((batch,), 0.7 * pair.scale), text
+    timestep = torch.full((batch,), 0.7 * pair.scale)
+    by_frame = pair.scale * torch.tensor([0.0] + [0.7] * (size[0] - 1)).expand(batch, -1)
+    if pair.sound:
+        by_token = by_frame.repeat_interleave(size[1] * size[2], dim=1)[..., None]
+        latents = [x, torch.randn(pair.sound, generator=generator)]
+        return latents, (by_token if pair.has_mask else timestep, timestep), text
+    return x, by_frame if pair.has_mask else timestep, text
 
 
 def make_latents(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5))
 
 
-def describe_output(output: torch.Tensor) -> list[float]:
-    """Return a few figures that hardly two tensors share: sums with weights that grow along it."""
-    flat = output.double().flatten()
+def describe_output(output: Any) -> list[float]:
+    """Return a few figures that hardly two predictions share: sums with weights that grow along it."""
+    parts = output if isinstance(output, list) else [output]
+    flat = torch.cat([part.double().flatten() for part in parts])
     places = torch.linspace(0, 1, flat.numel(), dtype=torch.float64)
     sums = [flat.mean(), flat.abs().mean(), (flat * places).mean(), (flat * (7 * places).sin()).mean()]
     return [float(figure) for figure in (*sums, flat[0], flat[-1], flat[flat.numel() // 2])]
@@ -218,7 +231,36 @@ WAN = {
     "num_layers": 2,
 }
 
-REFERENCES = [make_latents(1, 16, 4, 8), make_latents(1, 16, 6, 6)]
+LTX2_COMFY = {
+    "image_model": "ltxav",
+    "in_channels": 128,
+    "audio_in_channels": 128,
+    "cross_attention_dim": 24,
+    "audio_cross_attention_dim": 16,
+    "attention_head_dim": 12,
+    "audio_attention_head_dim": 8,
+    "num_attention_heads": 2,
+    "audio_num_attention_heads": 2,
+    "caption_channels": 20,
+    "num_layers": 2,
+    "causal_temporal_positioning": True,
+    "use_middle_indices_grid": True,
+    "av_ca_timestep_scale_multiplier": 1000.0,
+    "rope_type": "split",
+    "frequencies_precision": "float64",
+}
+LTX2 = {
+    "cross_attention_dim": 24,
+    "audio_cross_attention_dim": 16,
+    "attention_head_dim": 12,
+    "audio_attention_head_dim": 8,
+    "num_attention_heads": 2,
+    "audio_num_attention_heads": 2,
+    "caption_channels": 20,
+    "num_layers": 2,
+    "rope_type": "split",
+}
+REFERENCES = [make_latents(1, 16, 8, 4), make_latents(1, 16, 6, 6), make_latents(1, 16, 4, 8)]
 QWEN_REFERENCES = [make_latents(1, 16, 1, 4, 8), make_latents(1, 16, 1, 8, 8)]
 FLUX2_REFERENCES = [make_latents(1, 128, 2, 4), make_latents(1, 128, 3, 3)]
 POOLED = make_latents(1, 12)
@@ -266,6 +308,17 @@ def make_wan(config: Mapping[str, Any], comfy: Mapping[str, Any], **changes: Any
     return Pair(**pair)
 
 
+LTX2_PAIR = Pair(
+    "LTX2VideoTransformer3DModel",
+    LTX2,
+    LTX2_COMFY,
+    (1, 128, 3, 2, 4),
+    (9, 40),
+    conditions={"frame_rate": 12},
+    extra={"frame_rate": 12},
+    convert="ltx2",
+    sound=(1, 8, 5, 16),
+)
 PAIRS = {
     "flux": make_flux((1, 16, 8, 12), conditions={"guidance": 2.5}),
     "flux, odd size": make_flux((2, 16, 7, 9), extra={"y": POOLED.repeat(2, 1), "guidance": GUIDANCE.repeat(2)}),
@@ -322,4 +375,6 @@ PAIRS = {
         latent=(1, 48, 3, 6, 8),
         has_mask=True,
     ),
+    "ltx-2": LTX2_PAIR,
+    "ltx-2, a known frame": replace(LTX2_PAIR, has_mask=True),
 }

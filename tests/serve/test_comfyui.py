@@ -35,6 +35,14 @@ CORE = {
     "SaveImage": (["IMAGE"], []),
     "CreateVideo": (["IMAGE", "FLOAT"], ["VIDEO"]),
     "SaveVideo": (["VIDEO"], []),
+    "ModelSamplingAuraFlow": (["MODEL"], ["MODEL"]),
+    "CLIPLoader": ([], ["CLIP"]),
+    "CLIPTextEncode": (["CLIP"], ["CONDITIONING"]),
+    "ConditioningZeroOut": (["CONDITIONING"], ["CONDITIONING"]),
+    "EmptySD3LatentImage": ([], ["LATENT"]),
+    "VAELoader": ([], ["VAE"]),
+    "KSampler": (["MODEL", "CONDITIONING", "CONDITIONING", "LATENT"], ["LATENT"]),
+    "VAEDecode": (["LATENT", "VAE"], ["IMAGE"]),
 }
 """ComfyUI's own nodes in the examples: types of the wires that come in and go out."""
 
@@ -44,9 +52,13 @@ def read_module(name: str) -> Any:
 
 
 def list_inputs(node: Any) -> Iterator[tuple[str, tuple[Any, ...], bool]]:
-    """(name, definition, whether it must be there)."""
+    """(name, definition, whether it must be there). A choice is a list of its values, which are strings here."""
     for group, values in node.INPUT_TYPES().items():
-        yield from ((name, value, group == "required") for name, value in values.items())
+        for name, (kind, *options) in values.items():
+            if isinstance(kind, list):
+                assert options[0]["default"] in kind
+                kind = "STRING"
+            yield name, (kind, *options), group == "required"
 
 
 @pytest.mark.parametrize("node", NODES.values(), ids=NODES)

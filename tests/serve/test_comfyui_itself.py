@@ -20,7 +20,15 @@ import torch
 from diffusers.loaders import single_file_utils
 
 from tests.serve.comfy import load_nodes
-from tests.serve.comfyui_pairs import FIGURES, PAIRS, Pair, build_transformer, describe_output, make_call
+from tests.serve.comfyui_pairs import (
+    FIGURES,
+    PAIRS,
+    Pair,
+    build_transformer,
+    call_transformer,
+    describe_output,
+    make_call,
+)
 
 FOLDERS = os.environ.get("DITILE_COMFYUI", "")
 pytestmark = pytest.mark.skipif(not FOLDERS, reason="DITILE_COMFYUI names no folder of ComfyUI")
@@ -39,7 +47,7 @@ def comfy() -> Iterator[SimpleNamespace]:
     sys.path.extend(others)
     try:
         importlib.import_module("comfy.cli_args").args.cpu = True
-        names = ("sample", "model_detection", "model_management", "model_patcher", "utils", "patcher_extension")
+        names = ("sample", "model_detection", "model_management", "model_patcher", "nested_tensor", "utils")
         modules = {name: importlib.import_module(f"comfy.{name}") for name in names}
         load_nodes(PACKAGE)
         yield SimpleNamespace(**modules, node=importlib.import_module(f"{PACKAGE}.forward_model"))
@@ -74,7 +82,7 @@ class LocalConnection:
 
     def forward(self, arguments: Mapping[str, Any]) -> Any:
         self.calls.append(arguments)
-        return self.transformer(**arguments, return_dict=False)[0]
+        return call_transformer(self.transformer, arguments)
 
     def set_loras(self, loras: Any) -> None:
         self.loras = list(loras)
@@ -115,7 +123,7 @@ def copy_weights(weights: Mapping[str, torch.Tensor], own: Any, pair: Pair, conf
     own.load_state_dict(state, strict=False)
 
 
-def draw(comfy: SimpleNamespace, model: Any, pair: Pair) -> torch.Tensor:
+def draw(comfy: SimpleNamespace, model: Any, pair: Pair, steps: int = STEPS) -> torch.Tensor:
     """Return what ComfyUI's KSampler makes of noise."""
     generator = torch.Generator().manual_seed(2)
     noise = torch.randn(pair.latent, generator=generator)
@@ -129,10 +137,16 @@ def draw(comfy: SimpleNamespace, model: Any, pair: Pair) -> torch.Tensor:
     if pair.has_mask:
         mask = torch.ones(1, 1, *pair.latent[2:])
         mask[:, :, 0] = 0
-    result: torch.Tensor = comfy.sample.sample(
-        model, noise, STEPS, 3.0, "euler", "simple", *prompts, latent, noise_mask=mask, disable_pbar=True, seed=3
+    if pair.sound:
+        sound = torch.randn(pair.sound, generator=generator)
+        noise = comfy.nested_tensor.NestedTensor((noise, sound))
+        latent = comfy.nested_tensor.NestedTensor((latent, torch.zeros(pair.sound)))
+        if mask is not None:
+            mask = comfy.nested_tensor.NestedTensor((mask, torch.ones(1, 1, *pair.sound[2:])))
+    result = comfy.sample.sample(
+        model, noise, steps, 3.0, "euler", "simple", *prompts, latent, noise_mask=mask, disable_pbar=True, seed=3
     )
-    return result
+    return torch.cat([part.flatten() for part in result.unbind()]) if pair.sound else result
 
 
 def convert_by_map(weights: Mapping[str, torch.Tensor], names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -154,6 +168,7 @@ CONVERSIONS = {
     "flux": lambda weights, config: convert_by_map(weights, sys.modules["comfy.utils"].flux_to_diffusers(config)),
     "z_image": lambda weights, config: convert_by_map(weights, sys.modules["comfy.utils"].z_image_to_diffusers(config)),
     "flux2": lambda weights, _: single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers(weights),
+    "ltx2": lambda weights, _: single_file_utils.convert_ltx2_transformer_to_diffusers(weights),
     "wan": lambda weights, _: single_file_utils.convert_wan_transformer_to_diffusers(weights),
 }
 
@@ -185,3 +200,49 @@ def test_the_adapter_draws_what_comfyuis_own_model_draws(comfy: SimpleNamespace,
         FIGURES.write_text(json.dumps({**figures, name: describe_output(called)}, indent=1) + "\n", "utf-8")
     else:
         assert describe_output(called) == pytest.approx(figures[name], rel=1e-4, abs=1e-5)
+
+
+@torch.inference_mode()
+def test_nodes_that_go_round_a_step_have_their_effect(comfy: SimpleNamespace) -> None:
+    """Another shift of the schedule, a cache that leaves out steps, and a prompt for a part of the picture."""
+    pair = PAIRS["z-image"]
+    transformer = build_transformer(pair)
+    own = build_own_model(comfy, pair, transformer)
+    remote = comfy.node.load_model(lambda: LocalConnection(transformer))
+    shift = importlib.import_module("comfy_extras.nodes_model_advanced").ModelSamplingAuraFlow()
+    cache = importlib.import_module("comfy_extras.nodes_easycache").EasyCacheNode
+    area = replace(pair, conditions={"area": (4, 6, 0, 4), "strength": 1.0})
+    rows = {
+        "shift": lambda model: draw(comfy, shift.patch_aura(model, 7.0)[0], pair),
+        "cache": lambda model: draw(comfy, cache.execute(model, 3.0, 0.0, 1.0, False).result[0], pair, steps=8),
+        "area": lambda model: draw(comfy, model, area),
+    }
+    plain = {steps: draw(comfy, own, pair, steps) for steps in (STEPS, 8)}
+    for name, run in rows.items():
+        expected = run(own)
+        assert (run(remote) - expected).abs().max() <= TOLERANCE * expected.abs().max(), name
+        without = plain[8 if name == "cache" else STEPS]
+        assert (expected - without).abs().max() > 100 * TOLERANCE * expected.abs().max(), name
+
+
+@torch.inference_mode()
+def test_comfyuis_own_ways_to_weights_are_refused(comfy: SimpleNamespace) -> None:
+    """A LoRA, a merge and a checkpoint of a model whose weights are elsewhere; its own LoRAs travel with each call."""
+    pair = PAIRS["flux"]
+    connection = LocalConnection(build_transformer(pair))
+    remote = comfy.node.load_model(lambda: connection)
+    sd = importlib.import_module("comfy.sd")
+    error = importlib.import_module(f"{PACKAGE}.forward_families").FamilyError
+    merge = importlib.import_module("comfy_extras.nodes_model_merging").ModelMergeSimple()
+    with pytest.raises(error, match="use ditile LoRA"):
+        sd.load_lora_for_models(remote.clone(), None, {}, 0.8, 0.0)
+    with pytest.raises(error, match="cannot be merged"):
+        merge.merge(remote, remote, 0.5)
+    with pytest.raises(error, match="cannot be saved"):
+        remote.model.state_dict_for_saving()
+    with_lora = comfy.node.add_lora(comfy.node.add_lora(remote, "fox", 0.5), "owl", 1.0)
+    draw(comfy, with_lora, pair)
+    assert connection.loras == [("fox", 0.5), ("owl", 1.0)]
+    draw(comfy, remote, pair)
+    assert connection.loras == []
+    assert remote.memory_required([1, 16, 128, 128]) == 0
