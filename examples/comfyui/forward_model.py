@@ -248,12 +248,6 @@ def add_lora(model: Any, name: str, strength: float) -> Any:
 
 
 def read_dtype(description: Mapping[str, Any]) -> torch.dtype:
-    """Return the type of the worker's activations.
-
-    Raises:
-        FamilyError: if it has another name than float32, float16 or bfloat16.
-    """
-    name = str(description["dtype"]).removeprefix("torch.")
-    if name not in ("float32", "float16", "bfloat16"):
-        raise FamilyError(f"the worker computes in {name!r}; ComfyUI has float32, float16 and bfloat16")
-    return DTYPES[name]
+    """Return the type of the worker's activations; weights that are stored in fewer bits are computed in bfloat16."""
+    dtype = DTYPES.get(str(description["dtype"]).removeprefix("torch."), torch.bfloat16)
+    return dtype if dtype in (torch.float32, torch.float16) else torch.bfloat16
