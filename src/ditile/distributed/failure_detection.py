@@ -124,7 +124,21 @@ def find_first_failure(
         if time.monotonic() < first_failure.at + limits.grace:
             return None
         return min(failures, key=_order_of_blame)
-    return _find_abandoned_call(ranks, limits, looked) or _find_stall(ranks, limits, looked)
+    abandoned = _find_abandoned_call(ranks, limits, looked)
+    running = [rank for rank in ranks if rank.outcome is None]
+    if abandoned is not None or not running:
+        return abandoned
+    # No rank has made progress for too long: the one whose progress is oldest is named.
+    stall = limits.stall
+    if not all(rank.signs.started for rank in running):
+        stall = max(stall, limits.start)
+    idle = looked - max(rank.signs.last_activity for rank in ranks)
+    without_progress = looked - max(rank.signs.last_progress for rank in ranks)
+    if idle <= stall and without_progress <= BUSY_LIMITS * stall:
+        return None
+    first = min(running, key=lambda rank: rank.signs.last_progress)
+    message = f"no rank made progress for {without_progress:.0f} s; this one has been without for longest"
+    return RankFailure(looked, STALLED, message), first.number
 
 
 def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
@@ -159,23 +173,6 @@ def _find_abandoned_call(
     failure, number = min(failures, key=_order_of_blame)
     message = f"left a call with an error, and other ranks wait for it there: {failure.message}"
     return failure._replace(message=message, plain=""), number
-
-
-def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> tuple[RankFailure, int] | None:
-    """Find the rank with the oldest progress, if no rank has made progress for too long."""
-    running = [rank for rank in ranks if rank.outcome is None]
-    if not running:
-        return None
-    stall = limits.stall
-    if not all(rank.signs.started for rank in running):
-        stall = max(stall, limits.start)
-    idle = now - max(rank.signs.last_activity for rank in ranks)
-    without_progress = now - max(rank.signs.last_progress for rank in ranks)
-    if idle <= stall and without_progress <= BUSY_LIMITS * stall:
-        return None
-    first = min(running, key=lambda rank: rank.signs.last_progress)
-    message = f"no rank made progress for {without_progress:.0f} s; this one has been without for longest"
-    return RankFailure(now, STALLED, message), first.number
 
 
 def describe_exit(code: int) -> str:

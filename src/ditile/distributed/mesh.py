@@ -270,8 +270,20 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
     rank = dist.get_rank()
     communicators = groups or Communicators()
     everyone = communicators.get_or_make_group(EVERYONE, range(world), "gloo")
-    # This comes before ranks of different plans make different groups, and wait for each other.
-    if _agree_on_plan(plan, communicators.is_spoiled, everyone):
+    # This comes before ranks of different plans make different groups, and wait for each other. Every rank raises.
+    plans = []
+    any_spoiled = False
+    for options, is_rank_spoiled in gather_json([plan.to_dict(), communicators.is_spoiled], everyone):
+        plans.append(options)
+        any_spoiled = any_spoiled or is_rank_spoiled
+    for peer, options in enumerate(plans):
+        for name, value in options.items():
+            if value != plans[0][name]:
+                raise PlanError(
+                    f"rank {peer} has a plan with {name}={value!r} and rank 0 one with {name}={plans[0][name]!r}; give "
+                    "all ranks one plan"
+                )
+    if any_spoiled:
         communicators.begin_epoch()
     mesh = _make_mesh_groups(plan, rank, communicators)
     mesh.everyone = everyone
@@ -305,27 +317,6 @@ def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Me
         groups=communicators,
         epoch=communicators.epoch,
     )
-
-
-def _agree_on_plan(plan: Plan, is_spoiled: bool, everyone: dist.ProcessGroup) -> bool:
-    """Agree on the plan, and return whether the groups of any rank are spoiled.
-
-    Raises:
-        PlanError: on every rank, if two ranks have different plans.
-    """
-    plans = []
-    any_spoiled = False
-    for options, is_rank_spoiled in gather_json([plan.to_dict(), is_spoiled], everyone):
-        plans.append(options)
-        any_spoiled = any_spoiled or is_rank_spoiled
-    for rank, options in enumerate(plans):
-        for name, value in options.items():
-            if value != plans[0][name]:
-                raise PlanError(
-                    f"rank {rank} has a plan with {name}={value!r} and rank 0 one with {name}={plans[0][name]!r}; give "
-                    "all ranks one plan"
-                )
-    return any_spoiled
 
 
 def find_local_rank() -> int:

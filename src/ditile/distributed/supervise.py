@@ -206,7 +206,13 @@ def watch_ranks(
             if first_failure is not None:
                 failure, number = first_failure
                 if failure.cause in (SILENT, STALLED):
-                    failure = failure._replace(traceback=_collect_stacks(ranks))
+                    for rank in ranks:
+                        # Before the rank has made its file it has no handler, and the signal would end it.
+                        if rank.process.poll() is None and rank.stacks.exists():
+                            rank.process.send_signal(STACK_SIGNAL)
+                    time.sleep(STACK_SECONDS)
+                    stacks = [f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks]
+                    failure = failure._replace(traceback="\n".join(stacks))
                 raise make_error(failure, number)
     for rank in ranks:
         rank.allow_exit()
@@ -231,13 +237,3 @@ def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
         for rank in ranks:
             rank.process.wait()
             rank.close_pipes()
-
-
-def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
-    """Let all ranks write their stacks, and return them."""
-    for rank in ranks:
-        # Before the rank has made its file it has no handler, and the signal would end it.
-        if rank.process.poll() is None and rank.stacks.exists():
-            rank.process.send_signal(STACK_SIGNAL)
-    time.sleep(STACK_SECONDS)
-    return "\n".join(f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks)

@@ -399,20 +399,16 @@ def start_exchange(
     unpack: Unpack | None = None
     if packing is not None:
         unpack = _make_unpack(packing, like.shape[-1], like.dtype)
-        sends = _pack_messages(packing, sends)
+        # A message that goes to several peers is packed once.
+        packed: dict[int, Tensor] = {}
+        for _, message in sends:
+            if id(message) not in packed:
+                packed[id(message)] = packing.pack_vectors(message)
+        sends = [(peer, packed[id(message)]) for peer, message in sends]
         receives = [(peer, packing.pack_shape(shape)) for peer, shape in receives]
         like = like.new_empty(0, dtype=packing.dtype)
     sizes = [message.nbytes for _, message in sends]
     return _start_messages(sends, receives, like, group, traffic, kind, sizes, keep=keep, unpack=unpack)
-
-
-def _pack_messages(packing: MessagePacking, sends: OutgoingTensors) -> list[tuple[int, Tensor]]:
-    # A message that goes to several peers is packed once.
-    packed: dict[int, Tensor] = {}
-    for _, message in sends:
-        if id(message) not in packed:
-            packed[id(message)] = packing.pack_vectors(message)
-    return [(peer, packed[id(message)]) for peer, message in sends]
 
 
 def start_gather(
@@ -510,7 +506,12 @@ def _start_messages(
             peers.append(peer)
             messages.append(x.contiguous())
     if keep is not None:
-        messages = _keep_messages(messages, keep)
+        # A message that goes to several peers is copied once.
+        kept: dict[int, Tensor] = {}
+        for index, message in enumerate(messages):
+            if id(message) not in kept:
+                kept[id(message)] = keep(index, message.shape, message).copy_(message)
+        messages = [kept[id(message)] for message in messages]
     received: list[Tensor] = []
     for index, (_, shape) in enumerate(receives):
         if keep is None:
@@ -534,15 +535,6 @@ def _start_messages(
     return PendingMessages(
         prepare, sizes, messages, received, like.device, group, traffic, kind, unpack, existed
     ).start()
-
-
-def _keep_messages(messages: list[Tensor], keep: KeepMessage) -> list[Tensor]:
-    """Copy messages to memory that stays. One that goes to several peers is copied once."""
-    kept: dict[int, Tensor] = {}
-    for index, message in enumerate(messages):
-        if id(message) not in kept:
-            kept[id(message)] = keep(index, message.shape, message).copy_(message)
-    return [kept[id(message)] for message in messages]
 
 
 def _prepare_nothing(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:

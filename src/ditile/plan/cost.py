@@ -141,14 +141,6 @@ class PlannedCall:
         """Return the split of the tokens."""
         return make_token_split(self.plan)
 
-    def select_patch(self, micro: MicroStep) -> int | None:
-        """Select the patch that a micro-step computes. Under DistriFusion it is the image alone if references are
-        skipped."""
-        schedule = self.step_schedule
-        if self.plan.distrifusion > 1 and schedule.num_references and not schedule.computes_references(micro.step):
-            return schedule.num_references
-        return micro.patch
-
     @memoize_method
     def shard_tokens(self, patch: int | None) -> tuple[TokenShard, ...]:
         """Return the tokens of each rank in a patch, or in the whole image (None)."""
@@ -385,7 +377,11 @@ class PlannedRank:
     @memoize_method
     def take_share(self, micro: MicroStep) -> MicroStepShare:
         """Return its share of a micro-step."""
-        patch = self.job.select_patch(micro)
+        schedule = self.job.step_schedule
+        patch = micro.patch
+        # Under DistriFusion the image is the patch after the references, where these are skipped.
+        if self.job.plan.distrifusion > 1 and schedule.num_references and not schedule.computes_references(micro.step):
+            patch = schedule.num_references
         shards = self.job.shard_tokens(patch)
         text = 0
         if self.job.family.joint != "none":
@@ -396,8 +392,8 @@ class PlannedRank:
             patch=patch,
             image=shards[self.token_place].image_tokens,
             text=text,
-            warmup_group=self.job.step_schedule.select_warmup_group(micro),
-            micro_batches=self.job.step_schedule.split_micro_batches(micro),
+            warmup_group=schedule.select_warmup_group(micro),
+            micro_batches=schedule.split_micro_batches(micro),
             shards=shards,
         )
 

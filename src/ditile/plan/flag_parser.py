@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ditile.plan.errors import PlanError
-from ditile.plan.option_classes import CallArguments, Seconds, get_option_types, iterate_literals, parse_option
+from ditile.plan.option_classes import CallArguments, Seconds, iterate_literals, parse_option
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -65,9 +65,12 @@ class FlagParser(argparse.ArgumentParser):
         such as a prompt."""
         words = []
         for word, following in itertools.pairwise([*(args or ()), None]):
-            action = self._option_string_actions.get(word)
-            if action is not None and action.nargs == "?" and not (following is None or _can_read(action, following)):
-                word = f"{word}={action.const}"
+            action: Any = self._option_string_actions.get(word)
+            if action is not None and action.nargs == "?" and following is not None:
+                try:
+                    action.type(following)
+                except argparse.ArgumentTypeError:
+                    word = f"{word}={action.const}"
             words.append(word)
         return super().parse_known_args(words, namespace)
 
@@ -87,18 +90,10 @@ class _ShowAllFlags(argparse.Action):
         parser.exit()
 
 
-def _can_read(action: Any, word: Any) -> bool:
-    try:
-        action.type(word)
-    except argparse.ArgumentTypeError:
-        return False
-    return True
-
-
 def add_arguments(parser: argparse.ArgumentParser, cls: Any, *, title: str, left_out: Sequence[str] = ()) -> None:
     """Add one flag per field of `cls` that is not left out. A flag that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
-    types = get_option_types(cls)
+    types = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         # With SUPPRESS a flag that is not used leaves the default to the class.
         if field.name in left_out:

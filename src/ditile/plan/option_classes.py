@@ -129,23 +129,19 @@ def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT
         initialize.__name__ = "__init__"
         initialize.__qualname__ = f"{cls.__qualname__}.__init__"
         built.__init__ = initialize
-        built.__doc__ = _build_docstring(built, error)
+        # The docstring gets the `--help` text of each field.
+        head, _, rest = inspect.cleandoc(built.__doc__ or "").partition("Raises:")
+        lines = [head.rstrip(), "", "Attributes:"]
+        for field in dataclasses.fields(built):
+            line = f"    {field.name}: {field.metadata['doc']}"
+            if field.default is not None:
+                line += f" (default {field.default})"
+            lines.append(line)
+        raised = rest.strip("\n") or f"    {error.__name__}: if a value is out of its range."
+        built.__doc__ = "\n".join([*lines, "", "Raises:", raised])
         return cast(type[OptionsT], built)
 
     return build
-
-
-def _build_docstring(cls: Any, error: type[DitileError]) -> str:
-    """Build a class's docstring, with the `--help` texts of its fields, and the error that each of them may raise."""
-    head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
-    lines = [head.rstrip(), "", "Attributes:"]
-    for field in dataclasses.fields(cls):
-        line = f"    {field.name}: {field.metadata['doc']}"
-        if field.default is not None:
-            line += f" (default {field.default})"
-        lines.append(line)
-    raised = rest.strip("\n") or f"    {error.__name__}: if a value is out of its range."
-    return "\n".join([*lines, "", "Raises:", raised])
 
 
 def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], kind: type[DitileError]) -> Exception:
@@ -271,11 +267,6 @@ def parse_option(cls: type, name: str, text: str) -> Any:
         expected = join_expectations(invalid.errors())
     proposal = "" if example is None else f", such as {example}"
     raise ValueError(f"{quote_value(text)} should be {expected}{proposal}")
-
-
-def get_option_types(cls: type) -> dict[str, Any]:
-    """Return the types of a class's options, by name."""
-    return typing.get_type_hints(cls, include_extras=True)
 
 
 def iterate_literals(kind: Any) -> Iterator[Any]:

@@ -187,14 +187,20 @@ class Plan:
                 f"wire_dtype={self.wire_dtype} packs what stages and ranks that split the tokens send, and this plan "
                 "has none; use it with pipefusion, ulysses, ring, gather or distrifusion, or leave it out"
             )
-        yield from self._iterate_warmup_contradictions()
+        mode = f"warmup_mode={self.warmup_mode}"
+        if self.warmup_mode not in ("serial", AUTO) and self.pipefusion == 1:
+            yield f"{mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
+        if self.warmup_mode == "sequence":
+            for name in ("ring", "gather", "ulysses", "tensor"):
+                degree = getattr(self, name)
+                if degree > 1:
+                    yield (
+                        f"{mode} splits the tokens over the stages, and {name}={degree} splits tokens or weights "
+                        "already; use pipelined or serial"
+                    )
         if self.vae_block_size is not None and self.vae != "rows":
             yield f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out"
         yield from self._iterate_share_contradictions()
-        yield from self._iterate_offload_contradictions()
-
-    def _iterate_offload_contradictions(self) -> Iterator[str]:
-        """Yield the contradictions that concern weights in the host's memory."""
         ranks = self.offload_ranks
         if ranks is None:
             return
@@ -253,21 +259,6 @@ class Plan:
             )
         if self.references == 0 and self.warmup == 0:
             yield "references=0 computes them in synchronous steps alone, and warmup=0 has none; use warmup=1 or more"
-
-    def _iterate_warmup_contradictions(self) -> Iterator[str]:
-        """Yield the contradictions that concern synchronous steps."""
-        stages = self.pipefusion
-        mode = f"warmup_mode={self.warmup_mode}"
-        if self.warmup_mode not in ("serial", AUTO) and stages == 1:
-            yield f"{mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
-        if self.warmup_mode == "sequence":
-            for name in ("ring", "gather", "ulysses", "tensor"):
-                degree = getattr(self, name)
-                if degree > 1:
-                    yield (
-                        f"{mode} splits the tokens over the stages, and {name}={degree} splits tokens or weights "
-                        "already; use pipelined or serial"
-                    )
 
     @property
     def world(self) -> int:

@@ -276,24 +276,21 @@ class PatchSchedule:
                 anything.
         """
         before = (micro, turn - 1)
+        # Before the first call comes the last call of the micro-step before.
         if turn < 0:
-            before = self._find_call_before(micro, calls)
+            micro_steps = self.list_micro_steps(micro.step)
+            index = micro_steps.index(micro)
+            if index > 0:
+                before = micro_steps[index - 1], calls - 1
+            elif micro.step == 0:
+                before = micro, -1
+            else:
+                before = self.list_micro_steps(micro.step - 1)[-1], calls - 1
         first = self.count_taken_patches(stage, *before, calls)
         num_patches = self.patches - self.num_references
         for taken in range(first, self.count_taken_patches(stage, micro, turn, calls)):
             step, patch = divmod(taken, num_patches)
             yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, self.num_references + patch, peer=self.stages - 1)
-
-    def _find_call_before(self, micro: MicroStep, calls: int) -> tuple[MicroStep, int]:
-        """Find the last call of the previous micro-step. For the first micro-step it is the turn before its own
-        calls."""
-        micro_steps = self.list_micro_steps(micro.step)
-        index = micro_steps.index(micro)
-        if index > 0:
-            return micro_steps[index - 1], calls - 1
-        if micro.step == 0:
-            return micro, -1
-        return self.list_micro_steps(micro.step - 1)[-1], calls - 1
 
     def count_taken_patches(self, stage: int, micro: MicroStep, turn: int, calls: int) -> int:
         """Count the patches of all steps that a reader of latents has taken before a call; see `iter_takes`."""
@@ -326,28 +323,24 @@ class PatchSchedule:
 
     def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
         """Yield the ops of a stage in one call of the transformer, or in a micro-batch of it."""
-        # A warmup group does not use the channels between stages.
-        if self.stages > 1 and self.select_warmup_group(micro):
-            yield from self._iterate_warmup_group_ops(stage, micro, branch)
+        step = micro.step
+        last = self.stages - 1
+        # A warmup group does not use the channels between stages: its predictions go to the last one.
+        if last > 0 and self.select_warmup_group(micro):
+            yield Op(OpKind.COMPUTE, step, None, branch)
+            if stage == last:
+                for member in range(last):
+                    yield Op(OpKind.RECEIVE_PREDICTION, step, None, branch, member)
+            else:
+                yield Op(OpKind.SEND_PREDICTION, step, None, branch, last)
             return
         if stage > 0:
             for patch in self.list_patches(micro):
-                yield Op(OpKind.RECEIVE, micro.step, patch, branch, stage - 1, micro_batch)
-        yield Op(OpKind.COMPUTE, micro.step, micro.patch, branch, micro_batch=micro_batch)
-        if stage < self.stages - 1:
+                yield Op(OpKind.RECEIVE, step, patch, branch, stage - 1, micro_batch)
+        yield Op(OpKind.COMPUTE, step, micro.patch, branch, micro_batch=micro_batch)
+        if stage < last:
             for patch in self.list_patches(micro):
-                yield Op(OpKind.SEND, micro.step, patch, branch, stage + 1, micro_batch)
-
-    def _iterate_warmup_group_ops(self, stage: int, micro: MicroStep, branch: int) -> Iterator[Op]:
-        """Yield the ops of a warmup group's call: predictions go to the last stage."""
-        step = micro.step
-        last = self.stages - 1
-        yield Op(OpKind.COMPUTE, step, None, branch)
-        if stage == last:
-            for member in range(last):
-                yield Op(OpKind.RECEIVE_PREDICTION, step, None, branch, member)
-        else:
-            yield Op(OpKind.SEND_PREDICTION, step, None, branch, last)
+                yield Op(OpKind.SEND, step, patch, branch, stage + 1, micro_batch)
 
     def iter_ops_after_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
         """Yield the ops of a stage when the scheduler steps. The last stage steps, and sends the patches to the

@@ -135,11 +135,9 @@ def compute_makespan(schedule: PatchSchedule, calls: int = 1) -> float:
                 num_begins += 1
     period = max(m * c, n - 1 + c)
     asynchronous = num_stale * period + num_begins * (m * c + n - 1 - period)
-    return (schedule.steps - num_stale) * _compute_synchronous_time(schedule, c) + asynchronous / (n * m * c)
-
-
-def _compute_synchronous_time(schedule: PatchSchedule, calls: int) -> float:
     if schedule.warmup_group_size:
-        return 1 / schedule.warmup_group_size
-    largest = len(schedule.split_micro_batches(MicroStep(0, None))[0]) / schedule.batch / calls
-    return (1 + (schedule.stages - 1) * largest) / schedule.stages
+        synchronous = 1 / schedule.warmup_group_size
+    else:
+        largest = len(schedule.split_micro_batches(MicroStep(0, None))[0]) / schedule.batch / c
+        synchronous = (1 + (n - 1) * largest) / n
+    return (schedule.steps - num_stale) * synchronous + asynchronous / (n * m * c)
