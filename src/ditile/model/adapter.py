@@ -142,7 +142,19 @@ def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
         ModelError: if blocks do not belong to the transformer, or the blocks do not follow the patterns.
     """
     validate_adapter(adapter)
-    transformers = _list_named_transformers(adapter)
+    # Without a name of its own the adapter has the transformers of its pipeline.
+    named = adapter.transformer
+    if isinstance(named, nn.Module):
+        named = [named]
+    transformers = list(map(unwrap_module, named or find_transformers(adapter.pipe)))
+    if named is not None and adapter.pipe is not None:
+        called = list(map(unwrap_module, find_transformers(adapter.pipe)))
+        for transformer in transformers:
+            if transformer not in called:
+                raise ModelError(
+                    f"the {type(transformer).__name__} of BlockAdapter is not that of its "
+                    f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
+                )
     count = len(transformers)
     blocks_or_names = adapter.blocks
     if blocks_or_names is None:
@@ -192,23 +204,6 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
             "transformer or BlockAdapter, or leave out whole calls by EasyCacheConfig()"
         )
     return list(dict.fromkeys(transformers))
-
-
-def _list_named_transformers(adapter: BlockAdapter) -> list[nn.Module]:
-    """Return the unwrapped transformers of an adapter, or of its pipeline if it names none."""
-    named = adapter.transformer
-    if isinstance(named, nn.Module):
-        named = [named]
-    transformers = list(map(unwrap_module, named or find_transformers(adapter.pipe)))
-    if named is not None and adapter.pipe is not None:
-        called = list(map(unwrap_module, find_transformers(adapter.pipe)))
-        for transformer in transformers:
-            if transformer not in called:
-                raise ModelError(
-                    f"the {type(transformer).__name__} of BlockAdapter is not that of its "
-                    f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
-                )
-    return transformers
 
 
 def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | None]:

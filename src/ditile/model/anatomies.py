@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -45,19 +45,17 @@ def _add_columns(transformer: nn.Module, anatomy: Anatomy) -> Anatomy:
             columns: dict[str, Any] = {}
             for name, value in read_columns()[cls.__name__].items():
                 if name == "arguments":
-                    columns["lists"] = dict(anatomy.lists) | {
-                        path: _add_arguments(anatomy.lists[path], more) for path, more in value.items()
-                    }
+                    # Arguments that blocks get in no first call of a step.
+                    lists = dict(anatomy.lists)
+                    for path, more in value.items():
+                        arguments = {**lists[path].arguments, **_freeze_kinds(more)}
+                        lists[path] = replace(lists[path], arguments=arguments)
+                    columns["lists"] = lists
                 elif name != "blocks":
                     # Functions remember what they find by these, so they are hashable.
                     columns[name] = tuple(value) if isinstance(value, list) else value
             return replace(anatomy, **columns)
     return anatomy
-
-
-def _add_arguments(blocks: ListAnatomy, more: Mapping[str, list[str]]) -> ListAnatomy:
-    """Add arguments that blocks get in no first call of a step."""
-    return replace(blocks, arguments={**blocks.arguments, **{name: tuple(kinds) for name, kinds in more.items()}})
 
 
 def _has_source_of(transformer: nn.Module, row: AnatomyRow) -> bool:
@@ -114,8 +112,14 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
     for name in lists:
         for block in get_module_list(transformer, name):
             block_classes.add(type(block))
-            inside.update(map(type, block.modules()))
-            processors.update(_iterate_foreign_processors(block))
+            for module in block.modules():
+                inside.add(type(module))
+                if not hasattr(module, "processor") or not hasattr(module, "_default_processor_cls"):
+                    continue
+                processor = type(module.processor)
+                # An IP-adapter's processor does the same as the standard one, and also attends to the adapter's images.
+                if processor is not module._default_processor_cls and not issubclass(processor, ADAPTER_PROCESSORS):
+                    processors.add(processor.__call__)
     # They are sorted because the order of a set differs from process to process.
     classes = [type(transformer), *sorted(block_classes, key=lambda cls: cls.__qualname__)]
     try:
@@ -131,18 +135,6 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
 
 def _read_forward_source(cls: type[nn.Module]) -> str:
     return inspect.getsource(inspect.unwrap(cls.forward))
-
-
-def _iterate_foreign_processors(block: nn.Module) -> Iterator[Any]:
-    """Yield `__call__` of the attention processors outside their layer's standard class."""
-    for module in block.modules():
-        if not hasattr(module, "processor") or not hasattr(module, "_default_processor_cls"):
-            continue
-        processor: Any = module.processor
-        default: Any = module._default_processor_cls
-        # An IP-adapter's processor does the same as the standard one, and also attends to the adapter's images.
-        if type(processor) is not default and not isinstance(processor, ADAPTER_PROCESSORS):
-            yield type(processor).__call__
 
 
 def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:

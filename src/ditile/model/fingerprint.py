@@ -27,7 +27,16 @@ SHORT = 300
 def fingerprint(value: Any, depth: Literal["shape", "memory", "numbers"]) -> Hashable:
     """Return a value that is equal for arguments that are equal at a depth."""
     if depth == "numbers":
-        return _describe_numbers(value)
+        # NaN is left out: it would differ from itself.
+        if value is None or (isinstance(value, int | float) and value == value):
+            return value
+        try:
+            text = json.dumps(value, default=_describe_object, sort_keys=True, ensure_ascii=False)
+        except TypeError:  # keys that JSON has not
+            return type(value).__qualname__
+        if len(text) <= SHORT:
+            return text
+        return f"{text[: SHORT // 3]}... #{hash_bytes(text.encode())}"
     if isinstance(value, Tensor):
         if depth == "shape":
             return value.shape
@@ -40,20 +49,6 @@ def fingerprint(value: Any, depth: Literal["shape", "memory", "numbers"]) -> Has
     if isinstance(value, str) or depth == "memory":
         return type(value), value
     return type(value).__qualname__
-
-
-def _describe_numbers(value: Any) -> Hashable:
-    """Return a number unchanged, and anything else in canonical JSON. A value not known to be data becomes its type."""
-    # NaN is left out: it would differ from itself.
-    if value is None or (isinstance(value, int | float) and value == value):
-        return value
-    try:
-        text = json.dumps(value, default=_describe_object, sort_keys=True, ensure_ascii=False)
-    except TypeError:  # keys that JSON has not
-        return type(value).__qualname__
-    if len(text) <= SHORT:
-        return text
-    return f"{text[: SHORT // 3]}... #{hash_bytes(text.encode())}"
 
 
 def _describe_object(value: Any) -> Any:

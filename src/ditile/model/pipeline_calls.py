@@ -185,24 +185,18 @@ def list_denoiser_names(pipe: Any) -> list[str]:
         names = sorted(filter(DENOISER_NAME.fullmatch, pipe.component_names))
     names = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
     if not names and not is_modular(pipe):
-        names = _list_own_models(pipe)
+        # A model from no library may have any name.
+        for name, part in (getattr(pipe, "components", None) or {}).items():
+            if not isinstance(part, nn.Module) or _BESIDE_THE_LOOP.search(name):
+                continue
+            library, _, _ = type(part).__module__.partition(".")
+            if library not in ("diffusers", "transformers"):
+                names.append(name)
+        # It is unknown which of several models its loop calls.
+        if len(names) > 1:
+            return []
     # Transformers come before U-Nets: a pipeline with both calls the transformer in its loop.
     return [name for name in names if name[0] == names[0][0]]
-
-
-def _list_own_models(pipe: Any) -> list[str]:
-    """Return the attribute of a pipeline that holds a model from no library; none if there are several."""
-    names = []
-    for name, part in (getattr(pipe, "components", None) or {}).items():
-        if not isinstance(part, nn.Module) or _BESIDE_THE_LOOP.search(name):
-            continue
-        library, _, _ = type(part).__module__.partition(".")
-        if library not in ("diffusers", "transformers"):
-            names.append(name)
-    # It is unknown which of several models its loop calls.
-    if len(names) > 1:
-        return []
-    return names
 
 
 def find_pipeline_device(pipe: Any) -> torch.device:

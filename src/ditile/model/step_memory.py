@@ -34,7 +34,16 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
         plan: how the models are divided.
         steps: of the call, if known.
     """
-    fitting = _list_fitting_hooks(plan, steps)
+    # The classes of hooks with right results under the plan.
+    fitting: tuple[type[ModelHook], ...] = (ModelHook,)
+    divides_between_layers = plan.tensor > 1 and plan.split_scheme == "sequence"
+    # A patch would get the state that the hook remembers from the previous patch.
+    if plan.attends_to_stale_keys and (steps is None or plan.warmup < steps):
+        fitting = ()
+    elif plan.pipefusion > 1:
+        fitting = _OF_LAYERS
+    elif plan.token_ranks * plan.distrifusion > 1 or divides_between_layers:
+        fitting = _OF_BLOCKS
     for model in models:
         for where, hook in _list_hooks(model):
             looks_at_tokens = hook._is_stateful or isinstance(hook, SmoothedEnergyGuidanceHook)
@@ -65,18 +74,6 @@ def explain_branch_refusal(model: nn.Module) -> str | None:
                 f"one series, and cfg splits them; {_REMEDY}, or use data"
             )
     return None
-
-
-def _list_fitting_hooks(plan: Plan, steps: int | None) -> tuple[type[ModelHook], ...]:
-    """Return the classes of hooks with right results under a plan."""
-    # A patch would get the state that the hook remembers from the previous patch.
-    if plan.attends_to_stale_keys and (steps is None or plan.warmup < steps):
-        return ()
-    if plan.pipefusion > 1:
-        return _OF_LAYERS
-    divides_between_layers = plan.tensor > 1 and plan.split_scheme == "sequence"
-    divides_tokens = plan.token_ranks * plan.distrifusion > 1 or divides_between_layers
-    return _OF_BLOCKS if divides_tokens else (ModelHook,)
 
 
 def _list_hooks(model: nn.Module) -> Iterator[tuple[str, ModelHook]]:

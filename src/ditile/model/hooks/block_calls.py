@@ -54,7 +54,7 @@ from ditile.model.hooks.token_arguments import (
 from ditile.model.remembered_outputs import OutputMemoizer
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.layout import Grid, Layout, merge_ranges
+from ditile.plan.layout import Grid, merge_ranges
 
 Forward = Callable[..., Any]
 
@@ -389,7 +389,15 @@ class _SurveyPass:
         image, text = read_streams(anatomy, call)
         self._measure(hook, image, text)
         if self._checks:
-            self._check_arguments(hook, call)
+            for name, value in call.items():
+                if name in (anatomy.image, anatomy.text) or name.endswith(FOR_ATTENTION) or not list_tensors(value):
+                    continue
+                misfit = find_misfit(value, anatomy.arguments.get(name, ()), self._lengths)
+                if misfit is not None:
+                    raise ModelError(
+                        f"{self._model}: {hook.name} is given {name} with {misfit}; which of it belongs to a patch is "
+                        f"not known, so {self._advice}, or leave out what brings it"
+                    )
         # The inputs of the first block are made of the latents in any case.
         if hook.index:
             flags = []
@@ -452,20 +460,6 @@ class _SurveyPass:
                 f"had {expected}, so patches cannot be told apart in them; {self._advice}"
             )
 
-    def _check_arguments(self, hook: BlockHook, call: Mapping[str, Any]) -> None:
-        anatomy = hook.anatomy
-        for name, value in call.items():
-            if name in (anatomy.image, anatomy.text) or value is None or name.endswith(FOR_ATTENTION):
-                continue
-            if not list_tensors(value):
-                continue
-            misfit = find_misfit(value, anatomy.arguments.get(name, ()), self._lengths)
-            if misfit is not None:
-                raise ModelError(
-                    f"{self._model}: {hook.name} is given {name} with {misfit}; which of it belongs to a patch is not "
-                    f"known, so {self._advice}, or leave out what brings it"
-                )
-
 
 def _leave_inference_mode(forward: Forward) -> Forward:
     """Wrap a forward to run outside inference mode, in which tensors do not count the writes into them."""
@@ -520,24 +514,19 @@ class _RehearsalPass:
         layout = now.tokens.layout
         start = layout.text if anatomy.joint == "text_first" else 0
         image = torch.nan_to_num(image)
-        for run in _locate_rehearsed_tokens(now, layout):
+        # A patch, or the rows of tokens with a bit.
+        runs = list(layout.locate_tokens(now.dry.patch))
+        if now.dry.bit is not None:
+            runs = []
+            first_row = now.form.start
+            for row in range(first_row, layout.grid.rows):
+                if (row - first_row) >> now.dry.bit & 1:
+                    runs += layout.grid.locate_rows(row, row + 1)
+        for run in merge_ranges(runs):
             image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
         if text is not None and now.form.returns_text and layout.carries_text(now.dry.patch):
             text = torch.full_like(text, float("nan"))
         return give_streams(anatomy, image, text)
-
-
-def _locate_rehearsed_tokens(now: Generation, layout: Layout) -> tuple[range, ...]:
-    """Return the token ranges to set to NaN in a rehearsal: a patch, or the rows with bit `now.dry.bit` set."""
-    assert now.dry.patch is not None
-    if now.dry.bit is None:
-        return layout.locate_tokens(now.dry.patch)
-    start = now.form.start
-    runs: list[range] = []
-    for row in range(start, layout.grid.rows):
-        if (row - start) >> now.dry.bit & 1:
-            runs += layout.grid.locate_rows(row, row + 1)
-    return merge_ranges(runs)
 
 
 class _PassedStreams(NamedTuple):

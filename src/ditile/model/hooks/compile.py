@@ -168,7 +168,13 @@ def normalize_call_strides(call: ForwardCall, varying: Callable[[], Collection[s
         for name in ("hidden_states", "encoder_hidden_states"):
             x = kwargs.get(name)
             if isinstance(x, Tensor):
-                kwargs[name] = normalize_strides(x)
+                # A block's tokens are a tensor, or a slice of a longer sequence. A graph is guarded on strides, also on
+                # those of dimensions of size 1, which differ in contiguous tensors.
+                x = x.contiguous()
+                strides = _compute_plain_strides(x.shape)
+                if x.stride() != strides:
+                    x = x.as_strided(x.shape, strides)
+                kwargs[name] = x
         for name in varying():
             _mark_tokens_dynamic(kwargs.get(name))
         return call(*args, **kwargs)
@@ -184,20 +190,6 @@ def _mark_tokens_dynamic(value: Any) -> None:
     elif isinstance(value, Tensor) and value.ndim > 1:
         # Channels are the last dimension, tokens the one before.
         torch._dynamo.maybe_mark_dynamic(value, value.ndim - 2)
-
-
-def normalize_strides(x: Tensor) -> Tensor:
-    """Return a tensor with the strides of a new one: a view if only strides of dimensions of size 1 differ.
-
-    A block's tokens are a tensor, or a slice of a longer sequence, and other strides need another graph.
-    """
-    # A graph is guarded on strides, so others need a copy.
-    if not x.is_contiguous():
-        return x.contiguous()
-    strides = _compute_plain_strides(x.shape)
-    if x.stride() == strides:
-        return x
-    return x.as_strided(x.shape, strides)
 
 
 @functools.lru_cache(maxsize=1024)

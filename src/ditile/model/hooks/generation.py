@@ -176,21 +176,19 @@ class LayoutTokens:
         Without a patch they are positions in the image.
         """
         if patch not in self._runs:
-            self._runs[patch] = self._locate_argument_runs(patch)
+            layout = self.layout
+            part = self.get_own_part(patch)
+            # A dummy gets the arguments of the text's first token, because the text may have only one.
+            dummies = (range(min(1, layout.text)),) * DUMMY_TEXT
+            text = (part.text,) if part.text else dummies
+            image = layout.locate_in_sequence(TokenShard(range(0), part.image), joint=True)
+            if layout.joint == "text_first":
+                self._runs[patch] = {"N": part.image, "T": text, "J": text + image}
+            else:
+                start = layout.image_tokens
+                after_image = tuple(range(start + run.start, start + run.stop) for run in text)
+                self._runs[patch] = {"N": part.image, "T": text, "J": image + after_image}
         return self._runs[patch]
-
-    def _locate_argument_runs(self, patch: int | None) -> Runs:
-        layout = self.layout
-        part = self.get_own_part(patch)
-        # A dummy gets the arguments of the text's first token, because the text may have only one.
-        dummies = (range(min(1, layout.text)),) * DUMMY_TEXT
-        text = (part.text,) if part.text else dummies
-        image = layout.locate_in_sequence(TokenShard(range(0), part.image), joint=True)
-        if layout.joint == "text_first":
-            return {"N": part.image, "T": text, "J": text + image}
-        start = layout.image_tokens
-        after_image = tuple(range(start + run.start, start + run.stop) for run in text)
-        return {"N": part.image, "T": text, "J": image + after_image}
 
 
 LayoutKey = tuple[int, bool]

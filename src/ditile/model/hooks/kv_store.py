@@ -106,7 +106,19 @@ class KeyStore:
         rows = k.shape[0] if batch_range is None else batch_size
         buffers = self.buffers
         if buffers is None or buffers[0].shape[0] != rows:
-            buffers = self._make_buffers(k, rows)
+            if buffers is not None:
+                raise StateError(
+                    f"the batch changed from {buffers[0].shape[0]} to {rows} rows in mid-run, and stale "
+                    "keys belong to rows; keep guidance on for the whole run, or use "
+                    f"{suggest_whole_images(stale_keys=True)}"
+                )
+            # Zeros at first: with warmup 0 the first step attends to zeros, like in the paper.
+            # Heads come before tokens, so that the memory of a head is contiguous.
+            whole = (rows, k.shape[2], self._length, k.shape[3])
+            k_buffer = self._make_zeros("k", whole, k).transpose(1, 2)
+            v_buffer = self._make_zeros("v", whole, k).transpose(1, 2)
+            self.buffers = buffers = (k_buffer, v_buffer)
+            self.buffer_bytes = k_buffer.nbytes + v_buffer.nbytes
         places = self._places.get((runs, batch_range))
         if places is None:
             places = self._places[runs, batch_range] = self._find_places(buffers, runs, batch_range)
@@ -197,22 +209,6 @@ class KeyStore:
             age = None if written_step == NEVER else step - written_step
             ages.append(age)
         return tuple(ages)
-
-    def _make_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Make the buffers, zeros at first: with warmup 0 the first step attends to zeros, like in the paper."""
-        if self.buffers is not None:
-            raise StateError(
-                f"the batch changed from {self.buffers[0].shape[0]} to {batch_size} rows in mid-run, and stale "
-                "keys belong to rows; keep guidance on for the whole run, or use "
-                f"{suggest_whole_images(stale_keys=True)}"
-            )
-        # Heads come before tokens, so that the memory of a head is contiguous.
-        shape = (batch_size, like.shape[2], self._length, like.shape[3])
-        k = self._make_zeros("k", shape, like).transpose(1, 2)
-        v = self._make_zeros("v", shape, like).transpose(1, 2)
-        self.buffers = (k, v)
-        self.buffer_bytes = k.nbytes + v.nbytes
-        return self.buffers
 
 
 class StoreState(NamedTuple):

@@ -80,7 +80,20 @@ class StepOutputs:
             if key not in given:
                 own[key] = known
         if own:
-            _move_outputs(recording, own)
+            # They are copied to memory that no other tape writes into, now and at the end of each play.
+            tensors: dict[int, Tensor] = {}
+            for tensor in list_tensors([known.output for known in own.values()]):
+                tensors[id(tensor)] = tensor
+            if tensors:
+                originals = list(tensors.values())
+                copies = list(map(torch.empty_like, originals))
+                with recording.record_within():
+                    torch._foreach_copy_(copies, originals)
+                recording.tape.held.append(copies)
+                # Some outputs are also inputs of modules with other outputs, so readers must get the copies there too.
+                replacements = dict(zip(tensors, copies, strict=True))
+                for known in own.values():
+                    known.replace_tensors(replacements)
             self._outputs[recording.tape] = own
 
     def note_play(self, tape: Tape) -> None:
@@ -91,24 +104,6 @@ class StepOutputs:
     def _list_tapes(self) -> list[Tape]:
         tapes = [reference() for reference in self.tapes]
         return [tape for tape in tapes if tape is not None]
-
-
-def _move_outputs(recording: Recording, outputs: Outputs) -> None:
-    """Copy outputs to memory that no other tape writes into, now and at the end of each play."""
-    tensors: dict[int, Tensor] = {}
-    for tensor in list_tensors([known.output for known in outputs.values()]):
-        tensors[id(tensor)] = tensor
-    if not tensors:
-        return
-    originals = list(tensors.values())
-    copies = list(map(torch.empty_like, originals))
-    with recording.record_within():
-        torch._foreach_copy_(copies, originals)
-    recording.tape.held.append(copies)
-    # Some outputs are also inputs of modules with other outputs, so readers must get the copies there too.
-    replacements = dict(zip(tensors, copies, strict=True))
-    for known in outputs.values():
-        known.replace_tensors(replacements)
 
 
 def _select_unchanged(outputs: Outputs) -> Outputs:
