@@ -199,28 +199,21 @@ def explain_kill(code: int, memory_kills: int) -> str:
 
 def count_memory_kills() -> int:
     """Count the processes that the kernel's OOM killer ended, in this control group or, if unknown, on the machine."""
+    # The files of this process's control groups that count kills.
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            # Version 2 of control groups has one hierarchy without a name, version 1 one for each controller.
+            if controllers in ("", "memory"):
+                root = Path("/sys/fs/cgroup", controllers)
+                folder = root / group.lstrip("/")
+                paths += [folder / "memory.events", folder / "memory.oom_control", root / "memory.oom_control"]
     counts = [0]
-    for path in _list_memory_files() or [Path("/proc/vmstat")]:
+    for path in [path for path in paths if path.exists()] or [Path("/proc/vmstat")]:
         with contextlib.suppress(OSError):
             for line in path.read_text().splitlines():
                 name, _, count = line.partition(" ")
                 if name == "oom_kill":
                     counts.append(int(count))
     return max(counts)
-
-
-def _list_memory_files() -> list[Path]:
-    """List the files of this process's control groups that count kills."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    paths = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        # Version 2 of control groups has one hierarchy without a name, version 1 one for each controller.
-        if controllers in ("", "memory"):
-            root = Path("/sys/fs/cgroup", controllers)
-            folder = root / group.lstrip("/")
-            paths += [folder / "memory.events", folder / "memory.oom_control", root / "memory.oom_control"]
-    return [path for path in paths if path.exists()]

@@ -59,7 +59,13 @@ def _describe_object(value: Any) -> Any:
         case np.generic():
             return value.item()
         case Tensor():
-            return _describe_tensor(value)
+            description = f"{str(value.dtype).removeprefix('torch.')} tensor {list(value.shape)}"
+            # Subclasses and sparse tensors have no plain bytes.
+            if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
+                return description
+            plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            # numpy does not know bfloat16, so the numbers are viewed as bytes.
+            return f"{description} #{hash_bytes(plain.reshape(-1).view(torch.uint8).numpy())}"
         case np.ndarray():
             if value.dtype.hasobject:
                 return value.tolist()
@@ -81,16 +87,6 @@ def _describe_object(value: Any) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {type(value).__name__: fields}
     return type(value).__qualname__
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    description = f"{str(tensor.dtype).removeprefix('torch.')} tensor {list(tensor.shape)}"
-    # Subclasses and sparse tensors have no plain bytes.
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-        return description
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # numpy does not know bfloat16, so the numbers are viewed as bytes.
-    return f"{description} #{hash_bytes(plain.reshape(-1).view(torch.uint8).numpy())}"
 
 
 def hash_bytes(content: Any) -> str:

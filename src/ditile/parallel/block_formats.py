@@ -81,12 +81,6 @@ def measure_weight(weight: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def find_compute_dtype(linear: Any) -> torch.dtype:
-    """Return the dtype in which a Linear multiplies, however its weight is stored."""
-    dtype: torch.dtype = getattr(linear, "compute_dtype", None) or linear.weight.dtype
-    return dtype
-
-
 def take_pieces(
     whole: Any,
     dim: int,

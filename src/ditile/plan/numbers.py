@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 
-def is_whole_number(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """Return whether a value is an int and not a bool, and at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return False
-    return least is None or value >= least
+def is_whole_number(value: Any) -> TypeGuard[int]:
+    """Return whether a value is an int and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ditile.model.hooks.attention_processors import count_key_repeats, uses_dispatch
+from ditile.model.hooks.attention_processors import count_key_repeats
 from ditile.model.hooks.block_policy import BlockHook, LayerAttention, list_adapter_calls
 from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.key_padding import make_pairs_error
@@ -50,7 +50,8 @@ def install_attention(
         layer = f"{hook.name}.{path}".rstrip(".")
         calls = hook.list_calls(path)
         stock: Any = getattr(module, "processor", None)
-        through_dispatch = uses_dispatch(stock)
+        # Whether it goes through diffusers' `dispatch_attention_fn`.
+        through_dispatch = hasattr(stock, "_attention_backend") and hasattr(stock, "_parallel_config")
         backend = stock._attention_backend if through_dispatch else None
         cores: list[LayerAttention | None] = []
         for name, kind in calls:

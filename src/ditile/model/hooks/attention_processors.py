@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from diffusers.models.attention import AttentionModuleMixin
-from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from ditile.model.hooks.overrides import override_attribute
@@ -37,11 +36,6 @@ def count_key_repeats(attention: Any) -> int:
     if processor.__name__ in REPEATING and processor.__module__.startswith("diffusers."):
         return int(attention.num_heads // attention.num_kv_heads)
     return 1
-
-
-def is_unfused_leftover(attention: Any, name: str) -> bool:
-    """Return whether a projection is an unused leftover, which older layers keep after they were unfused."""
-    return isinstance(attention, Attention) and name in ("to_qkv", "to_kv", "to_added_qkv")
 
 
 def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -78,8 +72,3 @@ def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
         signed_call.__signature__ = inspect.signature(processor.__call__)  # type: ignore[attr-defined]
         ready.__call__ = signed_call
         override_attribute(stack, module, "processor", ready)
-
-
-def uses_dispatch(processor: Any) -> bool:
-    """Return whether a processor goes through diffusers' `dispatch_attention_fn`."""
-    return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")

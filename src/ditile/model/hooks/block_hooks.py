@@ -405,18 +405,19 @@ class CallCountHooks(TransformerHooks):
         """Install only the call counter and a memory for outputs that the family declares constant."""
         with ExitStack() as stack:
             for model in self.models:
-                model._install_counter(stack, now, pipe, compile_)  # type: ignore[attr-defined]
+                # In a model that is compiled as a whole, a replaced part would break its graph.
+                if find_compiler(pipe, model.transformer) is None:
+                    compiled: list[str] = []
+                    for hook in model.chain:
+                        if compile_ is None:
+                            continue
+                        if wrap_block_call(stack, hook.block, compile_, lambda forward: forward):
+                            compiled.append(hook.name)
+                    memo = OutputMemoizer(model.transformer, model.anatomy, now, model._label)
+                    memo.install_hooks(stack, compiled)
+                count = functools.partial(count_model_calls, now, model.transformer)
+                wrap_model_call(stack, pipe, model.transformer, count)
             yield
-
-    def _install_counter(self, stack: ExitStack, now: Generation, pipe: Any, compile_: CompileFunction | None) -> None:
-        # In a model that is compiled as a whole, a replaced part would break its graph.
-        if find_compiler(pipe, self.transformer) is None:
-            compiled: list[str] = []
-            for hook in self.chain:
-                if compile_ is not None and wrap_block_call(stack, hook.block, compile_, lambda forward: forward):
-                    compiled.append(hook.name)
-            OutputMemoizer(self.transformer, self.anatomy, now, self._label).install_hooks(stack, compiled)
-        wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now, self.transformer))
 
 
 def _describe_shard(index: int, weights: Sequence[float]) -> str:

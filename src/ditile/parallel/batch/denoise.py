@@ -282,8 +282,9 @@ class DataCfgBatch:
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
     ) -> bool:
         """Compute this group's rows of a call; return whether other rows arrive later."""
-        branch = self._now.branch
-        calls = self._now.calls
+        now = self._now
+        branch = now.branch
+        calls = now.calls
         slices = self._slice_call(batch_slice)
         is_absent = False
         if slices is None:
@@ -299,10 +300,23 @@ class DataCfgBatch:
             if own_slice.branches:
                 self._compute_batch_slice(forward, args, kwargs, own_slice)
             else:
-                self._skip_call()
+                # Another group makes the call. The keys of step 0, which every group computed, are never read again:
+                # their memory is freed.
+                patch = now.micro_step.patch
+                if patch in (None, 0):
+                    now.memory.forget_branch_keys(branch)
+                if patch is None:
+                    self._predictions[branch] = list(map(torch.zeros_like, self._predictions[branch]))
+                now.advance_branch()
             is_absent = self._is_last and own_slice != batch_slice
             if is_absent:
-                self._fill_absent_branches(branch, batch_slice, own_slice)
+                # What other groups compute is NaN until it arrives.
+                for output, prediction in enumerate(self._predictions[branch]):
+                    piece = self._find_fresh_piece(branch, output)
+                    grid = batch_slice.view_as_grid(prediction)
+                    for absent in batch_slice.branches:
+                        if absent not in own_slice.branches:
+                            fill_piece(grid[absent], piece, torch.nan)
         # The last call of the step before may be one that all groups compute now.
         if self._is_last and branch + 1 == calls:
             self._complete_calls()
@@ -357,23 +371,20 @@ class DataCfgBatch:
         if self._is_learning:
             self._deferred.end()
         if self._by_calls:
-            self._check_branch_count(step, rows)
+            # Each group must have a branch. Later steps may have fewer, as when guidance ends.
+            branches = len(rows) if self._cfg.keeps_calls else sum(rows)
+            self._most_branches = max(self._most_branches, branches)
+            # Skip-layer guidance begins after the first step.
+            is_known = step == 1 or (step == 0 and sum(rows) == 1)
+            if is_known and self._most_branches < self._cfg.size:
+                raise ModelError(self._explain_few_branches(rows))
         elif self._is_learning:
             self._by_calls = not self._deferred.problem and not explain_branch_refusal(self._model)
         elif now.calls is None and self._cfg.gains_from_calls(rows):
             # The next step shows whether predictions can be used before they arrive.
             self._learning_step = step + 1
 
-    def _check_branch_count(self, step: int, rows: Sequence[int]) -> None:
-        """Check that each group has a branch. Later steps may have fewer, as when guidance ends."""
-        branches = len(rows) if self._cfg.keeps_calls else sum(rows)
-        self._most_branches = max(self._most_branches, branches)
-        # Skip-layer guidance begins after the first step.
-        is_known = step == 1 or (step == 0 and sum(rows) == 1)
-        if is_known and self._most_branches < self._cfg.size:
-            raise ModelError(self._explain_few_branches(rows, self._most_branches))
-
-    def _explain_few_branches(self, rows: Sequence[int], most: int) -> str:
+    def _explain_few_branches(self, rows: Sequence[int]) -> str:
         splits = f"cfg={self._cfg.size} splits branches of guidance, and {type(self._model).__name__} was called"
         if sum(rows) == 1:
             return (
@@ -381,9 +392,9 @@ class DataCfgBatch:
                 "(--negative-prompt) that some pipelines want too, or use cfg=1"
             )
         called = f"{splits} {len(rows)} time(s) in a step, with {sum(rows)} branches"
-        if most < sum(rows):
+        if self._most_branches < sum(rows):
             called += ", and stages and stale keys keep the calls whole"
-        return f"{called}; use cfg={most}"
+        return f"{called}; use cfg={self._most_branches}"
 
     def _slice_call(self, batch_slice: BatchSlice) -> list[BatchSlice] | None:
         """Return the rows of each group in this call of the step.
@@ -501,25 +512,6 @@ class DataCfgBatch:
                 return None
             changed = dims.slice_arguments(inputs, change)
         return [changed.pop(name) for name in names], changed
-
-    def _skip_call(self) -> None:
-        """Skip a call of another group."""
-        now = self._now
-        branch = now.branch
-        # The keys of step 0, which every group computed, are never read again: their memory is freed.
-        if now.micro_step.patch in (None, 0):
-            now.memory.forget_branch_keys(branch)
-        if now.micro_step.patch is None:
-            self._predictions[branch] = [torch.zeros_like(prediction) for prediction in self._predictions[branch]]
-        now.advance_branch()
-
-    def _fill_absent_branches(self, call: int, batch_slice: BatchSlice, own_slice: BatchSlice) -> None:
-        """Fill the branches of other groups with NaN, which stay until they arrive."""
-        for output, prediction in enumerate(self._predictions[call]):
-            branches = batch_slice.view_as_grid(prediction)
-            for branch in batch_slice.branches:
-                if branch not in own_slice.branches:
-                    fill_piece(branches[branch], self._find_fresh_piece(call, output), torch.nan)
 
     def _find_fresh_piece(self, branch: int, output: int) -> Piece | None:
         """Return the fresh piece of a call's prediction in this micro-step; None is all of it."""

@@ -176,26 +176,25 @@ class CfgExchange:
         """
         own = []
         for prediction, groups in zip(predictions, slices, strict=True):
-            own.append(groups[self.index].select_batch(take_piece(prediction, piece)))
+            own.append(groups[self.index].select_batch(prediction if piece is None else piece.take(prediction)))
         # A group may have no rows: when guidance has ended, there may be fewer calls than groups.
         counts = [sum(groups[group].slice_size for groups in slices) for group in range(self.size)]
-        for group, part in enumerate(self._gather(torch.cat(own), counts)):
+        whole = torch.cat(own)
+        shapes = [(count, *whole.shape[1:]) for count in counts]
+        parts = start_gather(whole, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
+        for group, part in enumerate(parts):
             if group == self.index:
                 continue
             sizes = [groups[group].slice_size for groups in slices]
             for prediction, groups, rows in zip(predictions, slices, part.split(sizes), strict=True):
-                if len(rows):
-                    _write_piece(prediction, groups[group], rows, piece)
-
-    def _gather(self, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
-        """Gather the parts of all groups; `rows` has the number of rows of each."""
-        shapes = [(count, *own.shape[1:]) for count in rows]
-        return start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
-
-
-def take_piece(x: Tensor, piece: Piece | None) -> Tensor:
-    """Return a piece of a tensor `[rows, ...]`; None is all of it."""
-    return x if piece is None else piece.take(x)
+                if not len(rows):
+                    continue
+                written = rows
+                # Only the fresh part has arrived.
+                if piece is not None:
+                    written = groups[group].select_batch(prediction).clone(memory_format=torch.contiguous_format)
+                    piece.put(written, rows)
+                groups[group].write_slice(prediction, written)
 
 
 def fill_piece(x: Tensor, piece: Piece | None, value: float) -> None:
@@ -204,15 +203,6 @@ def fill_piece(x: Tensor, piece: Piece | None, value: float) -> None:
         x.fill_(value)
     else:
         piece.put(x, torch.full_like(piece.take(x), value))
-
-
-def _write_piece(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, piece: Piece | None) -> None:
-    """Write the fresh part of some rows."""
-    if piece is not None:
-        rows = batch_slice.select_batch(prediction).clone(memory_format=torch.contiguous_format)
-        piece.put(rows, part)
-        part = rows
-    batch_slice.write_slice(prediction, part)
 
 
 class ReplicaImages:

@@ -21,7 +21,7 @@ from torch import nn
 from ditile.model.call_families import find_call_family
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
-from ditile.parallel.block_formats import find_compute_dtype, measure_weight
+from ditile.parallel.block_formats import measure_weight
 from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.plan.plan import Plan
 from ditile.plan.shape import CallFamily
@@ -80,7 +80,9 @@ class CostModel:
     def from_model_hooks(cls, hooks: TransformerHooks, family: CallFamily) -> CostModel:
         """Build the cost model of a model, whose blocks may be placeholders."""
         head: Any = hooks.transformer.get_submodule(family.out)
-        itemsize = min(find_compute_dtype(head).itemsize, 4)
+        # A quantized Linear multiplies in another type than that of its weight.
+        dtype: Any = getattr(head, "compute_dtype", None) or head.weight.dtype
+        itemsize = min(dtype.itemsize, 4)
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
         config = dict(hooks.transformer.config)  # type: ignore[arg-type]

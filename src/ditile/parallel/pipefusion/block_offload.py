@@ -198,14 +198,10 @@ class BlockOffload:
         models: the hooks of every model that the pipeline calls.
         owned: this rank's blocks of each model.
         copies: copies to the device.
-
-    Attributes:
-        num_copies: how many blocks were copied to the device so far.
     """
 
     def __init__(self, models: Sequence[TransformerHooks], owned: range, copies: HostCopies) -> None:
         self._copies = copies
-        self.num_copies = 0
         self._blocks: dict[nn.Module, _HostBlock] = {}
         # The block that follows each: at first in the order of the model, later in the order of the last run.
         self._next: dict[_HostBlock, _HostBlock] = {}
@@ -266,7 +262,19 @@ class BlockOffload:
         block = self._blocks[hook.block]
 
         def forward_streamed(*args: Any, **call: Any) -> Any:
-            index = self._bring_block(block)
+            # The order of this run is that of the next one.
+            if self._previous is not None:
+                self._next[self._previous] = block
+            self._previous = block
+            index = self._find_buffer(block)
+            # Another block was expected, so this one's copy starts only now.
+            if index is None:
+                index = len(self._buffers) - 1 - self._current
+                self._start_copy(index, block)
+            following = self._next[block]
+            if self._find_buffer(following) is None:
+                self._start_copy(1 - index, following)
+            self._current = index
             buffer = self._buffers[index]
             self._copies.wait_for_copy(buffer.copied)
             with block.use_buffer(index, buffer.flat):
@@ -276,22 +284,6 @@ class BlockOffload:
             return out
 
         return forward_streamed
-
-    def _bring_block(self, block: _HostBlock) -> int:
-        """Return the buffer of the block that runs now, and start the copy of the next one."""
-        if self._previous is not None:
-            self._next[self._previous] = block
-        self._previous = block
-        index = self._find_buffer(block)
-        # Another block was expected, so this one's copy starts only now.
-        if index is None:
-            index = len(self._buffers) - 1 - self._current
-            self._start_copy(index, block)
-        following = self._next[block]
-        if self._find_buffer(following) is None:
-            self._start_copy(1 - index, following)
-        self._current = index
-        return index
 
     def _find_buffer(self, block: _HostBlock) -> int | None:
         for index, buffer in enumerate(self._buffers):
@@ -303,7 +295,6 @@ class BlockOffload:
         buffer = self._buffers[index]
         buffer.block = block
         buffer.copied = self._copies.start_copy(buffer.flat[: block.flat.numel()], block.flat, buffer.computed)
-        self.num_copies += 1
 
 
 def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:

@@ -576,9 +576,10 @@ class PipeFusion:
         if part.text:
             text = state.text[:, part.text.start : part.text.stop]
         else:
-            dummies = self._get_dummy_text(state)
-            assert dummies is not None
-            text = dummies
+            rows, width = (state.image.shape[0], state.text.shape[2])
+            if (rows, width) not in self._dummies:
+                self._dummies[rows, width] = state.text.new_zeros((rows, DUMMY_TEXT, width))
+            text = self._dummies[rows, width]
         num_tokens = text.shape[1]
         self._streams.set_stream_lengths(part.image_tokens, num_tokens)
         return text[:, self._streams.locate_own_share(num_tokens)]
@@ -701,15 +702,6 @@ class PipeFusion:
     def _record_compute(self) -> None:
         micro = self.generation.micro_step
         self._trace.record_op("compute", micro.step, micro.patch, self.generation.branch, self._start)
-
-    def _get_dummy_text(self, state: TokenState) -> Tensor | None:
-        if state.text is None:
-            return None
-        key = (state.image.shape[0], state.text.shape[2])
-        if key not in self._dummies:
-            rows, width = key
-            self._dummies[key] = state.text.new_zeros((rows, DUMMY_TEXT, width))
-        return self._dummies[key]
 
     # The methods below describe messages that are to come.
 

@@ -70,8 +70,7 @@ class StepSignature:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        parameters = find_step_signature(scheduler)
-        order = list(parameters.parameters)
+        order = _list_step_parameters(scheduler)
         # CogVideoX has other parameters between these.
         roles: Sequence[str] = STEP_ARGUMENTS if set(STEP_ARGUMENTS) <= set(order) else order[:3]
         self._roles = [(order.index(name), name) for name in roles]
@@ -354,8 +353,8 @@ def _is_like(value: Any, sample: Tensor) -> bool:
     return value.shape == sample.shape[: value.ndim]
 
 
-def find_step_signature(scheduler: Any) -> inspect.Signature:
-    """Return the signature of `step` from a scheduler's nearest class that names its parameters.
+def _list_step_parameters(scheduler: Any) -> list[str]:
+    """List the parameters of `step` of a scheduler's nearest class that names them.
 
     Raises `ModelError` if no class does.
     """
@@ -365,10 +364,10 @@ def find_step_signature(scheduler: Any) -> inspect.Signature:
             steps.append(vars(cls)["step"].__get__(scheduler))
     # An object around a scheduler may forward its step without a class that defines one.
     for step in steps or [scheduler.step]:
-        signature = inspect.signature(step)
-        first_three = list(signature.parameters.values())[:3]
+        parameters = inspect.signature(step).parameters
+        first_three = list(parameters.values())[:3]
         if inspect.Parameter.VAR_POSITIONAL not in [parameter.kind for parameter in first_three]:
-            return signature
+            return list(parameters)
     raise ModelError(
         f"{type(scheduler).__name__}.step names none of its parameters, so its prediction and latents cannot be told "
         f"apart; call them {', '.join(STEP_ARGUMENTS)}"

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from diffusers.models.activations import GEGLU, SwiGLU
+from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
-from ditile.model.hooks.attention_processors import UNFUSE, has_fused_projections, is_unfused_leftover
+from ditile.model.hooks.attention_processors import UNFUSE, has_fused_projections
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.model.hooks.overrides import match_modules
 from ditile.model.hooks.placeholders import build_meta_model
@@ -499,7 +500,8 @@ def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle],
         if path not in owners:
             continue
         for name, module in attention.named_children():
-            if is_unfused_leftover(attention, name):
+            # Older layers keep these after they were unfused.
+            if isinstance(attention, Attention) and name in ("to_qkv", "to_kv", "to_added_qkv"):
                 continue
             linears = {f"{path}.{name}": module}
             if isinstance(module, nn.ModuleList):

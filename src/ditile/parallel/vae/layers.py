@@ -410,7 +410,15 @@ class RowFunctions(TorchFunctionMode):
         keys, values = all_pairs.split(widths, dim=-1)
         if attn_mask is not None:
             lengths = [count * self._width for count in self._strip.rows.rows_per_rank]
-            attn_mask = _extend_frame_mask(attn_mask, own * self._width, lengths)
+            # A mask of frames: one token of each frame stands for all of its tokens.
+            per_frame = own * self._width
+            frames = attn_mask[..., ::per_frame, ::per_frame]
+            queries = frames.repeat_interleave(per_frame, -2)
+            if not torch.equal(queries.repeat_interleave(per_frame, -1), attn_mask):
+                raise ModelError(
+                    "a coder's mask tells tokens of a frame apart, so it cannot be divided by rows; use vae=whole"
+                )
+            attn_mask = torch.cat([queries.repeat_interleave(count, -1) for count in lengths], dim=-1)
         return functional.scaled_dot_product_attention(
             query, keys, values, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
         )
@@ -421,19 +429,3 @@ def _repeat_number(value: Any, dims: int) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value)
-
-
-def _extend_frame_mask(mask: Tensor, own: int, lengths: Sequence[int]) -> Tensor:
-    """Extend the columns of a mask of frames to the tokens of all strips.
-
-    `own` and `lengths` count tokens of a frame.
-
-    Raises:
-        ModelError: if the mask differs between tokens of a frame.
-    """
-    # One token of each frame stands for all of its tokens.
-    frames = mask[..., ::own, ::own]
-    if not torch.equal(frames.repeat_interleave(own, -2).repeat_interleave(own, -1), mask):
-        raise ModelError("a coder's mask tells tokens of a frame apart, so it cannot be divided by rows; use vae=whole")
-    queries = frames.repeat_interleave(own, -2)
-    return torch.cat([queries.repeat_interleave(length, -1) for length in lengths], dim=-1)
