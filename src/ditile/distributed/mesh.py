@@ -293,7 +293,14 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
 
 def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Mesh:
     """Make the mesh of a rank of several, without the group of all ranks between calls."""
-    axes = {name: _make_axis(name, plan, rank, communicators) for name in AXES}
+    axes: dict[str, Axis] = {}
+    for name in AXES:
+        # The only axis of a plan shares the group of all ranks under NCCL, which saves memory of the GPU. Groups of
+        # gloo are cheap, and must be new in each epoch.
+        if getattr(plan, name) == plan.world and backends.has_nccl(None):
+            axes[name] = Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
+        else:
+            axes[name] = _make_subgroup_axis(name, (name,), plan, rank, communicators)
 
     def merge_axes(name: str, names: Sequence[str]) -> Axis:
         """Merge several axes into one. If only one of them is used, it is that one."""
@@ -346,14 +353,6 @@ def find_process_rank(plan: Plan) -> int:
         plan.check_world(1)
         return 0
     return place.rank
-
-
-def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
-    """Make this rank's line along an axis. The only axis of a plan uses the group of all ranks, under NCCL."""
-    # Sharing saves memory of the GPU. Groups of gloo are cheap, and must be new in each epoch.
-    if getattr(plan, name) == plan.world and backends.has_nccl(None):
-        return Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
-    return _make_subgroup_axis(name, (name,), plan, rank, groups)
 
 
 def _make_subgroup_axis(

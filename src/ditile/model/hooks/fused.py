@@ -37,7 +37,11 @@ def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], de
     for _, attention in attentions:
         for names in STREAMS:
             layers: list[Any] = [getattr(attention, name, None) for name in names]
-            if not _are_linears_alike(layers, device):
+            if not all(is_plain_linear(layer, device) for layer in layers):
+                continue
+            linears = list(map(_unwrap_loras, layers))
+            forms = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}
+            if len(forms) > 1:
                 continue
             fused = FusedProjections(layers)
             for index, layer in enumerate(layers):
@@ -148,14 +152,3 @@ def _adds_loras(layer: Any) -> bool:
     """Return whether LoRAs around a layer add something now, or are fused into its weight."""
     is_idle = layer.disable_adapters or layer.lora_A.keys().isdisjoint(layer.active_adapters)
     return not is_idle or layer.merged
-
-
-def _are_linears_alike(layers: Sequence[Any], device: torch.device) -> bool:
-    """Return whether all are plain linear layers of one width and type."""
-    forms: set[tuple[Any, ...]] = set()
-    for layer in layers:
-        if not is_plain_linear(layer, device):
-            return False
-        linear = _unwrap_loras(layer)
-        forms.add((linear.in_features, linear.bias is None, linear.weight.dtype))
-    return len(forms) == 1

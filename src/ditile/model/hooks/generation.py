@@ -143,11 +143,8 @@ class LayoutTokens:
     def get_layer_tokens(self, patch: int | None, kind: str) -> LayerTokens:
         """Return the tokens of an attention layer: `N` of the image, `T` of the text, `J` of both."""
         key = (patch, kind)
-        if key not in self._layers:
-            self._layers[key] = self._locate_layer_tokens(patch, kind)
-        return self._layers[key]
-
-    def _locate_layer_tokens(self, patch: int | None, kind: str) -> LayerTokens:
+        if key in self._layers:
+            return self._layers[key]
         layout = self.layout
         parts = self.list_rank_parts(patch)
         _, index = self._shares.select_split(patch, is_whole=self._is_whole)
@@ -160,15 +157,18 @@ class LayoutTokens:
                 runs_of_rank = (part.text,) if part.text else ()
                 text_runs.append(runs_of_rank)
             are_none = not any(text_runs)
-            return LayerTokens(
+            tokens = LayerTokens(
                 tuple(text_runs), index, layout.text, range(0), dummies, text_first, are_none, layout.num_patches
             )
-        runs = tuple(layout.locate_in_sequence(part, joint=has_text) for part in parts)
-        text = layout.text if has_text else 0
-        start = text if text_first else 0
-        image = range(start, start + layout.image_tokens)
-        length = layout.image_tokens + text
-        return LayerTokens(runs, index, length, image, dummies, text_first, patches=layout.num_patches)
+        else:
+            runs = tuple(layout.locate_in_sequence(part, joint=has_text) for part in parts)
+            text = layout.text if has_text else 0
+            start = text if text_first else 0
+            image = range(start, start + layout.image_tokens)
+            length = layout.image_tokens + text
+            tokens = LayerTokens(runs, index, length, image, dummies, text_first, patches=layout.num_patches)
+        self._layers[key] = tokens
+        return tokens
 
     def get_argument_runs(self, patch: int | None) -> Runs:
         """Return the positions of this rank's tokens in a patch, for each kind of tokens.

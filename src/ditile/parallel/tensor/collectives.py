@@ -74,7 +74,21 @@ class TensorCollectives:
 
         `streams` are the whole lengths of the streams in the sequence, in order.
         """
-        packed = self._pack_streams(x, streams)
+        # Arranged as `[n, B, longest, C]`, every rank's tokens. Padding beyond a rank's own tokens is never read.
+        if len(streams) == 1 and x.shape[1] % self._size == 0:
+            # Equal shares need no padding, and one copy brings them into order.
+            packed = x.unflatten(1, (self._size, -1)).movedim(1, 0).contiguous()
+        else:
+            packed = x.new_zeros(self._size, x.shape[0], self._count_longest_share(streams), x.shape[2])
+            for index in range(self._size):
+                stream_start = 0
+                own_start = 0
+                for length in streams:
+                    chunk = pick_even_chunk(range(length), self._size, index)
+                    tokens = x[:, stream_start + chunk.start : stream_start + chunk.stop]
+                    packed[index, :, own_start : own_start + len(chunk)] = tokens
+                    stream_start += length
+                    own_start += len(chunk)
         summed = torch.empty_like(packed[0])
         exchange_tensors(partial(self._reduce_scatter, x.nbytes), [packed], [summed])
         return summed[:, : self.count_own_tokens(streams)]
@@ -105,7 +119,7 @@ class TensorCollectives:
         # Padding is left out of the counted bytes.
         whole_bytes = batch * sum(streams) * width * x.element_size()
         exchange_tensors(partial(self._gather, whole_bytes), [mine], [received])
-        # It becomes `[B, S, C]`, the inverse of `_pack_streams`.
+        # It becomes `[B, S, C]`, the inverse of what `sum_and_scatter` sends.
         if len(streams) == 1 and streams[0] % self._size == 0:
             return received.transpose(0, 1).flatten(1, 2)
         parts = []
@@ -131,27 +145,6 @@ class TensorCollectives:
 
     def _count_longest_share(self, streams: Sequence[int]) -> int:
         return sum(-(-length // self._size) for length in streams)
-
-    def _pack_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
-        """Arrange `[B, S, C]` as `[n, B, longest, C]`, every rank's tokens.
-
-        Padding beyond a rank's own tokens is never read.
-        """
-        # Equal shares need no padding, and one copy brings them into order.
-        if len(streams) == 1 and x.shape[1] % self._size == 0:
-            batch, length, width = x.shape
-            return x.reshape(batch, self._size, length // self._size, width).transpose(0, 1).contiguous()
-        packed = x.new_zeros(self._size, x.shape[0], self._count_longest_share(streams), x.shape[2])
-        for index in range(self._size):
-            stream_start = 0
-            own_start = 0
-            for length in streams:
-                chunk = pick_even_chunk(range(length), self._size, index)
-                tokens = x[:, stream_start + chunk.start : stream_start + chunk.stop]
-                packed[index, :, own_start : own_start + len(chunk)] = tokens
-                stream_start += length
-                own_start += len(chunk)
-        return packed
 
     def _count_traffic(self, size: int) -> None:
         self._traffic.count_message(KIND, size * (self._size - 1) // self._size)

@@ -153,7 +153,20 @@ def build_normalizer(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip:
     batch, channels = x.shape[:2]
     if x.ndim > 3:
         strip.find_rows(x.shape[-2])
-    moments = _compute_moments(x, norm.num_groups, strip.own_height / strip.rows.image_height)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # Mean, variance and share of the image: the share is sent along, because a list of all shares would have to be
+    # copied to the device, which waits for it.
+    moments = x.new_zeros(3, batch, norm.num_groups, dtype=wide)
+    if x.numel():
+        moments[2] = strip.own_height / strip.rows.image_height
+        flat = x.contiguous().view(batch, norm.num_groups, -1)
+        groups_at_once = max(NUMBERS_AT_ONCE // (flat.shape[0] * flat.shape[2]), 1)
+        for part, moments_of_part in zip(
+            flat.split(groups_at_once, dim=1), moments.split(groups_at_once, dim=2), strict=True
+        ):
+            mean_of_part = part.mean(2, dtype=wide)
+            moments_of_part[0] = mean_of_part
+            moments_of_part[1] = (part - mean_of_part[..., None]).square_().mean(2)
     means, variances, shares = strip.gather_equal_shapes(moments).unbind(1)
     group_mean = (shares * means).sum(0)
     group_variance = (shares * (variances + (means - group_mean).square())).sum(0)
@@ -170,27 +183,6 @@ def build_normalizer(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip:
         return functional.batch_norm(flat, mean, variance, weight, bias, False, 0.0, norm.eps).view(rows.shape)
 
     return normalize_rows
-
-
-def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
-    """Compute the mean and variance of each group of a strip, and its share of the image.
-
-    The result is `[3, B, groups]`, in fp32 or better.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if not x.numel():
-        return x.new_zeros(3, x.shape[0], groups, dtype=wide)
-    flat = x.contiguous().view(x.shape[0], groups, -1)
-    means = []
-    variances = []
-    groups_at_once = max(NUMBERS_AT_ONCE // (flat.shape[0] * flat.shape[2]), 1)
-    for part in flat.split(groups_at_once, dim=1):
-        mean = part.mean(2, dtype=wide)
-        means.append(mean)
-        variances.append((part - mean[..., None]).square_().mean(2))
-    all_means = torch.cat(means, 1)
-    # The share is sent along: a list of all shares would have to be copied to the device, which waits for it.
-    return torch.stack([all_means, torch.cat(variances, 1), torch.full_like(all_means, share)])
 
 
 def run_residual_block(block: Any, x: Tensor, strip: Strip) -> Tensor:
