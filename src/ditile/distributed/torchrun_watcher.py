@@ -225,26 +225,24 @@ class Hub:
                         rank.signs.last_progress = time.monotonic()
                 first_failure = find_first_failure(self._ranks, self._limits, looked)
             if first_failure is not None:
-                verdict = self._make_verdict(*first_failure)
+                failure, number = first_failure
+                rank = self._ranks[number]
+                hosts = {state.host for state in self._ranks if state.host}
+                message = str(make_error(failure, number))
+                if not failure.plain and len(hosts) > 1 and rank.host:
+                    message = message.replace(f"rank {number}:", f"rank {number} on {rank.host}:", 1)
+                    if failure.cause == SILENT:
+                        message += ", or the link to its host is gone"
+                if failure.cause == TERMINATED and not all(state.host for state in self._ranks):
+                    # torchrun ended this rank because a rank that has not connected failed; that rank's watcher prints
+                    # why.
+                    message = ""
+                verdict = {"line": " ".join(message.split()), "code": rank.code}
                 self._send_to_all(json.dumps(verdict).encode() + b"\n")
                 return verdict
             self._send_to_all(HUB_ALIVE)
         self._send_to_all(b"null\n")
         return None
-
-    def _make_verdict(self, failure: RankFailure, number: int) -> dict[str, Any]:
-        """Return the line and the exit code of the run."""
-        rank = self._ranks[number]
-        hosts = {state.host for state in self._ranks if state.host}
-        message = str(make_error(failure, number))
-        if not failure.plain and len(hosts) > 1 and rank.host:
-            message = message.replace(f"rank {number}:", f"rank {number} on {rank.host}:", 1)
-            if failure.cause == SILENT:
-                message += ", or the link to its host is gone"
-        if failure.cause == TERMINATED and not all(state.host for state in self._ranks):
-            # torchrun ended this rank because a rank that has not connected failed; that rank's watcher prints why.
-            message = ""
-        return {"line": " ".join(message.split()), "code": rank.code}
 
     def _send_to_all(self, data: bytes) -> None:
         for link in list(self._links):

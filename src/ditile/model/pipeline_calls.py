@@ -417,7 +417,15 @@ def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | No
     if scale is None or scale <= 1:
         return None
     for callback in getattr(given_callback, "callbacks", [given_callback]):
-        if isinstance(callback, _CUTOFF_CALLBACKS) and not _comes_too_late(callback, steps):
+        if not isinstance(callback, _CUTOFF_CALLBACKS):
+            continue
+        config = getattr(callback, "config", {})
+        index = config.get("cutoff_step_index")
+        ratio = config.get("cutoff_step_ratio")
+        if index is None and ratio is not None and steps is not None:
+            index = int(steps * ratio)
+        # One that comes after the last step but one changes nothing.
+        if index is None or steps is None or index < steps - 1:
             return explain_ended_guidance(type(callback).__name__)
     return None
 
@@ -428,18 +436,6 @@ def explain_ended_guidance(callback: str) -> str:
         f"{callback} sets _guidance_scale so that guidance ends in mid-run, which cannot be divided into patches; "
         f"guide all steps, or use {suggest_whole_images(stale_keys=True)}"
     )
-
-
-def _comes_too_late(callback: Any, steps: int | None) -> bool:
-    """Return whether one of diffusers' callbacks changes nothing before the last step is over."""
-    config = getattr(callback, "config", {})
-    index = config.get("cutoff_step_index")
-    ratio = config.get("cutoff_step_ratio")
-    if steps is None or (index is None and ratio is None):
-        return False
-    if index is None:
-        index = int(steps * (ratio or 0))
-    return bool(index >= steps - 1)
 
 
 def is_guidance_timed(pipe: Any, call: Mapping[str, Any]) -> bool:

@@ -136,15 +136,10 @@ class PlannedCall:
         """Return the cuts of the image."""
         return self.shape.build_layout(self.plan, self.family.joint)
 
-    @cached_property
-    def token_split(self) -> Split:
-        """Return the split of the tokens."""
-        return make_token_split(self.plan)
-
     @memoize_method
     def shard_tokens(self, patch: int | None) -> tuple[TokenShard, ...]:
         """Return the tokens of each rank in a patch, or in the whole image (None)."""
-        return self.token_split.shard_tokens(self.image_layout, patch)
+        return make_token_split(self.plan).shard_tokens(self.image_layout, patch)
 
     @cached_property
     def warmup_shards(self) -> tuple[TokenShard, ...]:
@@ -641,7 +636,7 @@ def _iterate_distrifusion_exchanges(share: MicroStepShare) -> Iterator[RepeatedE
 
 def _iterate_prediction_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     rank = share.rank
-    n = rank.job.token_split.num_ranks
+    n = rank.job.plan.token_ranks * rank.job.plan.distrifusion
     if n > 1 and rank.is_last_stage:
         # The scheduler steps whole tokens of the image; the prediction has no text.
         numbers = (n - 1) * share.image * rank.job.shape.token_channels

@@ -174,22 +174,21 @@ def slice_rows(
     arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], select: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """Cut the arguments of a call down to some rows of its batch; `select` indexes along the rows."""
-    return {name: _slice_argument(value, kinds.get(name, ()), select) for name, value in arguments.items()}
-
-
-def _slice_argument(value: Any, kinds: Kinds, select: Callable[[Any], Any]) -> Any:
-    if kinds == (ROWS,) and value is not None:
-        return select(value)
-    if value is None or "B" not in "".join(kinds):
-        return value
-    leaves, structure = pytree.tree_flatten(value)
-    parts: list[Any] = []
-    for leaf, kind in zip(leaves, kinds, strict=True):
-        word = None
-        if isinstance(leaf, Tensor):
-            word = select_word(kind, leaf.ndim)
-        dim = -1 if word is None else word.find("B")
-        if dim >= 0 and leaf.shape[dim] > 1:
-            leaf = select(leaf.movedim(dim, 0)).movedim(0, dim)
-        parts.append(leaf)
-    return pytree.tree_unflatten(parts, structure)
+    sliced = dict(arguments)
+    for name, value in arguments.items():
+        known = kinds.get(name, ())
+        if value is None:
+            continue
+        if known == (ROWS,):
+            sliced[name] = select(value)
+        elif "B" in "".join(known):
+            leaves, structure = pytree.tree_flatten(value)
+            for place, (leaf, words) in enumerate(zip(leaves, known, strict=True)):
+                word = ""
+                if isinstance(leaf, Tensor):
+                    word = select_word(words, leaf.ndim) or ""
+                dim = word.find("B")
+                if dim >= 0 and leaf.shape[dim] > 1:
+                    leaves[place] = select(leaf.movedim(dim, 0)).movedim(0, dim)
+            sliced[name] = pytree.tree_unflatten(leaves, structure)
+    return sliced

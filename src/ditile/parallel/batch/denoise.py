@@ -377,24 +377,23 @@ class DataCfgBatch:
             # Skip-layer guidance begins after the first step.
             is_known = step == 1 or (step == 0 and sum(rows) == 1)
             if is_known and self._most_branches < self._cfg.size:
-                raise ModelError(self._explain_few_branches(rows))
+                splits = (
+                    f"cfg={self._cfg.size} splits branches of guidance, and {type(self._model).__name__} was called"
+                )
+                if sum(rows) == 1:
+                    raise ModelError(
+                        f"{splits} once, with one row for each image; raise guidance_scale above 1, give the "
+                        "negative_prompt (--negative-prompt) that some pipelines want too, or use cfg=1"
+                    )
+                called = f"{splits} {len(rows)} time(s) in a step, with {sum(rows)} branches"
+                if self._most_branches < sum(rows):
+                    called += ", and stages and stale keys keep the calls whole"
+                raise ModelError(f"{called}; use cfg={self._most_branches}")
         elif self._is_learning:
             self._by_calls = not self._deferred.problem and not explain_branch_refusal(self._model)
         elif now.calls is None and self._cfg.gains_from_calls(rows):
             # The next step shows whether predictions can be used before they arrive.
             self._learning_step = step + 1
-
-    def _explain_few_branches(self, rows: Sequence[int]) -> str:
-        splits = f"cfg={self._cfg.size} splits branches of guidance, and {type(self._model).__name__} was called"
-        if sum(rows) == 1:
-            return (
-                f"{splits} once, with one row for each image; raise guidance_scale above 1, give the negative_prompt "
-                "(--negative-prompt) that some pipelines want too, or use cfg=1"
-            )
-        called = f"{splits} {len(rows)} time(s) in a step, with {sum(rows)} branches"
-        if self._most_branches < sum(rows):
-            called += ", and stages and stale keys keep the calls whole"
-        return f"{called}; use cfg={self._most_branches}"
 
     def _slice_call(self, batch_slice: BatchSlice) -> list[BatchSlice] | None:
         """Return the rows of each group in this call of the step.
