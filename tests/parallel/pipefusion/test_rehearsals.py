@@ -34,9 +34,9 @@ def counted_passes() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         run_pass = BlockCalls._run_pass
 
-        def run_and_count(self: Any, block_pass: Any, *args: Any) -> Any:
-            made.append(type(block_pass).__name__)
-            return run_pass(self, block_pass, *args)
+        def run_and_count(self: Any, visit_block: Any, *args: Any) -> Any:
+            made.append(getattr(visit_block, "func", visit_block).__name__)
+            return run_pass(self, visit_block, *args)
 
         patch.setattr(BlockCalls, "_run_pass", run_and_count)
         yield made
@@ -44,7 +44,7 @@ def counted_passes() -> Iterator[list[str]]:
 
 def count_passes(made: list[str]) -> tuple[int, int]:
     """Rehearsals and surveys since the last time."""
-    rehearsals, every = made.count("_RehearsalPass"), len(made)
+    rehearsals, every = made.count("_rehearse_block"), len(made)
     made.clear()
     return rehearsals, every - rehearsals
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,16 +57,11 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import Grid, merge_ranges
 
 Forward = Callable[..., Any]
+VisitBlock = Callable[[Generation, BlockHook, dict[str, Any], Forward], Any]
+"""Returns a block's output in a call, given its arguments; the forward takes the same by name."""
 
 FOR_ATTENTION = "attention_kwargs"
 """Suffix of diffusers' arguments that only attention reads. Attention cuts their masks itself."""
-
-
-class BlockPass(Protocol):
-    """Behaviour of the blocks in one call of the transformer's forward."""
-
-    def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Return a block's output for the arguments `call`; `forward` takes the same by name."""
 
 
 class BlockCalls:
@@ -100,7 +95,7 @@ class BlockCalls:
         self._divided = _DividedPass(policy, anatomy, self._last)
         self._all_blocks = range(len(chain))
         self._active_blocks: Collection[int] = self._all_blocks
-        self._pass: BlockPass = self._divided
+        self._visit_block: VisitBlock = self._divided.visit_block
         self._visits = 0  # of blocks, in the current call
 
     def wrap_transformer(self, forward: Forward) -> Forward:
@@ -169,10 +164,10 @@ class BlockCalls:
             if index not in self._active_blocks:
                 return pass_on(call)
             if len(args) <= len(names):
-                return self._pass.visit_block(now, hook, call, forward)
+                return self._visit_block(now, hook, call, forward)
             # Arguments that a block takes as `*args` have no names, and are passed on unchanged.
             rest = functools.partial(_call_with_rest, forward, names, args[len(names) :])
-            return self._pass.visit_block(now, hook, call, rest)
+            return self._visit_block(now, hook, call, rest)
 
         return forward_at_hook
 
@@ -237,16 +232,11 @@ class BlockCalls:
         """Run the forward with blocks that pass their inputs on, to learn the form of a call."""
         padding = frozenset[int]()
         if self._now.schedule.references is not None and self._anatomy.is_one_sequence:
-            # Attention must not mix tokens that are not made of the latents with others here.
-            look = _FirstBlockPass(self._anatomy)
-            with AttentionWatch(_keep_own_values):
-                self._run_pass(look, forward, poison_latents(inputs, self._latents))
-            if look.flags is not None:
-                padding = frozenset((~look.flags).nonzero().flatten().tolist())
+            padding = self._find_padding(forward, inputs)
         survey = _SurveyPass(self._model_name, self._anatomy, self._last, self._advice, checks=checks)
         poisoned = poison_latents(inputs, self._latents, *self._now.findings.live_arguments)
         self._visits = 0
-        run = functools.partial(self._run_pass, survey, forward, poisoned)
+        run = functools.partial(self._run_pass, survey.visit_block, forward, poisoned)
         result = self._memo.survey_call(run, survey.is_fed)
         form = survey.describe_call()
         form = form._replace(grid=self._read_grid(inputs, form), visits=self._visits, padding=padding)
@@ -254,6 +244,22 @@ class BlockCalls:
             # In a second survey other inputs are NaN too, so the result says nothing about the text.
             return form._replace(returns_text=known.returns_text)
         return form._replace(returns_text=survey.poisons_text and has_nan(result))
+
+    def _find_padding(self, forward: Forward, inputs: Mapping[str, Any]) -> frozenset[int]:
+        """Find the tokens of a single sequence that are not made of the latents."""
+        flags: list[Tensor] = []
+
+        def pass_first_block(now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
+            image, text = read_streams(hook.anatomy, call)
+            if not hook.index:
+                flags.append(flag_nan_tokens(image, hook.anatomy.tokens))
+                image = torch.nan_to_num(image)
+            return give_streams(hook.anatomy, image, text)
+
+        # Attention must not mix tokens that are not made of the latents with others here.
+        with AttentionWatch(_keep_own_values):
+            self._run_pass(pass_first_block, forward, poison_latents(inputs, self._latents))
+        return frozenset((~flags[-1]).nonzero().flatten().tolist())
 
     def _read_grid(self, inputs: Mapping[str, Any], form: CallForm) -> Grid:
         """Return the rows of image tokens: rows declared by the family, rows of a video's frames, or single tokens.
@@ -289,7 +295,7 @@ class BlockCalls:
         rows = self._count_rows(inputs, now.form)
         now.dry.called_models[now.branch] = RehearsedModel(id(self._transformer), now.is_whole, rows)
         self._visits = 0
-        result = self._run_pass(_RehearsalPass(self._last), forward, inputs)
+        result = self._run_pass(functools.partial(_rehearse_block, self._last), forward, inputs)
         self._check_visits(now.form.visits)
         pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
         now.findings.prediction_pieces.setdefault(now.branch, {})[now.dry.patch] = pieces
@@ -298,8 +304,8 @@ class BlockCalls:
         now.dry.results[now.branch] = result
         return now.take_rehearsed_result()
 
-    def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
-        self._pass = block_pass
+    def _run_pass(self, visit_block: VisitBlock, forward: Forward, inputs: Mapping[str, Any]) -> Any:
+        self._visit_block = visit_block
         self._active_blocks = self._all_blocks
         self._now.is_surveyed = True
         try:
@@ -307,7 +313,7 @@ class BlockCalls:
                 return forward(**inputs)
         finally:
             self._now.is_surveyed = False
-            self._pass = self._divided
+            self._visit_block = self._divided.visit_block
 
 
 def read_token_grid(transformer: nn.Module, shown: Tensor) -> Grid:
@@ -477,56 +483,29 @@ def _leave_inference_mode(forward: Forward) -> Forward:
     return forward_outside
 
 
-class _FirstBlockPass:
-    """A pass in which blocks return their inputs.
-
-    Attributes:
-        flags: for each token before the first block, whether it is NaN.
-    """
-
-    flags: Tensor | None = None
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._anatomy = anatomy
-
-    def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Return the streams."""
-        image, text = read_streams(hook.anatomy, call)
-        if not hook.index:
-            self.flags = flag_nan_tokens(image, hook.anatomy.tokens)
-            image = torch.nan_to_num(image)
-        return give_streams(hook.anatomy, image, text)
-
-
-class _RehearsalPass:
-    """A pass in which blocks return their inputs, and the last one puts NaN in the places of rehearsed tokens."""
-
-    def __init__(self, last: int) -> None:
-        self._last = last
-
-    def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Return the streams."""
-        anatomy = hook.anatomy
-        image, text = read_streams(anatomy, call)
-        if hook.index != self._last:
-            return give_streams(anatomy, image, text)
-        assert now.dry.patch is not None
-        layout = now.tokens.layout
-        start = layout.text if anatomy.joint == "text_first" else 0
-        image = torch.nan_to_num(image)
-        # A patch, or the rows of tokens with a bit.
-        runs = list(layout.locate_tokens(now.dry.patch))
-        if now.dry.bit is not None:
-            runs = []
-            first_row = now.form.start
-            for row in range(first_row, layout.grid.rows):
-                if (row - first_row) >> now.dry.bit & 1:
-                    runs += layout.grid.locate_rows(row, row + 1)
-        for run in merge_ranges(runs):
-            image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
-        if text is not None and now.form.returns_text and layout.carries_text(now.dry.patch):
-            text = torch.full_like(text, float("nan"))
+def _rehearse_block(last: int, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
+    """Return a block's inputs; the last block puts NaN in the places of rehearsed tokens."""
+    anatomy = hook.anatomy
+    image, text = read_streams(anatomy, call)
+    if hook.index != last:
         return give_streams(anatomy, image, text)
+    assert now.dry.patch is not None
+    layout = now.tokens.layout
+    start = layout.text if anatomy.joint == "text_first" else 0
+    image = torch.nan_to_num(image)
+    # A patch, or the rows of tokens whose number has a bit.
+    runs = list(layout.locate_tokens(now.dry.patch))
+    if now.dry.bit is not None:
+        runs = []
+        first_row = now.form.start
+        for row in range(first_row, layout.grid.rows):
+            if (row - first_row) >> now.dry.bit & 1:
+                runs += layout.grid.locate_rows(row, row + 1)
+    for run in merge_ranges(runs):
+        image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
+    if text is not None and now.form.returns_text and layout.carries_text(now.dry.patch):
+        text = torch.full_like(text, float("nan"))
+    return give_streams(anatomy, image, text)
 
 
 class _PassedStreams(NamedTuple):

@@ -328,11 +328,6 @@ class RememberedOutput:
         if self._given is not None:
             self._given.replace_tensors(replacements)
 
-    def renew(self, step: int) -> None:
-        """Note that a tape has computed it again, in the same memory."""
-        self.step = step
-        self.versions = tuple(map(READ_VERSION, self.tensors))
-
 
 class GenerationMemory:
     """The key stores and the remembered outputs of one generation.

@@ -79,10 +79,8 @@ class KeyMaskSource(Protocol):
         """
 
 
-class KeyGather(Protocol):
-    """Gathers fresh keys and values along an axis: `[B, own tokens, N, H]` to the tokens of all its ranks, in order."""
-
-    def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]: ...
+KeyGather = Callable[[Tensor, Tensor, LayerTokens], tuple[Tensor, Tensor]]
+"""Gathers fresh keys and values along an axis: `[B, own tokens, N, H]` to the tokens of all its ranks, in order."""
 
 
 class AttentionKernel(Protocol):

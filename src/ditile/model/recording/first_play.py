@@ -50,11 +50,6 @@ class FirstPlay(NamedTuple):
     written: Sequence[tuple[Tensor, Tensor]]
     keeper: TensorKeeper
 
-    def wait_for_messages(self) -> None:
-        """Wait for messages of the code. They read and write memory that is written by the tape too."""
-        for wait in filter(None, self.code.under_way):
-            wait()
-
     def find_difference(self, recording: Recording, result: Any, made: Collection[int]) -> str:
         """Return the difference of the tape's results from the code's, or nothing.
 

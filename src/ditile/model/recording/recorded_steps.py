@@ -337,7 +337,9 @@ class RecordedSteps:
             problem = "it changes its own settings"
         if not problem:
             first_play = FirstPlay(code, result, watch.overwritten, keeper)
-            first_play.wait_for_messages()
+            # Messages of the code read and write memory that is written by the tape too.
+            for wait in filter(None, code.under_way):
+                wait()
             try:
                 now.memory.restore_store_states(states)
                 problem = self._capture_call(call, static_call, first_play)

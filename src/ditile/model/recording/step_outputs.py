@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ditile.distributed.recording.segments import list_tensors
 from ditile.distributed.recording.tape import Recording, Tape
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import RememberedOutput
+from ditile.model.hooks.kv_store import READ_VERSION, RememberedOutput
 
 Outputs = dict[Hashable, RememberedOutput]
 """Outputs of modules, by module and branch."""
@@ -61,7 +61,9 @@ class StepOutputs:
         outputs: Outputs = {}
         for tape in self._list_tapes():
             for known in self._outputs[tape].values():
-                known.renew(self._step)
+                # A tape has computed it again, in the same memory.
+                known.step = self._step
+                known.versions = tuple(map(READ_VERSION, known.tensors))
             outputs.update(self._outputs[tape])
         return outputs
 

@@ -93,6 +93,7 @@ class _HostBlock:
     Attributes:
         tensors: the block's tensors between its forwards.
         flat: their bytes.
+        on_device: their views of each buffer, by its number.
     """
 
     def __init__(self, block: nn.Module, copies: HostCopies) -> None:
@@ -100,7 +101,7 @@ class _HostBlock:
         self._copies = copies
         self.tensors: list[_HostTensor] = []
         self.flat = torch.empty(0, dtype=torch.uint8)
-        self._on_device: dict[int, list[Tensor]] = {}  # by the number of the buffer
+        self.on_device: dict[int, list[Tensor]] = {}
 
     def pack_weights(self) -> None:
         """Move the weights into one piece of memory, unless they are there."""
@@ -111,7 +112,7 @@ class _HostBlock:
             return
         self.flat = self._copies.allocate_host_memory(self.count_bytes())
         self.tensors = []
-        self._on_device = {}
+        self.on_device = {}
         for entry, packed in zip(tensors, self._place_tensors(tensors, self.flat, copied=True), strict=True):
             # `.data` keeps the parameter that others may hold; a tensor subclass cannot be replaced that way.
             if is_traceable_wrapper_subclass(entry.tensor):
@@ -141,21 +142,17 @@ class _HostBlock:
     @contextmanager
     def use_buffer(self, index: int, buffer: Tensor) -> Iterator[None]:
         """Let the block compute with the weights in a buffer, within the context."""
-        if index not in self._on_device:
+        if index not in self.on_device:
             views = self._place_tensors(self.tensors, buffer, copied=False)
             on_device = [_make_like(entry.tensor, x) for entry, x in zip(self.tensors, views, strict=True)]
-            self._on_device[index] = on_device
-        for entry, x in zip(self.tensors, self._on_device[index], strict=True):
+            self.on_device[index] = on_device
+        for entry, x in zip(self.tensors, self.on_device[index], strict=True):
             entry.container[entry.name] = x
         try:
             yield
         finally:
             for entry in self.tensors:
                 entry.container[entry.name] = entry.tensor
-
-    def forget_buffers(self) -> None:
-        """Forget the views of buffers, which are about to be freed."""
-        self._on_device.clear()
 
     @staticmethod
     def _place_tensors(tensors: Sequence[_HostTensor], flat: Tensor, *, copied: bool) -> list[Tensor]:
@@ -255,7 +252,8 @@ class BlockOffload:
             self._current = 0
             self._previous = None
             for block in self._blocks.values():
-                block.forget_buffers()
+                # The views of the buffers go with them.
+                block.on_device.clear()
 
     def wrap_forward(self, now: Generation, hook: BlockHook, is_last: bool, forward: ForwardCall) -> ForwardCall:
         """Wrap a block's forward so that its weights are on the device; see `BlockGraphs.wrap_forward`."""

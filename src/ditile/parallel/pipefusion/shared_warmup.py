@@ -39,6 +39,9 @@ class WarmupGroup:
         owned: the blocks of this stage.
         weight_stream: brings the weights of other stages.
         may_rest: whether calls for which it cannot work run stage after stage, as with warmup_mode=auto.
+
+    Attributes:
+        owned_prefixes: beginnings of the names of layers in these blocks.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class WarmupGroup:
         self._mesh = mesh
         self._axis = mesh["pipefusion"]
         self._traffic = mesh.traffic
-        self._owned_names = tuple(f"{hooks.chain[index].name}." for index in owned)
+        self.owned_prefixes = tuple(f"{hooks.chain[index].name}." for index in owned)
         # (sender, receiver, kind) of every channel, in the order in which all stages open them.
         self._order: list[ChannelName] = []
         for member in range(self.last):
@@ -123,10 +126,6 @@ class WarmupGroup:
                 write_runs(whole, received, part.image, 1)
         return whole
 
-    def owns_layer(self, layer: str) -> bool:
-        """Return whether an attention layer is in a block of this stage."""
-        return f"{layer}.".startswith(self._owned_names)
-
     def gather_tokens(self, own: Tensor, dim: int, tokens: LayerTokens, kind: str) -> Tensor:
         """Gather the tokens of all stages along a dimension, in their order."""
         shapes = [(*own.shape[:dim], length, *own.shape[dim + 1 :]) for length in tokens.rank_lengths]
@@ -174,7 +173,8 @@ class WarmupGroupKeys:
                 # Some backends cannot send booleans, so they are sent as bytes.
                 flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
                 mask = kept_mask = self.warmup_group.gather_tokens(flat, 3, tokens, "masks").to(mask.dtype)
-        if now.keeps_keys and self.warmup_group.owns_layer(self.layer):
+        # Later steps read only the keys of this stage's own blocks.
+        if now.keeps_keys and f"{self.layer}.".startswith(self.warmup_group.owned_prefixes):
             store = now.memory.get_key_store(now.branch, self.layer, tokens.length, tokens.patches)
             store.write_keys(k, v, runs)
             if kept_mask is not None:
