@@ -347,13 +347,10 @@ class Loop:
         references = self._plan.references is not None
         dry_timesteps = rehearsal.iterate_timesteps(steps=steps, patches=patches, references=references)
         yield from self._drive_dry_iterations(dry_timesteps)
-        if self._streams:
-            self._rehearsal = rehearsal
-            self._apply_findings()
-
-    def _apply_findings(self) -> None:
-        """Set up the schedule, the streams and the channels from the findings of the rehearsal."""
-        now = self.generation
+        if not self._streams:
+            return
+        self._rehearsal = rehearsal
+        # The schedule, the streams and the channels follow from what was found.
         findings = now.findings
         if self._serial_plan is not None and self._schedule.warmup_group_size and now.shares.warmup_split is None:
             self._schedule = PatchSchedule.from_plan(self._serial_plan, self._schedule.steps)

@@ -70,7 +70,23 @@ class StepSignature:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        order = _list_step_parameters(scheduler)
+        # The scheduler's nearest class that names the parameters of `step`.
+        steps = []
+        for cls in type(scheduler).__mro__:
+            if "step" in vars(cls):
+                steps.append(vars(cls)["step"].__get__(scheduler))
+        # An object around a scheduler may forward its step without a class that defines one.
+        for step in steps or [scheduler.step]:
+            parameters = inspect.signature(step).parameters
+            first_three = list(parameters.values())[:3]
+            if inspect.Parameter.VAR_POSITIONAL not in [parameter.kind for parameter in first_three]:
+                break
+        else:
+            raise ModelError(
+                f"{type(scheduler).__name__}.step names none of its parameters, so its prediction and latents cannot "
+                f"be told apart; call them {', '.join(STEP_ARGUMENTS)}"
+            )
+        order = list(parameters)
         # CogVideoX has other parameters between these.
         roles: Sequence[str] = STEP_ARGUMENTS if set(STEP_ARGUMENTS) <= set(order) else order[:3]
         self._roles = [(order.index(name), name) for name in roles]
@@ -351,27 +367,6 @@ def _is_like(value: Any, sample: Tensor) -> bool:
     if not isinstance(value, Tensor) or not 1 < value.ndim <= sample.ndim:
         return False
     return value.shape == sample.shape[: value.ndim]
-
-
-def _list_step_parameters(scheduler: Any) -> list[str]:
-    """List the parameters of `step` of a scheduler's nearest class that names them.
-
-    Raises `ModelError` if no class does.
-    """
-    steps = []
-    for cls in type(scheduler).__mro__:
-        if "step" in vars(cls):
-            steps.append(vars(cls)["step"].__get__(scheduler))
-    # An object around a scheduler may forward its step without a class that defines one.
-    for step in steps or [scheduler.step]:
-        parameters = inspect.signature(step).parameters
-        first_three = list(parameters.values())[:3]
-        if inspect.Parameter.VAR_POSITIONAL not in [parameter.kind for parameter in first_three]:
-            return list(parameters)
-    raise ModelError(
-        f"{type(scheduler).__name__}.step names none of its parameters, so its prediction and latents cannot be told "
-        f"apart; call them {', '.join(STEP_ARGUMENTS)}"
-    )
 
 
 def extract_sample(result: Any) -> Tensor:

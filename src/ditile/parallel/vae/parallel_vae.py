@@ -206,31 +206,28 @@ def explain_rows_refusal(vae: Any) -> str | None:
     # A proof decodes and encodes, so it is made once for each structure.
     if vae in _checked and _checked[vae][0] == structure:
         return _checked[vae][1]
-    reason = None
-    try:
-        _check_rows(vae, structure)
-    except ModelError as error:
-        reason = str(error)
-    _checked[vae] = structure, reason
-    return reason
-
-
-def _check_rows(vae: Any, structure: Structure) -> None:
     kind = type(vae).__name__
-    if not dict(_iterate_coders(vae)):
-        raise ModelError(f"{kind} has no encoder and no decoder that could be divided by rows; use vae=whole")
-    for part, coder in _iterate_coders(vae):
+    reason = None
+    coders = list(_iterate_coders(vae))
+    if not coders:
+        reason = f"{kind} has no encoder and no decoder that could be divided by rows; use vae=whole"
+    for part, coder in coders:
         for name, module in coder.named_modules(prefix=part):
-            reason = None
+            obstacle = ""
             if "forward" in vars(module):
-                reason = "its forward is replaced; remove the hook that offloads or casts it"
+                obstacle = "its forward is replaced; remove the hook that offloads or casts it"
             elif isinstance(module, Attention) and type(module.processor) not in STOCK:
                 processor = type(module.processor).__name__
-                reason = f"{processor} is not stock; call vae.set_attn_processor(AttnProcessor2_0())"
-            if reason is not None:
-                raise ModelError(f"{kind}.{name} cannot be divided by rows: {reason}, or use vae=whole")
-    if kind not in PROVEN or structure != _describe_structure(build_meta_model(vae)):
-        import_lab("study.autoencoders").prove_rows(vae, install_row_forwards)
+                obstacle = f"{processor} is not stock; call vae.set_attn_processor(AttnProcessor2_0())"
+            if obstacle and reason is None:
+                reason = f"{kind}.{name} cannot be divided by rows: {obstacle}, or use vae=whole"
+    if reason is None and (kind not in PROVEN or structure != _describe_structure(build_meta_model(vae))):
+        try:
+            import_lab("study.autoencoders").prove_rows(vae, install_row_forwards)
+        except ModelError as error:
+            reason = str(error)
+    _checked[vae] = structure, reason
+    return reason
 
 
 Structure = list[tuple[Any, ...]]
