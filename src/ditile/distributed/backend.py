@@ -1,9 +1,9 @@
 """Chooses the backend of groups: NCCL where every rank has its own GPU, otherwise gloo; and makes gloo groups that
 share a thread.
 
-NCCL refuses two ranks on one GPU. What a rank sees of its machine does not tell whether it shares its GPU: some ranks
-see all GPUs, others only their own, as number 0 (Slurm with `--gpus-per-task=1`, or a CUDA_VISIBLE_DEVICES for each).
-So each rank writes into the common store which GPU it takes.
+NCCL refuses two ranks on one GPU. A rank cannot see whether it shares its GPU. Some ranks see all GPUs of the machine.
+Others see only their own, as number 0 (Slurm with `--gpus-per-task=1`, or a CUDA_VISIBLE_DEVICES for each). So each
+rank writes into the common store which GPU it takes.
 
 torch gives each gloo group a device of its own, whose thread wakes up a hundred times a second for as long as the group
 is there. A mesh has up to ten groups, and each of them would interrupt the ranks that compute on the same cores. So
@@ -88,8 +88,8 @@ def make_group_on_one_loop(
 ) -> dist.ProcessGroup:
     """Make a group of some ranks; all ranks must call it.
 
-    A group that uses only gloo has the device of the group of all ranks, where torch lets us read that.
-    One that uses NCCL only for messages between stages takes few multiprocessors of the GPU.
+    A group over gloo alone shares the device of the group of all ranks, if torch lets us read it. A group over NCCL for
+    messages between stages takes few multiprocessors of the GPU.
 
     Args:
         ranks: in order.

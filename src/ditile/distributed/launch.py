@@ -7,9 +7,9 @@ parent that is killed by SIGKILL leaves small files in the temporary directory, 
 travel as pickles over anonymous pipes that no other user can open.
 
 Why it is own code: torchrun, and `start_processes` of `torch.distributed.elastic.multiprocessing`, return values and
-errors too, but they do not end a run in which no rank makes progress, show the stacks of all ranks when one hangs, or
-name the rank that failed first where others saw its connection break; and they import torch in the parent, which never
-happens here. For many machines use torchrun.
+errors too. But they do not end a run in which no rank makes progress, or show the stacks of all ranks when one hangs.
+Nor do they name the rank that failed first where others saw its connection break. And they import torch in the parent,
+which never happens here. For many machines use torchrun.
 """
 
 from __future__ import annotations

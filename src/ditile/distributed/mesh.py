@@ -155,7 +155,7 @@ class Mesh:
 
 
 BROKEN_WORLDS: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups of all ranks that have NCCL, in which a call has failed: receives that wait forever are on the GPU."""
+"""Groups of all ranks over NCCL in which a call has failed. Its receives never end, and they stay on the GPU."""
 
 
 def is_world_broken() -> bool:

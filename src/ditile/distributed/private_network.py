@@ -1,10 +1,9 @@
 """Makes a private network for gloo's ports, so that no other user of the machine can connect to them.
 
-gloo listens on the loopback device, does not authenticate connections, and takes whatever connects first for a rank.
-On Linux a process can make a network that only processes with a descriptor of it can enter; `launch` makes one for each
-run. A rank enters it with one thread, while that thread makes process groups: sockets, and the threads that are started
-meanwhile, stay in the network in which they were made. Everything else, such as downloads, uses the network of the
-machine.
+gloo listens on the loopback device, does not authenticate connections, and takes whatever connects first for a rank. On
+Linux a process can make a network that only processes with a descriptor of it can enter; `launch` makes one for each
+run. A rank enters it with one thread, which makes process groups there. Sockets and threads stay in the network in
+which they were made. Everything else, such as downloads, uses the network of the machine.
 
 It needs root, or user namespaces (`unshare --user --net` works). Elsewhere gloo listens on the loopback device.
 """

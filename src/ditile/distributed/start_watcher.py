@@ -8,8 +8,8 @@ hub applies the rules of `launch` (`failure_detection`) and tells all others its
     rank 0 -> its watcher, the hub <=> watcher <- rank 1
 
 A watcher ends its rank when the hub says so or falls silent, and exits once all ranks have ended. The hub listens on
-its own port. A watcher that connects must know a secret, which is random in each run and which ranks read from
-torchrun's store.
+its own port. A watcher that connects must know a secret. It is random in each run, and ranks read it from torchrun's
+store.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class GenerationTrace:
             self._marks.append(self.mark_point())
 
     def record_wait(self, kind: str) -> AbstractContextManager[None]:
-        """Record that this rank waits for messages of a kind within."""
+        """Record the wait for messages of a kind within this context."""
         return self._record_wait(kind) if self.on else _NULL_CONTEXT
 
     @contextmanager

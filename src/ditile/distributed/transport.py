@@ -110,7 +110,7 @@ class PeerChannel:
         self._traffic = traffic
         self._shared = shared
         self._before_send = before_send
-        # Each message is kept with the tensor that it was made of, which is another one where gloo sends from the CPU.
+        # Each message is kept with the tensor that it was made of: gloo may send a copy on the CPU.
         self._sending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
         self._sent = 0

@@ -151,7 +151,7 @@ class ResidualPacking:
         # In fp32, because a difference in fp16 may be too large for it.
         difference = torch.sub(base.to(torch.float32), x)
         runs, scales = _find_scales(difference, self.wire_dtype)
-        # An infinite one times a code may be infinite, and must arrive as NaN.
+        # An infinite scale times a code may be infinite, and must arrive as NaN.
         scales.masked_fill_(scales.isinf(), math.nan)
         precise_scales = scales.to(torch.float32)
         codes = (runs / precise_scales).round_().add_(LARGEST_CODE[self.wire_dtype])

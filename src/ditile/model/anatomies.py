@@ -103,8 +103,8 @@ def forget_anatomy(transformer: nn.Module) -> None:
 def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
     """Hash the forwards of a transformer and its blocks; empty if a source cannot be read.
 
-    Parts that a config may add to a block and that decide how tokens depend on each other count too: modules that
-    choose among tokens, such as experts, and attention processors other than the class's own.
+    A config may add parts to a block that decide how tokens depend on each other. They count too: modules that choose
+    among tokens, such as experts, and attention processors other than the class's own.
     """
     inside: set[type[nn.Module]] = set()
     processors: set[Any] = set()

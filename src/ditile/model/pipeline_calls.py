@@ -1,7 +1,7 @@
 """Questions that ditile asks of a pipeline of either kind: one class with one call, or a tree of modular blocks.
 
 A modular pipeline (diffusers' `ModularPipeline`) has no code itself. Its inputs, its loop over timesteps and the
-progress bar of that loop belong to the blocks of its tree, of which a user may call any part as a pipeline.
+progress bar of that loop belong to the blocks of its tree. A user may call any part of the tree as a pipeline.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def describe_cut_prompts(pipe: Any, call: Mapping[str, Any]) -> str | None:
     for name in ("prompt", "negative_prompt"):
         texts = call.get(name)
         for text in texts if isinstance(texts, list) else [texts]:
-            # CLIP reads 77 tokens of a prompt where T5 reads 512: what counts is the encoder that cuts the least.
+            # CLIP reads 77 tokens of a prompt, and T5 reads 512: the encoder that cuts the least counts.
             num_cut, num_tokens = min(_count_cut_tokens(pipe, text, most_tokens), default=(0, 0))
             if num_cut > 0:
                 return f"the {name} has {num_tokens} tokens, and {num_tokens - num_cut} are read"

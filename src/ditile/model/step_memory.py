@@ -1,9 +1,8 @@
 """diffusers' hooks on the user's model that keep state from step to step, and the plans that they fit.
 
 They are its caches (`transformer.enable_cache`, or the functions that it calls), and any hook that a user derives from
-its `ModelHook`. A plan may call a block with this rank's tokens, one patch at a time, or on another rank; the state of
-such a hook, or its decision from the tokens that it sees, is then right only if it neither compares tokens nor skips
-blocks.
+its `ModelHook`. A plan may call a block with this rank's tokens, one patch at a time, or on another rank. Such a hook
+is then right only if it neither compares tokens nor skips blocks.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class BatchDims:
 class BatchDimFinder:
     """Finds the batch dimension of the arguments of a model.
 
-    In a class of diffusers it is that of the table, and of an argument that the table does not know the first one if it
-    is as long as the batch. The lab asks the forward of any other class, once for each kind of call.
+    For a class of diffusers the table says it. In an argument that the table does not know it is the first dimension,
+    if that is as long as the batch. The lab asks the forward of any other class, once for each kind of call.
 
     Args:
         model: as the user gave it.

@@ -209,9 +209,9 @@ def _find_compiled_wrappers(pipe: Any, model: nn.Module) -> list[tuple[str, Any]
 _COUNT = itertools.count()
 _CUSTOM_OPS: WeakValueDictionary[int, CustomOp] = WeakValueDictionary()
 _LIBRARY = torch.library.Library("ditile", "DEF")
-# `turn` is written and is not a static input, so inductor's CUDA graphs run a partition with this operator eagerly:
-# messages and keys differ at the next call, and may not be replayed. It is not enough that `number` and `turn` are on
-# the CPU: a partition ends at operators whose results are on the CPU.
+# Messages and keys differ from call to call, so this operator may not be replayed. `turn` is written and is not a
+# static input, so inductor's CUDA graphs run a partition with it eagerly. It is not enough that `number` and `turn` are
+# on the CPU: a partition ends at operators whose results are on the CPU.
 _LIBRARY.define(
     "hidden(Tensor?[] tensors, Tensor number, Tensor(a!) turn, float? scale) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),

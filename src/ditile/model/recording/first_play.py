@@ -1,8 +1,8 @@
 """The first play of a tape: its results are compared with those of the call's code, bit for bit.
 
-It is made right after the capture, on the memory found by the code, and without other ranks: messages received by the
-code are put in place, and outgoing ones are compared instead of sent. Afterwards the memory has the values left by the
-code.
+It is made right after the capture, on the memory that the code found, and without other ranks. Messages that the code
+received are put in place, and outgoing ones are compared instead of sent. Afterwards the memory has the values left by
+the code.
 """
 
 from __future__ import annotations

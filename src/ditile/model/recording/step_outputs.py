@@ -4,7 +4,7 @@ A module with the same inputs for each patch, such as one that makes a modulatio
 of a step. That tape ends with a copy of the module's output, and the tapes of the other patches were recorded to read
 it. So they may only be played in steps after that tape was played.
 
-The copies are outside of the memory shared by tapes: there, an earlier tape writes into memory that was free at that
+The copies are outside of the memory that tapes share. An earlier tape writes into shared memory that was free at its
 time, so it must not be played between a tape that writes there and one that reads it.
 """
 

@@ -1,9 +1,9 @@
 """The state behind a recorded call besides its arguments: the addresses of a model's weights, and its settings.
 
 A tape reads weights at their addresses from the recording, so it sees new numbers written there. It does not see
-weights that move, another structure, other settings (scales of LoRAs, active adapters, kernels) and tensors that a
-module keeps as plain attributes, in lists or in tables: if two surveys of a model differ, its tapes are of no use any
-more.
+weights that move, another structure, or other settings (scales of LoRAs, active adapters, kernels). Nor does it see
+tensors that a module keeps as plain attributes, in lists or in tables. If two surveys of a model differ, its tapes are
+of no use any more.
 """
 
 from __future__ import annotations

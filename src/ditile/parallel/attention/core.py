@@ -298,8 +298,8 @@ class StaleKeys:
         # A text that is not computed with this patch has no queries.
         if not q.shape[1]:
             return q
-        # A patch attends to the stored keys of the whole sequence. A whole step takes its keys in the order in which
-        # they came, so that its result is bit-identical to that of one process.
+        # A patch attends to the stored keys of the whole sequence. A whole step attends to its keys as they came, and
+        # not to the store, so that its result has the bits of one process.
         if patch is not None:
             assert store.buffers is not None
             if self.check is not None:

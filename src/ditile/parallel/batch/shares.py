@@ -9,10 +9,11 @@ computed with it before. The number of calls is learnt in step 0, which every gr
 are sent: in an asynchronous micro-step of PipeFusion one patch of the prediction, and only on the last stage.
 
 **data**: each replica computes the model's rows of its own images, and all hold all images at the end. Every replica
-runs the pipeline on the latents of the whole batch, which is cheap: noise is generated once for the batch, by one
-generator or a list, also during the loop by a stochastic scheduler, and image k does not depend on the degree. In other
-replicas' rows a prediction is zero and latents are not read; they arrive after the last step. Each replica decodes its
-own images. With fewer images than replicas, those that have none compute the first image as well, and send none.
+runs the pipeline on the latents of the whole batch, which is cheap. Noise is generated once for the batch, by one
+generator or a list, and also during the loop by a stochastic scheduler. So image k does not depend on the degree. In
+other replicas' rows a prediction is zero and latents are not read; they arrive after the last step. Each replica
+decodes its own images. With fewer images than replicas, those that have none compute the first image as well, and send
+none.
 """
 
 from __future__ import annotations

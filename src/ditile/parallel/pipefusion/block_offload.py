@@ -5,9 +5,9 @@ the block that followed it the last time are copied to the other, on a separate 
 block's kernels wait for its copy, and a copy waits for the kernels of the block that was in its buffer before. So the
 device never holds more than two blocks, however far the host runs ahead.
 
-diffusers' group offloading is not used: with a stream the host waits for a copy or the whole device at every block,
-messages of other ranks included; if it does not wait for the device, it runs ahead and more than two blocks are there;
-and the weights outside of blocks, which every patch needs, would be copied each time too.
+diffusers' group offloading is not used. With a stream the host waits at every block for a copy or the whole device,
+messages of other ranks included. If it does not wait for the device, it runs ahead, and more than two blocks are there.
+And the weights outside of blocks, which every patch needs, would be copied each time too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """PipeFusion: each rank owns a run of blocks, through which patches follow each other (arXiv 2405.14430, section 3.4).
 
-A stage receives at its first own block, and sends at the entry of the next stage's first block, not at the exit of its
-own last block: so the earlier stage also computes what the model's forward does between the two blocks. Attention reads
-keys and values of the previous step until fresh ones arrive (attention/core.py). Activations go from stage to stage,
-denoised patches from the last stage to the first in a separate group. Only the wait for a message blocks.
+A stage receives at its first own block, and sends at the entry of the next stage's first block. So it also computes
+what the model's forward does between its last block and that one. Attention reads keys and values of the previous step
+until fresh ones arrive (attention/core.py). Activations go from stage to stage, denoised patches from the last stage to
+the first in a separate group. Only the wait for a message blocks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A rehearsal depends on shapes: the places of a patch's tokens are the same for any prompt, seed, or number of steps.
 Whatever it may depend on before the loop is compared first, see `describe_call_shapes`. Then the pipeline's loop runs
-two iterations in which no model is called: calls of models are looked up by their shapes, and by the arguments that
-give the lengths of the prompts (`describe_lengths`), and get a result of zeros. These iterations show again how the
+two iterations in which no model is called. Calls of models are looked up by their shapes, and by the arguments that
+give the lengths of the prompts (`describe_lengths`). They get a result of zeros. These iterations show again how the
 pipeline passes latents on, which depends on numbers, such as a mask that blends nothing.
 """
 
@@ -39,9 +39,9 @@ MAX_KNOWN_CALLS = 8
 def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
     """Describe everything before the loop that may affect a rehearsal; calls that may be alike are equal.
 
-    That is the pipeline's class and config, its schedulers and guiders with their settings, and of the arguments the
-    shapes of tensors and images, the number of prompts, and all other values except `IRRELEVANT_ARGUMENTS`. An object
-    of another type equals no other, so that such a call is always rehearsed.
+    That is the pipeline's class and config, and its schedulers and guiders with their settings. Of the arguments it is
+    the shapes of tensors and images, the number of prompts, and all other values except `IRRELEVANT_ARGUMENTS`. An
+    object of another type equals no other, so that such a call is always rehearsed.
     """
     parts: dict[str, Any] = {}
     attributes: dict[str, Any] = {}

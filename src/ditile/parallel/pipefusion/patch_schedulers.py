@@ -1,9 +1,9 @@
 """One deep copy of the stock scheduler per patch: no scheduler is rewritten, and multistep history stays correct.
 
-A stochastic scheduler is detected, not listed: if the first step of a generation moves a random generator, every patch
-is stepped on the full tensors from the same saved state and only its slice is kept, so that it has the plain pipeline's
-noise. A user's own scheduler is treated the same way, because it may compute statistics of a whole prediction.
-`StepTimesteps` are the timesteps that a pipeline iterates, or slices, and that yield micro-steps.
+A stochastic scheduler is detected, not listed: the first step of a generation moves a random generator. Then every
+patch is stepped on the full tensors from the same saved state, and only its slice is kept, so that it has the plain
+pipeline's noise. A user's own scheduler is treated the same way, because it may compute statistics of a whole
+prediction. `StepTimesteps` are the timesteps that a pipeline iterates, or slices, and that yield micro-steps.
 """
 
 from __future__ import annotations

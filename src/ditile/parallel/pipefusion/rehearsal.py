@@ -1,9 +1,9 @@
 """The rehearsal of a generation: dry iterations before its first step show which latents belong to which patch.
 
-That depends on the pipeline's own code between the transformer and the scheduler, which also decides whether the
-latents that a step returned are stepped next, or a copy of them. Tokens of a patch are made NaN after the blocks, and
-its latents are those that come to the scheduler as NaN. A pipeline that calls another model in some steps, or its model
-in another mode, shows it in an iteration for each step.
+That depends on the pipeline's own code between the transformer and the scheduler. The same code decides whether the
+next step gets the latents of the last one, or a copy of them. Tokens of a patch are made NaN after the blocks, and its
+latents are those that come to the scheduler as NaN. A pipeline that calls another model in some steps, or its model in
+another mode, shows it in an iteration for each step.
 
 If tokens of reference images are separate patches, these tokens have to be found first: they are those that do not
 reach the scheduler. Rows are told apart by the bits of their numbers, in an iteration for each bit.
@@ -268,9 +268,10 @@ Masks = dict[tuple[int, str], list[Tensor]]
 class ArgumentProbe:
     """The search for arguments of a model that a pipeline makes from its latents, or from its last prediction.
 
-    Stages have different latents at a time: the first one those of the current patch, the last one those that it
-    denoised, and the others no new ones unless they are sent. And a patch's latents are one step newer than those of
-    later patches. So an argument for a patch must be made only from its own latents, unless all steps are synchronous.
+    Stages have different latents at a time. The first one has those of the current patch, and the last one those that
+    it denoised. The others have no new ones unless they are sent. And a patch's latents are one step newer than those
+    of later patches. So an argument for a patch must be made only from its own latents, unless all steps are
+    synchronous.
 
     Args:
         pipeline: the name of the pipeline's class, for messages.
