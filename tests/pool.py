@@ -179,9 +179,12 @@ def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     """Let the body of a test run on each of so many ranks, with the test's arguments."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        # Pytest leaves the first folder out where the second one is a package.
+        module = f"tests.{body.__module__.removeprefix('tests.')}"
+
         @functools.wraps(body)
         def test(pool: Pool, **arguments: Any) -> None:
-            pool.run(RankBody(body.__module__, body.__name__), ranks, arguments)
+            pool.run(RankBody(module, body.__name__), ranks, arguments)
 
         signature = inspect.signature(body)
         pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -22,9 +22,8 @@ from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import StateError
 from ditile.runner import caching
-from tests.cache.pictures import settings_for
+from tests.cache.pictures import outputs, settings_for
 from tests.families import FAMILIES
-from tests.parallel.pipefusion.moves import outputs
 from tests.parallel.sequence.planned import wan_pipeline
 from tests.runner.cases import MAKE, same
 

@@ -6,7 +6,6 @@ run here, or runs and leaves nothing out. What needs a kernel or a card that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,22 +13,10 @@ import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
 import ditile as cache_dit
-from ditile import (
-    BlockAdapter,
-    DBCacheConfig,
-    DBPruneConfig,
-    ForwardPattern,
-    ModelError,
-    ParallelismConfig,
-    ParamsModifier,
-    TaylorSeerCalibratorConfig,
-)
+from ditile import DBCacheConfig, DBPruneConfig, ModelError, ParallelismConfig, TaylorSeerCalibratorConfig
 from ditile.cache.cached import IdleCacheWarning
 from tests import tiny
-from tests.parallel.sequence.planned import wan_pipeline
-from tests.pool import Pool
-from tests.runner.cases import same
-from tests.zoo import ZOO
+from tests.pool import Pool, on_ranks
 
 
 def flux(double: int = 4, single: int = 8) -> Any:
@@ -48,116 +35,21 @@ def left_out(pipe: Any) -> list[list[int]]:
     return [report.cached_steps for report in cache_dit.summary(pipe, logging=False)]
 
 
-def test_one_line_on_a_pipeline_with_two_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    entry = ZOO["qwen-image"]
-    pipe = entry.make()
-    tiny.randomise(pipe.transformer, gain=0.3)
-    plain = pipe(**entry.call() | {"num_inference_steps": 20}).images
-
-    cache_dit.enable_cache(pipe)
-    pipe(**entry.call() | {"num_inference_steps": 20})
-    stats = cache_dit.summary(pipe)
-    cache_dit.disable_cache(pipe)
-
-    assert {each.branch for each in stats[0].decisions} == {0, 1} and stats[0].cached_steps
-    assert "what the cache left out" in capsys.readouterr().out
-    same(pipe(**entry.call() | {"num_inference_steps": 20}).images, plain)
-
-
-def test_a_block_adapter_of_flux() -> None:
-    """Since diffusers 0.35 single blocks return text and image too, which is said; the right pattern is used."""
-    pipe = flux()
-    with pytest.warns(UserWarning, match="ForwardPattern.Pattern_1 is used"):
-        cache_dit.enable_cache(
-            BlockAdapter(
-                pipe=pipe,
-                transformer=pipe.transformer,
-                blocks=[pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks],
-                forward_pattern=[ForwardPattern.Pattern_1, ForwardPattern.Pattern_3],
-            )
-        )
-    picture(pipe)
-    assert left_out(pipe)[0]
-
-
-def test_a_block_adapter_of_wan() -> None:
-    """Each transformer has its own settings and counts its own steps."""
-    pipe, call = wan_pipeline()
-    for transformer in (pipe.transformer, pipe.transformer_2):
-        tiny.randomise(transformer, gain=0.3)
-    cache_dit.enable_cache(
-        BlockAdapter(
-            pipe=pipe,
-            transformer=[pipe.transformer, pipe.transformer_2],
-            blocks=[pipe.transformer.blocks, pipe.transformer_2.blocks],
-            forward_pattern=[ForwardPattern.Pattern_2, ForwardPattern.Pattern_2],
-            params_modifiers=[
-                ParamsModifier(cache_config=DBCacheConfig().reset(max_warmup_steps=4, max_cached_steps=8)),
-                ParamsModifier(cache_config=DBCacheConfig().reset(max_warmup_steps=2, max_cached_steps=20)),
-            ],
-            has_separate_cfg=True,
-        ),
-        cache_config=DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=1.0),  # the model has two blocks
+def test_blocks_that_are_never_pruned() -> None:
+    """The model has as many blocks as the settings of the guide need: 8 + 16 for F8B8, and eight that are kept."""
+    pipe = flux(8, 24)
+    config = DBPruneConfig(
+        max_warmup_steps=8,
+        Fn_compute_blocks=8,
+        Bn_compute_blocks=8,
+        residual_diff_threshold=0.12,
+        enable_dynamic_prune_threshold=True,
+        non_prune_block_ids=list(range(16, 24)),
     )
-    pipe(**call | {"num_inference_steps": 20})
-    first, second = left_out(pipe)
-    assert first[0] == 4 and len(first) <= 8 and second[0] == 2 and len(first) != len(second)
-
-
-CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
-    "DBCache": lambda: {
-        "cache_config": DBCacheConfig(
-            max_warmup_steps=8,
-            max_cached_steps=-1,
-            Fn_compute_blocks=8,
-            Bn_compute_blocks=0,
-            residual_diff_threshold=0.12,
-        )
-    },
-    "DBPrune": lambda: {
-        "cache_config": DBPruneConfig(
-            max_warmup_steps=8,
-            Fn_compute_blocks=8,
-            Bn_compute_blocks=8,
-            residual_diff_threshold=0.12,
-            enable_dynamic_prune_threshold=True,
-            non_prune_block_ids=list(range(16, 24)),
-        )
-    },
-    "TaylorSeer": lambda: {
-        "cache_config": DBCacheConfig(Fn_compute_blocks=8, Bn_compute_blocks=0, residual_diff_threshold=0.12),
-        "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=1),
-    },
-    "SCM": lambda: {
-        "cache_config": DBCacheConfig(
-            Fn_compute_blocks=8,
-            Bn_compute_blocks=0,
-            max_warmup_steps=6,
-            residual_diff_threshold=0.12,
-            steps_computation_mask=cache_dit.steps_mask(compute_bins=[6, 1, 1, 1, 1], cache_bins=[1, 2, 5, 5, 5]),
-            steps_computation_policy="dynamic",
-        ),
-        "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=1),
-    },
-}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_config(name: str) -> None:
-    """The model has as many blocks as the settings need: 8 + 16 for F8B8 and eight blocks that are not pruned."""
-    pipe = flux(8, 24) if name == "DBPrune" else flux()
-    wanted = CONFIGS[name]()
-    cache_dit.enable_cache(pipe, **wanted)
+    cache_dit.enable_cache(pipe, cache_config=config)
     picture(pipe)
     (report,) = cache_dit.summary(pipe, logging=False)
-    assert report.saved > 0 and report.settings == cache_dit.strify(
-        wanted["cache_config"], wanted.get("calibrator_config")
-    )
-    if name == "DBPrune":
-        assert report.middle == 32 - 8 - 8 - 8
-    mask = wanted["cache_config"].steps_computation_mask
-    if mask is not None:
-        assert len(mask) == 28 and not any(mask[step] for step in report.cached_steps)
+    assert report.saved > 0 and report.settings == cache_dit.strify(config) and report.middle == 32 - 8 - 8 - 8
 
 
 def test_settings_that_leave_no_block_are_said() -> None:
@@ -172,9 +64,6 @@ def test_settings_that_leave_no_block_are_said() -> None:
     with pytest.raises(IdleCacheWarning):
         cache_dit.enable_cache(pipe, DBPruneConfig(Fn_compute_blocks=1, non_prune_block_ids=list(range(1, 12))))
     assert [vars(block).get("forward") for block in pipe.transformer.transformer_blocks] == before
-
-
-# torch.compile: graphs are captured, and run op by op
 
 
 def test_a_refresh_changes_what_it_is_given() -> None:
@@ -224,7 +113,7 @@ def config_of(**parallel: Any) -> dict[str, Any]:
     }
 
 
-def on_rank(sizes: dict[str, Any]) -> tuple[Any, list[list[int]]]:
+def draw_on_rank(sizes: dict[str, Any]) -> tuple[Any, list[list[int]]]:
     """A picture of a pipeline that is called as ever, on every rank."""
     pipe = flux(2, 4)
     cache_dit.enable_cache(pipe, **config_of(**sizes))
@@ -254,23 +143,19 @@ def test_two_ranks(pool: Pool, name: str) -> None:
     pipe = flux(2, 4)
     cache_dit.enable_cache(pipe, cache_config=config_of()["cache_config"])
     wanted, steps = picture(pipe, 14), left_out(pipe)
-    for latents, found in pool.run(on_rank, 2, PARALLEL[name]):
+    for latents, found in pool.run(draw_on_rank, 2, PARALLEL[name]):
         assert found == steps != [[]]
         assert torch.allclose(latents, wanted, rtol=1e-4, atol=1e-4)
 
 
-def quantized_on_rank() -> tuple[Any, Any]:
-    """Without and with quantized weights, which are those of this rank's share."""
+@on_ranks(2)
+def test_quantized_weights_of_a_share() -> None:
+    """A failure means that weights are quantized before they are shared out, which no kernel of torchao can do."""
     pictures = []
     for more in ({}, {"quantize_config": {"quant_type": "int8_weight_only"}}):
         pipe = flux(2, 4)
         cache_dit.enable_cache(pipe, **config_of(tp_size=2) | more)
         pictures.append(picture(pipe, 14))
         assert left_out(pipe) != [[]]
-    return pictures[0], pictures[1]
-
-
-def test_quantized_weights_of_a_share(pool: Pool) -> None:
-    """A failure means that weights are quantized before they are shared out, which no kernel of torchao can do."""
-    for plain, quantized in pool.run(quantized_on_rank, 2):
-        assert 0 < float((quantized - plain).norm() / plain.norm()) < 0.1
+    plain, quantized = pictures
+    assert 0 < float((quantized - plain).norm() / plain.norm()) < 0.1

@@ -22,8 +22,8 @@ from ditile.model.block_lists import find_block_lists
 from ditile.model.hooks.protocols import CallPosition
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune
+from tests.cache.pictures import RUN, STEPS, calls, enable, outputs, skipped, tensors, untouched
 from tests.more_families import EVERY
-from tests.parallel.pipefusion.moves import RUN, STEPS, calls, enable, outputs, skipped, tensors, untouched
 from tests.runner.cases import different, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")

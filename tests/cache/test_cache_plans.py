@@ -96,10 +96,6 @@ def safe(case: Case) -> tuple[float, Tensor, list[dict[str, Any]]]:
     raise AssertionError(f"no threshold tells the steps of {case.name} apart")
 
 
-def on_rank(case: Case, threshold: float) -> tuple[Tensor, list[dict[str, Any]]]:
-    return draw(case, threshold, case.plan)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [*MECHANISMS, *CASES], ids=lambda case: f"{case.name}, {case.plan}, {case.config}")
 def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:
@@ -109,7 +105,7 @@ def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:
     plan = Plan.parse(case.plan)
     skipped = {(e["branch"], e["unit"]): e["skipped"] for e in reports[0]["decisions"]}
     seen = set()
-    for rank, (latents, found) in enumerate(pool.run(on_rank, plan.world, case, threshold)):
+    for rank, (latents, found) in enumerate(pool.run(draw, plan.world, case, threshold, case.plan)):
         assert float((latents - wanted).abs().max() / wanted.std()) < TOLERANCE, f"rank {rank}"
         if isinstance(case.config, DBPruneConfig) or plan.data > 1:
             continue
@@ -139,7 +135,9 @@ def test_nothing_is_remembered_while_the_picture_is_decoded() -> None:
     assert all(report.kept_bytes for report in caching.summary(pipe, logging=False)), "and what it was is still told"
 
 
-def groups_left() -> tuple[int, int]:
+@on_ranks(4)
+def test_restore_gives_the_groups_of_caches_back() -> None:
+    """A failure means that each runner leaves threads behind, and communicators on GPUs."""
     pipe, groups = MAKE["pixart sigma"](), dist.distributed_c10d._world.pg_map
     caching.enable_cache(pipe, NO_PROBE)
     before = len(groups)
@@ -147,13 +145,7 @@ def groups_left() -> tuple[int, int]:
     runner(**call_of("pixart sigma"))
     during = len(groups)
     runner.restore()
-    return during - before, len(groups) - before
-
-
-def test_restore_gives_the_groups_of_caches_back(pool: Pool) -> None:
-    """A failure means that each runner leaves threads behind, and communicators on GPUs."""
-    for during, after in pool.run(groups_left, 4):
-        assert during > 0 and after == 0
+    assert during > before == len(groups)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -68,14 +68,6 @@ def left_out(changes: dict[str, Any], differences: Sequence[float] = (0.1,) * ST
     return drive(limits(**changes), differences, mask).skipped
 
 
-def test_warmup() -> None:
-    """Steps 0, 2, 4, 6 of eight, where every second is to be computed; the others go through the other rules."""
-    assert left_out({"max_warmup_steps": 8}) == list(range(8, STEPS))
-    assert left_out({"max_warmup_steps": 8, "warmup_interval": 2}) == [1, 3, 5, 7, *range(8, STEPS)]
-    assert left_out({"max_warmup_steps": 8, "warmup_interval": 3})[:6] == [1, 2, 4, 5, 7, 8]
-    assert left_out({"max_warmup_steps": STEPS}) == []
-
-
 def test_the_threshold() -> None:
     """A difference that equals it is computed; 0 leaves nothing out, 1 everything, and neither measures."""
     assert left_out({"threshold": 0.1}) == []
@@ -272,20 +264,6 @@ def test_images_are_decided_on_apart() -> None:
     assert decide(one, now, 2, images=2) == [True, True], "the second was renewed, the first is what it was"
     assert decide(one, probe, 3, images=2) == [True, False], "and is compared with its own last computed step"
     assert [record.skipped for _, _, _, record in one.iterate_records()] == [[1, 2, 3], [2]]
-
-
-def test_a_step_that_was_left_out_is_not_compared_with() -> None:
-    """A slow drift adds up until the step is computed. Else a picture could drift away step by step."""
-    one = decider(0.35)
-    skips = [decide(one, torch.ones(1, 3, 2) * 1.1**step, step)[0] for step in range(9)]
-    assert skips == [False, True, True, True, False, True, True, True, False]
-
-
-def test_branches_have_histories_of_their_own() -> None:
-    one, probe = decider(), torch.ones(1, 3, 2)
-    decide(one, probe, 0), decide(one, probe * 9, 0, branch=1)
-    assert decide(one, probe * 1.1, 1) == [True] and decide(one, probe, 1, branch=1) == [False]
-    assert decide(one, probe * 1.1, 2, branch=1) == [True]
 
 
 def test_branches_may_share_the_difference_of_the_first() -> None:

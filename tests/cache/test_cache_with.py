@@ -18,10 +18,12 @@ from ditile import BlockAdapter, DBCacheConfig, ParamsModifier, Plan
 from ditile.cache.cached import find_model_cache
 from ditile.plan.errors import StateError
 from ditile.runner import caching
+from ditile.runner.runner import parallelize
 from tests.cache.hand import by_hand
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
+from tests.model.hooks.compiling import WAYS, Counting
 from tests.parallel.sequence.planned import wan_pipeline
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import NAMES, edits, folder_of
 from tests.tiny import randomise
@@ -226,8 +228,11 @@ def test_transformers_in_turns_have_a_warmup_each() -> None:
 # Plans
 
 
-def before_or_after(name: str) -> list[Any]:
-    """On a rank: pictures with the cache put on before `parallelize`, after it, and on the runner."""
+@pytest.mark.parametrize("name", ["pixart sigma"])
+@on_ranks(2)
+def test_before_or_after_parallelize(name: str) -> None:
+    """A failure means that the order matters, that a stage knows nothing of its cache, or that `restore` and
+    `disable_cache` take off what is not theirs."""
     plan, found = Plan(pipefusion=2, patches=1, warmup=99), []
     alone = MAKE[name]()
     ditile.enable_cache(alone, CACHE)
@@ -258,16 +263,9 @@ def before_or_after(name: str) -> list[Any]:
             runner.restore()
         same(draw(ditile.disable_cache(pipe), name), plain, f"{order}, nothing left")
         assert not {"step", "set_timesteps"} & vars(pipe.scheduler).keys()
-    return [wanted, *found]
-
-
-@pytest.mark.parametrize("name", ["pixart sigma"])
-def test_before_or_after_parallelize(pool: Pool, name: str) -> None:
-    """A failure means that the order matters, that a stage knows nothing of its cache, or that `restore` and
-    `disable_cache` take off what is not theirs."""
-    for pictures in pool.run(before_or_after, 2, name):
-        same(pictures[2:], [pictures[1]] * 2, "the order")
-        assert near(pictures[1], pictures[0])
+    pictures = [wanted, *found]
+    same(pictures[2:], [pictures[1]] * 2, "the order")
+    assert near(pictures[1], pictures[0])
 
 
 UNLIKE: list[DBCacheConfig | None] = [
@@ -295,3 +293,49 @@ def test_ranks_with_different_caches_are_refused() -> None:
             draw(runner, "flux")
     ditile.disable_cache(pipe)
     same(draw(runner, "flux"), plain)
+
+
+COMPILED = DBCacheConfig(
+    Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=0.5, steps_computation_policy="static",
+    steps_computation_mask=(1, 1, 0, 1, 0, 1),
+)  # fmt: skip
+SIX_STEPS = {"num_inference_steps": 6}
+MOST = 6
+"""Graphs of a class of blocks under PipeFusion; 4 without."""
+
+
+@pytest.mark.parametrize(
+    ("way", "order", "patches"),
+    [
+        ("whole", "compiled first", 1),
+        ("in place", "compiled first", 3),
+        ("blocks", "cached first", 1),
+        ("blocks", "compiled first", 3),
+        ("whole", "cached first", 3),
+        ("in place", "cached first", 1),
+    ],
+)
+def test_compiled_and_cached_equal_cached(way: str, order: str, patches: int) -> None:
+    """The picture is that of the cache alone, steps were left out, and the second picture makes no graph.
+
+    A failure of equality means that dynamo traced a hook, so that what it decided once was taken for ever; of the
+    second picture, that a step, patch or decision was guarded.
+    """
+    name = "pixart sigma" if way == "in place" else "flux"
+    plan = Plan(patches=patches, warmup=1)
+    pipe = MAKE[name]()
+    caching.enable_cache(pipe, COMPILED)
+    wanted = run(pipe if patches == 1 else parallelize(pipe, plan), name, **SIX_STEPS)
+    torch._dynamo.reset()
+    pipe, count = MAKE[name](), Counting()
+    steps = [lambda: WAYS[way](pipe, backend=count), lambda: caching.enable_cache(pipe, COMPILED)]
+    for step in steps if order == "compiled first" else reversed(steps):
+        step()
+    runner = pipe if patches == 1 else parallelize(pipe, plan)
+    same(run(runner, name, **SIX_STEPS), wanted, way)
+    assert all(caching.summary(pipe, logging=False)[0].decisions[0].skipped), "nothing was left out"
+    graphs = count.take()
+    assert graphs and max(graphs.values()) <= (4 if patches == 1 else MOST), graphs
+    same(run(runner, name, **SIX_STEPS), wanted, way)
+    assert not count.take()
+    caching.disable_cache(pipe)

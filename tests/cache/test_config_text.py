@@ -243,12 +243,6 @@ def test_lines_that_will_not_do(line: str, value: str, hint: str) -> None:
     assert value in str(caught.value) and hint in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
-    """YAML 1.1 takes 1e-8 for text, and a file that says so is right all the same."""
-    (tmp_path / "a.yaml").write_text("calibrator_config: {calibrator_type: dmd, dmd_ridge: 1e-6}")
-    assert load_configs(tmp_path / "a.yaml")["calibrator_config"] == DMDCalibratorConfig(dmd_ridge=1e-6)
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -329,10 +323,3 @@ def test_auto_counts_the_ranks_that_torchrun_started(monkeypatch: pytest.MonkeyP
         config.to_plan()
     monkeypatch.delenv("RANK")
     assert ParallelismConfig(ulysses_size="auto").to_plan() == Plan()
-
-
-def test_kernel_and_splits_of_a_parallelism() -> None:
-    table = {"": {}}
-    config = ParallelismConfig(ulysses_size=2, parallel_kwargs={"attention_backend": "flash", "cp_plan": table})
-    assert config.attention_backend == "flash" and config.cp_plan == table
-    assert ParallelismConfig().attention_backend is None and ParallelismConfig().cp_plan is None

@@ -18,10 +18,10 @@ import ditile
 from ditile.cache.methods.gating import CAPTION_FIRST
 from ditile.model.hooks.overrides import override_attribute
 from ditile.plan.plan import Plan
-from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.pool import Pool
+from tests.cache.pictures import skipped
+from tests.pool import CaseError, Pool
 from tests.runner.cases import MAKE, call_of, different, make_double, same
 from tests.zoo import ZOO
 
@@ -103,11 +103,6 @@ def by_authors(pipe: Any, branches: int, config: Any) -> Iterator[list[Authors]]
         yield loops
 
 
-def left_out(pipe: Any) -> list[list[int]]:
-    reports = caching.summary(pipe, logging=False)
-    return [decision.skipped for report in reports for decision in report.decisions]
-
-
 @pytest.mark.parametrize("name", ["unet", *ZOO_NAMES])
 def test_calls_are_left_out_and_none_at_the_limit(name: str) -> None:
     """A failure at the limit: a cache that computes everything changes the image."""
@@ -115,10 +110,10 @@ def test_calls_are_left_out_and_none_at_the_limit(name: str) -> None:
     plain = pipe(**call)[0]
     ditile.enable_cache(pipe, CONFIG.reset(threshold=0))
     same(pipe(**make(name)[1])[0], plain, name)
-    assert not any(left_out(pipe))
+    assert not any(skipped(pipe))
     ditile.enable_cache(pipe, CONFIG.reset(threshold=1000.0))
     different(pipe(**make(name)[1])[0], plain)
-    assert left_out(pipe) and all(steps == list(range(3, STEPS - 1)) for steps in left_out(pipe))
+    assert skipped(pipe) and all(steps == list(range(3, STEPS - 1)) for steps in skipped(pipe))
     ditile.disable_cache(pipe)
     same(pipe(**make(name)[1])[0], plain, "the cache was taken off")
 
@@ -137,7 +132,7 @@ def test_decisions_and_images_are_the_authors(name: str, branches: int) -> None:
         pytest.fail("no threshold tells the steps apart")
     ditile.enable_cache(pipe, config)
     got = torch.as_tensor(pipe(**make(name)[1])[0])
-    assert left_out(pipe) == [loop.skipped for loop in loops]
+    assert skipped(pipe) == [loop.skipped for loop in loops]
     assert float((got - wanted).abs().max() / wanted.std()) < 1e-4
 
 
@@ -148,10 +143,10 @@ def draw(name: str, plan: str | None, threshold: float) -> tuple[Tensor, list[li
     ditile.enable_cache(pipe, CONFIG.reset(threshold=threshold))
     call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=2)
     if plan is None:
-        return pipe(**call).images, left_out(pipe), 0
+        return pipe(**call).images, skipped(pipe), 0
     runner = parallelize(pipe, Plan.parse(plan), keep_weights=True)
     latents = runner(**call).images
-    return latents, left_out(pipe), runner.mesh.traffic.bytes.get("decisions", 0)
+    return latents, skipped(pipe), runner.mesh.traffic.bytes.get("decisions", 0)
 
 
 EXACT = [("flux", "ulysses=2"), ("flux", "ring=2"), ("flux", "tensor=2"), ("flux true cfg", "cfg=2"),
@@ -179,7 +174,7 @@ def draw_idle(name: str, config: Any) -> tuple[Tensor, list[list[int]]]:
     """Latents of two replicas, and the steps left out; the second replica has no image."""
     pipe = ditile.enable_cache(MAKE[name](), config)
     call = call_of(name, num_inference_steps=STEPS)
-    return parallelize(pipe, Plan(data=2))(**call).images, left_out(pipe)
+    return parallelize(pipe, Plan(data=2))(**call).images, skipped(pipe)
 
 
 @pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg"])
@@ -188,22 +183,11 @@ def test_replicas_without_images_follow(pool: Pool, name: str, config: Any) -> N
     """A failure: a replica without images decided by outputs that it does not have, or waits for the others."""
     pipe = ditile.enable_cache(MAKE[name](), config)
     wanted = pipe(**call_of(name, num_inference_steps=STEPS)).images
-    skipped = left_out(pipe)
-    assert any(skipped)
+    steps = skipped(pipe)
+    assert any(steps)
     (latents, own), (others, _) = pool.run(draw_idle, 2, name, config)
-    assert float((latents - wanted).abs().max()) < 1e-4 and own == skipped
+    assert float((latents - wanted).abs().max()) < 1e-4 and own == steps
     same(others, latents, "all ranks have the image")
-
-
-def draw_stale(plan: str) -> None:
-    pipe = ditile.enable_cache(MAKE["pixart sigma"](), CONFIG)
-    parallelize(pipe, Plan.parse(plan))(**call_of("pixart sigma", num_inference_steps=STEPS))
-
-
-@pytest.mark.parametrize("plan", ["pipefusion=2 patches=2 warmup=1", "distrifusion=2 warmup=1"])
-def test_plans_that_must_know_the_steps_refuse_it(pool: Pool, plan: str) -> None:
-    with pytest.raises(Exception, match="decides in each step.*use a schedule"):
-        pool.run(draw_stale, 2, plan)
 
 
 GATED = list(range(6, STEPS))
@@ -256,7 +240,7 @@ def test_gated_guidance_is_the_kept_difference(name: str) -> None:
     ditile.enable_cache(pipe, GATE)
     got = torch.as_tensor(pipe(**make(name)[1])[0])
     assert float((got - wanted).abs().max() / wanted.std()) < 1e-4
-    assert left_out(pipe) == [[], GATED]
+    assert skipped(pipe) == [[], GATED]
     ditile.disable_cache(pipe)
     same(pipe(**make(name)[1])[0], plain, "the cache was taken off")
 
@@ -287,7 +271,7 @@ def draw_gated(name: str, plan: str | None, images: int) -> tuple[Tensor, list[l
     ditile.enable_cache(pipe, GATE)
     call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=images)
     runner = pipe if plan is None else parallelize(pipe, Plan.parse(plan))
-    return runner(**call).images, left_out(pipe)
+    return runner(**call).images, skipped(pipe)
 
 
 GATED_AXES = [("flux true cfg", "ulysses=2"), ("flux true cfg", "ring=2"), ("pixart sigma", "tensor=2"),
@@ -314,8 +298,14 @@ def test_ranks_equal_one_process(pool: Pool, name: str, plan: str) -> None:
     ],
 )
 def test_plans_that_cannot_gate_refuse(pool: Pool, plan: str, message: str) -> None:
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(CaseError, match=message):
         pool.run(draw_gated, 2, "pixart sigma", plan, 1)
+
+
+@pytest.mark.parametrize("plan", ["pipefusion=2 patches=2 warmup=1", "distrifusion=2 warmup=1"])
+def test_plans_that_must_know_the_steps_refuse_it(pool: Pool, plan: str) -> None:
+    with pytest.raises(CaseError, match="decides in each step.*use a schedule"):
+        pool.run(draw, 2, "pixart sigma", plan, 0.4)
 
 
 PREDICTION_HALVES = re.compile(r"(\w+), (\w+) = (?:\w+\.chunk\(2\)|torch\.split\(\s*\w+, len\(\w+\) // 2)")

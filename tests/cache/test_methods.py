@@ -22,6 +22,7 @@ from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests.cache.hand_cache import HandCache
+from tests.cache.pictures import skipped
 from tests.parallel.pipefusion.simulated import Case, arguments, distance, pipeline
 from tests.parallel.pipefusion.simulation import simulate
 from tests.pool import Pool
@@ -50,12 +51,6 @@ def family(name: str) -> tuple[Any, dict[str, Any]]:
     return entry.make(), entry.call() | {"num_inference_steps": STEPS}
 
 
-def left_out(pipe: Any) -> list[list[int]]:
-    """The steps that each decision left out."""
-    reports = caching.summary(pipe, logging=False)
-    return [decision.skipped for report in reports for decision in report.decisions]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_methods_leave_out_steps_and_none_at_their_limit(name: str) -> None:
     """A failure at the limit: a cache that computes everything changes the image."""
@@ -64,11 +59,11 @@ def test_methods_leave_out_steps_and_none_at_their_limit(name: str) -> None:
     for config in NOTHING_LEFT_OUT:
         ditile.enable_cache(pipe, config)
         same(pipe(**family(name)[1])[0], plain, str(config))
-        assert not any(left_out(pipe)), config
+        assert not any(skipped(pipe)), config
     for config in METHODS.values():
         ditile.enable_cache(pipe, config)
         pipe(**family(name)[1])
-        assert all(left_out(pipe)) and caching.summary(pipe, logging=False)[0].saved > 0, config
+        assert all(skipped(pipe)) and caching.summary(pipe, logging=False)[0].saved > 0, config
     ditile.disable_cache(pipe)
     same(pipe(**family(name)[1])[0], plain, "the cache was taken off")
 
@@ -83,7 +78,7 @@ def test_magcache_is_that_of_diffusers() -> None:
     ditile.enable_cache(pipe, MAG)
     same(pipe(**family("flux")[1])[0], wanted)
     steps = [step for step, computes in enumerate(plan_computed_steps(MAG, STEPS)) if not computes]
-    assert steps and all(skipped == steps for skipped in left_out(pipe))
+    assert steps and all(branch == steps for branch in skipped(pipe))
 
 
 def test_magcache_measures_the_ratios_of_diffusers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +107,7 @@ def test_seacache_is_that_of_diffusers() -> None:
     pipe.transformer.disable_cache()
     ditile.enable_cache(pipe, ditile.SeaCacheConfig(**settings))
     got = torch.as_tensor(pipe(**family("wan-2.1")[1])[0])
-    assert any(left_out(pipe))
+    assert any(skipped(pipe))
     assert float((got - wanted).abs().max() / wanted.std()) < 1e-4
 
 
@@ -157,16 +152,16 @@ EXACT = [("flux", "ulysses=2"), ("flux", "ring=2"), ("flux", "tensor=2"), ("flux
          ("pixart sigma", "data=2")]  # fmt: skip
 
 
-def draw(name: str, configs: dict[str, BlockCacheConfig], plan: str | None) -> dict[str, tuple[Tensor, Any, int]]:
+def draw(name: str, plan: str | None) -> dict[str, tuple[Tensor, Any, int]]:
     """Latents in float64, the steps left out, and bytes that were sent to agree; of each method."""
     found = {}
-    for method, config in configs.items():
+    for method, config in METHODS.items():
         pipe = MAKE[name]()
         make_double(pipe)
         ditile.enable_cache(pipe, config)
         call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=2)
         if plan is None:
-            found[method] = pipe(**call).images, left_out(pipe), 0
+            found[method] = pipe(**call).images, skipped(pipe), 0
             continue
         runner = parallelize(pipe, Plan.parse(plan), keep_weights=True)
         latents = runner(**call).images
@@ -177,16 +172,12 @@ def draw(name: str, configs: dict[str, BlockCacheConfig], plan: str | None) -> d
     return found
 
 
-def on_rank(name: str, plan: str) -> dict[str, tuple[Tensor, Any, int]]:
-    return draw(name, METHODS, plan)
-
-
 @pytest.mark.parametrize(("name", "plan"), EXACT)
 def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str) -> None:
     """A failure: ranks decided apart, or what is remembered belongs to other tokens or rows."""
-    wanted = draw(name, METHODS, None)
+    wanted = draw(name, None)
     assert all(any(steps) for _, steps, _ in wanted.values())
-    for rank, found in enumerate(pool.run(on_rank, Plan.parse(plan).world, name, plan)):
+    for rank, found in enumerate(pool.run(draw, Plan.parse(plan).world, name, plan)):
         for method, (latents, _, sent) in found.items():
             right, _, _ = wanted[method]
             assert float((latents - right).abs().max() / right.std()) < 1e-6, f"rank {rank}, {method}"

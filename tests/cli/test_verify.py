@@ -25,7 +25,7 @@ from ditile.runner.runner import LOG, Runner
 from ditile_lab.machine import recorded_cases
 from tests import tiny
 from tests.parallel.sequence import planned
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.recorded_calls import record_on_cpu
 from tests.runner.cases import MAKE, call_of
 
@@ -77,8 +77,15 @@ class HalfTransformer(Flux2Transformer2DModel):  # type: ignore[misc]
         return tuple(x.float() for x in super().__call__(**halved(given)))
 
 
-def of_half(plan: dict[str, Any]) -> list[Check]:
-    """A model in bfloat16 whose loop keeps the latents in float32, as Sana's does."""
+def halved(given: dict[str, Any]) -> dict[str, Any]:
+    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return given | {name: value.bfloat16() for name, value in tensors.items()}
+
+
+@on_ranks(2)
+def test_latents_that_are_finer_than_the_model() -> None:
+    """A failure: a plan is crossed for what the model's own type rounds."""
+    plan = {"ring": 2}
     call = planned.denoising("flux2", 4, 6, 9)[1] | {"num_inference_steps": STEPS}
 
     def make(_: Plan | None) -> Any:
@@ -87,22 +94,15 @@ def of_half(plan: dict[str, Any]) -> list[Check]:
         pipe.transformer.__class__ = HalfTransformer
         return pipe
 
-    return run_plan_checks(make, lambda _: call | {"generator": torch.Generator()}, Plan(**plan), STEPS, "cpu")[0]
+    checks = run_plan_checks(make, lambda _: call | {"generator": torch.Generator()}, Plan(**plan), STEPS, "cpu")[0]
+    assert checks[0].ok and "(up to 5e-02 is rounding)" in checks[0].says, checks[0]
+    assert float(checks[0].says.split()[2]) > verify.ROUNDING_BY_DTYPE[torch.float32]
 
 
-def halved(given: dict[str, Any]) -> dict[str, Any]:
-    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return given | {name: value.bfloat16() for name, value in tensors.items()}
+@on_ranks(2)
+def test_frames_are_proven_too() -> None:
+    """A failure: an error in place of a verdict where the result of a pipeline is not called images."""
 
-
-def test_latents_that_are_finer_than_the_model(pool: Pool) -> None:
-    """A failure: a plan is crossed for what the model's own type rounds."""
-    for checks in pool.run(of_half, 2, {"ring": 2}):
-        assert checks[0].ok and "(up to 5e-02 is rounding)" in checks[0].says, checks[0]
-        assert float(checks[0].says.split()[2]) > verify.ROUNDING_BY_DTYPE[torch.float32]
-
-
-def of_video() -> list[Check]:
     def make(_: Plan | None) -> Any:
         pipe = planned.wan_pipeline()[0]
         pipe.register_modules(transformer_2=None)
@@ -111,15 +111,10 @@ def of_video() -> list[Check]:
 
     call = planned.wan_pipeline()[1]
     seed = torch.Generator().manual_seed
-    return run_plan_checks(
+    checks = run_plan_checks(
         make, lambda _: call | {"generator": seed(0)}, Plan(cfg=2), call["num_inference_steps"], "cpu"
     )[0]
-
-
-def test_frames_are_proven_too(pool: Pool) -> None:
-    """A failure: an error in place of a verdict where the result of a pipeline is not called images."""
-    for checks in pool.run(of_video, 2):
-        assert PlanVerdict("a video", checks).is_proven and checks[0].says == "equal bit for bit", checks
+    assert PlanVerdict("a video", checks).is_proven and checks[0].says == "equal bit for bit", checks
 
 
 def test_branches_of_true_guidance_are_proven(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -147,8 +142,17 @@ def test_ranks_of_torchrun_meet_before_the_first_runs_the_model(monkeypatch: pyt
     assert LOG.level == NOTSET, "a check ends with the log as it was"
 
 
-def broken(what: str) -> list[Check]:
-    """A plan on a machine where something is wrong, on rank 1."""
+@pytest.mark.parametrize(
+    ("what", "crossed", "says"),
+    [
+        ("weights", {NAMES[0]}, "largest difference"),
+        ("bytes", {NAMES[5]}, "by formula 1"),
+        ("memory", {NAMES[6]}, "rank 1 holds 4.0 KB more"),
+        ("seed", {NAMES[0], NAMES[2]}, "the second call differs"),
+    ],
+)
+@on_ranks(2)
+def test_what_is_wrong_is_crossed(what: str, crossed: set[str], says: str) -> None:
     rank = dist.get_rank()
 
     def make(_: Plan | None) -> Any:
@@ -175,20 +179,7 @@ def broken(what: str) -> list[Check]:
             call = lambda _: call_of("flux", seed=next(seeds))  # noqa: E731
         else:
             call = lambda _: call_of("flux")  # noqa: E731
-        return run_plan_checks(make, call, Plan(pipefusion=2), STEPS, "cpu")[0]
-
-
-@pytest.mark.parametrize(
-    ("what", "crossed", "says"),
-    [
-        ("weights", {NAMES[0]}, "largest difference"),
-        ("bytes", {NAMES[5]}, "by formula 1"),
-        ("memory", {NAMES[6]}, "rank 1 holds 4.0 KB more"),
-        ("seed", {NAMES[0], NAMES[2]}, "the second call differs"),
-    ],
-)
-def test_what_is_wrong_is_crossed(pool: Pool, what: str, crossed: set[str], says: str) -> None:
-    for checks in pool.run(broken, 2, what):
+        checks = run_plan_checks(make, call, Plan(pipefusion=2), STEPS, "cpu")[0]
         assert {check.name for check in checks if check.ok is False} == crossed, checks
         assert any(says in check.says for check in checks if check.ok is False), checks
 

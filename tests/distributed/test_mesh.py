@@ -27,7 +27,7 @@ from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 from ditile.runner import runner
 from ditile_lab.study.prove import StillScheduler
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 SIXTEEN = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
 
@@ -316,8 +316,9 @@ def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
     assert timeouts_seen == [datetime.timedelta(seconds=900)]
 
 
-def timeouts() -> list[datetime.timedelta]:
-    """Of the group of all ranks, and of every group that a mesh and a cache have made."""
+@on_ranks(4)
+def test_groups_wait_as_long_as_that_of_all_ranks() -> None:
+    """A failure means that --stall-timeout says nothing to most groups: torch's own 30 minutes are theirs."""
     plan = Plan(cfg=2, ulysses=2)
     mesh = build_mesh(plan)
     made = [mesh["cfg"].group, mesh["ulysses"].group, mesh.image.group, mesh.control, mesh.everyone]
@@ -325,13 +326,8 @@ def timeouts() -> list[datetime.timedelta]:
     every: list[Any] = [dist.group.WORLD, *made]
     limits = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
     mesh.close_groups()
-    return limits
-
-
-def test_groups_wait_as_long_as_that_of_all_ranks(pool: Pool) -> None:
-    """A failure means that --stall-timeout says nothing to most groups: torch's own 30 minutes are theirs."""
-    for everyone, *others in pool.run(timeouts, 4):
-        assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
+    everyone, *others = limits
+    assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
 
 
 def threads() -> int:

@@ -18,7 +18,7 @@ from ditile.distributed.transport import Traffic, start_gather
 from ditile.distributed.wire import VectorPacking, select_packings
 from ditile.plan import cost
 from ditile.plan.plan import Plan
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, divided, draw_plain, run
 
 MOST_ERROR = {"fp8": 0.03, "int8": 0.01}
@@ -126,17 +126,14 @@ def list_packed_kinds(sent: Sent) -> set[str]:
     return {kind for kind, size in sent.counted.items() if size and kind in cost.PACKED_KINDS}
 
 
-def gather_other_kinds(wire_dtype: str) -> list[list[Tensor]]:
-    """On a rank: numbers of all ranks, sent as a prediction and as keys."""
+@on_ranks(2)
+def test_what_must_be_exact_is_sent_as_it_is() -> None:
+    """A failure means that predictions, or other kinds that steps are made of, are rounded."""
+    wire_dtype = "int8"
     traffic = Traffic(packings=select_packings(Plan(ring=2, wire_dtype=wire_dtype)))
     own, group = torch.randn(2, 32, generator=torch.Generator().manual_seed(dist.get_rank())), dist.group.WORLD
     kinds = ("prediction", "keys")
-    return [start_gather(own, [(2, 32)] * 2, group, traffic, kind).wait_for_tensors() for kind in kinds]
-
-
-def test_what_must_be_exact_is_sent_as_it_is(pool: Pool) -> None:
-    """A failure means that predictions, or other kinds that steps are made of, are rounded."""
-    for exact, packed in pool.run(gather_other_kinds, 2, "int8"):
-        for rank, (one, other) in enumerate(zip(exact, packed, strict=True)):
-            assert torch.equal(one, torch.randn(2, 32, generator=torch.Generator().manual_seed(rank)))
-            assert 0 < measure_error(other, one) < MOST_ERROR["int8"]
+    exact, packed = [start_gather(own, [(2, 32)] * 2, group, traffic, kind).wait_for_tensors() for kind in kinds]
+    for rank, (one, other) in enumerate(zip(exact, packed, strict=True)):
+        assert torch.equal(one, torch.randn(2, 32, generator=torch.Generator().manual_seed(rank)))
+        assert 0 < measure_error(other, one) < MOST_ERROR["int8"]

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from itertools import pairwise
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import ditile
+from ditile.distributed import env
+from ditile.model.hooks.generation import Generation
 from ditile.model.recording.kept_tapes import StaticInput
+from ditile.model.recording.recorded_steps import NO_ROOM, RecordedSteps
 from ditile.model.recording.survey import survey_model
+from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
+from ditile.plan.schedule import MicroStep
 from ditile.runner.callbacks import StepWatch
+from ditile.runner.graph_segments import has_room_to_capture
 from ditile.runner.lora import select_loras
+from tests import tiny
 from tests.pool import Pool
-from tests.recorded_calls import record_on_cpu
+from tests.recorded_calls import OperatorSegments, record_on_cpu
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
@@ -213,3 +224,212 @@ def test_an_input_is_copied_once_in_each_step() -> None:
     source.data.fill_(7)
     with pytest.raises(StateError, match="was changed within a step"):
         static.fill(source, 2, checks=True)
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free", "cached", "own_pool", "fits", "empties"),
+    [
+        (30, 0, 0, True, False),
+        # A capture takes 10, and the code of later calls its own 10.
+        (19, 0, 0, False, False),
+        # What torch's allocator holds must go back to the driver first.
+        (5, 20, 0, True, True),
+        (5, 10, 0, False, True),
+        # The pool of this size has what the capture takes.
+        (1, 10, 10, True, False),
+    ],
+)
+def test_a_capture_leaves_room_for_code(free: int, cached: int, own_pool: int, fits: bool, empties: bool) -> None:
+    """On a card with 40 GB in use, where code has needed 10 GB more. A failure is an error where code would run."""
+    numbers = {"memory_allocated": 40, "max_memory_allocated": 50, "memory_reserved": 40 + cached + own_pool}
+    emptied: list[bool] = []
+    replacements: dict[str, Callable[..., object]] = {
+        "mem_get_info": lambda device: (free * GB, 80 * GB),
+        "empty_cache": lambda: emptied.append(True),
+    }
+    for name, number in numbers.items():
+        replacements[name] = lambda device, number=number: number * GB
+    with mock.patch.multiple(torch.cuda, **replacements):
+        assert has_room_to_capture(torch.device("cuda:0"), own_pool * GB, own_pool * GB) == fits
+    assert bool(emptied) == empties
+
+
+def make_images(recorder: RecordedSteps, model: torch.nn.Module, width: int) -> None:
+    """Three steps after the first one of an image, which are looked at, recorded and played where that is allowed."""
+    generation = Generation(calls=1, micro_step=MicroStep(1, None))
+    recorder.begin_generation()
+    with torch.no_grad():
+        for step in range(1, 4):
+            generation.micro_step = MicroStep(step, None)
+            x = torch.full((width, 2), float(step))
+            assert torch.equal(recorder.run_call(generation, model, model.forward, (x,), {}), model(x))
+    recorder.end_generation()
+
+
+def test_a_call_that_has_no_room_runs_as_code() -> None:
+    recorder = RecordedSteps(OperatorSegments, has_room=lambda all_bytes, own_bytes: False)
+    make_images(recorder, torch.nn.Linear(2, 2), 3)
+    assert (recorder.num_recorded, recorder.num_played) == (0, 0)
+    assert recorder.problems == {NO_ROOM: 2}
+
+
+def test_older_tapes_make_room() -> None:
+    """A failure means that a server never records another size once its card is full."""
+    model = torch.nn.Linear(2, 2)
+    recorder = RecordedSteps(OperatorSegments, has_room=lambda all_bytes, own_bytes: all_bytes == own_bytes)
+    for width in (3, 5):
+        make_images(recorder, model, width)
+    assert (recorder.num_recorded, recorder.num_played) == (2, 2)
+    assert [*recorder._tapes._segments] == [(5, 2)]
+
+
+class AskingModel(torch.nn.Module):
+    """A model that asks a recorder for room in its calls."""
+
+    def __init__(self, recorder: RecordedSteps) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self._make_room = recorder._tapes.make_room
+        self.asked_bytes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        self._make_room(self.asked_bytes)
+        output: Tensor = self.layer(x)
+        return output
+
+
+def test_the_memory_of_a_call_that_is_recorded_stays_known() -> None:
+    """Room is made while the first call of a size is recorded. A failure means a pool that no limit counts."""
+    recorder = RecordedSteps(OperatorSegments, limit_bytes=10_000)
+    model = AskingModel(recorder)
+    make_images(recorder, model, 3)
+    model.asked_bytes = 10_000
+    make_images(recorder, model, 5)
+    (segments,) = recorder._tapes._segments.values()
+    assert recorder._tapes.num_bytes >= segments.num_bytes > 0
+
+
+def test_other_weights_in_the_same_memory_are_seen() -> None:
+    """The weight is transposed where it is. A failure means that a tape computes with the old strides."""
+    model = torch.nn.Linear(2, 2)
+    recorder = RecordedSteps(OperatorSegments)
+    make_images(recorder, model, 3)
+    address = model.weight.data_ptr()
+    model.weight.data = model.weight.data.t()
+    assert model.weight.data_ptr() == address
+    make_images(recorder, model, 3)
+    assert recorder.num_recorded == 2
+
+
+def test_the_order_of_settings_is_no_setting() -> None:
+    """A failure means that calls run as code, at random, as hooks of a call were among a module's attributes."""
+    model = torch.nn.Linear(2, 2)
+    names = [f"number_{index}" for index in range(100)]
+    for name in names:
+        setattr(model, name, 1)
+    before = survey_model(model)
+    for name in reversed(names):
+        delattr(model, name)
+        setattr(model, name, 1)
+    assert survey_model(model) == before
+
+
+def test_a_tensor_that_graphs_write_is_copied_each_time() -> None:
+    """As a ControlNet with compile(mode="reduce-overhead") returns: one tensor, whose version does not change."""
+    source = torch.zeros(2)
+    torch._C._set_cached_tensors_enabled(True)
+    torch._C._add_cached_tensor(source)
+    try:
+        static = StaticInput(source)
+        static.fill(source, 0)
+        source.numpy()[:] = 1
+        static.fill(source, 0)
+    finally:
+        torch._C._remove_cached_tensor(source)
+        torch._C._set_cached_tensors_enabled(False)
+    assert static.tensor.tolist() == [1, 1]
+
+
+LIMITS = {
+    "patches=1": 620,
+    "ulysses=2": 4200,
+    "ring=2": 3970,
+    "tensor=2": 3680,
+    "distrifusion=2 warmup=1": 5150,
+    "pipefusion=2 patches=4 warmup=1": 3850,
+}
+"""Of the slowest rank, pipeline and scheduler included.
+
+Three calls for each sum and each receive raise the version of its memory: 342 calls of tensor=2."""
+
+
+class CallCounter:
+    """A profile function that counts calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        self.count += event in ("call", "c_call")
+
+
+def count_step_calls(plan: Plan) -> int:
+    """The calls of the busiest step after the first two, in which forms are known and the model is looked at."""
+    counter = CallCounter()
+    counts: list[int] = []
+    begin_step = Loop._begin_step
+
+    def note_step(self: Loop, step: int) -> None:
+        counts.append(counter.count)
+        begin_step(self, step)
+
+    # Checks, which other tests turn on, are calls too.
+    unchecked = mock.patch.object(env, "should_check_key_ages", lambda: False)
+    with record_on_cpu(checks=False), unchecked, mock.patch.object(Loop, "_begin_step", note_step):
+        runner = ditile.parallelize(tiny.flux(19, 38), plan, cuda_graphs=True)
+        call = tiny.arguments("flux") | {"height": 64, "width": 64, "num_inference_steps": 6, "output_type": "latent"}
+        for is_counted in (False, False, True):
+            sys.setprofile(counter if is_counted else None)
+            try:
+                runner(**call | {"generator": torch.Generator().manual_seed(0)})
+            finally:
+                sys.setprofile(None)
+    steps = [after - before for before, after in pairwise(counts[-6:])]
+    return max(steps[2:])
+
+
+@pytest.mark.parametrize("axis", LIMITS)
+def test_a_recorded_step_is_a_few_thousand_calls(pool: Pool, axis: str) -> None:
+    plan = Plan.parse(axis)
+    counts = [count_step_calls(plan)] if plan.world == 1 else pool.run(count_step_calls, plan.world, plan)
+    assert max(counts) <= LIMITS[axis]
+
+
+def measure_tape_memory(plan: Plan, blocks: int) -> int:
+    """Bytes of the largest pool of a tape of a model of so many double and single blocks each."""
+    made: list[OperatorSegments] = []
+
+    def make_segments() -> OperatorSegments:
+        made.append(OperatorSegments())
+        return made[-1]
+
+    with record_on_cpu(make_segments):
+        runner = ditile.parallelize(tiny.flux(blocks, blocks), plan, cuda_graphs=True)
+    for _ in range(2):
+        runner(**tiny.arguments("flux", num_inference_steps=5, output_type="latent"))
+    return max(segments.peak_bytes for segments in made)
+
+
+@pytest.mark.parametrize("axis", ["ulysses=2", "distrifusion=2 warmup=1", "pipefusion=2 patches=2 warmup=1"])
+def test_the_memory_of_a_tape_does_not_grow_with_the_layers(pool: Pool, axis: str) -> None:
+    """As a step without tapes, it holds the messages of one layer and not of all. A failure means gigabytes."""
+    plan = Plan.parse(axis)
+    few = pool.run(measure_tape_memory, plan.world, plan, 2)
+    many = pool.run(measure_tape_memory, plan.world, plan, 4)
+    for bytes_of_few, bytes_of_many in zip(few, many, strict=True):
+        # The modulation of each of the four more blocks stays for a step, which is less than a message here.
+        assert bytes_of_many - bytes_of_few <= 4 * 1024

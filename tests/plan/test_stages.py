@@ -107,23 +107,6 @@ def test_speeds_and_ends_count(costs: list[int], data: st.DataObject) -> None:
     )
 
 
-def test_a_slow_device_gets_fewer_blocks() -> None:
-    """By hand: 10 equal blocks, the second device half as fast; then a head that costs as much as two blocks."""
-    assert cut_stages([1.0] * 10, 3, None, (1, 0.5, 1)) == [range(4), range(4, 6), range(6, 10)]
-    assert cut_stages([1.0] * 7, 3, None, None, (0.0, 2.0)) == [range(3), range(3, 6), range(6, 7)]
-
-
-@pytest.mark.parametrize("stages", [2, 6, 8])
-def test_flux(stages: int) -> None:
-    """19 double blocks at 1.2 and 38 single ones at 1: no cut into as many stages has a cheaper costliest stage."""
-    costs = [1.2] * 19 + [1.0] * 38
-    cut = cut_stages(costs, stages)
-    assert [block for stage in cut for block in stage] == list(range(57))
-    cheapest = worst(costs, cut)
-    assert fits(costs, stages, cheapest + 1e-6)
-    assert not fits(costs, stages, cheapest - 1e-6)
-
-
 def test_by_hand() -> None:
     """The numbers given are the numbers of blocks."""
     assert cut_stages([1.0] * 6, 3, (1, 2, 3)) == [range(1), range(1, 3), range(3, 6)]

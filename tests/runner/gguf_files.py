@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import nn
 
 from tests.more_families import EVERY as FAMILIES
+from tests.runner.single_files import write_file
 from tests.zoo import ZOO
 
 WIDE = {"attention_head_dim": 64, "num_attention_heads": 8}
@@ -65,10 +66,7 @@ def write_gguf(path: Path, model: nn.Module, quant_type: Type) -> None:
             writer.add_tensor(name, values.astype(np.float16))
         else:
             writer.add_tensor(name, pack_weight(values, quant_type, seed), raw_dtype=quant_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer)
 
 
 def make_model(name: str, **changes: Any) -> Any:

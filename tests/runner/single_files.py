@@ -266,22 +266,29 @@ def save_convrot(weights: Weights, path: Path, plain: Path, prefix: str = "") ->
     save_file(numbers, plain)
 
 
-def save_gguf(
-    transformer: nn.Module, family: str, path: Path, quant_type: Any = gguf.GGMLQuantizationType.Q8_0
-) -> Path:
-    """The same of GGUF: matrices of whole blocks in a type, others as they are."""
-    numbers, _ = gguf.GGML_QUANT_SIZES[quant_type]
-    writer = gguf.GGUFWriter(path, family)
-    for name, tensor in ORIGINAL[family](copy_weights(transformer)).items():
-        values = tensor.float().numpy()
-        if values.ndim == 2 and values.shape[1] % numbers == 0:
-            writer.add_tensor(name, gguf.quants.quantize(values, quant_type), raw_dtype=quant_type)
-        else:
-            writer.add_tensor(name, values)
+def add_quantized(writer: gguf.GGUFWriter, name: str, values: Any, quant_type: Any) -> None:
+    """Adds a matrix of whole blocks in a type, and another tensor as it is."""
+    if values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[quant_type][0] == 0:
+        writer.add_tensor(name, gguf.quants.quantize(values, quant_type), raw_dtype=quant_type)
+    else:
+        writer.add_tensor(name, values)
+
+
+def write_file(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def save_gguf(
+    transformer: nn.Module, family: str, path: Path, quant_type: Any = gguf.GGMLQuantizationType.Q8_0
+) -> Path:
+    """The same of GGUF: matrices of whole blocks in a type, others as they are."""
+    writer = gguf.GGUFWriter(path, family)
+    for name, tensor in ORIGINAL[family](copy_weights(transformer)).items():
+        add_quantized(writer, name, tensor.float().numpy(), quant_type)
+    write_file(writer)
     return path
 
 
@@ -310,14 +317,8 @@ def save_encoder_gguf(
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         if architecture.startswith("gemma") and "norm" in module:
             values = values + 1
-        if values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[quant_type][0] == 0:
-            writer.add_tensor(f"{name}.{leaf}", gguf.quants.quantize(values, quant_type), raw_dtype=quant_type)
-        else:
-            writer.add_tensor(f"{name}.{leaf}", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        add_quantized(writer, f"{name}.{leaf}", values, quant_type)
+    write_file(writer)
     return path
 
 

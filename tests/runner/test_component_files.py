@@ -22,7 +22,7 @@ from ditile.planner.subject import PlanSubject
 from ditile.runner.load import load_component_file
 from ditile.runner.model_files import find_model_source
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import find_component, load_parts, run
 from tests.runner.gguf_files import make_model
 from tests.runner.single_files import (
@@ -168,8 +168,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def draw_with_encoders(folder: str) -> list[str]:
-    """What is wrong where each rank reads its part of the text encoders from files."""
+@on_ranks(2)
+def test_images_of_encoders_in_files(saved: Path) -> None:
+    """A failure means that a rank has another part of a text encoder than it computes, or other weights."""
+    folder = str(saved)
     warnings.simplefilter("ignore")
     place = f"{folder}/pipe"
     pipe: Any = tiny.flux()
@@ -186,13 +188,7 @@ def draw_with_encoders(folder: str) -> list[str]:
         got = run(ditile.parallelize(loaded, plan), "flux")
         if not torch.equal(got, want):
             problems.append(f"text={text} makes another image")
-    return problems
-
-
-def test_images_of_encoders_in_files(pool: Pool, saved: Path) -> None:
-    """A failure means that a rank has another part of a text encoder than it computes, or other weights."""
-    for problems in pool.run(draw_with_encoders, 2, str(saved)):
-        assert not problems, "\n".join(problems)
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize(

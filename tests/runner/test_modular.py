@@ -20,7 +20,7 @@ from ditile.model.pipeline_calls import find_pipeline_device
 from ditile.plan.errors import ModelError, StoppedError
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.runner import Runner, build_single_runner
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner import cases
 from tests.tiny import flux
 from tests.zoo import ZOO
@@ -48,21 +48,17 @@ def runner(pipe: Any) -> Iterator[Runner]:
     runner.restore()
 
 
-def draw_on_first() -> tuple[bool, str]:
-    """On two ranks: whether the result is there, and what came of a stop on one rank."""
+@on_ranks(2)
+def test_a_stop_on_one_rank_ends_the_call_on_both() -> None:
+    """And the next call is right; `output_on` gives rank 0 alone the result."""
     runner = ditile.parallelize(ZOO["flux-modular"].make(), Plan(pipefusion=2, patches=3, warmup=1))
     wanted = runner(**flux_call())
     assert (runner(**flux_call(), output_on="first") is None) == (dist.get_rank() == 1)
     stop = StepWatch(on_step=lambda step, _: runner.stop() if step == 1 and dist.get_rank() == 1 else None)
     with pytest.raises(StoppedError):
         runner(**flux_call(num_inference_steps=8), watch=stop)
-    return torch.equal(runner(**flux_call()), wanted), str(type(runner.pipe._blocks.sub_blocks["denoise"]).__name__)
-
-
-def test_a_stop_on_one_rank_ends_the_call_on_both(pool: Pool) -> None:
-    """And the next call is right; `output_on` gives rank 0 alone the result."""
-    for same, name in pool.run(draw_on_first, 2):
-        assert same and name == "FluxCoreDenoiseStep"
+    assert torch.equal(runner(**flux_call()), wanted)
+    assert type(runner.pipe._blocks.sub_blocks["denoise"]).__name__ == "FluxCoreDenoiseStep"
 
 
 def count_decodes(plan: Plan, name: str, output: str) -> tuple[int, bool, torch.Tensor]:

@@ -21,7 +21,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.text.test_text import deeper
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import run
 from tests.runner.loras import folder_of
 from tests.runner.loras import load as load_lora
@@ -83,16 +83,20 @@ def check_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert list(actual) == list(wanted) and all(torch.equal(actual[name], wanted[name]) for name in wanted)
 
 
-def divide_and_save(values: dict[str, Any], folder: Path) -> None:
-    plan, pipe = Plan(**values), deeper("sd3.5 medium")
-    own = folder / str(torch.distributed.get_rank())
+@pytest.mark.parametrize("plan", DIVIDED, ids=str)
+@on_ranks(2)
+def test_a_part_of_a_pipeline_is_not_saved(tmp_path: Path, plan: dict[str, Any]) -> None:
+    """A failure means a folder that looks like a model and lacks half of the weights, or a pipeline that can never be
+    saved again."""
+    divided, pipe = Plan(**plan), deeper("sd3.5 medium")
+    own = tmp_path / str(torch.distributed.get_rank())
     wanted = saved(pipe, own / "before")
-    runner = parallelize(pipe, plan, keep_weights=True)
-    models = list_partial_models(pipe, plan)
+    runner = parallelize(pipe, divided, keep_weights=True)
+    models = list_partial_models(pipe, divided)
     refuse_all(pipe, models, own / "divided")
     run(runner, "sd3.5 medium", num_inference_steps=1)
     refuse_all(pipe, models, own / "divided")
-    if plan.text != "first":  # of which one rank has nothing
+    if divided.text != "first":  # of which one rank has nothing
         pipe.to(torch.float64)
         with pytest.raises(StateError, match=r"changed from torch.float32 to torch.float64 since parallelize"):
             runner.restore()
@@ -102,13 +106,6 @@ def divide_and_save(values: dict[str, Any], folder: Path) -> None:
     copy.deepcopy(pipe)
     attributes = {name for owner in (pipe, *models) for name in vars(owner)}
     assert not attributes & {*SAVING_METHODS, *LORA_LOADERS}
-
-
-@pytest.mark.parametrize("plan", DIVIDED, ids=str)
-def test_a_part_of_a_pipeline_is_not_saved(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
-    """A failure means a folder that looks like a model and lacks half of the weights, or a pipeline that can never be
-    saved again."""
-    pool.run(divide_and_save, 2, plan, tmp_path)
 
 
 def load_and_save(model: Path, loras: Path, values: dict[str, Any], folder: Path) -> None:

@@ -27,7 +27,7 @@ from ditile.runner.weights.checkpoint import Checkpoint, open_tensors
 from ditile.runner.weights.convrot import IntegerFormat
 from ditile.runner.weights.single_file import ConvertedFile, FileTensor, SingleFile, find_base_models
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runner.cases import find_component
 from tests.runner.single_files import (
     COMFY,
@@ -193,8 +193,11 @@ def test_scales_of_rows_are_those_of_diffusers(tmp_path: Path, folders: dict[str
         assert torch.equal(tensor, wanted), name
 
 
-def draw_from_file(family: str, folder: str) -> list[str]:
-    """What is wrong where each rank reads its share of a file, or all of it."""
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_images_are_those_of_diffusers(folders: dict[str, Path], family: str) -> None:
+    """A failure means that a rank reads another part of the file than its stage computes with."""
+    folder = str(folders[family])
     warnings.simplefilter("ignore")
     entry = EVERY[family]
     file = Path(folder, "model.safetensors")
@@ -215,14 +218,7 @@ def draw_from_file(family: str, folder: str) -> list[str]:
         pipe = entry.make()
         if problem := compare_drawings(got, want, tolerance):
             problems.append(f"{plan}: {problem}")
-    return problems
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_images_are_those_of_diffusers(pool: Pool, folders: dict[str, Path], family: str) -> None:
-    """A failure means that a rank reads another part of the file than its stage computes with."""
-    for problems in pool.run(draw_from_file, 2, family, str(folders[family])):
-        assert not problems, "\n".join(problems)
+    assert not problems, "\n".join(problems)
 
 
 class MadeBytes(TorchDispatchMode):

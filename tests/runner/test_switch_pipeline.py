@@ -20,7 +20,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
 PICTURE = Image.radial_gradient("L").resize((24, 32)).convert("RGB")
@@ -37,8 +37,21 @@ def convert(kind: type, pipe: Any) -> Any:
     return tiny.quiet(kind.from_pipe(pipe))  # type: ignore[attr-defined]
 
 
-def switched(plan: dict[str, Any], kinds: list[type]) -> None:
-    """On a rank: each class gives what a runner of its own gives, and the first pipeline its first picture."""
+PLANS: list[dict[str, Any]] = [
+    {"pipefusion": 2, "warmup": 1},
+    {"pipefusion": 2, "warmup": STEPS},
+    {"ulysses": 2},
+    {"tensor": 2},
+    {"data": 2},
+    {"cfg": 2},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@on_ranks(2)
+def test_other_classes_on_the_same_model(plan: dict[str, Any]) -> None:
+    """A failure means that a server draws other pictures than a runner of the class, or spoils the first class."""
+    kinds = [FluxInpaintPipeline, FluxImg2ImgPipeline]
     name = "flux true cfg" if "cfg" in plan else "flux"
     calls = {
         FluxImg2ImgPipeline: lambda: call_with_picture(name),
@@ -60,22 +73,6 @@ def switched(plan: dict[str, Any], kinds: list[type]) -> None:
             same(run(runner, name), first, f"the first class again, under {plan}")
         assert runner.switch_pipeline(kinds[0]) is not sibling
         same(runner(**calls[kinds[0]]())[0], wanted[0], "a second time")
-
-
-PLANS: list[dict[str, Any]] = [
-    {"pipefusion": 2, "warmup": 1},
-    {"pipefusion": 2, "warmup": STEPS},
-    {"ulysses": 2},
-    {"tensor": 2},
-    {"data": 2},
-    {"cfg": 2},
-]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_other_classes_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> None:
-    """A failure means that a server draws other pictures than a runner of the class, or spoils the first class."""
-    pool.run(switched, 2, plan, [FluxInpaintPipeline, FluxImg2ImgPipeline])
 
 
 @on_ranks(2)

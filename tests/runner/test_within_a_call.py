@@ -42,16 +42,14 @@ def spoil_and_go_on(name: str, plan: dict[str, Any]) -> None:
         same(run(runner, name), wanted)
 
 
-@pytest.mark.parametrize("plan", [{}, {"patches": 3, "warmup": 1}], ids=str)
-def test_latents_that_are_no_numbers(plan: dict[str, Any]) -> None:
-    """A failure means a black picture, and no word of why."""
-    spoil_and_go_on("flux", plan)
-
-
-@pytest.mark.parametrize("plan", [{"pipefusion": 2, "patches": 2, "warmup": 1}, {"data": 2}, {"cfg": 2}], ids=str)
-def test_on_every_rank(pool: Pool, plan: dict[str, Any]) -> None:
-    """A failure means that one rank raises, and the others wait for it."""
-    pool.run(spoil_and_go_on, 2, "flux true cfg", plan)
+@pytest.mark.parametrize(
+    "plan",
+    [{}, {"patches": 3, "warmup": 1}, {"pipefusion": 2, "patches": 2, "warmup": 1}, {"data": 2}, {"cfg": 2}],
+    ids=str,
+)
+def test_latents_that_are_no_numbers(pool: Pool, plan: dict[str, Any]) -> None:
+    """A failure means a black picture, and no word of why; or that one rank raises, and the others wait for it."""
+    pool.run(spoil_and_go_on, Plan(**plan).world, "flux true cfg", plan)
 
 
 def decode_with_damage(plan: dict[str, Any], damaged: int, raising: int) -> None:
@@ -139,25 +137,18 @@ def test_a_cache_without_a_runner() -> None:
     assert torch.is_tensor(next(pipe.transformer.parameters())) and "forward" not in vars(pipe.transformer)
 
 
-def compare_modes(plan: dict[str, Any], cached: bool = False) -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_patches_in_inference_mode(cached: bool) -> None:
+    """A failure means an error about versions, which its tensors do not have, or another image."""
     images = []
     for mode in (torch.no_grad, torch.inference_mode):
         pipe = MAKE["pixart sigma"]()
         if cached:
-            ditile.enable_cache(pipe, CACHE)
+            cache = ditile.DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=1.0, max_warmup_steps=1)
+            ditile.enable_cache(pipe, cache)
         with mode():
-            images.append(run(ditile.parallelize(pipe, Plan(**plan)), "pixart sigma", output_type="pt"))
+            images.append(run(parallelize(pipe, Plan(patches=2, warmup=1)), "pixart sigma", output_type="pt"))
     assert torch.equal(*images)
-
-
-CACHE = ditile.DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=1.0, max_warmup_steps=1)
-STALE = {"patches": 2, "warmup": 1}
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_patches_in_inference_mode(cached: bool) -> None:
-    """A failure means an error about versions, which its tensors do not have, or another image."""
-    compare_modes(STALE, cached)
 
 
 WARM_STEPS = 9

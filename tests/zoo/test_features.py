@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig
+from torch import Tensor, nn
 
+import ditile
+from ditile import Plan
 from ditile.model.anatomies import find_anatomy, forget_anatomy
+from ditile.plan.errors import PlanError, StateError
 from ditile.runner.runner import build_single_runner
 from ditile_lab.study.prove import ensure_anatomies
-from tests.pool import Pool
-from tests.zoo.features import (
-    PATCHES,
-    draw_after_a_refusal,
-    draw_by_rows,
-    draw_in_every_mode,
-    draw_padded_micro_batches,
-    draw_stale_in_mode,
-    draw_with_a_longer_prompt,
-    draw_with_lora,
-    leave_out_a_block,
-)
+from tests.pool import on_ranks
 from tests.zoo.own import OWN
+from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, list_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ("wan-2.1", "qwen-image", "z-image")
+STAGES = {"pipefusion": 2, "warmup": ENOUGH}
+PATCHES = {"qwen-image": 20, "wan-2.1": 64}
+"""More than the tokens of an entry's call, and not more than those of its larger one."""
+NUMBERS = {"output_type": "np", "return_dict": True}
+MODES: dict[str, float] = {"serial": 0.0, "sequence": 1e-5, "pipelined": 1e-5}
+"""How far a picture may be from the plain one: ranks of `sequence`, and micro-batches, add up in another order."""
+
+
+def draw(pipe: Any, plan: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[list[Tensor], str]:
+    """Tensors, and the table of ranks before they were drawn."""
+    runner = ditile.parallelize(pipe, Plan(**plan), keep_weights=True)
+    try:
+        return list_tensors(runner(**call)), str(runner)
+    finally:
+        runner.restore()
+
+
+def near(got: list[Tensor], want: list[Tensor], tolerance: float, what: Any = "") -> None:
+    """Raises with what is wrong."""
+    problem = compare_drawings(got, want, tolerance)
+    assert not problem, f"{what}: {problem}"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_warmup_modes(pool: Pool, name: str) -> None:
+@on_ranks(2)
+def test_warmup_modes(name: str) -> None:
     """A failure means that a mode was written for the families of a spec alone."""
-    for problems in pool.run(draw_in_every_mode, 2, name):
-        assert not problems, "\n".join(problems)
+    entry = EVERY[name]
+    pipe = entry.make()
+    calls: list[Callable[[], dict[str, Any]]] = [entry.call, *filter(None, [entry.two_images])]
+    for number, call in enumerate(calls, 1):
+        want = list_tensors(pipe(**call()))
+        for mode, tolerance in MODES.items():
+            got, table = draw(pipe, {**STAGES, "warmup_mode": mode}, call())
+            near(got, want, tolerance, f"{mode}, {number} images")
+            assert "stage 1" in table and "0-" in table, mode
 
 
 @pytest.mark.parametrize(
@@ -43,37 +70,73 @@ def test_warmup_modes(pool: Pool, name: str) -> None:
         ("qwen-image", "sequence", "padded_prompt"),
     ],
 )
-def test_stale_keys_of_warmup_modes(pool: Pool, name: str, mode: str, variant: str) -> None:
-    """A failure means that a stage keeps keys or masks of another form than those that its layers make."""
-    for problems in pool.run(draw_stale_in_mode, 2, name, mode, variant):
-        assert not problems, "\n".join(problems)
+@on_ranks(2)
+def test_stale_keys_of_warmup_modes(name: str, mode: str, variant: str) -> None:
+    """After the first step they are those of a serial step. A failure means that a stage keeps keys or masks of another
+    form than those that its layers make."""
+    make_call, pipe, plan = getattr(EVERY[name], variant), EVERY[name].make(), {**STAGES, "warmup": 1}
+    want, _ = draw(pipe, plan, make_call())
+    near(draw(pipe, {**plan, "warmup_mode": mode}, make_call())[0], want, MODES[mode])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_loras(pool: Pool, name: str) -> None:
+@on_ranks(2)
+def test_loras(name: str) -> None:
     """A failure means that the source of a forward is another one with a LoRA, or that a stage has none of it."""
-    for problems in pool.run(draw_with_lora, 2, name):
-        assert not problems, "\n".join(problems)
+    entry = EVERY[name]
+    pipe = entry.make()
+    plain = list_tensors(pipe(**entry.call()))
+    torch.manual_seed(0)
+    pipe.transformer.add_adapter(LoraConfig(target_modules=["to_q", "to_v"], init_lora_weights=False, r=2))
+    want = list_tensors(pipe(**entry.call()))
+    assert compare_drawings(want, plain, 1e-3), "the LoRA changes nothing"
+    for plan, tolerance in ((STAGES, 0.0), ({"ulysses": 2}, 1e-5)):
+        near(draw(pipe, plan, entry.call())[0], want, tolerance, plan)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "ltx", "hunyuan-video"])
-def test_rows_of_the_picture(pool: Pool, name: str) -> None:
+@on_ranks(2)
+def test_rows_of_the_picture(name: str) -> None:
     """A failure means that a video has seams, or that ranks have other frames."""
-    for problems in pool.run(draw_by_rows, 2, name):
-        assert not problems, "\n".join(problems)
+    entry = EVERY[name]
+    pipe = entry.make()
+    plain = pipe(**entry.call() | NUMBERS)
+    divided = ditile.parallelize(pipe, Plan(**STAGES, vae="rows"))(**entry.call() | NUMBERS)
+    want, got = (list_tensors(each.frames if "frames" in each else each.images) for each in (plain, divided))
+    near(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_call_after_a_refusal(pool: Pool, name: str) -> None:
+@on_ranks(2)
+def test_a_call_after_a_refusal(name: str) -> None:
     """A failure means that a server must start its ranks again because somebody asked for a picture too small."""
-    for problems in pool.run(draw_after_a_refusal, 2, name):
-        assert not problems, "\n".join(problems)
+    entry = EVERY[name]
+    assert entry.larger is not None
+    pipe = entry.make()
+    want = list_tensors(pipe(**entry.larger()))
+    runner = ditile.parallelize(pipe, Plan(**STAGES, patches=PATCHES[name]), keep_weights=True)
+    with pytest.raises(PlanError, match=f"patches={PATCHES[name]} exceeds"):
+        runner(**entry.call())
+    near(list_tensors(runner(**entry.larger())), want, 0.0)
 
 
-def test_a_prompt_that_a_callback_replaces(pool: Pool) -> None:
-    """A failure means that the end of the new prompt is dropped in silence."""
-    for problems in pool.run(draw_with_a_longer_prompt, 2, "cogvideox"):
-        assert not problems, "\n".join(problems)
+@on_ranks(2)
+def test_a_prompt_that_a_callback_replaces() -> None:
+    """From the second step on. A failure means that the end of the new prompt is dropped in silence."""
+    entry = EVERY["cogvideox"]
+    pipe = entry.make()
+
+    def lengthen(_: Any, step: int, __: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        embeds = tensors["prompt_embeds"]
+        return {"prompt_embeds": torch.cat([embeds, embeds[:, :3]], dim=1)} if step == 0 else {}
+
+    def call() -> dict[str, Any]:
+        changes = {"callback_on_step_end": lengthen, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+        return entry.call() | changes
+
+    want = list_tensors(pipe(**call()))
+    for plan in ({"ulysses": 2}, {"ring": 2}):
+        near(draw(pipe, plan, call())[0], want, 1e-5, plan)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -86,12 +149,37 @@ def test_random_state(name: str) -> None:
     assert find_anatomy(pipe.transformer) is not None and torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_block_that_is_left_out(pool: Pool) -> None:
-    """A failure means a wrong picture in silence: stages meet at a block that one of them does not reach."""
-    assert all("ran 3 blocks at" in said and "same blocks in every call" in said
-               for said in pool.run(leave_out_a_block, 2, "wan-2.1"))  # fmt: skip
+class ForgetfulList(nn.ModuleList):
+    """Blocks of which the second is left out when that is wished."""
+
+    is_forgetful = False
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        blocks = list(super().__iter__())
+        return iter(blocks[:1] + blocks[2:] if self.is_forgetful else blocks)
 
 
-def test_rows_of_masks(pool: Pool) -> None:
+@on_ranks(2)
+def test_a_block_that_is_left_out() -> None:
+    """From the second step on. A failure means a wrong picture in silence: stages meet at a block that one of them does
+    not reach."""
+    entry = EVERY["wan-2.1"]
+    pipe = entry.make()
+    blocks = pipe.transformer.blocks = ForgetfulList(pipe.transformer.blocks)
+
+    def forget(_: Any, __: int, ___: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        blocks.is_forgetful = True
+        return tensors
+
+    runner = ditile.parallelize(pipe, Plan(**STAGES), keep_weights=True, trust_code=True)
+    with pytest.raises(StateError, match="ran 3 blocks at.*same blocks in every call"):
+        runner(**entry.call() | {"callback_on_step_end": forget})
+
+
+@on_ranks(2)
+def test_rows_of_masks() -> None:
     """A failure means that a micro-batch is given the mask of another's prompts."""
-    assert not any(pool.run(draw_padded_micro_batches, 2, "qwen-image"))
+    entry = EVERY["qwen-image"]
+    want = list_tensors(entry.make()(**entry.padded_prompt()))
+    got, _ = draw(entry.make(), {**STAGES, "warmup_mode": "pipelined"}, entry.padded_prompt())
+    near(got, want, MODES["pipelined"])

@@ -25,7 +25,7 @@ from ditile.parallel.sequence.ulysses import UlyssesExchange
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
 from ditile.plan.plan import Plan
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, close, different, divided, run
 
 LENGTH, BATCH, SIZE = 23, 2, 8
@@ -111,7 +111,9 @@ def test_heads_and_masks(pool: Pool, plan: dict[str, int]) -> None:
                 close(got, wanted, f"{plan} {heads}/{groups} heads, mask {kind}, rank {rank}")
 
 
-def gathers() -> list[int]:
+@on_ranks(2)
+def test_a_mask_travels_once() -> None:
+    """A failure means a message per layer and step for what never changes, or a mask that is kept when it does."""
     mesh = build_mesh(Plan(ulysses=2))
     masks, calls = gathered(mesh), []
     runs = (range(3),), (range(3, 5),)
@@ -120,13 +122,7 @@ def gathers() -> list[int]:
     for mask in (first, first, second, first):
         masks.gather_key_mask(mask, 1, tokens, 4)
         calls.append(mesh.traffic.calls["masks"])
-    return calls
-
-
-def test_a_mask_travels_once(pool: Pool) -> None:
-    """A failure means a message per layer and step for what never changes, or a mask that is kept when it does."""
-    for calls in pool.run(gathers, 2):
-        assert calls == [1, 1, 2, 2]
+    assert calls == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 5), (5, 5), (2, 5, 5), (1, 1, 5, 10)], ids=str)

@@ -149,7 +149,11 @@ def test_stale_keys(pool: Pool, name: str) -> None:
 # Pictures
 
 
-def decoded(kinds: list[str], images: int) -> None:
+@pytest.mark.parametrize("images", [1, 3])
+@on_ranks(2)
+def test_pictures_come_in_order(images: int) -> None:
+    """A failure means that replicas decode each other's images, or that pictures are lost or swapped."""
+    kinds = ["np", "pt", "latent"]
     pipe, name = made("sd3"), "sd3"
     call = {"prompt": ["a red circle"] * images, "seeds": list(range(images))}
     batches: list[int] = []
@@ -173,12 +177,6 @@ def decoded(kinds: list[str], images: int) -> None:
             close(np.stack(first.images), np.stack(wanted), f"{kind}, the first rank alone", tolerance=1e-6)
             assert "pictures" not in sent
     handle.remove()
-
-
-@pytest.mark.parametrize("images", [1, 3])
-def test_pictures_come_in_order(pool: Pool, images: int) -> None:
-    """A failure means that replicas decode each other's images, or that pictures are lost or swapped."""
-    pool.run(decoded, 2, ["np", "pt", "latent"], images)
 
 
 # Callbacks and interrupts

@@ -120,12 +120,6 @@ def test_calls_in_turn() -> None:
             close(got, plain[way], f"{way} under data")
 
 
-def refused(way: str) -> None:
-    error, says = REFUSED[way]
-    with divided(own(), cfg=2) as runner, pytest.raises(error, match=says):
-        runner(["a", "b"], way, torch.Generator().manual_seed(1))
-
-
 class Fewer(Own):
     """Leaves guidance in mid-run, for good or for two steps, or asks for more of it."""
 
@@ -141,24 +135,24 @@ class Fewer(Own):
         return latents
 
 
-def other_calls(way: str) -> None:
-    pipe = Fewer(**own().components)
-    wanted = pipe(["a", "b"], way)
-    for plan in ({"cfg": 2}, {"data": 2}):
-        with divided(pipe, **plan) as runner:
-            close(runner(["a", "b"], way), wanted, f"{way} calls under {plan}")
-
-
-def test_the_number_of_calls_may_change(pool: Pool) -> None:
+@on_ranks(2)
+def test_the_number_of_calls_may_change() -> None:
     """A failure means that a half waits for a call that is not made, or does not compute one more."""
     for way in ("fewer", "more", "between"):
-        pool.run(other_calls, 2, way)
+        pipe = Fewer(**own().components)
+        wanted = pipe(["a", "b"], way)
+        for plan in ({"cfg": 2}, {"data": 2}):
+            with divided(pipe, **plan) as runner:
+                close(runner(["a", "b"], way), wanted, f"{way} calls under {plan}")
 
 
-def test_what_cannot_be_shared_out_is_refused(pool: Pool) -> None:
+@on_ranks(2)
+def test_what_cannot_be_shared_out_is_refused() -> None:
     """A failure means a hang, or a picture of holes."""
     for way in REFUSED:
-        pool.run(refused, 2, way)
+        error, says = REFUSED[way]
+        with divided(own(), cfg=2) as runner, pytest.raises(error, match=says):
+            runner(["a", "b"], way, torch.Generator().manual_seed(1))
 
 
 def no_more() -> None:
@@ -232,16 +226,13 @@ def views() -> tuple[Any, dict[str, Any]]:
 MAKE = {"positions": positions, "tables": tables, "views": views}
 
 
-def denoising(name: str, plan: dict[str, Any], images: int) -> None:
-    model, inputs = MAKE[name]()
-    pipe = tiny.quiet(Denoising(model, FlowMatchEulerDiscreteScheduler()))
-    wanted = pipe(inputs, images)
-    with divided(pipe, **plan) as runner:
-        close(runner(inputs, images), wanted, f"{name} {plan} rank {dist.get_rank()}", tolerance=1e-4)
-
-
 @pytest.mark.parametrize("name", MAKE)
-def test_what_is_as_long_as_the_batch_is_not_the_batch(pool: Pool, name: str) -> None:
+@on_ranks(2)
+def test_what_is_as_long_as_the_batch_is_not_the_batch(name: str) -> None:
     """A failure means that a table of positions is cut to a replica's rows: the video is wrong, or the model raises."""
     for plan, images in (({"data": 2}, 2), ({"cfg": 2}, 2 if name == "views" else 1)):
-        pool.run(denoising, 2, name, plan, images)
+        model, inputs = MAKE[name]()
+        pipe = tiny.quiet(Denoising(model, FlowMatchEulerDiscreteScheduler()))
+        wanted = pipe(inputs, images)
+        with divided(pipe, **plan) as runner:
+            close(runner(inputs, images), wanted, f"{name} {plan} rank {dist.get_rank()}", tolerance=1e-4)

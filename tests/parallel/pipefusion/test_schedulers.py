@@ -134,19 +134,16 @@ def test_generators(pool: Pool, generators: str) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-def refused(name: str, text: str, config: dict[str, Any]) -> None:
-    pipe = MAKE[name]()
-    pipe.scheduler = diffusers.DPMSolverMultistepScheduler(**config)
-    with divided(pipe, pipefusion=2) as runner:
-        with pytest.raises(ModelError, match=text):
-            runner(**call_of(name))
-        pipe.scheduler = diffusers.DPMSolverMultistepScheduler()
-        assert isinstance(runner(**call_of(name)).images, Tensor)
-
-
-def test_statistics_of_the_whole_image_are_refused(pool: Pool) -> None:
+@on_ranks(2)
+def test_statistics_of_the_whole_image_are_refused() -> None:
     """A failure means that each patch is clipped by a quantile of its own, without a word."""
-    pool.run(refused, 2, "pixart sigma", "thresholding=True", {"thresholding": True})
+    pipe = MAKE["pixart sigma"]()
+    pipe.scheduler = diffusers.DPMSolverMultistepScheduler(thresholding=True)
+    with divided(pipe, pipefusion=2) as runner:
+        with pytest.raises(ModelError, match="thresholding=True"):
+            runner(**call_of("pixart sigma"))
+        pipe.scheduler = diffusers.DPMSolverMultistepScheduler()
+        assert isinstance(runner(**call_of("pixart sigma")).images, Tensor)
 
 
 @pytest.mark.parametrize("key", ["DPM++ order 3", "UniPC", "Heun", "Euler ancestral", "DDPM"])
@@ -277,13 +274,10 @@ def test_a_step_may_take_its_arguments_in_any_way(name: str) -> None:
     assert is_custom_scheduler(scheduler) and not is_custom_scheduler(plain)
 
 
-def grows_in_patches() -> str:
+@on_ranks(2)
+def test_latents_that_grow_in_patches_are_refused_alike() -> None:
+    """A failure means that ranks which step nothing wait for those that do, or that gloo ends the process."""
     with divided(with_scheduler("sd3", Growing()), **PATCHES) as runner, pytest.raises(StateError) as caught:
         run(runner, "sd3")
-    return str(caught.value)
-
-
-def test_latents_that_grow_in_patches_are_refused_alike(pool: Pool) -> None:
-    """A failure means that ranks which step nothing wait for those that do, or that gloo ends the process."""
-    for says in pool.run(grows_in_patches, 2):
-        assert says.startswith("Growing makes latents of shape (1, 4, 32, 24) of those of (1, 4, 16, 12), and patches")
+    says = str(caught.value)
+    assert says.startswith("Growing makes latents of shape (1, 4, 32, 24) of those of (1, 4, 16, 12), and patches")

@@ -152,7 +152,10 @@ def test_who_holds_and_sends_what(pool: Pool) -> None:
     assert lent[0] >= 2 * share * FLOAT and max(lent) < 1.1 * 2 * share * FLOAT, "two steps, to one other rank"
 
 
-def with_loras(folder: Path) -> None:
+@on_ranks(2)
+def test_loras_are_lent_fused_or_refused(tmp_path: Path) -> None:
+    """A failure means that some ranks compute the first steps without the LoRA."""
+    folder = folder_of("flux", tmp_path)
     pipe = MAKE["flux"]()
     plan = {"pipefusion": 2, "patches": 3, "warmup": 99}
     runner = parallelize(pipe, Plan(**plan, **SEQUENCE))
@@ -165,11 +168,6 @@ def with_loras(folder: Path) -> None:
     load("one")(plain, folder)
     plain.fuse_lora(lora_scale=0.7)
     close(run(runner, "flux"), run(plain, "flux"), "fused, and lent")
-
-
-def test_loras_are_lent_fused_or_refused(pool: Pool, tmp_path: Path) -> None:
-    """A failure means that some ranks compute the first steps without the LoRA."""
-    pool.run(with_loras, 2, folder_of("flux", tmp_path))
 
 
 def read_in_part(folder: Path) -> None:
@@ -216,7 +214,11 @@ def test_weights_that_are_cast_for_each_use(mode: str) -> None:
             run(runner, "flux")
 
 
-def draw_chosen(folder: Path) -> None:
+@on_ranks(2)
+def test_auto_shares_what_can_be_sent(tmp_path: Path) -> None:
+    """Weights are sent, with a second synchronous step; LoRAs that come later, on one stage too, are not. A failure
+    means that a stage waits for weights that nobody sends, or that a picture lacks its LoRA."""
+    folder = folder_of("flux", tmp_path)
     pipe, plan = MAKE["flux"](), {"pipefusion": 2, "patches": 3}
     with divided(pipe, **plan, warmup=2) as runner:
         wanted = run(runner, "flux")
@@ -234,12 +236,6 @@ def draw_chosen(folder: Path) -> None:
     pipe.unload_lora_weights()
     close(run(runner, "flux"), wanted, "shared again")
     assert runner.report.warmup_mode == "sequence"
-
-
-def test_auto_shares_what_can_be_sent(pool: Pool, tmp_path: Path) -> None:
-    """Weights are sent, with a second synchronous step; LoRAs that come later, on one stage too, are not. A failure
-    means that a stage waits for weights that nobody sends, or that a picture lacks its LoRA."""
-    pool.run(draw_chosen, 2, folder_of("flux", tmp_path))
 
 
 def test_what_auto_stands_for() -> None:

@@ -22,7 +22,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.sequence.planned import denoising
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import close
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
@@ -129,8 +129,9 @@ def test_attention_in_three_dimensions(pool: Pool) -> None:
     check(pool.run(three_dimensions, 2), TWO, "heads among rows")
 
 
-def users_backend() -> tuple[int, int]:
-    """How often the backend that the user set is asked, in one call of one transformer, plain and divided."""
+@on_ranks(2)
+def test_the_users_backend_stays() -> None:
+    """Self attention is handed over, cross attention is not. A failure means that either has another kernel."""
     calls, stock = [0], backends._backends[AttentionBackendName._NATIVE_MATH]
 
     @functools.wraps(stock)
@@ -149,20 +150,7 @@ def users_backend() -> tuple[int, int]:
         parallelize(pipe, Plan(ulysses=2))(**call)
     finally:
         backends._backends[AttentionBackendName._NATIVE_MATH] = stock
-    return plain, calls[0] - plain
-
-
-def test_the_users_backend_stays(pool: Pool) -> None:
-    """Self attention is handed over, cross attention is not. A failure means that either has another kernel."""
-    for plain, divided in pool.run(users_backend, 2):
-        assert plain == divided > 0
-
-
-def refused(name: str, size: tuple[int, int, int], plan: dict[str, Any]) -> str:
-    pipe, call = denoising(name, *size)
-    with pytest.raises((PlanError, ModelError)) as caught:
-        parallelize(pipe, Plan(**plan))(**call)
-    return f"{type(caught.value).__name__}: {caught.value}"
+    assert plain == calls[0] - plain > 0
 
 
 @pytest.mark.parametrize(
@@ -175,13 +163,15 @@ def refused(name: str, size: tuple[int, int, int], plan: dict[str, Any]) -> str:
         ("wan", (1, 1, 9), {"ring": 2}, ("fewer tokens than the 2 ranks", "larger image")),
     ],
 )
-def test_refusals(
-    pool: Pool, name: str, size: tuple[int, int, int], plan: dict[str, Any], words: tuple[str, ...]
-) -> None:
+@on_ranks(2)
+def test_refusals(name: str, size: tuple[int, int, int], plan: dict[str, Any], words: tuple[str, ...]) -> None:
     """A failure means a picture that is silently wrong, or an error that leaves the user to guess."""
-    for message in pool.run(refused, 2, name, size, plan):
-        assert all(word in message for word in words), message
-        assert "\n" not in message
+    pipe, call = denoising(name, *size)
+    with pytest.raises((PlanError, ModelError)) as caught:
+        parallelize(pipe, Plan(**plan))(**call)
+    message = f"{type(caught.value).__name__}: {caught.value}"
+    assert all(word in message for word in words), message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("size", [(3, 3, 8), (5, 7, 18), (5, 7, 1)], ids=str)

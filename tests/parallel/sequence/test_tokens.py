@@ -15,12 +15,11 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 from torch import Tensor
 
-from ditile.distributed.trace import TraceEvent
 from ditile.parallel.sequence.ulysses import OverlappedUlysses, UlyssesExchange
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, close, divided, draw_plain, run
 
 TOLERANCE = 1e-5
@@ -74,21 +73,19 @@ def test_any_number(pool: Pool, name: str, ranks: int) -> None:
     check(pool, name, ranks, plans, height=40, width=56, max_sequence_length=7)
 
 
-def traced(name: str, plan: dict[str, Any]) -> list[TraceEvent]:
-    with divided(MAKE[name](), **plan) as runner:
-        runner.trace = True
-        run(runner, name)
-        return runner._parts.trace.list_events()
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3", "sd3.5 medium"])
-def test_projections_travel_while_the_next_is_made(pool: Pool, name: str) -> None:
+@on_ranks(2)
+def test_projections_travel_while_the_next_is_made(name: str) -> None:
     """v first, whose exchange begins before the norms and rotary embeddings of k and q.
 
     A failure means that asynchronous Ulysses waits for an exchange before it computes what could hide it.
     """
-    for events in pool.run(traced, 2, name, {"ulysses": 2, "async_ulysses": True}):
+    plan = {"ulysses": 2, "async_ulysses": True}
+    with divided(MAKE[name](), **plan) as runner:
+        runner.trace = True
+        run(runner, name)
+        events = runner._parts.trace.list_events()
         of_kind = [[event for event in events if event.kind == name] for name in NAMES]
         layers = [dict(zip(NAMES, layer, strict=True)) for layer in zip(*of_kind, strict=True)]
         assert len(layers) >= 8
@@ -167,15 +164,12 @@ def test_the_kernel_that_was_chosen(pool: Pool, name: str) -> None:
         assert "'quick'" in message and "native" in message and "\n" not in message
 
 
-def fused_projections() -> str:
+@on_ranks(2)
+def test_fused_projections_cannot_travel_apart() -> None:
+    """A failure means that FLUX is projected by weights that were fused away from, or in one piece unsaid."""
     pipe = MAKE["flux"]()
     pipe.transformer.fuse_qkv_projections()
     with divided(pipe, ulysses=2, async_ulysses=True) as runner, pytest.raises(ModelError) as caught:
         run(runner, "flux")
-    return str(caught.value)
-
-
-def test_fused_projections_cannot_travel_apart(pool: Pool) -> None:
-    """A failure means that FLUX is projected by weights that were fused away from, or in one piece unsaid."""
-    for message in pool.run(fused_projections, 2):
-        assert "call pipe.transformer.unfuse_qkv_projections()" in message and "\n" not in message
+    message = str(caught.value)
+    assert "call pipe.transformer.unfuse_qkv_projections()" in message and "\n" not in message

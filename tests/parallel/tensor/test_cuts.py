@@ -224,10 +224,6 @@ def cut_packed_as_one(table: Table) -> Table:
     return {path: style if style[0] == "rms_norm" else style[:1] for path, style in table.items()}
 
 
-def leave_rotary_tables_whole(table: Table) -> Table:
-    return {path: style for path, style in table.items() if ":" not in path}
-
-
 def swap_rotary_heads(table: Table) -> Table:
     return {path: ["heads", 1, *style[2:]] if ":" in path else style for path, style in table.items()}
 
@@ -241,7 +237,7 @@ def swap_rotary_heads(table: Table) -> Table:
         ("wan-2.1", leave_norms_whole),
         ("wan-2.1", gather_one_of_two),
         ("prx", cut_packed_as_one),
-        ("ltx", leave_rotary_tables_whole),
+        ("ltx", lambda table: {path: style for path, style in table.items() if ":" not in path}),
         ("ltx", swap_rotary_heads),
     ],
 )

@@ -1,28 +1,144 @@
-"""Tensor parallel equals the plain model on every rank, in both schemes, with LoRAs too."""
+"""Tensor parallel equals the plain model on every rank, in both schemes, with LoRAs too.
+
+Models are cut without a plan: the plain pipeline runs on every rank of the group.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.model.anatomies import find_derived_cuts
-from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
+from ditile.model.anatomies import find_anatomy, find_derived_cuts
+from ditile.parallel.tensor.collectives import TensorCollectives
+from ditile.parallel.tensor.sharding import ShardedTransformer, find_tensor_table, shard_weights
 from ditile.plan.errors import DitileError, ModelError, StateError
+from ditile.plan.layout import pick_even_chunk
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.tensor.tensors import SCHEMES, forward, inputs, sharded, with_heads
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, measure_error, run, same
 from tests.runner.loras import folder_of, load, write
 from tests.zoo import ZOO
+
+SCHEMES = ("row", "sequence")
+HEADS = 6
+
+
+def axis() -> Axis:
+    """All ranks of the case."""
+    ranks = tuple(range(dist.get_world_size()))
+    return Axis("tensor", ranks, dist.get_rank(), dist.group.WORLD)
+
+
+@contextmanager
+def sharded(transformer: Any, scheme: str, traffic: Traffic | None = None) -> Iterator[ShardedTransformer]:
+    """The model with a share of its weights; with "sequence" its chain of blocks has a share of the tokens."""
+    anatomy, traffic = find_anatomy(transformer), traffic or Traffic()
+    assert anatomy is not None
+    streams = anatomy.token_streams if scheme == "sequence" else None
+    table = find_tensor_table(transformer, anatomy.tensor)
+    cut = shard_weights(transformer, table, axis(), traffic, sequence=streams, keep=True)
+    with _tokens_shared(transformer, cut) if streams else _nothing():
+        yield cut
+    cut.restore_whole_weights()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _tokens_shared(transformer: nn.Module, cut: ShardedTransformer) -> Iterator[None]:
+    """Cuts the tokens before the first block and gathers those of the image behind the last."""
+    anatomy, line = find_anatomy(transformer), axis()
+    assert anatomy is not None
+    chain = [(block, io) for name, io in anatomy.lists.items() for block in transformer.get_submodule(name).children()]
+    (first, io), (last, returns) = chain[0], (chain[-1][0], chain[-1][1].returns)
+    exchange = TensorCollectives(line, Traffic())
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call = dict(zip(("hidden_states",), args, strict=False)) | kwargs
+        streams = {"image": "hidden_states", "text": "encoder_hidden_states"}
+        for stream in io.returns:
+            value = call[streams[stream]]
+            setattr(cut.streams, stream, value.shape[1])
+            call[streams[stream]] = value[:, _own(value.shape[1], line)]
+        return (), call
+
+    def behind(_: nn.Module, __: Any, result: Any) -> Any:
+        parts = result if isinstance(result, tuple) else (result,)
+        parts = tuple(
+            exchange.gather_streams(part, [cut.streams.image]) if name == "image" else part
+            for name, part in zip(returns, parts, strict=True)
+        )
+        return parts if isinstance(result, tuple) else parts[0]
+
+    hooks = first.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(behind)
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _own(length: int, line: Axis) -> slice:
+    mine = pick_even_chunk(range(length), line.num_ranks, line.index)
+    return slice(mine.start, mine.stop)
+
+
+def with_heads(family: str, heads: int = HEADS, **changes: Any) -> Any:
+    """The transformer of a family with another number of heads of 8 channels."""
+    plain = tiny.FAMILIES[family]().transformer
+    changes |= {"num_attention_heads": heads}
+    if family == "sd3":
+        changes |= {"caption_projection_dim": 8 * heads}
+    if family == "pixart":
+        changes |= {"cross_attention_dim": 8 * heads}
+    torch.manual_seed(0)
+    return tiny.randomise(type(plain).from_config({**plain.config, **changes}))
+
+
+def inputs(family: str, batch: int = 2) -> dict[str, Any]:
+    """Arguments of a transformer's forward: 63 tokens of image, 5 of text, a mask where there can be one."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    timestep = torch.full((batch,), 0.6)
+    if family == "flux":
+        rows, columns = torch.meshgrid(torch.arange(9.0), torch.arange(7.0), indexing="ij")
+        ids = torch.stack([torch.zeros(63), rows.flatten(), columns.flatten()], dim=1)
+        return {
+            "hidden_states": random(batch, 63, 16), "encoder_hidden_states": random(batch, 5, tiny.WIDTH),
+            "pooled_projections": random(batch, tiny.WIDTH), "timestep": timestep, "img_ids": ids,
+            "txt_ids": torch.zeros(5, 3), "return_dict": False,
+        }  # fmt: skip
+    call = {"hidden_states": random(batch, 4, 18, 14), "return_dict": False}
+    if family == "pixart":
+        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])[:batch]
+        kept = {"encoder_attention_mask": mask, "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+        return call | kept | {"encoder_hidden_states": random(batch, 5, tiny.WIDTH), "timestep": timestep * 1000}
+    text = {"encoder_hidden_states": random(batch, 5, 2 * tiny.WIDTH)}
+    return call | text | {"pooled_projections": random(batch, 2 * tiny.WIDTH), "timestep": timestep * 1000}
+
+
+@torch.no_grad()
+def forward(transformer: Any, call: dict[str, Any]) -> Tensor:
+    """The prediction."""
+    out: Tensor = transformer(**call)[0]
+    return out
+
 
 TOLERANCE = 1e-5  # sums over ranks are in another order than sums within a matrix product
 
@@ -82,20 +198,6 @@ def test_a_transformer_predicts_the_same(
         assert all(torch.equal(result[scheme][1], results[0][scheme][1]) for result in results), "ranks differ"
 
 
-def refused_and_half() -> tuple[list[str], torch.dtype, float]:
-    transformer, call, pairs = with_heads("pixart", 4), inputs("pixart"), []
-    with sharded(transformer, "sequence"):
-        for wrong in (lambda: sharded(transformer, "row").__enter__(), _chunked(transformer, call)):
-            with pytest.raises(StateError) as caught:
-                wrong()
-            pairs.append(str(caught.value))
-    transformer.transformer_blocks[0].set_chunk_feed_forward(None)
-    plain = forward(transformer, call)
-    with sharded(transformer.to(torch.bfloat16), "sequence"):
-        out = forward(transformer, _half(call))
-    return pairs, out.dtype, measure_error(out.float(), plain)
-
-
 def _chunked(transformer: Any, call: dict[str, Any]) -> Any:
     def run() -> None:
         transformer.transformer_blocks[0].set_chunk_feed_forward(1, dim=1)
@@ -108,15 +210,31 @@ def _half(call: dict[str, Any]) -> dict[str, Any]:
     return {k: v.bfloat16() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
 
 
-def test_wrong_use_is_refused_and_bf16_stays_bf16(pool: Pool) -> None:
+@on_ranks(2)
+def test_wrong_use_is_refused_and_bf16_stays_bf16() -> None:
     """A failure: a model is cut twice, chunks of tokens are taken for shares, or a sum changes the dtype."""
-    for (twice, chunks), dtype, difference in pool.run(refused_and_half, 2):
-        assert "has only a share of its weights already" in twice
-        assert "transformer_blocks.0.ff was given 1 tokens of image, and this rank's share of 63 is 3" in chunks
-        assert dtype == torch.bfloat16 and difference < 0.1
+    transformer, call, pairs = with_heads("pixart", 4), inputs("pixart"), []
+    with sharded(transformer, "sequence"):
+        for wrong in (lambda: sharded(transformer, "row").__enter__(), _chunked(transformer, call)):
+            with pytest.raises(StateError) as caught:
+                wrong()
+            pairs.append(str(caught.value))
+    transformer.transformer_blocks[0].set_chunk_feed_forward(None)
+    plain = forward(transformer, call)
+    with sharded(transformer.to(torch.bfloat16), "sequence"):
+        out = forward(transformer, _half(call))
+    (twice, chunks), dtype, difference = pairs, out.dtype, measure_error(out.float(), plain)
+    assert "has only a share of its weights already" in twice
+    assert "transformer_blocks.0.ff was given 1 tokens of image, and this rank's share of 63 is 3" in chunks
+    assert dtype == torch.bfloat16 and difference < 0.1
 
 
-def cast_shares(family: str) -> list[float]:
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["flux", "sd3", "pixart"])
+@on_ranks(2)
+def test_shares_that_are_cast_for_each_use(family: str) -> None:
+    """A failure: what a refusal of a model that is cast before advises does not work."""
+
     def casting(pipe: Any) -> Any:
         pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
         return pipe(**tiny.arguments(family)).images
@@ -126,15 +244,7 @@ def cast_shares(family: str) -> list[float]:
         pipe = tiny.FAMILIES[family]()
         with sharded(pipe.transformer, scheme):
             pairs.append(measure_error(casting(pipe), plain))
-    return pairs
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", ["flux", "sd3", "pixart"])
-def test_shares_that_are_cast_for_each_use(pool: Pool, family: str) -> None:
-    """A failure: what a refusal of a model that is cast before advises does not work."""
-    for differences in pool.run(cast_shares, 2, family):
-        assert max(differences) < TOLERANCE
+    assert max(pairs) < TOLERANCE
 
 
 @pytest.mark.nightly
@@ -171,7 +281,11 @@ def test_what_cannot_be_cut_is_refused_with_all_its_weights(pool: Pool, options:
     assert all(pool.run(refused_untouched, 4, options, message))
 
 
-def refuse_loras(folder: Path) -> list[str]:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_what_needs_whole_weights_is_refused(tmp_path: Path) -> None:
+    """A failure: a LoRA is silently lost with the share that it was fused into, or loaded into a part of the model."""
+    folder = folder_of("flux", tmp_path)
     pipe, results = MAKE["flux"](), []
     load("one")(pipe, folder)
     with sharded(pipe.transformer, "row") as cut:
@@ -187,18 +301,10 @@ def refuse_loras(folder: Path) -> list[str]:
             results.append(str(caught.value))
         pipe.unfuse_lora()
     load("two")(pipe, folder)
-    return results
-
-
-@pytest.mark.nightly
-def test_what_needs_whole_weights_is_refused(pool: Pool, tmp_path: Path) -> None:
-    """A failure: a LoRA is silently lost with the share that it was fused into, or loaded into a part of the model."""
-    for fused, loaded, adapter in pool.run(refuse_loras, 2, folder_of("flux", tmp_path)):
-        assert "are fused into this rank's share of transformer_blocks.0.attn.to_q, and [] were when it" in fused
-        assert (
-            "FluxPipeline.load_lora_weights needs whole weights" in loaded and "before the model is divided" in loaded
-        )
-        assert "FluxTransformer2DModel.load_lora_adapter needs whole weights" in adapter
+    fused, loaded, adapter = results
+    assert "are fused into this rank's share of transformer_blocks.0.attn.to_q, and [] were when it" in fused
+    assert "FluxPipeline.load_lora_weights needs whole weights" in loaded and "before the model is divided" in loaded
+    assert "FluxTransformer2DModel.load_lora_adapter needs whole weights" in adapter
 
 
 PLAN = Plan(tensor=2, tensor_weights=(1, 3))

@@ -5,23 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderTiny, FluxImg2ImgPipeline
 from diffusers.models.attention_processor import SlicedAttnProcessor
+from PIL import Image
 from torch import nn
 
 import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.parallel.vae.halo import GroupLinks, Strip
+from ditile.parallel.vae.halo import GroupLinks, Halo, RowWindow, Strip
 from ditile.parallel.vae.layers import normalize_strip
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.errors import ModelError
 from ditile.planner.footprint import LiveBytes
 from tests import tiny
 from tests.pool import Pool, on_ranks, share
+from tests.runner.cases import divided
 
 ASSETS = Path(ditile.__file__).parent / "model" / "assets"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -142,8 +145,10 @@ def test_one_rank_with_blocks(pool: Pool) -> None:
     assert max(map(max, of_cases)) < BOUND and of_cases[-1] == [0.0] * 3
 
 
+@on_ranks(3)
 @torch.no_grad()
-def sliced_and_tiled() -> list[float]:
+def test_slicing_and_tiling_work_as_ever() -> None:
+    """A failure means that a divided autoencoder ignores the user's slicing, or blends other tiles."""
     results = []
     for height, turn_on in ((9, "enable_slicing"), (50, "enable_tiling")):
         vae = autoencoder("pixart")
@@ -153,13 +158,7 @@ def sliced_and_tiled() -> list[float]:
         wanted = vae.decode(latents).sample
         with ParallelVAE(vae, axis(), Traffic()).install_forwards():
             results.append(distance(vae.decode(latents).sample, wanted))
-    return results
-
-
-def test_slicing_and_tiling_work_as_ever(pool: Pool) -> None:
-    """A failure means that a divided autoencoder ignores the user's slicing, or blends other tiles."""
-    for distances in pool.run(sliced_and_tiled, 3):
-        assert max(distances) < BOUND
+    assert max(results) < BOUND
 
 
 @torch.no_grad()
@@ -208,10 +207,6 @@ def adapted(vae: AutoencoderKL) -> None:
     vae.decoder.conv_in = nn.Sequential(vae.decoder.conv_in)
 
 
-def sliced_attention(vae: AutoencoderKL) -> None:
-    vae.set_attn_processor(SlicedAttnProcessor(1))
-
-
 def hooked(vae: AutoencoderKL) -> None:
     conv = vae.encoder.conv_in
     conv.forward = lambda x: x
@@ -244,7 +239,10 @@ def far_sighted(vae: AutoencoderKL) -> None:
             far_sighted,
             "AutoencoderKL.decode by rows differs from the whole by .*; call its enable_tiling.*use vae=whole",
         ),
-        (sliced_attention, "SlicedAttnProcessor is not stock; call vae.set_attn_processor"),
+        (
+            lambda vae: vae.set_attn_processor(SlicedAttnProcessor(1)),
+            "SlicedAttnProcessor is not stock; call vae.set_attn_processor",
+        ),
         (hooked, "encoder.conv_in .* its forward is replaced; remove the hook"),
         (circular, "pads rows by .*circular.*; call its enable_tiling.*use vae=whole"),
     ],
@@ -327,3 +325,73 @@ def test_blocks_lower_the_peak(pool: Pool, ranks: int) -> None:
     for whole, blocks in zip(pool.run(kept_bytes, ranks, None), pool.run(kept_bytes, ranks, 8), strict=True):
         for (strip, _), (block, _) in ((whole[1], blocks[1]), (whole[3], blocks[3])):
             assert block < 0.88 * strip
+
+
+PLANS: list[dict[str, Any]] = [
+    {"pipefusion": 2, "warmup": 99, "vae": "rows"},
+    {"ulysses": 2, "vae": "rows", "rank_weights": (99.0, 1.0)},  # the second rank has one row
+    {"tensor": 2, "vae": "rows"},
+    {"ulysses": 2, "vae": "rows", "vae_block_size": 3},
+]
+
+
+def pictures(family: str, output: str) -> list[Any]:
+    """The plain pipeline's, and those of each plan on this rank."""
+    pipe = tiny.FAMILIES[family]()
+    call = {"height": 40, "width": 24, "output_type": "np", "num_images_per_prompt": 2}
+    results = [pipe(**tiny.arguments(family, **call)).images]
+    for plan in PLANS:
+        with divided(pipe, **plan) as runner:
+            result = runner(**tiny.arguments(family, **call), output=output)
+            results.append(None if result is None else result.images)
+    return results
+
+
+@pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
+def test_rows_of_the_picture(pool: Pool, family: str) -> None:
+    """Odd latent rows, two images. A failure means that the decode of a plan is not that of the pipeline."""
+    for plain, *results in pool.run(pictures, 2, family, "all"):
+        for plan, got in zip(PLANS, results, strict=True):
+            assert np.abs(got - plain).max() < 1e-5, plan
+
+
+def test_on_the_first_rank(pool: Pool) -> None:
+    """Every rank decodes its rows, and rank 0 alone has the picture."""
+    first, second = pool.run(pictures, 2, "pixart", "first")
+    assert all(np.abs(got - first[0]).max() < 1e-5 for got in first[1:])
+    assert second[1:] == [None] * len(PLANS)
+
+
+def block_sizes(plan: dict[str, Any]) -> set[int]:
+    """Of the convolutions of one decode."""
+    pipe, results, pass_through = tiny.flux(), set(), Strip.begin_operation
+
+    def noted(strip: Strip, window: RowWindow) -> Halo:
+        results.add(strip.block_size)
+        return pass_through(strip, window)
+
+    with pytest.MonkeyPatch.context() as patch, divided(pipe, **plan) as runner:
+        patch.setattr(Strip, "begin_operation", noted)
+        runner(**tiny.arguments("flux", height=40, width=24, output_type="np"))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_blocks_of_a_plan_reach_the_convolutions(pool: Pool, ranks: int) -> None:
+    """A failure means that a plan says so and nothing is done in blocks; one rank alone has them, too."""
+    plan = {"ulysses": ranks, "vae": "rows", "vae_block_size": 3}
+    assert pool.run(block_sizes, ranks, plan) == [{3}] * ranks
+
+
+@on_ranks(2)
+def test_image_to_image() -> None:
+    """The encoder is divided as well."""
+    pipe = FluxImg2ImgPipeline(**tiny.flux().components)
+    pipe.set_progress_bar_config(disable=True)
+    image = Image.fromarray((np.arange(40 * 24 * 3).reshape(40, 24, 3) % 251).astype(np.uint8))
+    call = {"height": 40, "width": 24, "image": image, "strength": 0.6, "output_type": "np"}
+    results = [pipe(**tiny.arguments("flux", **call)).images]
+    with divided(pipe, pipefusion=2, warmup=99, vae="rows") as runner:
+        results.append(runner(**tiny.arguments("flux", **call)).images)
+    plain, got = results
+    assert np.abs(got - plain).max() < 1e-5
