@@ -31,6 +31,7 @@ IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "ImageReward", "torch_fidelity", "to
 """Packages that are used where they are installed, each after a look for it in the same module."""
 BEHIND_A_CHECK: Mapping[str, set[str]] = {
     "ditile_lab.bench.figures": {"plots"},
+    "ditile.runner.weights.convrot_weight": {"quantize"},
     "ditile.runner.weights.gguf_file": {"gguf"},
     "ditile.serve.page.layout": {"serve", "page"},
     "ditile.serve.ray_replicas": {"ray"},

@@ -230,7 +230,15 @@ def pack_int4(integers: Tensor) -> Tensor:
     return (even + 16 * odd).to(torch.uint8).view(torch.int8)
 
 
-def save_convrot(weights: Weights, path: Path, plain: Path, prefix: str = "") -> None:
+def multiply_by_rules(x: Tensor, integers: Tensor, scale: Tensor, size: int) -> Tensor:
+    """What ComfyUI makes of tokens and a rotated weight in int8: each token is rotated, and rounded with its scale."""
+    rotation = torch.block_diag(*[build_rotation(size)] * (x.shape[-1] // size))
+    rotated = x.double() @ rotation.T
+    scales = rotated.abs().amax(-1, keepdim=True) / 127
+    return ((rotated / scales).round().long() @ integers.long().T) * scales * scale.double().flatten()
+
+
+def save_convrot(weights: Weights, path: Path, plain: Path, prefix: str = "", group_size: int = 16) -> None:
     """ComfyUI's file of weights in integers, each matrix in the next way, and the numbers that they stand for."""
     stored: Weights = {}
     numbers = {}
@@ -238,13 +246,13 @@ def save_convrot(weights: Weights, path: Path, plain: Path, prefix: str = "") ->
     ways = itertools.cycle(range(4))
     for name, tensor in weights.items():
         layer = name.removesuffix(".weight")
-        if tensor.ndim != 2 or tensor.shape[1] % 16 or layer == name:
+        if tensor.ndim != 2 or tensor.shape[1] % group_size or layer == name:
             stored[prefix + name] = tensor.to(torch.bfloat16).contiguous()
             numbers[name] = stored[prefix + name].float()
             continue
         way = next(ways)
-        settings: dict[str, Any] = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
-        size, most = 16, 127
+        settings: dict[str, Any] = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group_size}
+        size, most = group_size, 127
         if way == 1:
             settings = {"format": "convrot_w4a4", "params": {"convrot_groupsize": 4}}
             size, most = 4, 7

@@ -126,6 +126,8 @@ def find_greatest_difference(mine: Any, theirs: Any) -> float:
     differences = [0.0]
     for (name, tensor), (_, wanted) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
         assert tensor.dtype == wanted.dtype and tensor.shape == wanted.shape, name
+        if hasattr(tensor, "qdata"):
+            tensor = tensor.dequantize()
         differences.append(float((tensor - wanted).abs().max() / wanted.abs().max()))
     return max(differences)
 
@@ -307,6 +309,11 @@ INTEGERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rotated_fp8": ({"format": "float8_e4m3fn", "convrot": True}, {}, "stored as 'float8_e4m3fn with convrot'"),
     "no_scale": ({}, {"weight_scale": None}, "proj_out.weight is in int8_tensorwise and has no scale"),
     "scale_of_blocks": ({}, {"weight_scale": torch.ones(16, 2)}, r"of the shape \[16, 2\] is not a scale"),
+    "scale_of_integers": (
+        {},
+        {"weight_scale": torch.ones(16, dtype=torch.int8)},
+        "in int8_tensorwise and has no scale",
+    ),
     "floats": ({}, {"weight": torch.ones(16, 32)}, r"it is F32 of the shape \[16, 32\]; a matrix of I8 would be"),
     "no_json": ({}, {"comfy_quant": torch.zeros(3, dtype=torch.uint8)}, "proj_out.comfy_quant is not readable JSON"),
 }

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-TORCHAO_CLASSES = ("Int8Tensor", "Float8Tensor")
-"""torchao's weights with an element for each number, and one scale for a row, a part of a row or the whole."""
+CONVROT = "ConvRotInt8"
+"""Weights in int8, with a scale for each row, whose columns are rotated in groups."""
+TORCHAO_CLASSES = ("Int8Tensor", "Float8Tensor", CONVROT)
+"""Classes with torchao's base, with an element for each number, and one scale for a row, a part of a row or the
+whole."""
 
 
 class RowBlocks(NamedTuple):
@@ -62,6 +65,9 @@ def describe_row_blocks(
     if name not in TORCHAO_CLASSES or block_size is None or len(block_size) != 2:
         return None
     rows, numbers = block_size
+    # The columns of a group are rotated together, though a scale is that of a whole row.
+    if name == CONVROT:
+        return RowBlocks(name, numbers, numbers)
     # A scale of the whole weight, or of whole rows, holds for any part.
     if numbers == shape[1] and rows in (1, shape[0]):
         return RowBlocks(name, 1, 1)

@@ -39,7 +39,7 @@ from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
 from ditile.plan.errors import DitileError, LoadError, ModelError, join_error_lines
-from ditile.plan.extras import require_torchvision
+from ditile.plan.extras import require_extra, require_torchvision
 from ditile.plan.option_classes import CallArguments, JsonObject, checked
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.runner.compose import divide_into_stages
@@ -459,6 +459,8 @@ def check_component_file(component: Component, file: str) -> ConvertedFile | Non
         _load_encoder_file(component, file, EncoderPlacement.choose_placement(Plan(), 0), None)
         return None
     converted = ConvertedFile.match_config(SingleFile.read_header(Path(file)), cls, component.config)
+    if converted.keeps_integers:
+        require_extra("quantize", file)
     if component.config is not None and converted.config != component.config:
         published = converted.config.parent.parent.name
         LOG.warning("%s does not fit the config of %s, and is built by that of %s", file, component.source, published)

@@ -11,7 +11,6 @@ ComfyUI computes with (`tensor/int8.py` and `backends/eager/convrot_w4a4.py` the
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -26,8 +25,6 @@ INTEGER_FORMATS = (INT8, INT4)
 """ComfyUI's names for the formats."""
 GROUP_SIZES = tuple(4**power for power in range(1, 8))
 """The sizes of regular Hadamard matrices of this kind; files have 256, and a few 64."""
-REGULAR_4 = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1))
-"""Regular: each row has the same sum, so that a group whose numbers are alike does not become one large number."""
 
 
 class IntegerFormat(NamedTuple):
@@ -67,24 +64,32 @@ class IntegerFormat(NamedTuple):
             )
         return cls(name, int(group_size), num_packed)
 
+    def unpack_integers(self, stored: Tensor) -> Tensor:
+        """Return whole rows with one integer in each byte."""
+        if self.num_packed == 1:
+            return stored
+        # Shifts to the right repeat the sign.
+        return torch.stack([stored << 4 >> 4, stored >> 4], -1).flatten(-2)
+
     def unpack_rows(self, stored: Tensor, scales: Tensor) -> Tensor:
         """Return whole rows of a weight in float32, and not rotated."""
-        if self.num_packed == 2:
-            # Shifts to the right repeat the sign.
-            stored = torch.stack([stored << 4 >> 4, stored >> 4], -1).flatten(-2)
-        rows = stored.float().mul_(scales)
-        if self.group_size == 1:
-            return rows
-        groups = rows.unflatten(-1, (-1, self.group_size))
+        rows = self.unpack_integers(stored).float().mul_(scales)
         # The matrix is symmetric and orthogonal, so it is its own inverse.
-        return torch.matmul(groups, build_hadamard(self.group_size)).flatten(-2)
+        return rotate_groups(rows, self.group_size).div_(self.group_size**0.5)
 
 
-@functools.cache
-def build_hadamard(size: int) -> Tensor:
-    """Build the regular Hadamard matrix of a size, divided by its norm."""
-    smallest = torch.tensor(REGULAR_4, dtype=torch.float32, device="cpu")
-    matrix: Tensor = smallest
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, smallest)
-    return matrix.div(size**0.5)
+def rotate_groups(rows: Tensor, size: int) -> Tensor:
+    """Multiply each group of columns with the regular Hadamard matrix of a size; it is not divided by its norm.
+
+    A factor of 4 x 4 with its rows in reverse order is a sum of all four numbers less twice the own one. These are sums
+    of single numbers, and not a product of matrices, so that a row has the same result beside any number of others.
+    """
+    stride = 1
+    while stride < size:
+        quarters = rows.unflatten(-1, (-1, 4, stride))
+        first, second, third, fourth = quarters.unbind(-2)
+        sums = (first + second) + (third + fourth)
+        rows = torch.sub(sums.unsqueeze(-2), quarters, alpha=2).flatten(-3)
+        stride *= 4
+    # The rows of all factors in reverse order are those of the whole matrix in reverse order.
+    return rows.unflatten(-1, (-1, size)).flip(-1).flatten(-2)

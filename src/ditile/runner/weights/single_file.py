@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ditile.distributed import files
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import KnownModel, find_known_model, list_known_models
-from ditile.parallel.block_formats import RowBlocks, locate_number
+from ditile.parallel.block_formats import CONVROT, RowBlocks, locate_number, take_pieces
+from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.errors import LoadError, join_error_lines
 from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import CallArguments, JsonObject
@@ -420,6 +421,11 @@ class ConvertedFile:
     config: Path
     tensors: FileTensors
 
+    @property
+    def keeps_integers(self) -> bool:
+        """Return whether weights stay in integers."""
+        return any(tensor.integers is not None for tensor in self.tensors.values())
+
     @classmethod
     def match_config(cls, file: SingleFile, model_class: Any, own_config: Path | None) -> ConvertedFile:
         """Match a file to a config: the pipeline's own, or a published model's of the same class.
@@ -453,9 +459,14 @@ class ConvertedFile:
         # diffusers unpacks the weights of these modules.
         unpacked = set(self.model_class._keep_in_fp32_modules or ())
         for name, tensor in self.tensors.items():
+            if not unpacked.isdisjoint(name.split(".")):
+                continue
             block = tensor.block
-            if block is not None and unpacked.isdisjoint(name.split(".")):
+            if block is not None:
                 row_blocks[name] = RowBlocks(block.quant_type.name, block.numbers, block.num_bytes)
+            elif tensor.integers is not None:
+                group_size = tensor.integers.group_size
+                row_blocks[name] = RowBlocks(CONVROT, group_size, group_size)
         return row_blocks
 
     def count_stored_weights(self) -> StoredWeights:
@@ -469,7 +480,11 @@ class ConvertedFile:
         row_blocks = self.list_row_blocks()
         for name, tensor in self.tensors.items():
             numbers = math.prod(tensor.get_own_shape())
-            if name in row_blocks:
+            if name in row_blocks and tensor.integers is not None:
+                quantized += numbers
+                # int4 is kept as int8. A row has a scale of four bytes.
+                quantized_bytes += numbers + 4 * len(tensor)
+            elif name in row_blocks:
                 quantized += numbers
                 quantized_bytes += tensor.numel()
                 before, weights = formats.get(row_blocks[name].name, (0, 0))
@@ -485,6 +500,11 @@ class ConvertedFile:
             quantized = self.file.gguf.replace_quantized_linears(model, self.tensors, dtype)
         if self.file.prequantized is not None:
             return self.file.prequantized.build_checkpoint(model, dtype)
+        row_blocks = self.list_row_blocks()
+        for path, module in model.named_modules():
+            name = f"{path}.weight"
+            if isinstance(module, nn.Linear) and name in row_blocks and self.tensors[name].integers is not None:
+                quantized |= {name}
 
         @contextmanager
         def open_converted(path: Path) -> Iterator[OpenedTensors]:
@@ -508,7 +528,11 @@ class _ConvertedTensors:
         return sorted(self.tensors, key=lambda name: places[self.tensors[name].list_stored()[0].stored_name])
 
     def get_slice(self, name: str) -> StoredTensor:
-        return ConvertedTensor(self.opened, self.tensors[name], name in self.quantized)
+        tensor = self.tensors[name]
+        stays_quantized = name in self.quantized
+        if stays_quantized and tensor.integers is not None:
+            return IntegerTensor(self.opened, tensor, stays_quantized)
+        return ConvertedTensor(self.opened, tensor, stays_quantized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -558,6 +582,27 @@ class ConvertedTensor:
         if stored.scale is None:
             return torch.ones(()).expand(stored.shape)
         return stored.scale.replay_operations(self.read_stored)
+
+
+class IntegerTensor(ConvertedTensor):
+    """A weight in integers that stays so."""
+
+    def get_dtype(self) -> str:
+        """Return ComfyUI's name of the format."""
+        assert self.tensor.integers is not None
+        return self.tensor.integers.name
+
+    def copy_share(self, cut: TensorCut | None, dtype: torch.dtype) -> Tensor:
+        """Copy a rank's part of the weight."""
+        integers = self.tensor.integers
+        assert integers is not None
+        require_extra("quantize", integers.name)
+        from ditile.runner.weights.convrot_weight import ConvRotInt8
+
+        stored = integers.unpack_integers(self.tensor.replay_operations(self.read_stored))
+        scales = self.tensor.replay_operations(self._read_scales)[:, :1]
+        weight = ConvRotInt8(stored, scales.float().contiguous(), [1, integers.group_size], dtype)
+        return take_pieces(weight, *(cut or TensorCut(0, (slice(0, len(stored)),))))
 
 
 def _attach_scales(path: Path, tensors: FileTensors, opened: OpenedTensors) -> FileTensors:
