@@ -6,6 +6,7 @@ the bytes of its tensors one after another. Nothing of a message is ever run as 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -146,6 +147,14 @@ class ForwardClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+    def interrupt(self) -> None:
+        """Wake another thread that waits for an answer: its call raises `ForwardLostError`."""
+        connection = self._socket
+        if connection is not None:
+            # It may be lost already. Closing it here would let that thread read from whatever gets its number next.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> ForwardClient:
         self.connect()

@@ -94,7 +94,8 @@ def check_call(family: Family, extra: Mapping[str, Any], options: Mapping[str, A
             raise FamilyError(f"{name} switches off a part of a transformer that runs elsewhere; remove its node")
     for name, value in extra.items():
         if value is not None and name not in family.handled and name not in UNUSED:
-            raise FamilyError(f"{name!r} cannot be handed to the transformer of ditile; remove the node that sets it")
+            what = "a ControlNet" if name == "control" else repr(name)
+            raise FamilyError(f"{what} cannot be handed to the transformer of ditile; remove the node that sets it")
 
 
 def pad_to_patches(x: torch.Tensor, size: int = 2) -> torch.Tensor:

@@ -22,6 +22,8 @@ from .forward_client import DTYPES, ForwardClient, ForwardError
 from .forward_families import Call, FamilyError, check_call, find_family
 
 CHECK_SECONDS = 0.1
+# A thread that is woken ends at once, unless it is connecting.
+JOIN_SECONDS = 15.0
 # Where a MODEL keeps its LoRAs, [(name, strength)]: these options are copied with a MODEL and given to each call.
 LORAS = "ditile_loras"
 ELSEWHERE = "the weights of this model are with its ditile worker"
@@ -102,11 +104,14 @@ class RemoteTransformer(torch.nn.Module):
         """
         connection = self._connect()
         connection.connect()
-        description = connection.hello()
-        if any(description[name] != self.description[name] for name in ("model", "config", "dtype")):
+        try:
+            description = connection.hello()
+            if any(description[name] != self.description[name] for name in ("model", "config", "dtype")):
+                raise ForwardError(f"the worker has another model now, {description['model']}; load it again")
+            connection.start()
+        except BaseException:
             connection.close()
-            raise ForwardError(f"the worker has another model now, {description['model']}; load it again")
-        connection.start()
+            raise
         return connection
 
     def _close_connection(self) -> None:
@@ -136,6 +141,9 @@ class RemoteTransformer(torch.nn.Module):
                 self._check()
         except BaseException:
             # The answer of the step in progress would be the first one that is read: it goes with its connection.
+            if self._connection is not None:
+                self._connection.interrupt()
+            thread.join(JOIN_SECONDS)
             self._close_connection()
             raise
         if errors:

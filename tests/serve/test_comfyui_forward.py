@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -166,11 +167,12 @@ def test_a_model_refuses_what_would_have_no_effect(model_module: Any) -> None:
         return remote(x, timestep, context=text, transformer_options=options or {}, **{**FLUX.extra, **extra})
 
     rows: list[tuple[Callable[[], Any], str]] = [
-        (lambda: call(control={"input": []}), "'control' cannot be handed"),
+        (lambda: call(control={"input": []}), "a ControlNet cannot be handed"),
         (lambda: call(siglip_feats=[x]), "'siglip_feats' cannot be handed"),
         (lambda: call({"patches": {"attn1_patch": [print]}}), r"patches \(attn1_patch\) changes the inside"),
         (lambda: call({"patches_replace": {"dit": {}}}), r"patches_replace \(dit\)"),
         (lambda: call({"rope_options": {"scale_x": 2.0}}), "rope_options"),
+        (lambda: call({"a2v_cross_attn": False}), "a2v_cross_attn switches off"),
         (lambda: call(ref_latents=[x], ref_latents_method="uxo"), "method 'uxo' cannot be handed over"),
         (lambda: call(guidance=None), "needs a guidance"),
         (lambda: patcher.clone().add_patches({}, 0.8), "use ditile LoRA"),
@@ -182,6 +184,7 @@ def test_a_model_refuses_what_would_have_no_effect(model_module: Any) -> None:
         (lambda: model_module.add_lora(SimpleNamespace(), "fox", 1.0), "use LoraLoaderModelOnly"),
         (lambda: FAMILIES.find_family("UNet2DConditionModel"), "UNet2DConditionModel has no adapter"),
         (lambda: FAMILIES.describe_qwen({"use_layer3d_rope": True}), "Qwen-Image-Layered has no adapter"),
+        (lambda: FAMILIES.describe_ltx2({"cross_attn_mod": True}), "LTX-2.3 and later have no adapter"),
     ]
     for act, message in rows:
         with pytest.raises(FAMILIES.FamilyError, match=message) as caught:
@@ -202,26 +205,41 @@ def test_another_model_on_the_worker_ends_the_run(model_module: Any) -> None:
     assert "forward" not in second.log
 
 
-def test_cancel_leaves_a_step_in_progress(model_module: Any) -> None:
-    """ComfyUI's own exception comes through within the step, whose connection is not used again."""
-    is_called, may_go_on = threading.Event(), threading.Event()
+def test_cancel_leaves_a_step_in_progress(model_module: Any, tmp_path: Path) -> None:
+    """ComfyUI's own exception comes through within the step, and its connection ends, at both ends."""
+    description = json.loads(json.dumps(LocalConnection(build_transformer(FLUX)).hello()))
+    is_called, is_left = threading.Event(), threading.Event()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "sock"))
+        listener.listen()
 
-    class SlowConnection(LocalConnection):
-        def forward(self, arguments: Mapping[str, Any]) -> Any:
-            is_called.set()
-            may_go_on.wait(60)
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                for answer in (description | {"protocol": CLIENT.PROTOCOL}, {}, {}):
+                    CLIENT.receive_message(connection)
+                    prefix, _ = CLIENT.encode_message(answer | {"ok": True}, [])
+                    connection.sendall(prefix)
+                CLIENT.receive_message(connection)
+                is_called.set()
+                if connection.recv(1) == b"":
+                    is_left.set()
 
-    def check() -> None:
-        if is_called.is_set():
-            raise InterruptProcessingException
+        server = threading.Thread(target=serve)
+        server.start()
 
-    connection = SlowConnection(build_transformer(FLUX))
-    remote = model_module.RemoteTransformer(lambda: connection, connection.hello(), check)
-    x, timestep, text = make_call(FLUX)
-    with pytest.raises(InterruptProcessingException):
-        remote(x, timestep, context=text, **FLUX.extra)
-    assert connection.log[-1] == "close"
-    may_go_on.set()
+        def check() -> None:
+            if is_called.is_set():
+                raise InterruptProcessingException
+
+        client = CLIENT.ForwardClient(f"unix:{tmp_path}/sock")
+        remote = model_module.RemoteTransformer(lambda: client, description, check)
+        x, timestep, text = make_call(FLUX)
+        num_threads = threading.active_count()
+        with pytest.raises(InterruptProcessingException):
+            remote(x, timestep, context=text, **FLUX.extra)
+        server.join(60)
+        assert is_left.is_set() and threading.active_count() < num_threads
 
 
 def test_a_worker_ends_with_its_guard(tmp_path: Path) -> None:
