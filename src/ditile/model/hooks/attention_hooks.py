@@ -11,6 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ def install_attention(
                 override_attribute(stack, module, "processor", processor)
             redirect = AttentionRedirect(attend)
             checked_layer = layer if path else None
-            forward = functools.partial(_forward_redirected, redirect, checked_layer, is_whole, module.forward)
-            override_attribute(stack, module, "forward", forward)
+            redirected = RedirectedForward(redirect, checked_layer, is_whole, module.forward)
+            override_attribute(stack, module, "forward", redirected.run)
 
 
 class MaskOfRealPairs:
@@ -199,22 +200,59 @@ def copy_multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., An
     return attend_without_weights
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class RedirectedForward:
+    """The forward of a layer whose attention goes to a core.
+
+    Attributes:
+        redirect: to the core.
+        layer: the name in the model; None for a block that computes its attention itself, where the hook of a cache
+            may leave it out.
+        is_whole: whether a call attends as the layer itself does.
+        forward: of the layer.
+    """
+
+    redirect: AttentionRedirect
+    layer: str | None
+    is_whole: Callable[[], bool] | None
+    forward: Callable[..., Any]
+
+    # A compiled block guards the identity of what it calls. All layers share this function, and no partial or closure.
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward.
+
+        Raises:
+            ModelError: if nothing went to the core: each rank would attend to its own keys alone.
+        """
+        if self.is_whole is not None and self.is_whole():
+            return self.forward(*args, **kwargs)
+        self.redirect.is_used = False
+        with self.redirect:
+            out = self.forward(*args, **kwargs)
+        if not self.redirect.is_used and self.layer is not None:
+            raise ModelError(
+                f"{self.layer} computes attention otherwise than it did when it was looked at; use a plan of data or "
+                "cfg"
+            )
+        return out
+
+
 class AttentionRedirect(TorchFunctionMode):
     """A mode in which scaled dot-product attention goes to a core.
 
     Attributes:
-        calls: how many calls it has redirected.
+        is_used: whether it redirected a call since this was last set to False. A number would be guarded by dynamo.
     """
 
     def __init__(self, core: LayerAttention) -> None:
         super().__init__()
         self._core = core
-        self.calls = 0
+        self.is_used = False
         self._multi_head = copy_multi_head_attention(self._count_and_attend)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
-            self.calls += 1
+            self.is_used = True
             return self._attend_with_core(*args, **(kwargs or {}))
         # Inside of torch's own function this mode is off, so a copy of it calls the core.
         if func is functional.multi_head_attention_forward:
@@ -222,7 +260,7 @@ class AttentionRedirect(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _count_and_attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.calls += 1
+        self.is_used = True
         return self._attend_with_core(*args, **kwargs)
 
     def _attend_with_core(
@@ -289,28 +327,6 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if x.shape[2] == heads:
         return x
     return x.repeat_interleave(heads // x.shape[2], dim=2)
-
-
-def _forward_redirected(
-    redirect: AttentionRedirect,
-    layer: str | None,
-    is_whole: Callable[[], bool] | None,
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if is_whole is not None and is_whole():
-        return forward(*args, **kwargs)
-    # A forward that computes attention in another way would attend only to this rank's keys.
-    before = redirect.calls
-    with redirect:
-        out = forward(*args, **kwargs)
-    # A block that computes its attention itself has no layer name: the hook of a cache inside it may skip attention.
-    if redirect.calls == before and layer is not None:
-        raise ModelError(
-            f"{layer} computes attention otherwise than it did when it was looked at; use a plan of data or cfg"
-        )
-    return out
 
 
 def refuse_causal_and_dropout(dropout_p: float, is_causal: bool) -> None:
