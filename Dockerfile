@@ -22,7 +22,8 @@ RUN python -m pip install --no-cache-dir --constraint constraints.txt --extra-in
 
 # Jobs, results and models are kept in its home, for longer than the container where a volume is mounted there.
 RUN useradd --create-home --home-dir /var/lib/ditile --uid 1000 ditile
-USER ditile
+# By number, as Kubernetes checks that it is not root before it knows names.
+USER 1000
 WORKDIR /var/lib/ditile
 VOLUME /var/lib/ditile
 EXPOSE 8000

@@ -126,7 +126,7 @@ def test_the_dockerfile_copies_what_a_build_needs() -> None:
 def test_the_dockerfile_runs_as_a_user_and_opens_nothing() -> None:
     instructions = read_dockerfile()
     steps = [words[0] for words in instructions]
-    assert ["USER", "ditile"] in instructions and steps.index("USER") > len(steps) - 1 - steps[::-1].index("RUN")
+    assert ["USER", "1000"] in instructions and steps.index("USER") > len(steps) - 1 - steps[::-1].index("RUN")
     assert ["ENTRYPOINT", "[ditile]"] in instructions
     assert not any("0.0.0.0" in word for words in instructions for word in words)
     arguments = dict(words[1].split("=", 1) for words in instructions if words[0] == "ARG")
