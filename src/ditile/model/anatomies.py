@@ -116,7 +116,7 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
                 inside.add(type(module))
                 if not hasattr(module, "processor") or not hasattr(module, "_default_processor_cls"):
                     continue
-                processor = type(module.processor)
+                processor: Any = type(module.processor)
                 # An IP-adapter's processor does the same as the standard one, and also attends to the adapter's images.
                 if processor is not module._default_processor_cls and not issubclass(processor, ADAPTER_PROCESSORS):
                     processors.add(processor.__call__)

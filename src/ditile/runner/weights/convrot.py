@@ -92,4 +92,5 @@ def rotate_groups(rows: Tensor, size: int) -> Tensor:
         rows = torch.sub(sums.unsqueeze(-2), quarters, alpha=2).flatten(-3)
         stride *= 4
     # The rows of all factors in reverse order are those of the whole matrix in reverse order.
-    return rows.unflatten(-1, (-1, size)).flip(-1).flatten(-2)
+    rotated: Tensor = rows.unflatten(-1, (-1, size)).flip(-1).flatten(-2)
+    return rotated
