@@ -85,6 +85,10 @@ def make_pipeline(name: str, folder: Path) -> Any:
     """The pipeline of diffusers with the saved transformer, as it loads it."""
     pipe = EVERY[name].make()
     pipe.transformer = load_by_diffusers(type(pipe.transformer), folder / "transformer")
+    # A mapped file has numbers anywhere, and a product of a CPU rounds by where they begin: a copy begins as ours do.
+    for module in pipe.transformer.modules():
+        for key, weight in module.named_parameters(recurse=False):
+            setattr(module, key, nn.Parameter(weight.detach().clone(), requires_grad=False))
     compute_in_float32(pipe.transformer)
     return pipe
 
