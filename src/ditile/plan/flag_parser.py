@@ -36,7 +36,7 @@ class FlagParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help of the essential flags, without their defaults and the text after a semicolon."""
         if not self.essential:
-            return self.format_full_help()
+            return super().format_help()
         arguments = [f"[{action.metavar}]" for action in self._actions if not action.option_strings]
         formatter = self._get_formatter()
         formatter.add_usage(" ".join([self.prog, *arguments, "[flags]"]), self._actions, [])
@@ -55,10 +55,6 @@ class FlagParser(argparse.ArgumentParser):
             formatter.end_section()
         formatter.add_text(f"{self.prog} --help-all: every flag, with the spellings of other tools")
         return formatter.format_help()
-
-    def format_full_help(self) -> str:
-        """Return the help of all flags."""
-        return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, except for flags with an optional value. These take no word that is not a valid value,
@@ -85,8 +81,7 @@ class _ShowAllFlags(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         """Print the help of all flags and exit."""
-        assert isinstance(parser, FlagParser), "it is added to no other"
-        print(parser.format_full_help(), end="")
+        print(argparse.ArgumentParser.format_help(parser), end="")
         parser.exit()
 
 

@@ -77,7 +77,6 @@ class CallFamily:
         example: (config, grid, text tokens) -> arguments of the forward with one row; only their shapes matter. None if
             a call must be recorded.
         image_tokens: embeds the latents.
-        out: makes the prediction of each token.
     """
 
     name: str
@@ -88,7 +87,6 @@ class CallFamily:
     example: Callable[[Mapping[str, Any], Grid, int], CallArguments] | None = None
     pipelines: tuple[str, ...] = ()
     image_tokens: str = "pos_embed"
-    out: str = "proj_out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -353,7 +353,7 @@ def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: Transforme
 def _watch_ends(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks, family: CallFamily) -> None:
     """Record the kernels of modules named in tables: the ends, and modules that seldom compute."""
     row = hooks.anatomy
-    patterns = {"first": (family.image_tokens,), "last": (family.out,), "step": row.per_step, "once": row.constant}
+    patterns = {"first": (family.image_tokens,), "last": ("proj_out",), "step": row.per_step, "once": row.constant}
     modules = []
     for place, names in patterns.items():
         for name in names:

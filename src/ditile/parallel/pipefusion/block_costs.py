@@ -79,7 +79,7 @@ class CostModel:
     @classmethod
     def from_model_hooks(cls, hooks: TransformerHooks, family: CallFamily) -> CostModel:
         """Build the cost model of a model, whose blocks may be placeholders."""
-        head: Any = hooks.transformer.get_submodule(family.out)
+        head: Any = hooks.transformer.get_submodule("proj_out")
         # A quantized Linear multiplies in another type than that of its weight.
         dtype: Any = getattr(head, "compute_dtype", None) or head.weight.dtype
         itemsize = min(dtype.itemsize, 4)
@@ -92,7 +92,7 @@ class CostModel:
         return cls(
             blocks=[_count_block_matrices(hooks, hook, has_text=text > 0) for hook in hooks.chain],
             first=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(family.image_tokens))),
-            last=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(family.out))),
+            last=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule("proj_out"))),
             side=int(config.get("sample_size") or LATENT_SIDE) // family.latent_per_token(config),
             text=text,
             joint=family.joint,
