@@ -110,11 +110,6 @@ def find_call_owner(pipe: Any) -> Any:
     return pipe if is_modular(pipe) else type(pipe)
 
 
-def list_output_names(pipe: Any) -> list[str]:
-    """Return the names of a modular pipeline's possible results."""
-    return [output.name for output in pipe._blocks.outputs]
-
-
 def list_required_inputs(pipe: Any) -> set[str]:
     """Return the arguments without which no call of a pipeline, or of a class of pipelines, can generate."""
     if is_modular(pipe):
@@ -156,11 +151,6 @@ def list_pipeline_parts(pipe: Any) -> dict[str, Any]:
     them."""
     components = getattr(pipe, "components", None) or {}
     return {**components, **getattr(pipe, "__dict__", {})}
-
-
-def list_progress_bar_owners(pipe: Any) -> list[Any]:
-    """Return the objects that show the progress of a pipeline's loop: the pipeline, or its blocks."""
-    return [owner for owner in (pipe, *iterate_blocks(pipe)) if hasattr(owner, "progress_bar")]
 
 
 def list_schedulers(pipe: Any) -> list[Any]:

@@ -65,12 +65,6 @@ def require_extra(extra: str, purpose: str, packages: Sequence[str] = (), instea
         )
 
 
-def require_torchvision(purpose: str) -> None:
-    """Check that torchvision is installed, and raise `ModelError` with the release for this torch otherwise."""
-    if not is_installed("torchvision"):
-        raise ModelError(f"{purpose} needs torchvision, which is not installed; {advise_torchvision()}")
-
-
 def advise_torchvision() -> str:
     """Return the pip command for a torchvision that fits the installed torch. It leaves torch as it is."""
     release, _, build = importlib.metadata.version("torch").partition("+")

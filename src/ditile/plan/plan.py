@@ -306,14 +306,6 @@ class Plan:
         """Return whether stages or stale keys need all branches of a call, once cfg gives ranks calls of their own."""
         return self.pipefusion > 1 or self.attends_to_stale_keys
 
-    def predicts_whole(self, steps: int | None) -> bool:
-        """Return whether no step of a call is computed patch by patch. Each prediction is then of one step as a whole.
-
-        Args:
-            steps: None where the call does not say.
-        """
-        return self.num_patches == 1 or not self.has_stale_steps(steps)
-
     def has_stale_steps(self, steps: int | None) -> bool:
         """Return whether keys are, or may be, stale in some steps of a call.
 

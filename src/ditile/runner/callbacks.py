@@ -25,7 +25,7 @@ from ditile.distributed.launch import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.model.hooks.overrides import override_attribute
-from ditile.model.pipeline_calls import explain_ended_guidance, list_call_parameters, list_progress_bar_owners
+from ditile.model.pipeline_calls import explain_ended_guidance, iterate_blocks, list_call_parameters
 from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
@@ -147,8 +147,10 @@ class StepEndCallbacks:
                 return open_progress_bar(stock, total)
             return iterate_with_bar(stock, iterable)
 
-        for owner in list_progress_bar_owners(self._pipe):
-            override_attribute(stack, owner, "progress_bar", functools.partial(progress_bar, owner.progress_bar))
+        # A modular pipeline leaves its loop, and the progress of that, to its blocks.
+        for owner in (self._pipe, *iterate_blocks(self._pipe)):
+            if hasattr(owner, "progress_bar"):
+                override_attribute(stack, owner, "progress_bar", functools.partial(progress_bar, owner.progress_bar))
         return StepCallbacks(
             self._handle_loop_begin,
             self._handle_step_end,

@@ -39,7 +39,7 @@ from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
 from ditile.plan.errors import DitileError, LoadError, ModelError, join_error_lines
-from ditile.plan.extras import require_extra, require_torchvision
+from ditile.plan.extras import advise_torchvision, is_installed, require_extra
 from ditile.plan.option_classes import CallArguments, JsonObject, checked
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.runner.compose import divide_into_stages
@@ -601,7 +601,8 @@ def check_component_packages(components: Sequence[Component]) -> None:
     for component in components:
         if component.library == "transformers" and _lacks_torchvision(component.cls):
             needed_by = f"{component.name} of {component.source}, a {component.class_name},"
-            require_torchvision(needed_by)
+            if not is_installed("torchvision"):
+                raise ModelError(f"{needed_by} needs torchvision, which is not installed; {advise_torchvision()}")
 
 
 def _lacks_torchvision(cls: Any) -> bool:

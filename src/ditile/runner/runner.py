@@ -616,7 +616,8 @@ class Runner:
         iterations = self._count_iterations(call)
         plan = self.plan
         partial = plan.attends_to_stale_keys or plan.pipefusion > 1
-        is_fresh = not partial or plan.predicts_whole(iterations)
+        # Without patches, or without stale steps, each prediction is of one step as a whole.
+        is_fresh = not partial or plan.num_patches == 1 or not plan.has_stale_steps(iterations)
         has_blocks = bool(self._parts.block_hooks.chain)
         reasons = [
             explain_hook_refusal(find_loop_models(self.pipe), plan, filled.get("num_inference_steps")),

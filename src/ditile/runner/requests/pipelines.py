@@ -188,10 +188,10 @@ def _list_output_fields(pipeline: Any) -> list[str]:
     its blocks."""
     from diffusers.utils.outputs import BaseOutput
 
-    from ditile.model.pipeline_calls import is_modular, list_output_names
+    from ditile.model.pipeline_calls import is_modular
 
     if is_modular(pipeline):
-        return list_output_names(pipeline)
+        return [output.name for output in pipeline._blocks.outputs]
     names: list[str] = []
     for cls in vars(sys.modules[pipeline.__module__]).values():
         if isinstance(cls, type) and issubclass(cls, BaseOutput) and dataclasses.is_dataclass(cls):
