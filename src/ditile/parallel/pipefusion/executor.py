@@ -576,7 +576,8 @@ class PipeFusion:
         if part.text:
             text = state.text[:, part.text.start : part.text.stop]
         else:
-            rows, width = (state.image.shape[0], state.text.shape[2])
+            rows = state.image.shape[0]
+            width = state.text.shape[2]
             if (rows, width) not in self._dummies:
                 self._dummies[rows, width] = state.text.new_zeros((rows, DUMMY_TEXT, width))
             text = self._dummies[rows, width]
