@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,12 @@ class AttentionOptions(NamedTuple):
     mask: KeyPaddingMask | None = None
     scale: float | None = None
     further: FurtherKeys | None = None
+
+    def attend(self, kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend to keys `[B, S, N, H]` of tokens under their mask, and to the further ones."""
+        if self.further is not None:
+            k, v, mask = self.further.join_keys(k, v, mask)
+        return kernel(q, k, v, mask=mask, scale=self.scale)
 
 
 def expand_mask(mask: Tensor, batch: int) -> Tensor:

@@ -245,9 +245,7 @@ class FreshKeys:
         if self._gather is not None:
             k, v = self._gather(k, v, tokens)
         mask = extra.mask.join_ring_masks() if extra.mask else None
-        if extra.further is not None:
-            k, v, mask = extra.further.join_keys(k, v, mask)
-        return self._kernel(q, k, v, mask=mask, scale=extra.scale)
+        return extra.attend(self._kernel, q, k, v, mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +303,7 @@ class StaleKeys:
             if self.check is not None:
                 note_action(partial(self._check_ages, self.check, tokens), captures=False)
             k, v = store.buffers
-        if extra.further is not None:
-            k, v, mask = extra.further.join_keys(k, v, mask)
-        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+        return extra.attend(self.kernel, q, k, v, mask)
 
     def _check_ages(self, check: AgeChecks, tokens: LayerTokens) -> None:
         """Assert that the keys of each patch have their scheduled ages."""

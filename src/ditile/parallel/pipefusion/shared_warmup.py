@@ -180,6 +180,4 @@ class WarmupGroupKeys:
             if kept_mask is not None:
                 store.write_mask(kept_mask, runs)
             store.mark_written(now.micro_step.step)
-        if extra.further is not None:
-            k, v, mask = extra.further.join_keys(k, v, mask)
-        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+        return extra.attend(self.kernel, q, k, v, mask)

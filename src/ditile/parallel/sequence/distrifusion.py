@@ -86,9 +86,7 @@ class DistriFusionKeys:
             for part, rank_runs in zip(extra.mask.ring_masks, runs, strict=True):
                 store.write_mask(part, rank_runs)
             mask = store.mask
-        if extra.further is not None:
-            keys, values, mask = extra.further.join_keys(keys, values, mask)
-        return self.kernel(q, keys, values, mask=mask, scale=extra.scale)
+        return extra.attend(self.kernel, q, keys, values, mask)
 
     # A recorded action outlives the store of the generation in which it was recorded, so it looks the store up.
 
