@@ -436,10 +436,7 @@ def find_scaled_run(wire_dtype: str, channels: int) -> int:
     # Each fp8 number has an exponent, so one scale is enough.
     if wire_dtype == "fp8":
         return channels
-    for run in reversed(range(1, MOST_SCALED[wire_dtype] + 1)):
-        if channels % run == 0:
-            return run
-    raise AssertionError("1 divides every number")
+    return max(run for run in range(1, MOST_SCALED[wire_dtype] + 1) if channels % run == 0)
 
 
 def count_code_bytes(wire_dtype: str, channels: int) -> int:
