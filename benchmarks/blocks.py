@@ -57,7 +57,7 @@ def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> BlockCosts:
     hooks = build_block_hooks(pipe.transformer)
     family = find_call_family(pipe.transformer)
     assert family is not None
-    ends = [pipe.transformer.get_submodule(name) for name in (family.image_tokens, family.out)]
+    ends = [pipe.transformer.get_submodule(name) for name in (family.image_tokens, "proj_out")]
     modules = [*(hook.block for hook in hooks.chain), *ends]
     runner = parallelize(pipe, Plan(patches=patches), device=pipe.device, keep_weights=True, trust_code=True)
     try:
