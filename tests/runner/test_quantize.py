@@ -283,3 +283,13 @@ def test_tensor_parallel_shares(pool: Pool, quant_type: str) -> None:
         assert 0 < error(after, plain) < BOUNDS[quant_type]
         same(before, results[0][0])
         same(after, results[0][1])
+
+
+@pytest.mark.parametrize(("has_vnni", "most"), [(True, 127), (False, 63)])
+def test_integers_fit_the_sums_of_a_cpu(has_vnni: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that CPUs without VNNI, whose sums of two products have 16 bits, multiply wrong numbers."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni)
+    model = ditile.quantize(nn.Sequential(nn.Linear(64, 32)), "int8")
+    weight: Any = model[0].weight
+    assert most - 1 <= weight.qdata.int().abs().max() <= most + 1
+    assert bool(weight.act_quant_kwargs.reduce_range) is not has_vnni

@@ -294,6 +294,7 @@ def _list_torchao_quantizers(
     """Return ways to quantize a layer by torchao, the best first. None changes torch.compile's global settings."""
     require_quantizer(name)
     from torchao import quantization as torchao  # type: ignore[import-untyped]
+    from torchao.utils import should_reduce_range  # type: ignore[import-untyped]
 
     def quantize_layer(make_config: Callable[[], Any], layer: nn.Linear) -> nn.Module:
         torchao.quantize_(layer, make_config(), filter_fn=lambda module, path: module is layer)
@@ -307,10 +308,12 @@ def _list_torchao_quantizers(
             # Of activations, and of weights: torchao's kernel takes no other sizes.
             "block": (torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])),
         }
-        config = getattr(torchao, _TORCHAO_CONFIGS[name])
+        config = functools.partial(getattr(torchao, _TORCHAO_CONFIGS[name]), set_inductor_config=False)
+        if name == "int8":
+            # Without VNNI the kernels of CPUs add two products in 16 bits, which large integers exceed.
+            config = functools.partial(config, reduce_range=should_reduce_range(device))
         for scheme in schemes:
-            granularity = granularities[scheme]
-            factories.append(functools.partial(config, granularity=granularity, set_inductor_config=False))
+            factories.append(functools.partial(config, granularity=granularities[scheme]))
     elif device.type != "cpu" and name == "int4":
         # On GPUs torchao packs no int4 weights for int8 activations, so these are float8.
         factories.append(torchao.Float8DynamicActivationInt4WeightConfig)
