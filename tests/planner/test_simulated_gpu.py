@@ -140,7 +140,7 @@ WAITS = {
     "run": {"aten::nonzero: find_run < find_nan_tokens", "tolist: find_run < find_nan_tokens"},
     # A scheduler of diffusers looks up where it begins.
     "index": {"aten::nonzero: index_for_timestep < _init_step_index", "item: index_for_timestep < _init_step_index"},
-    "decision": {"copy cuda to cpu: sum_over_ranks < _find_differences"},
+    "decision": {"copy cuda to cpu: sum_over_ranks < decide_skips"},
 }
 """What a host waits for: kind, function, and who calls it. All but the last once, when a rank first computes."""
 OFTEN = WAITS["decision"]

@@ -18,7 +18,6 @@ from ditile.cache.config import (
     Calibration,
     DBCacheConfig,
     DBPruneConfig,
-    choose_stored_value,
     format_cache_config,
 )
 from ditile.cache.forecast import build_forecaster
@@ -115,13 +114,16 @@ class CacheContext:
         # A forecast that looks at all of a stream needs the sums of all ranks.
         total = agreement.sum_over_ranks
         forecaster = partial(build_forecaster, calibrator, store_dtype=config.store_dtype, total=total)
-        stored = choose_stored_value(config, calibrator)
+        # Either config may say that the output of the middle blocks is stored.
+        stores_hidden = config.store == "hidden"
+        if calibrator is not None and calibrator.calibrator_cache_type == "hidden_states":
+            stores_hidden = True
 
         def make_residuals(place: int) -> Residuals:
             own_memory = None
             if keep is not None:
                 own_memory = partial(keep, self.name, place)
-            return Residuals(forecaster, hidden=stored == "hidden", keep=own_memory)
+            return Residuals(forecaster, hidden=stores_hidden, keep=own_memory)
 
         first = config.Fn_compute_blocks
         last = config.Bn_compute_blocks

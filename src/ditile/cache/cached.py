@@ -30,7 +30,7 @@ from ditile.cache.config import (
     merge_configs,
 )
 from ditile.cache.hooks import CacheHook
-from ditile.cache.report import ContextReport, build_context_report
+from ditile.cache.report import ContextReport, Decisions
 from ditile.cache.segment import KeepMemory, Residuals
 from ditile.cache.unit_decision import CacheCall, split_into_units
 from ditile.model.block_table import BlockList
@@ -49,7 +49,7 @@ LAYER_SKIP_ARGUMENTS = ("skip_layers",)
 """Arguments that make a transformer itself skip blocks: the cache does nothing in such a call."""
 
 _CACHE_ATTRIBUTE = "_cached_by_ditile"
-"""The attribute of a transformer that holds its `TransformerCache`."""
+"""The attribute of a model that holds its `ModelCache`."""
 
 
 class IdleCacheWarning(UserWarning):
@@ -371,7 +371,22 @@ class TransformerCache(ModelCache):
         self._forget_reports()
         self.kept_bytes = self.memory_bytes
         for context, chain in self._chains:
-            self.reports.append(build_context_report(context, chain, self._step + 1, self.kept_bytes))
+            decisions = []
+            for branch, patch, unit, record in chain.iterate_records():
+                differences = sorted(record.differences.items())
+                decisions.append(Decisions(branch, patch, unit, list(record.skipped), differences))
+            report = ContextReport(
+                name=context.name,
+                settings=context.text,
+                blocks=len(context.hooks),
+                middle=len(chain.middle),
+                steps=self._step + 1,
+                kept_bytes=self.kept_bytes,
+                decisions=decisions,
+                # A chain that measures MagCache has them.
+                mag_ratios=getattr(chain, "ratios", []),
+            )
+            self.reports.append(report)
 
     @property
     def memory_bytes(self) -> int:
@@ -392,7 +407,28 @@ class TransformerCache(ModelCache):
             self._bypass_chains()
             return False
         if self._chains:
-            self._begin_chains(moment, args, kwargs)
+            # A second transformer is not called in every step of the loop.
+            if moment.step != self._loop_step:
+                self._loop_step = moment.step
+                self._step += 1
+            # The noisy input is the first argument; some models take a list.
+            sample = next(iter((*args, *kwargs.values())), ())
+            if not args:
+                sample = kwargs.get("hidden_states", sample)
+            batch_size = len(sample)
+            kind = fingerprint((*args, *kwargs.values()), "shape")
+            control = None
+            # Control is measured only on demand, because the measurement reads all arguments.
+            if any(chain.needs_control for _, chain in self._chains):
+                control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
+            # Users may replace it at any time.
+            scheduler = getattr(self._pipe, "scheduler", None)
+            for context, chain in self._chains:
+                units = split_into_units(batch_size, moment.images, context.config.couple)
+                call = CacheCall(
+                    moment, self._step, units, batch_size, kind, control, self.transformer, sample, kwargs, scheduler
+                )
+                chain.begin_forward(call, self._agreement)
         return bool(self._chains)
 
     # The next methods are called where calls are recorded and played.
@@ -444,30 +480,6 @@ class TransformerCache(ModelCache):
             residuals.note_played_call(keys, self._step)
         if self._clock is not None:
             self._clock.end_model_call(self)
-
-    def _begin_chains(self, moment: CallPosition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A second transformer is not called in every step of the loop.
-        if moment.step != self._loop_step:
-            self._loop_step = moment.step
-            self._step += 1
-        # The noisy input is the first argument; some models take a list.
-        sample = next(iter((*args, *kwargs.values())), ())
-        if not args:
-            sample = kwargs.get("hidden_states", sample)
-        batch_size = len(sample)
-        kind = fingerprint((*args, *kwargs.values()), "shape")
-        control = None
-        # Control is measured only on demand, because the measurement reads all arguments.
-        if any(chain.needs_control for _, chain in self._chains):
-            control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
-        # Users may replace it at any time.
-        scheduler = getattr(self._pipe, "scheduler", None)
-        for context, chain in self._chains:
-            units = split_into_units(batch_size, moment.images, context.config.couple)
-            call = CacheCall(
-                moment, self._step, units, batch_size, kind, control, self.transformer, sample, kwargs, scheduler
-            )
-            chain.begin_forward(call, self._agreement)
 
     def _bypass_chains(self) -> None:
         for _, chain in self._chains:
@@ -551,18 +563,16 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
                 tensors.append(leaf)
         if not tensors:
             continue
-        # A ControlNet may be on another device than the model.
-        norms = [_measure_rows(tensor, batch_size).to(tensors[0].device) for tensor in tensors]
+        norms = []
+        for tensor in tensors:
+            # Of a tensor without these rows, each row has the norm of the whole.
+            own_rows = batch_size if tensor.ndim and len(tensor) == batch_size else 1
+            flat = tensor.detach().reshape(own_rows, -1)
+            dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+            norm = torch.linalg.vector_norm(flat, ord=1, dim=1, dtype=dtype)
+            # A ControlNet may be on another device than the model.
+            norms.append(norm.expand(batch_size).to(tensors[0].device))
         sizes.append(torch.stack(norms).sum(dim=0))
     if not sizes:
         return None
     return torch.stack([size.to(sizes[0].device) for size in sizes], dim=1)
-
-
-def _measure_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return the L1 norm of each row. For a tensor without these rows each gets the norm of the whole."""
-    own_rows = rows if tensor.ndim and len(tensor) == rows else 1
-    flat = tensor.detach().reshape(own_rows, -1)
-    dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    norms: Tensor = torch.linalg.vector_norm(flat, ord=1, dim=1, dtype=dtype)
-    return norms.expand(rows)

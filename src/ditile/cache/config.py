@@ -398,13 +398,6 @@ def check_one_forecast(cache: CacheConfig | None, calibrator: Calibration | None
         )
 
 
-def choose_stored_value(cache: DBCacheConfig, calibrator: Calibration | None) -> Literal["residual", "hidden"]:
-    """Choose the stored value of a computed step: the output of the middle blocks if either config says so."""
-    if calibrator is not None and calibrator.calibrator_cache_type == "hidden_states":
-        return "hidden"
-    return cache.store
-
-
 class CacheWord(NamedTuple):
     """The other names of a field of a config.
 

@@ -243,7 +243,26 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
         raise LoadError(f"the config {str(path)!r} cannot be read: {error}") from error
     try:
         content = files.parse_json(text) if language == "JSON" else yaml.safe_load(text)
-        _check_amount(content)
+        # Aliases of YAML may stand for billions of values.
+        level = [content]
+        count = 0
+        # Level by level: each value of an alias is counted as often as it is used, without following it to its end.
+        for _ in range(MAX_DEPTH):
+            inner = []
+            for value in level:
+                # No message could show it: Python refuses to write out a number of thousands of digits.
+                if isinstance(value, int) and value.bit_length() > MAX_BITS:
+                    raise ValueError(f"it has a number of more than {MAX_BITS} bits")
+                if isinstance(value, Mapping):
+                    inner += [*value, *value.values()]
+                elif isinstance(value, list | tuple | set):
+                    inner += value
+                if count + len(inner) > MAX_VALUES:
+                    raise ValueError(f"it stands for more than {MAX_VALUES} values")
+            count += len(inner)
+            level = inner
+        if level:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     except RecursionError:
         raise LoadError(f"the config {str(path)!r} is not {language}: it is nested too deep") from None
     # PyYAML raises the last three for a value that does not fit its tag, such as `!!bool x`.
@@ -252,29 +271,6 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise LoadError(f"the config {str(path)!r} has no sections; try some of {', '.join(_SECTIONS)}")
     return content
-
-
-def _check_amount(content: Any) -> None:
-    """Raise `ValueError` for more or deeper values than settings have. Aliases of YAML may stand for billions."""
-    level = [content]
-    count = 0
-    # Level by level: each value of an alias is counted as often as it is used, without following it to its end.
-    for _ in range(MAX_DEPTH):
-        inner = []
-        for value in level:
-            # No message could show it: Python refuses to write out a number of thousands of digits.
-            if isinstance(value, int) and value.bit_length() > MAX_BITS:
-                raise ValueError(f"it has a number of more than {MAX_BITS} bits")
-            if isinstance(value, Mapping):
-                inner += [*value, *value.values()]
-            elif isinstance(value, list | tuple | set):
-                inner += value
-            if count + len(inner) > MAX_VALUES:
-                raise ValueError(f"it stands for more than {MAX_VALUES} values")
-        count += len(inner)
-        level = inner
-    if level:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def _read_section(content: JsonObject, name: str) -> JsonObject:
@@ -361,7 +357,16 @@ def parse_cache_line(line: str) -> CallArguments:
     method = METHODS_BY_NAME["dbcache"]
     for word, _, _ in words:
         method = METHODS_BY_WORD.get(word, method)
-    entries = _list_line_entries(method.config)
+    entries: dict[str, str | None] = {word: row.field for word, row in CACHE_WORDS.items()}
+    if not issubclass(method.config, DBCacheConfig):
+        # A word of one method is unknown to the others.
+        own: dict[str, str | None] = {**method.config.WORDS}
+        for word in (*_FORECASTS, "reach"):
+            own[word] = entries[word]
+        entries = own
+    # Fields work by their own names too.
+    for field in method.config.__dataclass_fields__:
+        entries[field] = field
     # A line stands for a cache_config of a file.
     section: JsonObject = {"cache_type": method.name}
     for word, sign, text in words:
@@ -389,19 +394,6 @@ def parse_cache_line(line: str) -> CallArguments:
             f"reach={section['taylorseer_reach']} is how far the forecast of taylor goes; add taylor=1, or leave it out"
         )
     return parse_cache_section(section)
-
-
-def _list_line_entries(config: type[CacheConfig]) -> dict[str, str | None]:
-    """Map each word of a line to an entry of a cache_config. Fields work by their own names too."""
-    entries: dict[str, str | None] = {word: row.field for word, row in CACHE_WORDS.items()}
-    if not issubclass(config, DBCacheConfig):
-        # A word of one method is unknown to the others.
-        own: dict[str, str | None] = {**config.WORDS}
-        for word in (*_FORECASTS, "reach"):
-            own[word] = entries[word]
-        entries = own
-    fields = list(config.__dataclass_fields__)
-    return {**entries, **dict(zip(fields, fields, strict=True))}
 
 
 def _parse_word_value(text: str) -> Any:

@@ -345,7 +345,10 @@ class DMD(Forecaster):
         if len(self._steps) == 1:
             return latest
         last, before = self._steps[:2]
-        run = count_even_steps(self._steps[::-1])
+        # The number of last steps that are evenly spaced.
+        run = 2
+        while run < len(self._steps) and self._steps[run - 1] - self._steps[run] == last - before:
+            run += 1
         if run < MIN_SNAPSHOTS:
             return torch.lerp(self._tensors[1], latest, (step - before) / (last - before))
         # The earliest first, as the decomposition counts them.
@@ -464,18 +467,6 @@ class Modes:
         if not all(map(math.isfinite, weights)):
             return None
         return weights
-
-
-def count_even_steps(steps: list[int]) -> int:
-    """Count the last steps that are evenly spaced."""
-    count = min(len(steps), 2)
-    while count < len(steps):
-        gap = steps[-count] - steps[-count - 1]
-        last_gap = steps[-1] - steps[-2]
-        if gap != last_gap:
-            break
-        count += 1
-    return count
 
 
 def compute_gram_matrix(tensors: list[Tensor]) -> Tensor:

@@ -18,7 +18,6 @@ from ditile.plan.option_classes import JsonObject
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ditile.cache.build import CacheContext, Chain
 
 PERCENTILES = (0, 25, 50, 75, 95, 100)
 
@@ -94,19 +93,6 @@ class ContextReport:
             return 0.0
         skipped = sum(len(decision.skipped) for decision in self.decisions)
         return skipped / (len(self.decisions) * self.steps) * self.middle / self.blocks
-
-
-def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_bytes: int) -> ContextReport:
-    """Build the report of a context and its chain after a generation of `steps` steps."""
-    decisions = []
-    for branch, patch, unit, record in chain.iterate_records():
-        differences = sorted(record.differences.items())
-        decisions.append(Decisions(branch, patch, unit, list(record.skipped), differences))
-    middle = len(chain.middle)
-    # A chain that measures MagCache has them.
-    ratios = getattr(chain, "ratios", [])
-    blocks = len(context.hooks)
-    return ContextReport(context.name, context.text, blocks, middle, steps, kept_bytes, decisions, mag_ratios=ratios)
 
 
 def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:

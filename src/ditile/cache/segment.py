@@ -81,17 +81,6 @@ class Segment:
         for hook in self.hooks:
             hook.handle = None
 
-    def _get_computed_index(self, device: torch.device) -> Tensor:
-        """Return the indices of the rows that run, made on the device: a copy from the CPU would wait for it."""
-        if self._index is None or self._index.device != device:
-            batch_index = torch.arange(self._call.batch_size, device=device)
-            parts = []
-            for unit, skipped in zip(self._call.units, self._skips, strict=True):
-                if not skipped:
-                    parts.append(batch_index[unit.batch_slice])
-            self._index = torch.cat(parts)
-        return self._index
-
     def _run_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first or last block of a segment; in the first call any block, to see the form of its result."""
         if hook is self._first:
@@ -117,7 +106,15 @@ class Segment:
             start = self._start
             self._start = None
             assert start is not None
-            state = self._forecast_state(hook, start)
+            image = self.residuals.forecast_tokens("image", self._call, start.image)
+            text = start.text
+            # A dummy text is never computed, so it has no forecast.
+            if hook.has_text and self._call.moment.has_text():
+                text = None
+                # The last block of some families returns no text.
+                if self.residuals.has_text(self._call):
+                    text = self.residuals.forecast_tokens("text", self._call, start.text)
+            state = TokenState(image, text)
         return hook.pack_tokens(state)
 
     def _run_part_of_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +123,16 @@ class Segment:
         state = hook.read_tokens(args, kwargs)
         if hook is self._first:
             self._start = state
-        index = self._get_computed_index(state.image.device)
+        device = state.image.device
+        # The indices of the rows that run are made on the device: a copy from the CPU would wait for it.
+        if self._index is None or self._index.device != device:
+            batch_index = torch.arange(self._call.batch_size, device=device)
+            parts = []
+            for unit, skipped in zip(self._call.units, self._skips, strict=True):
+                if not skipped:
+                    parts.append(batch_index[unit.batch_slice])
+            self._index = torch.cat(parts)
+        index = self._index
         # Tables of positions have no rows, though one may be as long as the batch.
         tables = [name for name in ROTARY_ARGUMENTS if name in named and _is_flat_table(named[name])]
         cut = slice_batch_arguments(named, self._call.batch_size, lambda x: x.index_select(0, index), tables)
@@ -156,17 +162,6 @@ class Segment:
         self.residuals.store_residuals("image", self._call, start.image, out.image, self._skips)
         if out.text is not None and self._call.moment.has_text():
             self.residuals.store_residuals("text", self._call, start.text, out.text, self._skips)
-
-    def _forecast_state(self, hook: CacheHook, start: TokenState) -> TokenState:
-        image = self.residuals.forecast_tokens("image", self._call, start.image)
-        # A dummy text is never computed, so it has no forecast.
-        if not hook.has_text or not self._call.moment.has_text():
-            return TokenState(image, start.text)
-        text = None
-        # The last block of some families returns no text.
-        if self.residuals.has_text(self._call):
-            text = self.residuals.forecast_tokens("text", self._call, start.text)
-        return TokenState(image, text)
 
 
 def _pass_tokens_on(hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

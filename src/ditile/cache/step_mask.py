@@ -87,9 +87,24 @@ def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
     times = [step for step, computes in enumerate(reference) if computes]
     # The first and the last step compute, if there are two.
     count = max(min(steps, 2), round(len(times) * steps / REFERENCE_STEPS))
+    chosen: list[int] = []
+    for number in range(count):
+        place = number * (len(times) - 1) / max(count - 1, 1)
+        low = min(int(place), len(times) - 2)
+        time = times[low] + (place - low) * (times[low + 1] - times[low])
+        step = round(time * (steps - 1) / (REFERENCE_STEPS - 1))
+        # Each step differs from the one before, and leaves room for the remaining ones.
+        least = chosen[-1] + 1 if chosen else 0
+        chosen.append(min(max(step, least), steps - count + number))
     longest = math.ceil(max(bins[1]) * steps / REFERENCE_STEPS)
-    chosen = set(_fill_long_holes(longest, _interpolate_steps(times, count, steps)))
-    return tuple(int(step in chosen) for step in range(steps))
+    filled = set(chosen)
+    for start, step in itertools.pairwise(chosen):
+        gap = step - start
+        # With this many steps added, no part of the gap is longer than the longest hole.
+        more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
+        for number in range(1, more + 1):
+            filled.add(start + round(gap * number / (more + 1)))
+    return tuple(int(step in filled) for step in range(steps))
 
 
 def check_preset_name(name: str) -> str:
@@ -162,31 +177,3 @@ def _interleave_bins(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
     for run, hole in itertools.zip_longest(compute, cache, fillvalue=0):
         mask += [1] * run + [0] * hole
     return mask
-
-
-def _interpolate_steps(times: Sequence[int], count: int, steps: int) -> list[int]:
-    """Choose `count` different steps of `steps` at the interpolated times of a preset. The first and the last step are
-    included."""
-    chosen: list[int] = []
-    for number in range(count):
-        place = number * (len(times) - 1) / max(count - 1, 1)
-        low = min(int(place), len(times) - 2)
-        time = times[low] + (place - low) * (times[low + 1] - times[low])
-        step = round(time * (steps - 1) / (REFERENCE_STEPS - 1))
-        # Each step differs from the one before, and leaves room for the remaining ones.
-        least = chosen[-1] + 1 if chosen else 0
-        chosen.append(min(max(step, least), steps - count + number))
-    return chosen
-
-
-def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
-    """Add as few steps as needed to keep each hole at `longest` steps or less."""
-    result = [chosen[0]]
-    for start, step in itertools.pairwise(chosen):
-        gap = step - start
-        # With this many steps added, no part of the gap is longer than the longest hole.
-        more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
-        for number in range(1, more + 1):
-            result.append(start + round(gap * number / (more + 1)))
-        result.append(step)
-    return result

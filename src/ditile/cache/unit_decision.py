@@ -170,7 +170,24 @@ class SkipDecider:
         differences: Sequence[float | None] = [None] * len(verdicts)
         parts = self._list_parts(probe, call)
         if RuleVerdict.MEASURE in verdicts:
-            differences = self._find_differences(parts, call, agreement, states_by_unit, verdicts)
+            first_branch: list[float | None] = [None]
+            if self._shares and call.moment.branch:
+                first_branch = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
+            if None not in first_branch:
+                differences = first_branch
+            else:
+                sums = self._sum_changes(parts, call, states_by_unit, verdicts)
+                # All ranks call this, even if no unit needs a difference, because the sums of all units are one
+                # message. Each rank has the whole feature, but only a part of the tokens.
+                if self._feature is None:
+                    sums = agreement.sum_over_ranks(sums)
+                differences = [_find_largest_difference(*unit_numbers) for unit_numbers in sums.tolist()]
+                if self._feature is not None:
+                    # A unit without a difference has not changed.
+                    differences = [*agreement.take_first_numbers([number or 0.0 for number in differences])]
+            for place, verdict in enumerate(verdicts):
+                if verdict is not RuleVerdict.MEASURE:
+                    differences[place] = None
         # A feature is compared with the previous step, even if that was skipped.
         if self._feature is not None:
             self._store_parts(parts, call, [False] * len(verdicts))
@@ -257,35 +274,6 @@ class SkipDecider:
             if verdict in verdicts:
                 return verdict
         return RuleVerdict.SKIP
-
-    def _find_differences(
-        self,
-        parts: list[tuple[int, Tensor]],
-        call: CacheCall,
-        agreement: SkipAgreement,
-        states_by_unit: list[list[UnitState]],
-        verdicts: list[RuleVerdict],
-    ) -> list[float | None]:
-        """Return the difference of each unit that must be measured; None for the others."""
-        first_branch: list[float | None] = [None]
-        if self._shares and call.moment.branch:
-            first_branch = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
-        if None not in first_branch:
-            differences = first_branch
-        else:
-            sums = self._sum_changes(parts, call, states_by_unit, verdicts)
-            # All ranks call this, even if no unit needs a difference, because the sums of all units are one message.
-            # Each rank has the whole feature, but only a part of the tokens.
-            if self._feature is None:
-                sums = agreement.sum_over_ranks(sums)
-            differences = [_find_largest_difference(*unit_numbers) for unit_numbers in sums.tolist()]
-            if self._feature is not None:
-                # A unit without a difference has not changed.
-                differences = [*agreement.take_first_numbers([number or 0.0 for number in differences])]
-        for place, verdict in enumerate(verdicts):
-            if verdict is not RuleVerdict.MEASURE:
-                differences[place] = None
-        return differences
 
     def _sum_changes(
         self,

@@ -47,7 +47,7 @@ from ditile.runner.requests.results import (
     list_outputs,
     write_drawn,
 )
-from ditile.runner.requests.seeds import agree_on_seed
+from ditile.runner.requests.seeds import choose_random_seed
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -76,7 +76,10 @@ def generate_images(
     # The standard output is only for the summary.
     with contextlib.redirect_stdout(sys.stderr):
         pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
-        seed = agree_on_seed(request.seed, runner.mesh.everyone)
+        seed = request.seed
+        if seed is None:
+            # Rank 0 chooses for all ranks.
+            seed = int(gather_json(choose_random_seed(), runner.mesh.everyone)[0])
         seeds = range(seed, seed + request.num_images)
         call = build_call_arguments(pipe, request, defaults(request.model))
 

@@ -117,6 +117,24 @@ class PlanAnswer:
                 "lacks_bytes": self.result.equal_shares.lacks_bytes,
                 "memory_bytes": price.memory_bytes,
             }
+        plans = []
+        for price, ranks, host, shares in zip(self.result.prices, self.memories, self.hosts, self.shares, strict=True):
+            plans.append(
+                {
+                    "plan": str(price.plan),
+                    "latency_s": price.latency_s,
+                    "memory_bytes": price.memory_bytes,
+                    "bytes_per_step": price.bytes_per_step,
+                    "exposed_comm_s": price.exposed_s,
+                    "bubble_s": price.bubble_s,
+                    "compute_s": price.compute_s,
+                    "text_s": price.text_s,
+                    "decode_s": price.decode_s,
+                    "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in ranks],
+                    "memory_of_host": host._asdict(),
+                    "share_by_rank": [share._asdict() for share in shares],
+                }
+            )
         return {
             "model": self.model,
             "hardware": self.hardware,
@@ -126,25 +144,7 @@ class PlanAnswer:
             "uncounted": list(self.uncounted),
             "host_memory_bytes": self.host_memory_bytes or None,
             "equal_shares": equal_shares,
-            "plans": [self._describe_price(number) for number in range(len(self.result.prices))],
-        }
-
-    def _describe_price(self, number: int) -> JsonObject:
-        """Describe one of the plans for programs."""
-        price = self.result.prices[number]
-        return {
-            "plan": str(price.plan),
-            "latency_s": price.latency_s,
-            "memory_bytes": price.memory_bytes,
-            "bytes_per_step": price.bytes_per_step,
-            "exposed_comm_s": price.exposed_s,
-            "bubble_s": price.bubble_s,
-            "compute_s": price.compute_s,
-            "text_s": price.text_s,
-            "decode_s": price.decode_s,
-            "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in self.memories[number]],
-            "memory_of_host": self.hosts[number]._asdict(),
-            "share_by_rank": [share._asdict() for share in self.shares[number]],
+            "plans": plans,
         }
 
     def describe_call(self) -> str:
@@ -186,7 +186,16 @@ class PlanAnswer:
             }
             for title, cell in cells.items():
                 columns.setdefault(title, []).append(cell)
-        tables: list[Table | str] = [self.describe_call(), self._make_title()]
+        plans = f"{self.result.legal} plans searched"
+        if self.result.legal == 1:
+            plans = "1 plan"
+        machine = self.hardware if self.is_unlike else f"{self.devices} x {self.hardware}"
+        heading = f"on {machine}: {plans}"
+        if self.result.too_large:
+            heading += f", {self.result.too_large} of the fastest do not fit as they are"
+        if prices[0].plan.offload == "blocks":
+            heading += "; with weights of blocks in the host's memory (offload=blocks) those below fit"
+        tables: list[Table | str] = [self.describe_call(), "\n".join(wrap(heading, 80))]
         tables += make_numbered_tables(labels, columns)
         tables.append("GB of each rank under plan 1; keys are those of the step before")
         tables.append(make_memory_table(self.memories[0]))
@@ -195,18 +204,6 @@ class PlanAnswer:
             tables.append(make_share_table(self.shares[0]))
         tables += ["\n".join(wrap(remark, 80)) for remark in self._iterate_remarks()]
         return tables
-
-    def _make_title(self) -> str:
-        plans = f"{self.result.legal} plans searched"
-        if self.result.legal == 1:
-            plans = "1 plan"
-        machine = self.hardware if self.is_unlike else f"{self.devices} x {self.hardware}"
-        title = f"on {machine}: {plans}"
-        if self.result.too_large:
-            title += f", {self.result.too_large} of the fastest do not fit as they are"
-        if self.result.prices[0].plan.offload == "blocks":
-            title += "; with weights of blocks in the host's memory (offload=blocks) those below fit"
-        return "\n".join(wrap(title, 80))
 
     def _iterate_remarks(self) -> Iterator[str]:
         """Yield the remarks below the tables, except warnings."""

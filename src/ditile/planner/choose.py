@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, overload
 
 from ditile.cache.config_text import NO_CACHE, parse_cache_line
+from ditile.cache.fitted.identity import SIZE_ARGUMENTS
 from ditile.distributed import env
 from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments, JsonObject, Seconds, checked
@@ -23,7 +24,6 @@ from ditile.planner.promise import (
     choose_promise,
     count_loop_steps,
     find_schedule,
-    read_call_size,
 )
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.runner.model_files import find_model_source
@@ -231,7 +231,7 @@ def plan_for(
     unknown = sorted(set(asked) - set(known_words))
     # A dataclass would say only that there is an unexpected keyword.
     if unknown:
-        raise PlanError(f"{unknown[0]}= is nothing that a plan is asked for by; there are {', '.join(known_words)}")
+        raise PlanError(f"{unknown[0]}= is not a field of a question; there are {', '.join(known_words)}")
     question = PlanQuestion(model=model, **asked)
     bounds = Bounds(seconds=seconds, min_psnr=min_psnr)
     if bounds.is_given:
@@ -257,7 +257,8 @@ def _choose_promise_of_question(
 
     Where nothing is to be predicted, it is the priced one, or one rank.
     """
-    size = read_call_size(question.fill_call_arguments())
+    call = question.fill_call_arguments()
+    size = {name: call[name] for name in SIZE_ARGUMENTS if call.get(name) is not None}
     is_measured = question.profile is not None or question.hardware is not None or env.find_profile_path().exists()
     if bounds.seconds is None and not is_measured:
         num_steps = count_loop_steps(count_request_steps(question.make_request()), strength)

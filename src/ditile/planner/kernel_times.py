@@ -34,7 +34,6 @@ from ditile.plan.layout import Grid
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.shape import CallFamily
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
-from ditile.runner.weights.prequantized import StoredWeights
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
@@ -277,31 +276,8 @@ def count_transformer_work(transformer: nn.Module, family: CallFamily, call: Cou
     )
 
 
-class MemoryTraffic(NamedTuple):
-    """Bytes that some kernels read and write, and the number of kernels."""
-
-    num_bytes: float
-    kernels: int
-
-
-def count_unpacking_traffic(stored: StoredWeights, element_size: int) -> MemoryTraffic:
-    """Count the traffic to unpack quantized weights in a call, each once, into numbers of `element_size` bytes.
-
-    The products that read these numbers are counted like those of plain weights.
-    """
-    num_bytes = 0.0
-    kernels = 0
-    # A machine's curves are measured in these two types.
-    dtype = torch.float32 if element_size == 4 else torch.bfloat16
-    for name, (numbers, weights) in stored.formats.items():
-        of_format = _count_unpacking(name, dtype)
-        num_bytes += numbers * of_format.num_bytes
-        kernels += weights * of_format.kernels
-    return MemoryTraffic(num_bytes, kernels)
-
-
 @lru_cache
-def _count_unpacking(name: str, dtype: torch.dtype) -> MemoryTraffic:
+def count_unpacking(name: str, dtype: torch.dtype) -> tuple[float, int]:
     """Count the bytes per number of a GGUF type, and the kernels per weight, of diffusers' code."""
     from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES, GGUFParameter, dequantize_gguf_tensor
 
@@ -313,7 +289,7 @@ def _count_unpacking(name: str, dtype: torch.dtype) -> MemoryTraffic:
     recorder = _TrafficRecorder()  # type: ignore[no-untyped-call]
     with recorder:
         dequantize_gguf_tensor(GGUFParameter(stored, quant_type=quant_type)).to(dtype)
-    return MemoryTraffic(recorder.num_bytes / (num_blocks * numbers), recorder.kernels)
+    return recorder.num_bytes / (num_blocks * numbers), recorder.kernels
 
 
 class _TrafficRecorder(TorchDispatchMode):
@@ -500,18 +476,15 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
     stream = sizes.find_widest_stream(tensors)
     numbers = sum(tensor.numel() for tensor in tensors) / sizes.count_tokens(stream)
     kind = HEAVY.get(name, "pointwise")
-    if name in JOINING and _is_interleaving(args):
-        kind = "interleave"
+    if name in JOINING:
+        # Tensors are joined number by number along a last dimension of 1, or a new one.
+        first = args[0][0]
+        dim = args[1] if len(args) > 1 else 0
+        is_new = dim % (first.dim() + 1) == first.dim()
+        is_last = dim in (-1, first.dim() - 1)
+        if is_new or (is_last and first.shape[-1] == 1):
+            kind = "interleave"
     return RooflineKernel(kind, stream, (numbers, 0))
-
-
-def _is_interleaving(args: Any) -> bool:
-    """Return whether tensors are joined number by number: along a last dimension of 1, or a new one."""
-    first = args[0][0]
-    dim = args[1] if len(args) > 1 else 0
-    is_new = dim % (first.dim() + 1) == first.dim()
-    is_last = dim in (-1, first.dim() - 1)
-    return bool(is_new or (is_last and first.shape[-1] == 1))
 
 
 def _iterate_tensors(values: Any) -> Iterator[Tensor]:

@@ -87,25 +87,19 @@ def count_host_memory(
     size = min(host or world, world)
     kept_by_host = Counter[int]()
     read_by_host = Counter[int]()
-    for rank in range(world):
-        kept, read = _count_host_bytes_of_rank(subject, job.plan_rank(rank), offloads_text)
-        kept_by_host[rank // size] += kept
-        read_by_host[rank // size] += read
+    for rank in map(job.plan_rank, range(world)):
+        element_size = rank.shape.element_size
+        text = _count_text_bytes(subject, rank)
+        kept = count_offloaded_bytes(subject, rank)
+        if offloads_text:
+            kept += text
+        kept_by_host[rank.number // size] += kept
+        blocks = subject.count_block_parameters(rank.divisor)[rank.blocks.start : rank.blocks.stop]
+        transformer = job.weights.shared + subject.replicated_numbers + sum(blocks)
+        read = sum(subject.count_weight_bytes(transformer, element_size, model) for model in range(subject.models))
+        read_by_host[rank.number // size] += read + subject.vae * element_size + text
     most_kept = max(kept_by_host.values())
     return HostMemory(most_kept, max(most_kept, *read_by_host.values()))
-
-
-def _count_host_bytes_of_rank(subject: PlanSubject, rank: PlannedRank, offloads_text: bool) -> tuple[int, int]:
-    """Count the bytes a rank keeps in the host's memory, and the bytes it reads."""
-    size = rank.shape.element_size
-    text = _count_text_bytes(subject, rank)
-    kept = count_offloaded_bytes(subject, rank)
-    if offloads_text:
-        kept += text
-    blocks = subject.count_block_parameters(rank.divisor)[rank.blocks.start : rank.blocks.stop]
-    transformer = rank.job.weights.shared + subject.replicated_numbers + sum(blocks)
-    read = sum(subject.count_weight_bytes(transformer, size, model) for model in range(subject.models))
-    return kept, read + subject.vae * size + text
 
 
 def count_offloaded_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
@@ -166,9 +160,10 @@ def count_rank_memory(
         # Every step of an exact plan is played in later images, so it computes in the tapes' memory.
         if not job.step_schedule.has_stale_steps:
             activations = max(activations - tapes, 0)
+    weights = _count_transformer_bytes(subject, planned)
     decoded = shape.images * rows * (shape.width // subject.vae_scale) * subject.count_decode_numbers(shape.frames)
     return RankMemory(
-        weights=_count_transformer_bytes(subject, planned),
+        weights=weights,
         text=_count_text_bytes(subject, planned),
         vae=subject.vae * shape.element_size,
         keys=keys,
@@ -244,6 +239,8 @@ class _RankTensors:
         self._image = rank.job.image_layout.image_tokens
         # A synchronous step, which computes the whole image.
         self._whole = rank.take_share(MicroStep(0, None))
+        # Messages between stages, by patch.
+        self._patch_bytes = rank.count_patch_bytes()
         self._largest = self._list_largest_shares()
 
     def count_activation_bytes(self) -> int:
@@ -253,7 +250,13 @@ class _RankTensors:
         computed = 0.0
         for share in self._largest:
             numbers = self._count_computed_numbers(share) + self._count_sent_numbers(share)
-            computed = max(computed, rank.number_bytes * numbers + self._count_prefetch_bytes(share.micro))
+            received = 0
+            # Messages are received ahead while one is read, but not in step 0.
+            if rank.stage > 0 and share.micro.step > 0:
+                # The first patch has the text, and where references come first, another one has the most latents.
+                first = {0, self._schedule.num_references} & set(range(plan.num_patches))
+                received = (RECEIVES_AHEAD + 1) * max(self._patch_bytes[patch] for patch in first)
+            computed = max(computed, rank.number_bytes * numbers + received)
         kept = self._count_kept_numbers(self._whole.text)
         if rank.stage > 0:
             # Later stages keep the embedded latents too, although they do not read them.
@@ -306,7 +309,7 @@ class _RankTensors:
         inputs = branches * (latents + (text or self._text_tokens) * token_bytes)
         # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
         neighbours = (rank.stage > 0) + (not rank.is_last_stage)
-        messages = neighbours * branches * sum(rank.count_patch_bytes())
+        messages = neighbours * branches * sum(self._patch_bytes)
         return int(computed * rank.number_bytes) + results + inputs + messages
 
     def _count_kept_numbers(self, text: int) -> float:
@@ -381,11 +384,3 @@ class _RankTensors:
             return 2 * own + 4 * sum(lengths)
         # The keys and values that are passed on, the next keys and values, and the partial sum.
         return 2 * own + 4 * max(lengths)
-
-    def _count_prefetch_bytes(self, micro: MicroStep) -> int:
-        """Count the bytes of messages received ahead and of the message being read; 0 in step 0."""
-        if self._rank.stage == 0 or micro.step == 0:
-            return 0
-        # The first patch has the text, and where references come first, another one has the most latents.
-        first = {0, self._schedule.num_references} & set(range(self._job.plan.num_patches))
-        return (RECEIVES_AHEAD + 1) * max(self._rank.count_patch_bytes()[patch] for patch in first)

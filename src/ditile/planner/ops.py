@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
+
 from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
-from ditile.plan.cost import MicroStepShare, PlannedCall, memoize_method
-from ditile.plan.plan import SEQUENCE, Plan
+from ditile.plan.cost import RESIDUAL_BITS, MicroStepShare, PlannedCall, memoize_method
+from ditile.plan.plan import AXES, SEQUENCE, Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
-from ditile.planner.kernel_times import TransformerWork, Work, WorkMix, count_unpacking_traffic
+from ditile.planner.kernel_times import TransformerWork, Work, WorkMix, count_unpacking
 from ditile.planner.memory import can_record_calls
 from ditile.planner.profile import Link, Profile
 from ditile.planner.seconds import (
@@ -30,9 +32,7 @@ from ditile.planner.seconds import (
     WarmupBlock,
     compute_exposed_seconds,
     compute_merging_load,
-    compute_packing_load,
     compute_warmup_seconds,
-    find_crossed_link,
     get_bandwidth_share,
     merge_work,
 )
@@ -40,6 +40,8 @@ from ditile.runner.weights.prequantized import StoredWeights
 
 SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
 """Segments of a recorded call end when a message starts and when it is awaited; for other kinds both coincide."""
+PACKING_KERNELS = {8: 16, 4: 32, 3: 32}
+"""Bits of a number -> kernels that pack a message and unpack one (`distributed.wire`)."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION}
 """Messages from stage to stage."""
 
@@ -156,10 +158,17 @@ class MachineWork:
         if self.stored is None or not self.stored.formats:
             return DeviceLoad(0.0, 0.0)
         profile = self.profile
-        traffic = count_unpacking_traffic(self.stored, profile.element_size)
-        rate = profile.pointwise["pointwise"].interpolate(traffic.num_bytes / traffic.kernels)
-        device = traffic.num_bytes / rate + traffic.kernels * profile.kernel_gap_s
-        return DeviceLoad(device, traffic.kernels * profile.kernel_s)
+        size = 0.0
+        kernels = 0
+        # Each weight is unpacked once in a call. The products that read its numbers are counted like those of plain
+        # weights. A machine's curves are measured in these two types.
+        dtype = torch.float32 if profile.element_size == 4 else torch.bfloat16
+        for name, (numbers, weights) in self.stored.formats.items():
+            size_of_number, kernels_of_weight = count_unpacking(name, dtype)
+            size += numbers * size_of_number
+            kernels += weights * kernels_of_weight
+        rate = profile.pointwise["pointwise"].interpolate(size / kernels)
+        return DeviceLoad(size / rate + kernels * profile.kernel_gap_s, kernels * profile.kernel_s)
 
     @cached_property
     def roofline_device(self) -> RooflineDevice:
@@ -271,10 +280,29 @@ class OpPricer:
         return [(*kind, self.job.packs_messages(step)) for step, kind in enumerate(kinds)]
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
+        micro = self._make_micro_step(op)
         if op.kind is OpKind.COMPUTE:
-            return self._compute_call_seconds(stage, op, free=free)
+            # A call of the transformer on this stage, or one of its micro-batches.
+            share = self._ranks[stage].take_share(micro)
+            load = DeviceLoad(0.0, 0.0).combine_loads(self.compute_stage_load(share, op), self._slowdown)
+            if not free:
+                add_exchanges = self._add_warmup_exchanges if share.warmup_group else self._add_exchanges
+                load = add_exchanges(share, load)
+                # Offloaded weights arrive while other blocks compute.
+                load = load._replace(device=max(load.device, self._get_offload_seconds(stage)))
+            return load.get_busy_seconds(self._profile)
         if op.kind is OpKind.STEP:
-            return self._compute_step_seconds(op, free=free)
+            # A synchronous step has all patches in one iteration of the loop, and each has its part of that.
+            patches = len(self.schedule.list_denoised_patches(micro))
+            # That is the time of the pipeline and its scheduler.
+            seconds = self._profile.micro_s
+            if op.patch is not None and micro.patch is None:
+                seconds /= patches
+            sent = cost.count_guidance_bytes(self._ranks[-1].take_share(micro))
+            if sent and not free:
+                link = self.get_axis_link("cfg")
+                seconds += (link.latency_s + sent / link.bandwidth) / patches
+            return seconds
         if free or op.kind not in SENDS:
             return 0.0
         link = self.get_axis_link("pipefusion")
@@ -284,37 +312,6 @@ class OpPricer:
         if op.kind is OpKind.SEND:
             seconds += self._compute_packing_load(op.step, size, 1).get_busy_seconds(self._profile)
         return seconds
-
-    def _compute_call_seconds(self, stage: int, op: Op, *, free: bool) -> float:
-        """Compute the seconds of a transformer call on a stage, or of a micro-batch of it."""
-        share = self._ranks[stage].take_share(self._make_micro_step(op))
-        load = DeviceLoad(0.0, 0.0).combine_loads(self.compute_stage_load(share, op), self._slowdown)
-        if not free:
-            add_exchanges = self._add_warmup_exchanges if share.warmup_group else self._add_exchanges
-            load = add_exchanges(share, load)
-            # Offloaded weights arrive while other blocks compute.
-            load = load._replace(device=max(load.device, self._get_offload_seconds(stage)))
-        return load.get_busy_seconds(self._profile)
-
-    def _compute_step_seconds(self, op: Op, *, free: bool) -> float:
-        """Compute the scheduler's seconds for a patch. A synchronous step has all patches in one iteration of the
-        loop."""
-        micro = self._make_micro_step(op)
-        patches = len(self.schedule.list_denoised_patches(micro))
-        seconds = self.iteration_seconds
-        if op.patch is not None and micro.patch is None:
-            seconds /= patches
-        if not free:
-            size = cost.count_guidance_bytes(self._ranks[-1].take_share(micro))
-            if size:
-                link = self.get_axis_link("cfg")
-                seconds += (link.latency_s + size / link.bandwidth) / patches
-        return seconds
-
-    @property
-    def iteration_seconds(self) -> float:
-        """Return the seconds of the pipeline and its scheduler for each iteration of the loop."""
-        return self._profile.micro_s
 
     def _get_offload_seconds(self, stage: int) -> float:
         """Return the seconds to load the weights of a stage's blocks from the host's memory during computation."""
@@ -525,14 +522,31 @@ class OpPricer:
     def _compute_packing_load(self, step: int, sent: float, messages: float) -> DeviceLoad:
         """Compute the load to pack and unpack messages of a step; none if they are sent unpacked."""
         wire_dtype = self.job.plan.wire_dtype
-        if wire_dtype is None or not sent or not self.job.packs_messages(step):
+        if wire_dtype is None or not sent or not messages or not self.job.packs_messages(step):
             return DeviceLoad(0.0, 0.0)
-        return compute_packing_load(self._profile, wire_dtype, sent, messages)
+        bits = RESIDUAL_BITS.get(wire_dtype, 8)
+        kernels = PACKING_KERNELS[bits]
+        # A kernel reads the numbers of one message.
+        size = sent * 8 / bits * self._profile.element_size
+        device = kernels * size / self._profile.pointwise["pointwise"].interpolate(size / messages)
+        return DeviceLoad(device, messages * kernels * self._profile.kernel_s)
 
     @memoize_method
     def get_axis_link(self, axis: str) -> Link:
         """Return the slowest link on an axis, with the bandwidth of each rank while others share it."""
-        return find_crossed_link(self.job.plan, self._profile, self._host, axis)
+        plan = self.job.plan
+        n = getattr(plan, axis)
+        # The axes along which neighbouring ranks differ first.
+        inner_axes = AXES[AXES.index(axis) + 1 :]
+        inner = math.prod(getattr(plan, name) for name in inner_axes)
+        if self._profile.interlink is None or n == 1 or inner * n <= self._host:
+            return self._profile.link
+        # Neighbours exchange messages: of each pipeline or ring, one rank of a host sends to another host.
+        sharing = min(inner, self._host)
+        if axis == "ulysses":
+            # Each rank exchanges messages with all others, and some of them are on its own host.
+            sharing = self._host * (n - max(1, self._host // inner)) / (n - 1)
+        return replace(self._profile.interlink, bandwidth=self._profile.interlink.bandwidth / sharing)
 
 
 class UnlikeOpPricer(OpPricer):

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from ditile.cache.config import FittedScheduleConfig
-from ditile.cache.fitted.identity import SIZE_ARGUMENTS, find_difference
+from ditile.cache.fitted.identity import find_difference
 from ditile.cache.fitted.schedule import Schedule, make_fit_command, read_shipped_schedules
 from ditile.plan.errors import PlanError
 from ditile.plan.numbers import format_number
@@ -182,11 +182,6 @@ def take_reference_steps(options: GenerateOptions, num_computed: int | None, pat
         if is_fewer and count_request_steps(options) == schedule.own.steps:
             return replace(options, steps=schedule.num_steps)
     return options
-
-
-def read_call_size(call: Mapping[str, Any]) -> dict[str, int]:
-    """Return the height, width and frames given in a call."""
-    return {name: call[name] for name in SIZE_ARGUMENTS if call.get(name) is not None}
 
 
 def count_loop_steps(num_steps: int, strength: float | None) -> int:

@@ -155,7 +155,21 @@ class PlanQuestion(SourceOptions):
         Raises:
             ModelError: if a file is not an image, or a side is out of its range.
         """
-        return [_read_picture_or_size(each) for each in self.image or ()]
+        pictures = []
+        for text in self.image or ():
+            size = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", text)
+            if size is None:
+                pictures.append(read_picture(text, "image"))
+                continue
+            width, height = map(int, size.groups())
+            check_value(Pixels, width, f"image={text!r}: width")
+            check_value(Pixels, height, f"image={text!r}: height")
+            # Pillow's own limit, above which a file may be a bomb; it may have been switched off.
+            most = Image.MAX_IMAGE_PIXELS or math.inf
+            if width * height > most:
+                raise PlanError(f"image={text!r} has {width * height} pixels, and {most} are the most; try 1024x1024")
+            pictures.append(Image.new("RGB", (width, height)))
+        return pictures
 
     def make_request(self) -> GenerateOptions:
         """Make a request whose call is the one to plan for."""
@@ -188,20 +202,6 @@ class PlanQuestion(SourceOptions):
         known = find_known_model(self.model)
         if known is not None:
             known.check_call(self.priced_plan or Plan(), self.fill_call_arguments())
-
-
-def _read_picture_or_size(text: str) -> Image.Image:
-    size = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", text)
-    if size is None:
-        return read_picture(text, "image")
-    width, height = map(int, size.groups())
-    check_value(Pixels, width, f"image={text!r}: width")
-    check_value(Pixels, height, f"image={text!r}: height")
-    # Pillow's own limit, above which a file may be a bomb; it may have been switched off.
-    most = Image.MAX_IMAGE_PIXELS or math.inf
-    if width * height > most:
-        raise PlanError(f"image={text!r} has {width * height} pixels, and {most} are the most; try 1024x1024")
-    return Image.new("RGB", (width, height))
 
 
 def load_machine_profile(ask: PlanQuestion) -> Profile:

@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import gc
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -37,7 +38,7 @@ from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
-from ditile.planner.seconds import EndSeconds, predict_end_seconds
+from ditile.planner.seconds import EndSeconds, compute_decode_seconds, compute_text_seconds
 from ditile.planner.shares import weigh_ends, weigh_shares
 from ditile.planner.subject import PlanSubject
 
@@ -253,10 +254,8 @@ class PlanSearch:
         # A reader asks first what many devices are better than.
         if not self.request.all_devices and all(price.plan.world > 1 for price in prices):
             prices += self._price_one_device()
-        allowed = prices
-        limit = self.request.max_latency_s
-        if limit is not None:
-            allowed = [price for price in prices if price.latency_s <= limit]
+        limit = self.request.max_latency_s or math.inf
+        allowed = [price for price in prices if price.latency_s <= limit]
         if not allowed:
             raise PlanError(
                 f"no plan takes at most {limit:g} s: the fastest, '{prices[0].plan}', takes "
@@ -367,7 +366,14 @@ class PlanSearch:
         best = sized
         # Each trial moves one block, so that more trials than blocks would move some back.
         for _ in range(sum(map(len, sized.job.stages))):
-            rooms = self._count_rooms(sized)
+            plan = sized.job.plan
+            rooms = [self._get_device_bytes()] * plan.pipefusion
+            # Ranks of a stage have the same blocks, so that the fullest of them decides.
+            for rank, room in sized.rooms.items():
+                stage = sized.job.plan_rank(rank).stage
+                if sized.on_host and plan.offloads_rank(rank):
+                    room = -sized.lacks
+                rooms[stage] = min(rooms[stage], room)
             giver = rooms.index(min(rooms))
             taker = rooms.index(max(rooms))
             if sized.lacks <= 0 or rooms[taker] <= 0:
@@ -390,12 +396,6 @@ class PlanSearch:
             plan = self._weigh_ends(plan)
         return self._make_job(plan)
 
-    def _balance_stages(self, price: Price) -> Price:
-        """Move single blocks from stage to stage while that makes the loop shorter."""
-        while (better := self._find_shorter_loop(price)) is not None:
-            price = better
-        return price
-
     def _find_shorter_loop(self, price: Price) -> Price | None:
         """Return the plan with one block in another stage, if its loop is shorter then."""
         # The work of stages besides their blocks is not in the weights used to cut them.
@@ -415,18 +415,6 @@ class PlanSearch:
             if sized.lacks <= 0 and self.pricer.predict_latency(moved, self.skips) < price.latency_s:
                 return self._price_job(sized)
         return None
-
-    def _count_rooms(self, sized: SizedJob) -> list[int]:
-        """Count the bytes left in each stage on the rank with the least; none if its weights do not fit the host."""
-        plan = sized.job.plan
-        rooms = [self._get_device_bytes()] * plan.pipefusion
-        # Ranks of a stage have the same blocks, so that the fullest of them decides.
-        for rank, room in sized.rooms.items():
-            stage = sized.job.plan_rank(rank).stage
-            if sized.on_host and plan.offloads_rank(rank):
-                room = -sized.lacks
-            rooms[stage] = min(rooms[stage], room)
-        return rooms
 
     def iterate_other_warmups(self, job: PlannedCall) -> Iterator[Plan]:
         """Yield the plan with other warmup modes that could make its synchronous steps shorter.
@@ -552,7 +540,10 @@ class PlanSearch:
                 fastest.setdefault(replace(price.plan, stage_blocks=None, stage_weights=None, rank_weights=None), price)
             shown = list(fastest.values())[:SHOWN]
             balanced = []
-            for price in map(self._balance_stages, shown):
+            for price in shown:
+                # Single blocks move from stage to stage while that makes the loop shorter.
+                while (better := self._find_shorter_loop(price)) is not None:
+                    price = better
                 sized = self._size_plan(self._weigh_ends(price.plan))
                 # Weights for decode and text are left out if memory is short.
                 if sized.lacks <= 0:
@@ -589,7 +580,24 @@ class PlanSearch:
         subject = self.subject
         tokens = subject.count_prompt_tokens(self.call, self.shape)
         work = subject.count_decode_work(self.shape.frames)
-        return predict_end_seconds(job, subject.text, tokens, work, subject.vae_scale, self.profile)
+        # The slowest replica and the slowest rank count.
+        shape = job.shape
+        pixels = math.ceil(shape.images / job.plan.data) * shape.height * shape.width // subject.vae_scale**2
+        text = [0.0] * job.plan.data
+        decode = 0.0
+        for rank in range(job.plan.world):
+            planned = job.plan_rank(rank)
+            share = planned.compute_decode_share(shape.height // subject.vae_scale)
+            device = self.profile.get_rank_profile(rank)
+            own = planned.text_share * compute_text_seconds(subject.text, tokens, device)
+            # Ranks that split the layers compute one after the other, and those with all layers compute at once.
+            if job.plan.text == "each":
+                text[planned.data] = max(text[planned.data], own)
+            else:
+                text[planned.data] += own
+            if share > 0:
+                decode = max(decode, compute_decode_seconds(work, pixels, share, device))
+        return EndSeconds(max(text), decode)
 
     def _weigh_ends(self, plan: Plan) -> Plan:
         """Divide a plan's decode and text by the speeds of the devices, if the plan divides them."""

@@ -5,20 +5,14 @@ Ranks share the links and the cores of a machine, so that each has only a part o
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from ditile.plan.cost import RESIDUAL_BITS, PlannedCall
-from ditile.plan.plan import AXES, Plan
 from ditile.planner.footprint import DecodeWork
 from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_stream_length
 from ditile.planner.profile import Link, Profile
 
-PACKING_KERNELS = {8: 16, 4: 32, 3: 32}
-"""Bits of a number -> kernels that pack a message and unpack one (`distributed.wire`)."""
 MERGING_KERNELS = 9
 """Kernels that merge two outputs of a ring, beside another call of attention (`merge_attention`)."""
 MERGING_PASSES = {4: 3, 2: 12}
@@ -129,26 +123,6 @@ def merge_work(works: Iterable[Work]) -> Work:
     return sum(map(Counter, works), Counter[RooflineKernel]())
 
 
-def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Link:
-    """Return the slowest link on an axis, with the bandwidth of each rank while others share it.
-
-    Args:
-        host: ranks on each host.
-    """
-    n = getattr(plan, axis)
-    # The axes along which neighbouring ranks differ first.
-    inner_axes = AXES[AXES.index(axis) + 1 :]
-    inner = math.prod(getattr(plan, name) for name in inner_axes)
-    if profile.interlink is None or n == 1 or inner * n <= host:
-        return profile.link
-    # Neighbours exchange messages: of each pipeline or ring, one rank of a host sends to another host.
-    sharing = min(inner, host)
-    if axis == "ulysses":
-        # Each rank exchanges messages with all others, and some of them are on its own host.
-        sharing = host * (n - max(1, host // inner)) / (n - 1)
-    return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
-
-
 def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
     """Return the share of a link's bandwidth in an exchange."""
     if kind == "tensor":
@@ -169,18 +143,6 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
 def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> float:
     """Compute the seconds of a message without those overlapped by computing."""
     return sending * (1 - overlap) + max(0.0, sending * overlap - compute)
-
-
-def compute_packing_load(profile: Profile, wire_dtype: str, sent: float, messages: float) -> DeviceLoad:
-    """Compute the load to pack so many bytes of messages, and to unpack the same number received."""
-    if not messages:
-        return DeviceLoad(0.0, 0.0)
-    bits = RESIDUAL_BITS.get(wire_dtype, 8)
-    kernels = PACKING_KERNELS[bits]
-    # A kernel reads the numbers of one message.
-    size = sent * 8 / bits * profile.element_size
-    device = kernels * size / profile.pointwise["pointwise"].interpolate(size / messages)
-    return DeviceLoad(device, messages * kernels * profile.kernel_s)
 
 
 def compute_merging_load(profile: Profile, size: float, messages: float) -> DeviceLoad:
@@ -220,29 +182,6 @@ class EndSeconds(NamedTuple):
 
     text: float
     decode: float
-
-
-def predict_end_seconds(
-    job: PlannedCall, parameters: int, tokens: int, work: DecodeWork, vae_scale: int, profile: Profile
-) -> EndSeconds:
-    """Predict the seconds of the text encoders, with so many parameters, and of the decode."""
-    shape = job.shape
-    pixels = math.ceil(shape.images / job.plan.data) * shape.height * shape.width // vae_scale**2
-    text = [0.0] * job.plan.data
-    decode = 0.0
-    for rank in range(job.plan.world):
-        planned = job.plan_rank(rank)
-        share = planned.compute_decode_share(shape.height // vae_scale)
-        device = profile.get_rank_profile(rank)
-        own = planned.text_share * compute_text_seconds(parameters, tokens, device)
-        # Ranks that split the layers compute one after the other, and those with all layers compute at once.
-        if job.plan.text == "each":
-            text[planned.data] = max(text[planned.data], own)
-        else:
-            text[planned.data] += own
-        if share > 0:
-            decode = max(decode, compute_decode_seconds(work, pixels, share, device))
-    return EndSeconds(max(text), decode)
 
 
 class WarmupBlock(NamedTuple):

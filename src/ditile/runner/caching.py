@@ -94,8 +94,9 @@ def enable_cache(
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` with
             the location of its blocks. A new cache replaces the present one.
         cache_config: a `FittedScheduleConfig`, or a config of another method to leave out whole calls of the model or,
-            like `DBCacheConfig`, blocks; or a line as in `--cache`, such as "F=1 W=4 R=0.12". The default is the result
-            of `build_default_config`, or no cache if one of the last three arguments is given.
+            like `DBCacheConfig`, blocks; or a line as in `--cache`, such as "F=1 W=4 R=0.12". The default is a
+            `DBCacheConfig` with an eighth of the blocks as its probe, or no cache if one of the last three arguments is
+            given.
         calibrator_config: forecasts the outputs of skipped blocks; None reuses the last computed ones.
         params_modifiers: changes for some lists of blocks. With a modifier for each list, each list decides by itself.
         parallelism_config: divides the pipeline over the running ranks, which then all call the pipeline as before.
@@ -227,11 +228,6 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
     if parsed.get("quantize_config") is not None:
         parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
     return parsed
-
-
-def build_default_config(blocks: int) -> DBCacheConfig:
-    """Build the default `cache_config` of `enable_cache` for `blocks` blocks. An eighth of them are always computed."""
-    return DBCacheConfig(Fn_compute_blocks=max(1, round(blocks / 8)))
 
 
 @checked()
@@ -427,7 +423,8 @@ def _build_caches(
         modifiers = [modifiers]
     for model in adapted:
         transformer = model.transformer
-        own_config = config or build_default_config(sum(len(block_list.blocks) for block_list in model.lists))
+        num_blocks = sum(len(block_list.blocks) for block_list in model.lists)
+        own_config = config or DBCacheConfig(Fn_compute_blocks=max(1, round(num_blocks / 8)))
         row = find_model_entry(transformer)
         if row.mirrored and isinstance(own_config, DBCacheConfig):
             first = own_config.Fn_compute_blocks

@@ -249,7 +249,12 @@ class Composition:
         with ExitStack() as stack:
             for cache in self.model_caches:
                 stack.enter_context(cache.expect_calls())
-            self._attach_recorder(stack)
+            self.loop.recorder = self.recorder
+            # Recordings begin before any hook of the call is on the models.
+            if self.recorder is not None:
+                self.recorder.begin_generation()
+                self.loop.when_over.append(self.recorder.end_generation)
+                stack.callback(self.loop.when_over.clear)
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
@@ -278,14 +283,6 @@ class Composition:
                 if self.recorder is not None:
                     self.recorder.release()
                 raise
-
-    def _attach_recorder(self, stack: ExitStack) -> None:
-        """Let calls of the models be recorded until the stack is closed. No hook of a call may be on them yet."""
-        self.loop.recorder = self.recorder
-        if self.recorder is not None:
-            self.recorder.begin_generation()
-            self.loop.when_over.append(self.recorder.end_generation)
-            stack.callback(self.loop.when_over.clear)
 
     def prepare_recorder(self, *, traced: bool) -> bool:
         """Inspect the models before a call. Return whether this rank may record calls of them."""
@@ -686,7 +683,7 @@ def find_loop_models(pipe: Any) -> list[nn.Module]:
 
 
 def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]:
-    """Return the blocks of every stage; an empty list if they are unknown.
+    """Return the blocks of every stage; no blocks for each if they are unknown.
 
     Raises:
         PlanError: if the plan does not fit the model.
@@ -739,7 +736,8 @@ def check_pipeline(pipe: Any) -> None:
 
 
 def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> TransformerHooks:
-    """Build the hooks for the models of a pipeline."""
+    """Build the hooks for the models of a pipeline, and check that a plan can divide them, before anything is
+    touched."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
     registry.check_plan_fits_loop(pipe, plan)
     block_hooks: TransformerHooks | None = None
@@ -753,12 +751,6 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
         else:
             block_hooks = build_block_hooks(model, block_hooks, label)
     assert block_hooks is not None
-    _check_model_divisible(pipe, plan, block_hooks, options)
-    return block_hooks
-
-
-def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks, options: CompositionOptions) -> None:
-    """Check that a model can be divided under the plan, before anything is touched."""
     model = block_hooks.transformer
     attention = options.attention
     if attention is not None and not block_hooks.chain:
@@ -790,6 +782,7 @@ def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks,
             f"tensor={plan.tensor} cuts plain weights, and {uncut} is quantized; quantize the pipeline after "
             "parallelize, when each rank has its share"
         )
+    return block_hooks
 
 
 def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, mesh: Mesh) -> tuple[Plan, Plan | None]:

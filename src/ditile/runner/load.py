@@ -306,26 +306,23 @@ def load_model(
             return None
         if is_share_read or (is_divided and issubclass(cls, diffusers.ModelMixin)):
             return _load_partial_transformer(component, plan, rank, dtype, variant)
-        place, options = _collect_source_options(component, variant)
+        place, subfolder = name_component_source(component.source, component.name)
+        options: CallArguments = {**subfolder}
+        if variant is not None and _has_variant_files(component.locate, variant):
+            options["variant"] = variant
         if not is_divided:
-            return _load_whole_model(cls, place, options, dtype, component.folder)
+            # diffusers still calls it `torch_dtype` for models.
+            dtype_option = "torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype"
+            options[dtype_option] = dtype
+            model, info = cls.from_pretrained(place, use_safetensors=True, output_loading_info=True, **options)
+            # Buffers may be missing: they are computed, such as tables of positions.
+            parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+            refuse_missing_weights(parameters & set(info["missing_keys"]), component.folder)
+            return model  # type: ignore[no-any-return]
         model = read_partial_encoder(cls, place, _choose_placement(plan, rank), dtype, **options)
     if is_divided and not DENOISER_NAME.fullmatch(name):
         install_guards(ExitStack(), model, name)
     return model  # type: ignore[no-any-return]
-
-
-def _load_whole_model(cls: Any, place: str, options: CallArguments, dtype: torch.dtype, folder: Path) -> nn.Module:
-    """Load a model whole, and check that no weight was missing."""
-    # diffusers still calls it `torch_dtype` for models.
-    dtype_option = "torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype"
-    options[dtype_option] = dtype
-    model: nn.Module
-    model, info = cls.from_pretrained(place, use_safetensors=True, output_loading_info=True, **options)
-    # Buffers may be missing: they are computed, such as tables of positions.
-    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    refuse_missing_weights(parameters & set(info["missing_keys"]), folder)
-    return model
 
 
 def _choose_placement(plan: Plan, rank: int) -> EncoderPlacement:
@@ -599,20 +596,17 @@ def read_model_index(source: ModelSource) -> JsonObject:
 def check_component_packages(components: Sequence[Component]) -> None:
     """Check that torchvision is installed if a component needs it. Raises `ModelError` otherwise."""
     for component in components:
-        if component.library == "transformers" and _lacks_torchvision(component.cls):
+        if component.library != "transformers":
+            continue
+        # transformers has a placeholder for a class that lacks a package, or for the video part of a processor. It
+        # raises for any other attribute than this one.
+        cls: Any = component.cls
+        lacking = getattr(cls, "_backends", ())
+        if not lacking and hasattr(cls, "get_attributes") and "video_processor" in cls.get_attributes():
+            lacking = getattr(transformers.AutoVideoProcessor, "_backends", ())
+        if "torchvision" in lacking and not is_installed("torchvision"):
             needed_by = f"{component.name} of {component.source}, a {component.class_name},"
-            if not is_installed("torchvision"):
-                raise ModelError(f"{needed_by} needs torchvision, which is not installed; {advise_torchvision()}")
-
-
-def _lacks_torchvision(cls: Any) -> bool:
-    """Return whether transformers has a placeholder for a class, or for a processor's video part."""
-    # A placeholder raises for any other attribute than this one.
-    if "torchvision" in getattr(cls, "_backends", ()):
-        return True
-    if not hasattr(cls, "get_attributes") or "video_processor" not in cls.get_attributes():
-        return False
-    return "torchvision" in getattr(transformers.AutoVideoProcessor, "_backends", ())
+            raise ModelError(f"{needed_by} needs torchvision, which is not installed; {advise_torchvision()}")
 
 
 def list_components(source: ModelSource) -> list[Component]:
@@ -679,14 +673,6 @@ def count_quantized_components(
         checkpoint = Checkpoint.open_checkpoint(locate_in_folder(folder), STEM)
         stored[component.name] = _open_prequantized(checkpoint, folder).count_stored_weights()
     return stored
-
-
-def _collect_source_options(component: Component, variant: str | None) -> tuple[str, CallArguments]:
-    """Return the source of a component for `from_pretrained`: its folder or hub id, and keyword arguments."""
-    place, options = name_component_source(component.source, component.name)
-    if variant is not None and _has_variant_files(component.locate, variant):
-        return place, {**options, "variant": variant}
-    return place, {**options}
 
 
 def _has_variant_files(locate: LocateFile, variant: str) -> bool:

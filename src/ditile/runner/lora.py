@@ -79,7 +79,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     components = dict(pipe.components)
     if into_second:
         kwargs["load_into_transformer_2"] = True
-        # In the file of the second one too it is called transformer.
+        # A file for the second transformer calls it transformer too.
         components[TRANSFORMER] = components.pop(SECOND)
     for name, part in components.items():
         if not isinstance(part, nn.Module):

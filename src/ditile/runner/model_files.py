@@ -211,9 +211,22 @@ def find_model_source(
                 f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
                 f"and the VAE, are those of {source}: {error} that has them (--model FOLDER{flags})"
             ) from error
-    # The package has configs of published models, and no index of their text encoders.
+    # The package has configs of published models, and no index of their text encoders. Of other folders the headers of
+    # all weights are checked.
     elif source.parent != CONFIGS:
-        _check_pipeline_folder(source, variant, files, weights=weights)
+        index = read_json_object(find_index_file(source) or source, IndexValues)
+        refuse_unknown_components(source, index, files)
+        for name, (library, _) in list_own_components(source, index):
+            if name in files:
+                continue
+            component_folder = find_component_folder(source, name)
+            if not weights:
+                if (component_folder / "config.json").exists():
+                    check_stored_types(component_folder, variant)
+            # An optional component that the pipeline lacks has no library.
+            elif library is not None:
+                or_give = f", or give --component {name}=FILE"
+                _check_component(component_folder, variant, or_give)
     return source
 
 
@@ -352,18 +365,14 @@ def list_own_components(source: ModelSource, index: JsonObject) -> Iterator[tupl
             hint = location.get("type_hint")
             if isinstance(hint, list) and len(hint) == 2:
                 library, class_name = hint
-            if class_name is not None and _is_beside_index(source, name, location.get("pretrained_model_name_or_path")):
+            # The index names the component's original location, and by now it may lie next to the index.
+            place = location.get("pretrained_model_name_or_path")
+            is_here = place == source
+            if isinstance(source, Path):
+                names_source = isinstance(place, str) and Path(place).resolve() == source.resolve()
+                is_here = is_here or names_source or (source / name).is_dir()
+            if is_here and class_name is not None:
                 yield name, (library, class_name)
-
-
-def _is_beside_index(source: ModelSource, name: str, place: Any) -> bool:
-    """Return whether a component of a modular pipeline lies next to the index. The index names its original
-    location."""
-    if place == source:
-        return True
-    if not isinstance(source, Path):
-        return False
-    return (source / name).is_dir() or (isinstance(place, str) and Path(place).resolve() == source.resolve())
 
 
 def refuse_unknown_components(source: ModelSource, index: JsonObject, names: Iterable[str]) -> None:
@@ -376,24 +385,6 @@ def refuse_unknown_components(source: ModelSource, index: JsonObject, names: Ite
     for name in names:
         if name not in known:
             raise ModelError(f"{source} has no component {name!r} to take from a file; it has {', '.join(known)}")
-
-
-def _check_pipeline_folder(folder: Path, variant: str | None, apart: Collection[str], *, weights: bool) -> None:
-    """Check the headers of all weights. Raises `LoadError` for weights that are cut short or, if `weights` are read,
-    missing."""
-    index = read_json_object(find_index_file(folder) or folder, IndexValues)
-    refuse_unknown_components(folder, index, apart)
-    for name, (library, _) in list_own_components(folder, index):
-        if name in apart:
-            continue
-        component_folder = find_component_folder(folder, name)
-        if not weights:
-            if (component_folder / "config.json").exists():
-                check_stored_types(component_folder, variant)
-        # An optional component that the pipeline lacks has no library.
-        elif library is not None:
-            or_give = f", or give --component {name}=FILE"
-            _check_component(component_folder, variant, or_give)
 
 
 def check_model_folder(folder: Path) -> None:

@@ -177,7 +177,11 @@ def _plan_layers(
         device = layer.weight.device
         shape = (layer.in_features, layer.out_features, device, layer.weight.dtype)
         if shape not in outcomes:
-            _check_quant_type(model, name, device)
+            require_quantizer(name)
+            if name == "bitsandbytes_4bit" and find_share(model) is not None:
+                raise ModelError(f"quant_type={name} cannot take a share of the weights; try int8_weight_only")
+            if device.type == "meta":
+                raise ModelError(f"{type(model).__name__} has no weights yet; load them before they are quantized")
             candidates: list[QuantizeLinear] = [_quantize_to_nf4]
             if name != "bitsandbytes_4bit":
                 candidates = _list_torchao_quantizers(name, device, schemes, config.group_size)
@@ -230,15 +234,6 @@ def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, 
             f"would stay so beside {len(layers)} of {config.quant_type}; leave quantize out, or load plain weights"
         )
     return layers, kept
-
-
-def _check_quant_type(model: nn.Module, name: str, device: torch.device) -> None:
-    """Check a type without a trial. Raises `ModelError` if it is known not to run."""
-    require_quantizer(name)
-    if name == "bitsandbytes_4bit" and find_share(model) is not None:
-        raise ModelError("quant_type=bitsandbytes_4bit cannot take a share of the weights; try int8_weight_only")
-    if device.type == "meta":
-        raise ModelError(f"{type(model).__name__} has no weights yet; load them before they are quantized")
 
 
 def _choose_quantizer(

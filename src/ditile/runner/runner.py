@@ -11,8 +11,8 @@ import inspect
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -236,8 +236,15 @@ class Runner:
             options = {"output_on": output_on, "latents_at": sorted(getattr(watch, "latents_at", ())) or None}
             call = self._agree_on_call(args, kwargs, name, options, watch)
             self._check_call_fits_plan(call)
-            with self._note_failure():
+            try:
                 return self._run_pipeline(call, output_on, watch)
+            except StoppedError:  # all ranks end after the same step
+                raise
+            except BaseException:
+                # Messages may still be on their way.
+                if self.mesh.world > 1:
+                    self.mesh.groups.note_failed_call(has_begun=self._parts.pipefusion.broken)
+                raise
         finally:
             self._stop_event = None
 
@@ -515,18 +522,6 @@ class Runner:
         if first_only and mesh.rank != 0:
             return None
         return result
-
-    @contextmanager
-    def _note_failure(self) -> Iterator[None]:
-        """Note on a failure that messages may still be on their way."""
-        try:
-            yield
-        except StoppedError:  # all ranks end after the same step
-            raise
-        except BaseException:
-            if self.mesh.world > 1:
-                self.mesh.groups.note_failed_call(has_begun=self._parts.pipefusion.broken)
-            raise
 
     def _agree_on_call(
         self,

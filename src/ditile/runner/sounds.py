@@ -62,7 +62,13 @@ def list_sounds(pipe: Any, result: Any) -> list[Sound]:
         waveforms = getattr(result, name, None)
         if waveforms is not None:
             rate = getattr(result, "sampling_rate", None) or find_sample_rate(pipe)
-            return [_convert_waveform(waveform, rate) for waveform in waveforms]
+            sounds = []
+            for waveform in waveforms:
+                if hasattr(waveform, "detach"):
+                    # It may be on a GPU, and of a type that numpy lacks.
+                    waveform = waveform.detach().float().cpu().numpy()
+                sounds.append(Sound(np.atleast_2d(np.asarray(waveform, np.float32)), rate))
+            return sounds
     return []
 
 
@@ -117,14 +123,6 @@ def write_samples(container: Any, stream: Any, sound: Sound) -> None:
     frame.pts = 0
     container.mux(stream.encode(frame))
     container.mux(stream.encode())
-
-
-def _convert_waveform(waveform: Any, rate: int) -> Sound:
-    if hasattr(waveform, "detach"):
-        # It may be on a GPU, and of a type that numpy lacks.
-        waveform = waveform.detach().float().cpu().numpy()
-    samples = np.asarray(waveform, np.float32)
-    return Sound(np.atleast_2d(samples), rate)
 
 
 def read_wav_texts(path: Path) -> dict[str, str]:

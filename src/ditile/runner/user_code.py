@@ -92,7 +92,14 @@ def list_user_code(model: nn.Module) -> list[UserCode]:
         if isinstance(module, _NormBase) and (module.training or module.running_mean is None):
             codes.append(UserCode(path, f"a {type(module).__name__} of the statistics of its input"))
     for cls, path in classes.items():
-        codes += _iterate_class_code(cls, path)
+        if _find_package(cls) not in KNOWN_PACKAGES:
+            codes.append(UserCode(path, f"the class {cls.__name__}", is_of_class=True))
+            continue
+        # The user may have set functions on a known class.
+        for base in cls.__mro__:
+            for attribute, function in vars(base).items():
+                if isinstance(function, FunctionType) and any(_iterate_unknown_functions(function)):
+                    codes.append(UserCode(path, f"another {base.__name__}.{attribute}"))
     return codes
 
 
@@ -115,17 +122,6 @@ def _iterate_unknown_attributes(path: str, module: nn.Module) -> Iterator[UserCo
             noun = "attention processor" if attribute == "processor" else attribute
             for name in _iterate_unknown_functions(value, type(module)):
                 yield UserCode(path, f"the {noun} {name}")
-
-
-def _iterate_class_code(cls: type, path: str) -> Iterator[UserCode]:
-    """Yield a class of the user's, or functions of the user's in another class."""
-    if _find_package(cls) not in KNOWN_PACKAGES:
-        yield UserCode(path, f"the class {cls.__name__}", is_of_class=True)
-        return
-    for base in cls.__mro__:
-        for attribute, function in vars(base).items():
-            if isinstance(function, FunctionType) and any(_iterate_unknown_functions(function)):
-                yield UserCode(path, f"another {base.__name__}.{attribute}")
 
 
 def _iterate_unknown_functions(code: Any, owner: type = object) -> Iterator[str]:

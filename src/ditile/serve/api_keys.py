@@ -1,8 +1,7 @@
-"""The keys of a server, and the owner of a request's key."""
+"""The keys of a server."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import stat
@@ -18,13 +17,6 @@ MAX_KEY_FILE_BYTES = 2**20
 ApiKeys = list[tuple[str, bytes]]
 
 
-def find_owner_of_key(keys: ApiKeys, secret: bytes) -> str | None:
-    """Return the owner of the key with these bytes; None if it is not known."""
-    # Every key is compared, so that the time does not reveal a nearly right one.
-    owners = [owner for owner, key in keys if hmac.compare_digest(key, secret)]
-    return next(iter(owners), None)
-
-
 def read_api_keys(path: str | None) -> ApiKeys:
     """Return the keys (owner, key) of a file, or of DITILE_API_KEY without a file.
 
@@ -38,7 +30,15 @@ def read_api_keys(path: str | None) -> ApiKeys:
     text = env.read_api_key()
     if path is not None:
         source = f"api_key={path!r}"
-        text = _read_key_file(path, source)
+        try:
+            with Path(path).open("rb") as file:
+                text = file.read(MAX_KEY_FILE_BYTES).decode("utf-8")
+                mode = os.fstat(file.fileno()).st_mode
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{source} cannot be read: {error}; give a file with a key on each line") from None
+        # The permissions of a pipe, such as a shell's <(..), do not matter.
+        if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+            LOG.warning("%s can be read by other users of this machine; try chmod 600 %s", source, path)
     if text is None:
         return []
     keys = []
@@ -57,16 +57,3 @@ def read_api_keys(path: str | None) -> ApiKeys:
     if not keys:
         raise ModelError(f"{source} has no key; write one on a line, as key or name:key")
     return keys
-
-
-def _read_key_file(path: str, source: str) -> str:
-    try:
-        with Path(path).open("rb") as file:
-            text = file.read(MAX_KEY_FILE_BYTES).decode("utf-8")
-            mode = os.fstat(file.fileno()).st_mode
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source} cannot be read: {error}; give a file with a key on each line") from None
-    # The permissions of a pipe, such as a shell's <(..), do not matter.
-    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-        LOG.warning("%s can be read by other users of this machine; try chmod 600 %s", source, path)
-    return text

@@ -98,8 +98,12 @@ class CacheSwitch:
         answer: JsonObject = {}
         if self._runner.mesh.rank == 0:
             # The planner needs only the sizes of images.
-            sizes = tuple(_read_size(job.inputs[name]) for name in job.request.options.image or ())
-            options = replace(job.request.options, model=self._setup.options.model, image=sizes or None, mask=None)
+            sizes = []
+            for name in job.request.options.image or ():
+                with Image.open(io.BytesIO(job.inputs[name])) as image:
+                    sizes.append(f"{image.width}x{image.height}")
+            shown = tuple(sizes) or None
+            options = replace(job.request.options, model=self._setup.options.model, image=shown, mask=None)
             try:
                 promise = choose_promise_of_request(
                     job.request.bounds,
@@ -115,8 +119,3 @@ class CacheSwitch:
         if "refusal" in answer:
             raise ModelError(answer["refusal"])
         return Promise.from_json_dict(answer["promise"], self._setup.options.model, schedule)
-
-
-def _read_size(content: bytes) -> str:
-    with Image.open(io.BytesIO(content)) as image:
-        return f"{image.width}x{image.height}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ditile.serve.jobs import Job, JobResult
+from ditile.serve.jobs import Job
 
 # Bounds of the histogram in seconds: from a small model's image to a long video.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
@@ -75,26 +75,23 @@ class Metrics:
         if job.failure is not None:
             self.count("failures", job.failure.code)
         if job.result is not None:
-            self._note_result(job, job.result, replica)
+            num_outputs = len(job.result.files)
+            width, height = job.result.size
+            self._counters["drawn"].labels(job.kind).inc(num_outputs)
+            num_frames = num_outputs * max(1, job.result.frames)
+            self._counters["pixels"].inc(num_frames * width * height)
+            for stage in CALL_STAGES:
+                self.note_seconds(stage, 0.0, job.result.seconds.get(stage))
+            # Stages and contexts skip nearly the same steps, so the most counts; the steps of a batch count once.
+            skipped = 0
+            for context in job.result.facts.get("left_out", []):
+                skipped = max(skipped, len(context["cached_steps"][-1]))
+            batch_size = job.result.facts.get("batch", 1)
+            self._counters["steps_left_out"].inc(skipped / batch_size)
+            for rank, report in enumerate(job.result.facts.get("reports", [])):
+                memory = self._gauges["peak_memory_bytes"].labels(replica, rank)
+                memory.set(report["peak_memory_bytes"])
 
     def set_replica_readiness(self, replica: str, *, is_ready: bool) -> None:
         """Set whether the ranks of a replica can generate."""
         self._gauges["group_ready"].labels(replica).set(is_ready)
-
-    def _note_result(self, job: Job, result: JobResult, replica: str) -> None:
-        num_outputs = len(result.files)
-        width, height = result.size
-        self._counters["drawn"].labels(job.kind).inc(num_outputs)
-        num_frames = num_outputs * max(1, result.frames)
-        self._counters["pixels"].inc(num_frames * width * height)
-        for stage in CALL_STAGES:
-            self.note_seconds(stage, 0.0, result.seconds.get(stage))
-        # Stages and contexts skip nearly the same steps, so the most counts; the steps of a batch count once.
-        skipped = 0
-        for context in result.facts.get("left_out", []):
-            skipped = max(skipped, len(context["cached_steps"][-1]))
-        batch_size = result.facts.get("batch", 1)
-        self._counters["steps_left_out"].inc(skipped / batch_size)
-        for rank, report in enumerate(result.facts.get("reports", [])):
-            memory = self._gauges["peak_memory_bytes"].labels(replica, rank)
-            memory.set(report["peak_memory_bytes"])

@@ -40,7 +40,10 @@ class JobQueue:
     def reserve_place(self) -> Iterator[None]:
         """Reserve a place for one more job while it is written to disk. Raises `QueueFullError` if there is none."""
         if len(self) + self._num_reserved >= self._max_jobs:
-            seconds = self.estimate_seconds()
+            # The next place is free after about as long as a job took so far.
+            seconds = math.ceil(FIRST_GUESS)
+            if self._num_finished:
+                seconds = max(1, math.ceil(self._seconds / self._num_finished))
             message = f"{self._max_jobs} jobs wait already; try again in {seconds} s"
             raise QueueFullError(message, retry_after=seconds)
         self._num_reserved += 1
@@ -90,12 +93,6 @@ class JobQueue:
         """Record the seconds of a batch."""
         self._seconds += seconds
         self._num_finished += num_jobs
-
-    def estimate_seconds(self) -> int:
-        """Return whole seconds until the next place is free, from the mean of the jobs so far; at least 1."""
-        if not self._num_finished:
-            return math.ceil(FIRST_GUESS)
-        return max(1, math.ceil(self._seconds / self._num_finished))
 
     def _find_companions(self, first: Job, room: int) -> Iterator[Job]:
         """Yield jobs for the batch of the first one. Owners take turns here too."""

@@ -183,44 +183,41 @@ class Replica(ABC):
     def _keep_ranks_alive(
         self, has_ended: asyncio.Event, leaves: threading.Event, earlier: threading.Thread | None
     ) -> None:
-        try:
-            # Ranks that still leave hold the memory that new ones need.
-            if earlier is not None:
-                earlier.join()
-            self._restart_ranks(leaves)
-        finally:
-            # Whatever ends this thread, the server must not wait for it when it ends.
-            self._post(has_ended.set)
-
-    def _restart_ranks(self, leaves: threading.Event) -> None:
         """Start the ranks whenever they have failed, until `leaves` is set, the server ends or the replica has
         failed."""
         delay = 0.0
         failed_starts = Counter[str]()
         has_been_ready = False
-        while not (self._is_ending.is_set() or leaves.is_set()):
-            self._hangs.clear()
-            self._is_ready.clear()
-            error = self._run_ranks(leaves)
-            if error is None or leaves.is_set():
-                return
-            # Ranks that were ready have shown that the model and the plan fit.
-            if self._is_ready.is_set():
-                delay = 0.0
-                has_been_ready = True
-                failed_starts.clear()
-            else:
-                # The delay doubles, since a missing resource may take long to come back.
-                delay = min(LONGEST_DELAY, max(1.0, 2 * delay))
-                failed_starts[name_cause(error)] += 1
-            has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
-            if not self._is_ending.is_set():
-                self._post(self._note_down, error, has_failed)
-            # A resource missing at three starts will stay missing. Ranks that were ready may get it back, such as
-            # GPU memory, and so may the server its threads.
-            if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
-                break
-            self._is_ending.wait(delay)
+        try:
+            # Ranks that still leave hold the memory that new ones need.
+            if earlier is not None:
+                earlier.join()
+            while not (self._is_ending.is_set() or leaves.is_set()):
+                self._hangs.clear()
+                self._is_ready.clear()
+                error = self._run_ranks(leaves)
+                if error is None or leaves.is_set():
+                    return
+                # Ranks that were ready have shown that the model and the plan fit.
+                if self._is_ready.is_set():
+                    delay = 0.0
+                    has_been_ready = True
+                    failed_starts.clear()
+                else:
+                    # The delay doubles, since a missing resource may take long to come back.
+                    delay = min(LONGEST_DELAY, max(1.0, 2 * delay))
+                    failed_starts[name_cause(error)] += 1
+                has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
+                if not self._is_ending.is_set():
+                    self._post(self._note_down, error, has_failed)
+                # A resource missing at three starts will stay missing. Ranks that were ready may get it back, such as
+                # GPU memory, and so may the server its threads.
+                if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
+                    return
+                self._is_ending.wait(delay)
+        finally:
+            # Whatever ends this thread, the server must not wait for it when it ends.
+            self._post(has_ended.set)
 
     def _raise_if_killed(self) -> None:
         if self._is_killed.is_set():
@@ -292,24 +289,19 @@ class Replica(ABC):
                 LOG.error("replica %s has failed: %s (%s)", self.name, failure.message, error)
         else:
             failure = describe_lost_ranks(error)
-            self._log_end(error)
+            # If the model does not fit, the command itself reports it when it ends.
+            if isinstance(error, RankError) or self.facts is not None:
+                line = str(error)
+                traceback = getattr(error, "traceback", "").rstrip()
+                # Starts that fail in the same way log only one traceback.
+                if traceback and line != self._last_line:
+                    line = f"{line}\n{traceback}"
+                LOG.error("replica %s: %s", self.name, line)
+                self._last_line = str(error)
         lost = self._batch_id
         self._batch_id = None
         self.state = "failed" if has_failed else "down"
         self._tell("down", lost, failure=failure, error=error)
-
-    def _log_end(self, error: DitileError) -> None:
-        # If the model does not fit, the command itself reports it when it ends.
-        if not isinstance(error, RankError) and self.facts is None:
-            return
-        line = str(error)
-        # Starts that fail in the same way log only one traceback.
-        traceback = getattr(error, "traceback", "").rstrip()
-        if traceback and line != self._last_line:
-            LOG.error("replica %s: %s\n%s", self.name, line, traceback)
-        else:
-            LOG.error("replica %s: %s", self.name, line)
-        self._last_line = line
 
     def _handle_message(self, message: Message, files: Files) -> None:
         """Report a message of rank 0. It has the fields of an event as JSON types."""

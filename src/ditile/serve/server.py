@@ -44,7 +44,7 @@ MAX_HEAD_BYTES = 2**16
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
 MAX_CONNECTIONS = 4096
-# All threads of the event loop start with the server, since later the system may allow no more of them.
+# Threads of the event loop.
 NUM_THREADS = 8
 # A repeated exception is logged once in this many seconds.
 REPEAT_SECONDS = 60.0
@@ -114,46 +114,47 @@ async def _serve_until_told(
     service = Service(options, make_replica, {"cache": cache.describe_settings(hide_local_path)})
     app = create_app(service)
     server = DrainingServer(configure_http(app), service)
-    asyncio.get_running_loop().set_default_executor(start_threads(NUM_THREADS))
+    # All threads start now, since later the system may allow no more of them.
+    executor = ThreadPoolExecutor(NUM_THREADS)
+    all_run = threading.Barrier(NUM_THREADS)
+    try:
+        for _ in range(NUM_THREADS):
+            executor.submit(all_run.wait)
+    except RuntimeError as error:
+        all_run.abort()
+        raise StateError(f"the server cannot start {NUM_THREADS} threads: {error}; allow more processes") from None
+    asyncio.get_running_loop().set_default_executor(executor)
     # Loading takes seconds to minutes, and nothing else is printed before it ends.
     print(f"ditile: {options.model}: the ranks load the model ..", file=sys.stderr, flush=True)
     repeat_filter = RepeatFilter()
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(repeat_filter)
     with server.take_signals():
-        has_failed = await _serve_and_drain(app, server, service, plan, predict, listener)
+        num_ended, num_waiting = await service.start()
+        if num_ended or num_waiting:
+            found = f"{num_ended} jobs that have ended, and {num_waiting} videos that are generated now"
+            print(f"ditile: an earlier server left {found}", file=sys.stderr, flush=True)
+        try:
+            # Building the page takes seconds, in which the ranks load the model.
+            add_page(app, service)
+            serving = asyncio.create_task(server.serve([listener]))
+            ready = asyncio.create_task(_announce(service, listener, plan))
+            failed = asyncio.create_task(_watch_ranks(service, predict, server))
+            await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and ready.exception() is not None:
+                server.should_exit = True
+            await serving
+            if ready.done() and not server.is_told:
+                # This raises the error if the ranks could not start.
+                ready.result()
+            # Read before the tasks are cancelled: a cancelled task counts as done too.
+            has_failed = failed.done()
+            for task in (ready, failed):
+                task.cancel()
+            await asyncio.wait((ready, failed))
+        finally:
+            await service.drain(0)
     return int(options.exit_on_failure and has_failed)
-
-
-async def _serve_and_drain(
-    app: FastAPI, server: DrainingServer, service: Service, plan: Plan, predict: Predict, listener: socket.socket
-) -> bool:
-    """Serve until a signal stops the server, and return whether its ranks have failed."""
-    num_ended, num_waiting = await service.start()
-    if num_ended or num_waiting:
-        found = f"{num_ended} jobs that have ended, and {num_waiting} videos that are generated now"
-        print(f"ditile: an earlier server left {found}", file=sys.stderr, flush=True)
-    try:
-        # Building the page takes seconds, in which the ranks load the model.
-        add_page(app, service)
-        serving = asyncio.create_task(server.serve([listener]))
-        ready = asyncio.create_task(_announce(service, listener, plan))
-        failed = asyncio.create_task(_watch_ranks(service, predict, server))
-        await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
-        if ready.done() and ready.exception() is not None:
-            server.should_exit = True
-        await serving
-        if ready.done() and not server.is_told:
-            # This raises the error if the ranks could not start.
-            ready.result()
-        # Read before the tasks are cancelled: a cancelled task counts as done too.
-        has_failed = failed.done()
-        for task in (ready, failed):
-            task.cancel()
-        await asyncio.wait((ready, failed))
-    finally:
-        await service.drain(0)
-    return has_failed
 
 
 def add_page(app: FastAPI, service: Service) -> None:
@@ -263,19 +264,6 @@ def configure_http(app: FastAPI) -> uvicorn.Config:
         lifespan="on",
         timeout_graceful_shutdown=OPEN_REQUESTS_SECONDS,
     )
-
-
-def start_threads(count: int) -> ThreadPoolExecutor:
-    """Return an executor whose threads all run. Raises `StateError` if the system does not allow so many."""
-    executor = ThreadPoolExecutor(count)
-    all_run = threading.Barrier(count)
-    try:
-        for _ in range(count):
-            executor.submit(all_run.wait)
-    except RuntimeError as error:
-        all_run.abort()
-        raise StateError(f"the server cannot start {count} threads: {error}; allow more processes") from None
-    return executor
 
 
 class RepeatFilter(logging.Filter):

@@ -438,7 +438,17 @@ class Service:
         if batch is None or batch.id != event.batch_id:
             return
         if event.kind == "begun":
-            self._note_begun(batch)
+            batch.begun = time.monotonic()
+            jobs = []
+            for state in batch.open:
+                attempts = state.job.attempts + 1
+                job = dataclasses.replace(state.job, state="running", started=time.time(), attempts=attempts)
+                jobs.append(job)
+                self.metrics.note_seconds("wait", job.created, job.started)
+                state.publish(job)
+            # Tasks begin in order, and the store keeps that order: nothing else of these jobs is written before this.
+            self._spawn_task(self._save_jobs(jobs))
+            self._update_job_counts()
         elif event.kind == "step":
             self.metrics.count("steps")
             # 100 is reserved for a result on disk.
@@ -515,19 +525,6 @@ class Service:
         if states != {"failed"}:
             return None
         return next(iter(self._failures.values()))
-
-    def _note_begun(self, batch: RunningBatch) -> None:
-        batch.begun = time.monotonic()
-        jobs = []
-        for state in batch.open:
-            attempts = state.job.attempts + 1
-            job = dataclasses.replace(state.job, state="running", started=time.time(), attempts=attempts)
-            jobs.append(job)
-            self.metrics.note_seconds("wait", job.created, job.started)
-            state.publish(job)
-        # Tasks begin in order, and the store keeps that order: nothing else of these jobs is written before this.
-        self._spawn_task(self._save_jobs(jobs))
-        self._update_job_counts()
 
     # Methods that end jobs and publish their results.
 

@@ -285,7 +285,26 @@ def _open_database(path: Path) -> sqlite3.Connection:
         raise StateError(f"{path} cannot be opened: {error}; give --state another folder") from None
     database.row_factory = sqlite3.Row
     try:
-        _prepare_database(database, path)
+        # A new file has 0 for both. A database of another program must not be changed.
+        (application,) = database.execute("PRAGMA application_id").fetchone()
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if num_tables and application != APPLICATION:
+            raise StateError(f"{path} is the database of another program; give --state another folder")
+        if num_tables and version != VERSION:
+            raise StateError(
+                f"{path} has version {version} and this ditile reads {VERSION}; remove it, or give --state another "
+                "folder"
+            )
+        # With WAL, readers and the writer do not wait for each other.
+        database.execute("PRAGMA journal_mode = WAL")
+        # With FULL, each commit is on disk when it returns.
+        database.execute("PRAGMA synchronous = FULL")
+        if not num_tables:
+            with database:
+                database.execute(f"PRAGMA application_id = {APPLICATION}")
+                database.execute(f"PRAGMA user_version = {VERSION}")
+                database.execute(_TABLE)
     except sqlite3.Error as error:
         database.close()
         raise StateError(
@@ -295,28 +314,6 @@ def _open_database(path: Path) -> sqlite3.Connection:
         database.close()
         raise
     return database
-
-
-def _prepare_database(database: sqlite3.Connection, path: Path) -> None:
-    # A new file has 0 for both. A database of another program must not be changed.
-    (application,) = database.execute("PRAGMA application_id").fetchone()
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if num_tables and application != APPLICATION:
-        raise StateError(f"{path} is the database of another program; give --state another folder")
-    if num_tables and version != VERSION:
-        raise StateError(
-            f"{path} has version {version} and this ditile reads {VERSION}; remove it, or give --state another folder"
-        )
-    # With WAL, readers and the writer do not wait for each other.
-    database.execute("PRAGMA journal_mode = WAL")
-    # With FULL, each commit is on disk when it returns.
-    database.execute("PRAGMA synchronous = FULL")
-    if not num_tables:
-        with database:
-            database.execute(f"PRAGMA application_id = {APPLICATION}")
-            database.execute(f"PRAGMA user_version = {VERSION}")
-            database.execute(_TABLE)
 
 
 def _sync_file(path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from ditile.cache.cached import ModelCache
-from ditile.cache.calls.forecasts import CallForecasts, list_planned_steps
+from ditile.cache.calls.forecasts import CallForecasts
 from ditile.cache.calls.policy import CallAgreement, CallPolicy, ModelCall
 from ditile.cache.config import (
     CacheConfig,
@@ -207,7 +207,14 @@ class LoopForecasts:
             cache.begin_generation(steps)
             assert cache.forecasts is not None
             policies.append(cache.forecasts.policy)
-        return list_planned_steps(policies)
+        # A step is computed where some model computes.
+        computed: set[int] = set()
+        for policy in policies:
+            own = policy.list_computed_steps()
+            if own is None:
+                return None
+            computed.update(own)
+        return frozenset(computed)
 
     def end_generation(self) -> None:
         """End the generation before the decoder needs the memory."""

@@ -7,7 +7,6 @@ pipeline gets them, for each branch of guidance, so that one forecast serves eve
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,7 +67,16 @@ class CallForecasts:
         if not self.branches:
             self.policy.check_first_call(call)
         if call.branch == 0:
-            self._copy_fresh_results()
+            # Results that were incomplete when they were returned have been completed by the step before.
+            for earlier in self.branches.values():
+                if not earlier.is_fresh:
+                    continue
+                earlier.is_fresh = False
+                newest = earlier.outputs[0]
+                copies: list[Tensor] = []
+                for tensor in newest.tensors:
+                    copies.append(tensor.as_subclass(Tensor).detach().clone())
+                earlier.outputs[0] = newest._replace(tensors=copies)
         self.steps.add(call.step)
         branch = self.branches.get(call.branch)
         form = fingerprint(call.latents, "shape")
@@ -148,29 +156,6 @@ class CallForecasts:
             leaves.append(leaf)
         return pytree.tree_unflatten(leaves, branch.spec)
 
-    def _copy_fresh_results(self) -> None:
-        """Copy results that were incomplete when they were returned, and have been completed by a step since."""
-        for branch in self.branches.values():
-            if not branch.is_fresh:
-                continue
-            branch.is_fresh = False
-            newest = branch.outputs[0]
-            copies: list[Tensor] = []
-            for tensor in newest.tensors:
-                copies.append(tensor.as_subclass(Tensor).detach().clone())
-            branch.outputs[0] = newest._replace(tensors=copies)
-
 
 def _is_output(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def list_planned_steps(forecasts: Collection[CallPolicy]) -> frozenset[int] | None:
-    """Return the steps in which some model computes. None if they are not known beforehand."""
-    steps: set[int] = set()
-    for policy in forecasts:
-        own = policy.list_computed_steps()
-        if own is None:
-            return None
-        steps.update(own)
-    return frozenset(steps)

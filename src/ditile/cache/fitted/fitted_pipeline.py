@@ -164,7 +164,10 @@ class FittedPolicies:
         if "scheduler" in present and self._call.get("strength") is None:
             # `ditile fit` takes the model's own scheduler.
             raise ModelError(refusal)
-        size = dict(present.get("size", {}).items() - known.identity.size.items())
+        size: dict[str, int] = {}
+        for name, length in present.get("size", {}).items():
+            if known.identity.size.get(name) != length:
+                size[name] = length
         raise ModelError(f"{refusal}, or run {self._make_fit_command(model, known.num_steps, size)}")
 
     def _make_fit_command(self, model: str, num_steps: int, size: Mapping[str, int] | None = None) -> str:

@@ -147,7 +147,33 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
         if parameter.default is not parameter.empty:
             complete[name] = parameter.default
     complete |= drop_missing(call)
-    return {"guidance": _read_guidance(model, complete), "size": _read_size(pipe, model, complete)}
+    guidance: dict[str, float | None] = {}
+    for name, value in complete.items():
+        if name.endswith(GUIDANCE_ENDINGS) and (value is None or isinstance(value, int | float)):
+            guidance[name] = value
+    if "true_cfg_scale" in guidance:
+        # Pipelines with true guidance guide only away from a negative prompt.
+        negatives = [name for name in drop_missing(complete) if name.startswith("negative_prompt")]
+        if not negatives or (guidance["true_cfg_scale"] or 0) <= 1:
+            guidance["true_cfg_scale"] = 1.0
+        # A distilled scale that the model does not take has no effect.
+        if getattr(getattr(model, "config", None), "guidance_embeds", None) is False:
+            guidance.pop("guidance_scale", None)
+    if guidance.get("guidance_scale_2", 0) is None:
+        # Wan 2.2's second model is guided as the first one is.
+        guidance["guidance_scale_2"] = guidance.get("guidance_scale")
+    side = getattr(pipe, "default_sample_size", getattr(getattr(model, "config", None), "sample_size", None))
+    scale = getattr(pipe, "vae_scale_factor", None)
+    size: dict[str, int] = {}
+    for name in SIZE_ARGUMENTS:
+        value = complete.get(name)
+        # A side that is named and not said is the pipeline's own.
+        is_own_side = value is None and name in complete and name != "num_frames"
+        if is_own_side and isinstance(side, int) and isinstance(scale, int):
+            value = side * scale
+        if isinstance(value, int):
+            size[name] = value
+    return {"guidance": guidance, "size": size}
 
 
 def describe_scheduler(scheduler: Any, num_steps: int) -> dict[str, Any]:
@@ -234,40 +260,6 @@ def _iterate_active_loras(model: nn.Module) -> Iterator[str]:
             scale = float(getattr(layer, "scaling", {}).get(name, 1.0))
             if scale != 0.0 or name in merged:
                 yield f"{name} at {scale:.6g}"
-
-
-def _read_guidance(model: nn.Module, call: Mapping[str, Any]) -> dict[str, float | None]:
-    guidance: dict[str, float | None] = {}
-    for name, value in call.items():
-        if name.endswith(GUIDANCE_ENDINGS) and (value is None or isinstance(value, int | float)):
-            guidance[name] = value
-    if "true_cfg_scale" in guidance:
-        # Pipelines with true guidance guide only away from a negative prompt.
-        negatives = [name for name in drop_missing(call) if name.startswith("negative_prompt")]
-        if not negatives or (guidance["true_cfg_scale"] or 0) <= 1:
-            guidance["true_cfg_scale"] = 1.0
-        # A distilled scale that the model does not take has no effect.
-        if getattr(getattr(model, "config", None), "guidance_embeds", None) is False:
-            guidance.pop("guidance_scale", None)
-    if guidance.get("guidance_scale_2", 0) is None:
-        # Wan 2.2's second model is guided as the first one is.
-        guidance["guidance_scale_2"] = guidance.get("guidance_scale")
-    return guidance
-
-
-def _read_size(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[str, int]:
-    side = getattr(pipe, "default_sample_size", getattr(getattr(model, "config", None), "sample_size", None))
-    scale = getattr(pipe, "vae_scale_factor", None)
-    size: dict[str, int] = {}
-    for name in SIZE_ARGUMENTS:
-        value = call.get(name)
-        # A side that is named and not said is the pipeline's own.
-        is_own_side = value is None and name in call and name != "num_frames"
-        if is_own_side and isinstance(side, int) and isinstance(scale, int):
-            value = side * scale
-        if isinstance(value, int):
-            size[name] = value
-    return size
 
 
 def _compare_weights(

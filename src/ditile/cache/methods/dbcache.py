@@ -66,7 +66,16 @@ class DBCache:
         """Keep memory only for the chain's blocks on this rank. None is all blocks."""
         own_hooks = [hook for hook in self._hooks if owned is None or hook.block in owned]
         middle = self._hooks[self.middle.start : self.middle.stop]
-        runs = _group_neighbours([hook for hook in middle if hook in own_hooks])
+        # Neighbours that pass on the same streams are a segment, with one residual.
+        runs: list[list[CacheHook]] = []
+        for hook in middle:
+            if hook not in own_hooks:
+                continue
+            last = runs[-1][-1] if runs else None
+            if last is not None and last.has_text == hook.has_text and last.index + 1 == hook.index:
+                runs[-1].append(hook)
+            else:
+                runs.append([hook])
         self._segments = [Segment(run, self._make(run[0].index)) for run in runs]
         self._starts = False
         self._decides = False
@@ -186,15 +195,3 @@ class DBCache:
         self._skips = skips
         for segment in self._segments:
             segment.apply_decision(self._call, skips, self._agreement)
-
-
-def _group_neighbours(hooks: Sequence[CacheHook]) -> list[list[CacheHook]]:
-    """Group neighbouring blocks that pass on the same streams. Each group has its own residual."""
-    runs: list[list[CacheHook]] = []
-    for hook in hooks:
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.has_text == hook.has_text and last.index + 1 == hook.index:
-            runs[-1].append(hook)
-        else:
-            runs.append([hook])
-    return runs

@@ -10,7 +10,6 @@ that does not grow computes all steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -57,11 +56,23 @@ class SpectrumConfig(BlockCacheConfig):
     @checked()
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
         """Return the windows of `steps` steps as a mask, and a forecast in place of the `calibrator`."""
+        mask = [1] * min(self.warmup_steps, steps)
+        window = self.window_size
+        streak = 0
+        while len(mask) < steps:
+            streak += 1
+            # Windows are counted in whole steps, and grow by parts of one.
+            if streak < int(window):
+                mask.append(0)
+                continue
+            mask.append(1)
+            window += self.flex_window
+            streak = 0
         # No block has to run in a step that is forecast.
         rules = DBCacheConfig(
             Fn_compute_blocks=0,
             max_warmup_steps=0,
-            steps_computation_mask=plan_windows(self, steps),
+            steps_computation_mask=mask,
             steps_computation_policy="static",
         )
         return rules, ChebyshevCalibratorConfig(steps=steps, degree=self.m, ridge=self.lam, share=self.w)
@@ -84,20 +95,3 @@ class ChebyshevCalibratorConfig(Calibration):
     share: Share = 1.0
     enable_encoder_calibrator: bool = False
     calibrator_cache_type: Literal["residual", "hidden_states"] = "hidden_states"
-
-
-def plan_windows(config: SpectrumConfig, steps: int) -> Sequence[int]:
-    """Plan a generation of `steps` steps: 1 for each step that computes, and 0 for each that is forecast."""
-    mask = [1] * min(config.warmup_steps, steps)
-    window = config.window_size
-    streak = 0
-    while len(mask) < steps:
-        streak += 1
-        # Windows are counted in whole steps, and grow by parts of one.
-        if streak < int(window):
-            mask.append(0)
-            continue
-        mask.append(1)
-        window += config.flex_window
-        streak = 0
-    return mask

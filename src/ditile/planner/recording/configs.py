@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,11 +211,19 @@ class PipelineConfigs:
         text = 0
         uncounted = []
         for name, kind in self._encoder_names.items():
-            size = _count_encoder_parameters(self.locate_component(name), name, kind)
-            if size is None:
+            source = self.locate_component(name)
+            encoder: Any = getattr(transformers, kind, None)
+            config = None
+            if encoder is not None:
+                with suppress(OSError):
+                    where, subfolder = name_component_source(source, name)
+                    config = encoder.config_class.from_pretrained(where, **subfolder)
+            if config is None:
                 uncounted.append(name)
-            else:
-                text += size
+                continue
+            check_config_counts(config.to_dict(), f"the config of {name} in {source}")
+            with init_on_meta_device():
+                text += _count_module_parameters(encoder(config))
         with init_on_meta_device():
             coder = _count_module_parameters(self.coder.from_config(self.vae))
         return OtherParts(text, coder, tuple(uncounted))
@@ -256,21 +265,6 @@ def _read_modular_index(source: ModelSource, index: JsonObject) -> tuple[JsonObj
                 parts[part] = entry[2].get("type_hint") or entry[:2]
                 places[part] = Path(where) if Path(where).exists() else where
     return values | parts, places
-
-
-def _count_encoder_parameters(source: ModelSource, name: str, kind: str) -> int | None:
-    """Count the parameters of a text encoder; None if transformers has no such class, or the config cannot be read."""
-    kinds = getattr(transformers, kind, None)
-    if kinds is None:
-        return None
-    try:
-        where, subfolder = name_component_source(source, name)
-        config = kinds.config_class.from_pretrained(where, **subfolder)
-    except OSError:
-        return None
-    check_config_counts(config.to_dict(), f"the config of {name} in {source}")
-    with init_on_meta_device():
-        return _count_module_parameters(kinds(config))
 
 
 def _count_module_parameters(model: nn.Module) -> int:

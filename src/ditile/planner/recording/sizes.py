@@ -73,10 +73,6 @@ class SizesOnly(TorchDispatchMode):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 return self._mark_unknown(value)
-        return self._compute_on_meta(func, args, kwargs, tensors)
-
-    def _compute_on_meta(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-        """Compute the result of an operator on the meta device."""
         if "device" in kwargs:
             kwargs["device"] = _META
         try:

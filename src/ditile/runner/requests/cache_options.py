@@ -230,7 +230,16 @@ class CacheOptions(Fields):
         arguments = self._load_config_file()
         # This entry belongs to `collect_plan_values`.
         arguments.pop("parallelism_config", None)
-        line = self._find_cache_line()
+        # A flag of a method is a line of its word; --schedule goes with a line that says how many steps compute.
+        flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_FLAGS if name in self.given}
+        if self.mag_ratios is not None:
+            flags["mag"] += f" ratios={self.mag_ratios}"
+        lines = list(flags.values())
+        if self.cache_line is not None:
+            lines.append(self.cache_line)
+        if len(lines) > 1:
+            raise ModelError(f"{' and '.join(map(repr, lines))}: there is one cache in one line; give one of them")
+        line = next(iter(lines), None)
         if line is not None:
             others = self.given.intersection(("cache", "prune", *_SAYS_HOW))
             if others:
@@ -302,19 +311,6 @@ class CacheOptions(Fields):
         elif section or self.cache:
             section["cache_type"] = "dbcache"
         return section
-
-    def _find_cache_line(self) -> str | None:
-        """Find the cache in one line. Raises `ModelError` if there are several."""
-        # A flag of a method is a line of its word; --schedule goes with a line that says how many steps compute.
-        flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_FLAGS if name in self.given}
-        if self.mag_ratios is not None:
-            flags["mag"] += f" ratios={self.mag_ratios}"
-        lines = list(flags.values())
-        if self.cache_line is not None:
-            lines.append(self.cache_line)
-        if len(lines) > 1:
-            raise ModelError(f"{' and '.join(map(repr, lines))}: there is one cache in one line; give one of them")
-        return next(iter(lines), None)
 
     @property
     def loras(self) -> dict[str, LoraChoice]:

@@ -72,7 +72,15 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
     if keyframe is not None and not is_modular:
         arguments = dict.fromkeys(("image", "video", "last_image"), _KEYFRAMES)
         return CallConditions(arguments=arguments, max_pictures=1, keyframe=keyframe)
-    arguments = _find_arguments(parameters)
+    arguments = {}
+    for condition, names in ARGUMENTS.items():
+        for name in names:
+            if name in parameters:
+                arguments[condition] = name
+                break
+    # Without an image, the mask is for something else.
+    if "image" not in parameters:
+        arguments.pop("mask", None)
     if _CONTROL_MASK in parameters and "image" not in parameters:
         # This is a ControlNet that fills in: the image that it is shown is the one to fill.
         arguments |= {"image": arguments.pop("control_image"), "mask": _CONTROL_MASK}
@@ -110,20 +118,6 @@ def _composes_images(pipeline: Any, parameters: Mapping[str, Any], argument: str
     # An image that noise is added to, or that is the first frame of a video, is a single one.
     is_start = "strength" in parameters or (returns_videos(pipeline) and argument == "image")
     return "list" in str(parameters[argument].annotation) and not is_start
-
-
-def _find_arguments(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Find the names of the arguments for the conditions of a call, as condition -> name."""
-    arguments = {}
-    for condition, names in ARGUMENTS.items():
-        for name in names:
-            if name in parameters:
-                arguments[condition] = name
-                break
-    # Without an image, the mask is for something else.
-    if "image" not in parameters:
-        arguments.pop("mask", None)
-    return arguments
 
 
 def _find_reference_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:

@@ -174,11 +174,6 @@ class Status:
         """Print nothing from now on."""
         self._timer.cancel()
 
-    def follow_up(self, text: str) -> None:
-        """Print more text if the line was printed."""
-        if self.is_shown:
-            print(text, file=sys.stderr, flush=True)
-
     def _show(self) -> None:
         self.is_shown = True
         print(self._text, file=sys.stderr, flush=True)

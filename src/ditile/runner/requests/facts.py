@@ -63,8 +63,29 @@ class CallFacts:
             ModelError: if this pipeline does not take an argument of the request, or starts from what it lacks.
         """
         # The model's own options may be meant for a related class; the options of a request must all be taken.
-        requested = self._rename_arguments(request, collect_request_arguments(request, base))
-        self._check_conditions(request)
+        requested = dict(collect_request_arguments(request, base))
+        count = self.find_argument(FRAME_COUNTS)
+        if count is not None and "num_frames" in requested:
+            requested[count] = requested.pop("num_frames")
+        elif request.video is not None:
+            # The class takes as many frames as the video has.
+            requested.pop("num_frames", None)
+        # If a class has two strengths, the strength of the noise says how far the result may depart from a video.
+        if "strength" in requested and _NOISE_STRENGTH in self.defaults:
+            requested[_NOISE_STRENGTH] = requested.pop("strength")
+        rate = self.find_argument(FRAME_RATES)
+        if request.fps is not None and rate is not None:
+            requested[rate] = request.fps
+            # Some classes refuse a float, so a whole rate is passed as an int.
+            if request.fps == int(request.fps):
+                requested[rate] = int(request.fps)
+        for name in self.needed:
+            if getattr(request, name) is None:
+                raise ModelError(f"{self.pipeline} cannot start without {format_flag(name)} FILE")
+        check_picture_count(self.pipeline, self.max_pictures, len(request.image or ()))
+        has_prompt = request.prompt is not None or request.prompts_file is not None
+        if request.conditions and not has_prompt and "prompt" in self.defaults:
+            raise ModelError(f"{self.pipeline} needs a prompt too; give a PROMPT, or --prompts-file FILE")
         refused = sorted(requested.keys() - self.defaults.keys())
         if refused:
             flags = [FLAGS.get(name, format_flag(name)) for name in refused]
@@ -73,37 +94,12 @@ class CallFacts:
         call = fill_negative_prompt(call | requested)
         if request.negative_prompt is not None:
             self._check_negative_prompt(call)
-        self._check_strength(call)
+        values = {**self.defaults, **call}
+        strength = values.get(self.find_argument((_NOISE_STRENGTH, "strength")) or "")
+        steps = values.get("num_inference_steps")
+        if is_number(strength) and is_whole_number(steps) and int(steps * strength) < 1:
+            raise ModelError(f"strength={strength} of {steps} steps is less than one step; raise either")
         return call
-
-    def _check_conditions(self, request: GenerateOptions) -> None:
-        for name in self.needed:
-            if getattr(request, name) is None:
-                raise ModelError(f"{self.pipeline} cannot start without {format_flag(name)} FILE")
-        check_picture_count(self.pipeline, self.max_pictures, len(request.image or ()))
-        has_prompt = request.prompt is not None or request.prompts_file is not None
-        if request.conditions and not has_prompt and "prompt" in self.defaults:
-            raise ModelError(f"{self.pipeline} needs a prompt too; give a PROMPT, or --prompts-file FILE")
-
-    def _rename_arguments(self, request: GenerateOptions, arguments: CallArguments) -> CallArguments:
-        """Rename the frames, the rate and the strength to the names of this class."""
-        renamed = dict(arguments)
-        count = self.find_argument(FRAME_COUNTS)
-        if count is not None and "num_frames" in renamed:
-            renamed[count] = renamed.pop("num_frames")
-        elif request.video is not None:
-            # The class takes as many frames as the video has.
-            renamed.pop("num_frames", None)
-        # If a class has two strengths, the strength of the noise says how far the result may depart from a video.
-        if "strength" in renamed and _NOISE_STRENGTH in self.defaults:
-            renamed[_NOISE_STRENGTH] = renamed.pop("strength")
-        rate = self.find_argument(FRAME_RATES)
-        if request.fps is not None and rate is not None:
-            renamed[rate] = request.fps
-            # Some classes refuse a float, so a whole rate is passed as an int.
-            if request.fps == int(request.fps):
-                renamed[rate] = int(request.fps)
-        return renamed
 
     def _check_negative_prompt(self, call: CallArguments) -> None:
         rule = self.guidance
@@ -132,15 +128,6 @@ class CallFacts:
         reason = self.guidance.explain_cfg_refusal(plan.cfg, self.pipeline, {**self.defaults, **call})
         if reason is not None:
             raise PlanError(reason)
-
-    def _check_strength(self, call: CallArguments) -> None:
-        name = self.find_argument((_NOISE_STRENGTH, "strength"))
-        values = {**self.defaults, **call}
-        steps = values.get("num_inference_steps")
-        if name is None or not is_number(values[name]) or not is_whole_number(steps):
-            return
-        if int(steps * values[name]) < 1:
-            raise ModelError(f"strength={values[name]} of {steps} steps is less than one step; raise either")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,13 +64,25 @@ class RunOptions(PlannedOptions, EngineOptions):
     def name_output(self, request: GenerateOptions, kind: OutputKind) -> RunOptions:
         """Name the file to write, of what a model makes, and return the options with it.
 
-        A file that the request does not name is never one of the call's inputs.
-
         Raises:
             ModelError: if the given file is of another kind.
         """
         if self.out is None:
-            return self._choose_output(request, kind)
+            # The default name gets a number where it is that of an input.
+            inputs = {files.identify_file(Path(path)) for _, path in list_named_paths(request)}
+            stem = f"ditile-{kind}"
+            suffix = SUFFIXES[kind][0]
+            number = 1
+            while True:
+                name = stem if number == 1 else f"{stem}-{number}"
+                run = dataclasses.replace(self, out=name + suffix)
+                written = set()
+                for path in run.list_image_paths(request.num_images, request.seed or 0, request.model):
+                    # A video has a poster, which is a .png of the same name.
+                    written |= {files.identify_file(path), files.identify_file(path.with_suffix(".png"))}
+                if written.isdisjoint(inputs):
+                    return run
+                number += 1
         # This is False for a name that no file can have; that is reported when it is opened.
         if os.path.isdir(self.out):
             raise ModelError(f"out={self.out!r} is a folder; give a file in it")
@@ -83,23 +95,6 @@ class RunOptions(PlannedOptions, EngineOptions):
             shown = f"{others} or {suffixes[-1]}".removeprefix(" or ")
             raise ModelError(f"out={self.out!r}: this model makes {kind}s; name it {path.stem}{shown}")
         return dataclasses.replace(self, out=str(path))
-
-    def _choose_output(self, request: GenerateOptions, kind: OutputKind) -> RunOptions:
-        """Choose the default file. It gets a number where that is one of the inputs."""
-        inputs = {files.identify_file(Path(path)) for _, path in list_named_paths(request)}
-        stem = f"ditile-{kind}"
-        suffix = SUFFIXES[kind][0]
-        number = 1
-        while True:
-            name = stem if number == 1 else f"{stem}-{number}"
-            run = dataclasses.replace(self, out=name + suffix)
-            written = set()
-            for path in run.list_image_paths(request.num_images, request.seed or 0, request.model):
-                # A video has a poster, which is a .png of the same name.
-                written |= {files.identify_file(path), files.identify_file(path.with_suffix(".png"))}
-            if written.isdisjoint(inputs):
-                return run
-            number += 1
 
     def list_image_paths(self, count: int, seed: int, model: str) -> list[Path]:
         """List the paths of `count` images or videos. The first has this seed."""

@@ -70,7 +70,18 @@ def find_output_kind(pipeline: Any) -> OutputKind:
     """
     if pipeline is None:
         return "image"
-    names = _list_output_fields(pipeline)
+    from diffusers.utils.outputs import BaseOutput
+
+    from ditile.model.pipeline_calls import is_modular
+
+    names: list[str] = []
+    if is_modular(pipeline):
+        names = [output.name for output in pipeline._blocks.outputs]
+    else:
+        # The fields of all output classes in the module of the class.
+        for cls in vars(sys.modules[pipeline.__module__]).values():
+            if isinstance(cls, type) and issubclass(cls, BaseOutput) and dataclasses.is_dataclass(cls):
+                names += [field.name for field in dataclasses.fields(cls)]
     if not names or "images" in names:
         return "image"
     if not set(names).isdisjoint(VIDEO_FIELDS):
@@ -181,19 +192,3 @@ def convert_value_errors(pipe: Any) -> Iterator[None]:
         if frame.f_globals.get("__name__") not in own_modules:
             raise
         raise ModelError(f"{type(pipe).__name__} refuses this call: {join_error_lines(error)}") from error
-
-
-def _list_output_fields(pipeline: Any) -> list[str]:
-    """List the fields of all output classes in the module of a class. For a modular pipeline these are the outputs of
-    its blocks."""
-    from diffusers.utils.outputs import BaseOutput
-
-    from ditile.model.pipeline_calls import is_modular
-
-    if is_modular(pipeline):
-        return [output.name for output in pipeline._blocks.outputs]
-    names: list[str] = []
-    for cls in vars(sys.modules[pipeline.__module__]).values():
-        if isinstance(cls, type) and issubclass(cls, BaseOutput) and dataclasses.is_dataclass(cls):
-            names += [field.name for field in dataclasses.fields(cls)]
-    return names

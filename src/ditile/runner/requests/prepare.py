@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -91,7 +92,8 @@ def prepare_runner(
         # Each rank read its share of the weights, and cuts the LoRAs alike.
         load_loras(pipe, cache)
     _enable_cache_and_quantization(runner, cache)
-    loading.follow_up("the model is ready; the prompt is encoded before the first step")
+    if loading.is_shown:
+        print("the model is ready; the prompt is encoded before the first step", file=sys.stderr, flush=True)
     return pipe, runner
 
 

@@ -6,6 +6,7 @@ The whole body is read here, so that one place bounds its bytes and its time for
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
 
 from fastapi import Response
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ditile.serve.api.answers import RequestError, answer_error
 from ditile.serve.api.uploads import MAX_TEXT, URLENCODED, read_media_type
-from ditile.serve.api_keys import ApiKeys, find_owner_of_key
+from ditile.serve.api_keys import ApiKeys
 from ditile.serve.options import ServeOptions
 
 # Seconds to read a body that is too large before it is refused.
@@ -115,11 +116,13 @@ class RequestGate:
             token = headers.get("x-api-key", "")
         token = token.strip()
         # HTTP headers are encoded as latin-1.
-        owner = find_owner_of_key(self._keys, token.encode("latin-1", "replace"))
-        if owner is None:
+        secret = token.encode("latin-1", "replace")
+        # Every key is compared, so that the time does not reveal a nearly right one.
+        owners = [owner for owner, key in self._keys if hmac.compare_digest(key, secret)]
+        if not owners:
             problem = "the key is not known" if token else "there is no key"
             raise RequestError(f"{problem}; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
-        return owner
+        return owners[0]
 
     async def _read_body(self, path: str, headers: Headers, receive: Receive) -> bytes:
         """Return the whole body. Raises `RequestError` if it is too large, or does not come in time."""

@@ -243,6 +243,7 @@ def parse_size(
     """
     width = fields.width
     height = fields.height
+    own_width, own_height = facts.size or (0, 0)
     if fields.size is not None and _has_size(fields):
         match = _SIZE.fullmatch(fields.size.strip())
         if match is None:
@@ -251,8 +252,11 @@ def parse_size(
         width = int(match[1])
         height = int(match[2])
     elif width is None and height is None and images and facts.size:
-        width, height = _fit_image(images[0], facts)
-    own_width, own_height = facts.size or (0, 0)
+        image = images[0]
+        scale = (own_width * own_height / (image.width * image.height)) ** 0.5
+        multiple = facts.size_multiple
+        width = max(1, round(image.width * scale / multiple)) * multiple
+        height = max(1, round(image.height * scale / multiple)) * multiple
     final_width = width or own_width
     final_height = height or own_height
     max_pixels = options.max_upload_pixels
@@ -351,13 +355,3 @@ def _check_limits(
                 status=422,
                 param=sent_names.get(name, name),
             )
-
-
-def _fit_image(image: Upload, facts: ModelFacts) -> tuple[int, int]:
-    """Return a size in the image's aspect ratio with about the model's own number of pixels."""
-    own_width, own_height = facts.size
-    scale = (own_width * own_height / (image.width * image.height)) ** 0.5
-    multiple = facts.size_multiple
-    width = max(1, round(image.width * scale / multiple)) * multiple
-    height = max(1, round(image.height * scale / multiple)) * multiple
-    return width, height

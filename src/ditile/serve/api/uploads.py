@@ -89,7 +89,18 @@ def parse_body(content: bytes, headers: Headers) -> Body:
     # For instance a boundary is missing, or a text is not UTF-8.
     except ValueError as error:
         raise RequestError(f"the form cannot be read: {shorten_line(error, 200)}", code="bad_form") from None
-    return take_images(_collect_fields(fields))
+    values: JsonObject = {}
+    for name, value in fields:
+        lora = _LORA_FIELD.fullmatch(name)
+        if name.removesuffix("[]") in (*IMAGE_FIELDS, *MASK_FIELDS):
+            values.setdefault(name, []).append(value)
+        elif isinstance(value, bytes):
+            raise RequestError(f"{name[:40]!r} is a file; send images as image or mask", param=name[:40])
+        elif lora is not None and isinstance(values.setdefault("lora", {}), dict):
+            values["lora"][lora[1]] = value
+        else:
+            values[name] = value
+    return take_images(values)
 
 
 def parse_json_object(content: bytes) -> JsonObject:
@@ -265,22 +276,6 @@ def _parse_multipart(content: bytes, content_type: str) -> list[tuple[str, str |
     parser.write(content)
     parser.finalize()
     return items
-
-
-def _collect_fields(items: Sequence[tuple[str, str | bytes]]) -> JsonObject:
-    """Return the fields of a form. Images may be there several times; of other fields the last one counts."""
-    values: JsonObject = {}
-    for name, value in items:
-        lora = _LORA_FIELD.fullmatch(name)
-        if name.removesuffix("[]") in (*IMAGE_FIELDS, *MASK_FIELDS):
-            values.setdefault(name, []).append(value)
-        elif isinstance(value, bytes):
-            raise RequestError(f"{name[:40]!r} is a file; send images as image or mask", param=name[:40])
-        elif lora is not None and isinstance(values.setdefault("lora", {}), dict):
-            values["lora"][lora[1]] = value
-        else:
-            values[name] = value
-    return values
 
 
 def _collect_images(value: Any, param: str) -> list[bytes]:

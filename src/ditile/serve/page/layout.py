@@ -119,7 +119,12 @@ def build_blocks() -> gr.Blocks:
                 fields["negative_prompt"] = gr.Textbox(label="Negative prompt", visible=False)
                 gr.HTML(_EDIT, js_on_load=None)
                 with gr.Row():
-                    fields |= _build_numbers()
+                    labels = {"width": "Width", "height": "Height", "num_inference_steps": "Steps", "n": "Images"}
+                    labels |= {"num_frames": "Frames", "fps": "Frames a second", "guidance_scale": "Guidance"}
+                    labels |= {"true_cfg_scale": "True CFG", "strength": "Strength", "seed": "Seed"}
+                    # Without a value the model's own counts.
+                    for name, label in labels.items():
+                        fields[name] = gr.Textbox(label=label, min_width=140)
                     fields["lora"] = gr.Textbox(label="LoRA", visible=False, min_width=140)
             with gr.Column(scale=3, min_width=320):
                 gr.HTML(_RESULTS, js_on_load=None)
@@ -131,11 +136,3 @@ def build_blocks() -> gr.Blocks:
         gr.on(begin, None, form, None, js=f"(...values) => {{ ditile.generate({names}, ...values); }}")
         cancel.click(None, None, None, js="() => ditile.cancel()")
     return blocks
-
-
-def _build_numbers() -> dict[str, gr.Textbox]:
-    """Return the fields for numbers; without a value the model's own counts."""
-    labels = {"width": "Width", "height": "Height", "num_inference_steps": "Steps", "n": "Images"}
-    labels |= {"num_frames": "Frames", "fps": "Frames a second", "guidance_scale": "Guidance"}
-    labels |= {"true_cfg_scale": "True CFG", "strength": "Strength", "seed": "Seed"}
-    return {name: gr.Textbox(label=label, min_width=140) for name, label in labels.items()}
