@@ -95,31 +95,24 @@ def _run_fit_command(arguments: argparse.Namespace) -> int:
 def _run_calibrate_command(arguments: argparse.Namespace) -> int:
     options = build_options(CalibrateOptions, arguments)
     if is_writing_process():
-        _check_profile_path(options)
+        path = Path(options.out) if options.out is not None else env.find_profile_path()
+        if options.out is None:
+            # The user's cache folder may not exist yet.
+            path.parent.mkdir(parents=True, exist_ok=True)
+        check_output_files([("out", path)], options)
     silence_libraries()
     from ditile_lab.machine.calibrate import calibrate_machine
 
     with Status("starting the ranks that measure this machine, for a minute or two"):
-        path = calibrate_machine(options)
+        written = calibrate_machine(options)
     leave_torchrun()
-    if path is not None:
-        print_parts(make_console(), [str(path)])
+    if written is not None:
+        print_parts(make_console(), [str(written)])
         # The path stands alone on the standard output, for scripts.
         if options.out is not None:
-            hint = f"use it by --profile {shlex.quote(str(path))} of ditile plan, generate, serve, verify and bench"
+            hint = f"use it by --profile {shlex.quote(str(written))} of ditile plan, generate, serve, verify and bench"
             print_parts(make_console(stderr=True), [hint])
     return 0
-
-
-def _check_profile_path(options: CalibrateOptions) -> None:
-    """Raise `ModelError` unless the profile can be written."""
-    if options.out is not None:
-        path = Path(options.out)
-    else:
-        path = env.find_profile_path()
-        # The user's cache folder may not exist yet.
-        path.parent.mkdir(parents=True, exist_ok=True)
-    check_output_files([("out", path)], options)
 
 
 COMMANDS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,12 @@ Row = dict[str, Any]
 def list_values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     """Return a field of each row that has it."""
     return [row[name] for row in rows if row.get(name) is not None]
+
+
+def format_columns(formats: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return title -> a text for each row, without empty columns."""
+    columns = {title: [format_row(row) for row in rows] for title, format_row in formats.items()}
+    return {title: texts for title, texts in columns.items() if any(texts)}
 
 
 class RowFile:

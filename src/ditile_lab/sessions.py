@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,17 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ditile.cache.cached import IdleCacheWarning
 from ditile.distributed import cpus, env
 from ditile.distributed.backend import synchronize
 from ditile.distributed.mesh import Communicators
 from ditile.distributed.trace import GenerationTrace
 from ditile.model.registry import find_loop_model
-from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import drop_missing
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
-from ditile.runner.caching import disable_cache, enable_cache
+from ditile.runner.caching import disable_cache
+from ditile.runner.requests.prepare import enable_working_cache
 from ditile.runner.runner import Runner, parallelize
 
 Item = TypeVar("Item")
@@ -74,7 +72,8 @@ class TurnPipelines:
         parsed_plans = [Plan.parse(text) for text in dict.fromkeys(plans)]
         sharing_plans = []
         if share_plain:
-            sharing_plans = list(filter(_uses_whole_pipeline, parsed_plans))
+            # These leave the whole pipeline on every rank.
+            sharing_plans = [plan for plan in parsed_plans if not plan.divides_weights and plan.text == "each"]
         if sharing_plans or (with_plain and self._is_first_rank):
             self.plain = create_pipeline(None).to(device)
         # Plans of the same degrees share their process groups, which are expensive to make.
@@ -83,16 +82,11 @@ class TurnPipelines:
             pipe = self.plain
             if plan not in sharing_plans:
                 pipe = create_pipeline(plan)
-                if share_plain:
-                    self._share_parts(pipe, plan)
+                # If ranks divide the text encoders, this rank may hold only a part of them.
+                if share_plain and self.plain is not None and plan.text == "each":
+                    parts = {name: getattr(self.plain, name, None) for name in SHARED_PARTS}
+                    pipe.register_modules(**drop_missing(parts))
             self.runners[str(plan)] = parallelize(pipe, plan, device=device, groups=communicators)
-
-    def _share_parts(self, pipe: Any, plan: Plan) -> None:
-        # If ranks divide the text encoders, this rank may hold only a part of them.
-        if self.plain is None or plan.text != "each":
-            return
-        parts = {name: getattr(self.plain, name, None) for name in SHARED_PARTS}
-        pipe.register_modules(**drop_missing(parts))
 
     @contextmanager
     def prepare_turn(self, plan: str, cache_arguments: Mapping[str, Any], label: str = "") -> Iterator[Any]:
@@ -120,11 +114,6 @@ class TurnPipelines:
             # This comes after the cache is enabled, so that its seconds count on no rank.
             wait_for_all_ranks()
             yield target
-
-
-def _uses_whole_pipeline(plan: Plan) -> bool:
-    """Return whether a plan leaves the whole pipeline on every rank, so that plans can share it."""
-    return not plan.divides_weights and plan.text == "each"
 
 
 def rotate(items: Sequence[Item], number: int) -> list[Item]:
@@ -165,14 +154,8 @@ def use_cache_within(target: Any, configs: Mapping[str, Any], label: str = "") -
     if configs["cache_config"] is None:
         yield
         return
-    try:
-        with warnings.catch_warnings():
-            # A cache that skips nothing would be measured only for its cost.
-            warnings.simplefilter("error", IdleCacheWarning)
-            enable_cache(target, **configs)
-    except IdleCacheWarning as warning:
-        prefix = f"{label!r}: " if label else ""
-        raise ModelError(f"{prefix}{warning}") from warning
+    # A cache that skips nothing would be measured only for its cost.
+    enable_working_cache(target, configs, label)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from rich.table import Table
 from ditile.plan.numbers import format_bytes
 from ditile.runner.requests.console import make_numbered_tables
 from ditile_lab.bench.cells import ONE_RANK
-from ditile_lab.rows import Row
+from ditile_lab.rows import Row, format_columns
 
 
 def make_rows_title(rows: Sequence[Row]) -> str:
@@ -46,11 +46,7 @@ def list_bench_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     those of the rank that sends most, memory is that of the rank that needs most. In brackets after the exposed share
     is its part in synchronous warmup steps.
     """
-    columns = {}
-    for name, format_row in COLUMNS.items():
-        texts = [format_row(row) for row in rows]
-        if any(texts):
-            columns[name] = texts
+    columns = format_columns(COLUMNS, rows)
     # The title has the size in this case.
     if len({(row["height"], row["width"]) for row in rows}) == 1:
         columns.pop("size", None)

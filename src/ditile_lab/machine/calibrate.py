@@ -102,23 +102,18 @@ def _fit_ranks_alone(source: str, options: CalibrateOptions) -> Profile:
         path = Path(source)
         if source == ALONE_HERE:
             path = Path(folder, ROWS)
-            _measure_ranks_alone(base, folder, options)
+            if pick_device(None, 0).type != "cuda":
+                raise PlanError(
+                    "alone: only of a GPU is the host apart, and there is none here; give --alone FILE with lines of "
+                    "`ditile bench --alone`, such as ditile-bench/alone.jsonl"
+                )
+            work = Workload(model=ALONE_MODEL, height=ALONE_SIDE, width=ALONE_SIDE, dtype=options.dtype)
+            measure_plans_alone(Comparison(plans=ALONE_PLANS, alone=True, out=folder), work, base)
         lines = read_alone_lines(path)
     fitted = fit_profile(base, lines)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     note = f"host fitted by ditile calibrate --alone to {len(lines)} lines, {today}"
     return dataclasses.replace(fitted, name=options.name or base.name, source=f"{base.source}; {note}")
-
-
-def _measure_ranks_alone(base: Profile, folder: str, options: CalibrateOptions) -> None:
-    if pick_device(None, 0).type != "cuda":
-        raise PlanError(
-            "alone: only of a GPU is the host apart, and there is none here; give --alone FILE with lines of "
-            "`ditile bench --alone`, such as ditile-bench/alone.jsonl"
-        )
-    work = Workload(model=ALONE_MODEL, height=ALONE_SIDE, width=ALONE_SIDE, dtype=options.dtype)
-    compared = Comparison(plans=ALONE_PLANS, alone=True, out=folder)
-    measure_plans_alone(compared, work, base)
 
 
 def _calibrate_this_machine(options: CalibrateOptions) -> Profile:

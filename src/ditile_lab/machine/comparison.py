@@ -19,7 +19,7 @@ from ditile_lab.bench.cells import ONE_RANK, BenchCell, parse_cells
 from ditile_lab.bench.options import Comparison, Workload
 from ditile_lab.bench.subjects import BenchSubject, create_bench_subject
 from ditile_lab.machine.session import ROWS, AloneTask, measure_alone
-from ditile_lab.rows import Row
+from ditile_lab.rows import Row, format_columns
 
 AFTER_WARMUP = 3
 """Steps of a short call after the synchronous ones: the first of them fill the pipeline, and may be recorded."""
@@ -120,13 +120,8 @@ def make_alone_tables(rows: Sequence[Row]) -> list[Table | str]:
         parts.append(f"{first['width']} x {first['height']} px")
     parts.append(f"one {device}")
     title = f"{', '.join(parts)}: milliseconds of a step"
-    columns = {}
-    for name, format_row in COLUMNS.items():
-        texts = [format_row(row) for row in shown]
-        if any(texts):
-            columns[name] = texts
     labels = [_label_row(row) for row in shown]
-    return [title, *make_numbered_tables(labels, columns)]
+    return [title, *make_numbered_tables(labels, format_columns(COLUMNS, shown))]
 
 
 def _label_row(row: Row) -> str:

@@ -175,19 +175,16 @@ def compute_plan_step(
     loads = []
     for stage in range(job.plan.pipefusion):
         of_stage = [step for step in steps if job.plan_rank(step.rank).stage == stage]
-        loads.append(_make_load(max(of_stage, key=lambda step: step.step_s, default=slowest)))
+        step = max(of_stage, key=lambda step: step.step_s, default=slowest)
+        if step.device_s is None:
+            loads.append(DeviceLoad(device=step.step_s, host=0.0))
+        else:
+            # Time that neither the kernels nor the host account for is a wait of one for the other.
+            loads.append(DeviceLoad(device=step.device_s, host=step.step_s))
     parts = compute_step_parts(pricer, job, loads)
     if has_links:
         return parts
     return StepParts(parts.step_s - parts.link_s, 0.0, parts.waiting_s)
-
-
-def _make_load(step: RankStep) -> DeviceLoad:
-    """Return a measured step as seconds of device and host; the longer one is the step."""
-    if step.device_s is None:
-        return DeviceLoad(device=step.step_s, host=0.0)
-    # Time that neither the kernels nor the host account for is a wait of one for the other.
-    return DeviceLoad(device=step.device_s, host=step.step_s)
 
 
 def _make_row(task: AloneTask, cell: BenchCell, step: RankStep) -> Row:

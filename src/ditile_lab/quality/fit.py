@@ -169,15 +169,6 @@ class StepFit:
             paths = self._extend_paths(paths)
         return best
 
-    def measure_error(self, steps: Sequence[int]) -> float:
-        """Return the expected mean square error of the final latents for some computed steps."""
-        total = 0.0
-        before = -1
-        for newest, following in zip(steps, [*steps[1:], self._num_steps], strict=True):
-            total += self._measure_gap(before, newest, following)
-            before = newest
-        return total
-
     def _extend_paths(
         self, paths: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]]
     ) -> dict[tuple[int, int], tuple[float, tuple[int, ...]]]:

@@ -228,7 +228,8 @@ def _list_variations(pipe: Any, example: Mapping[str, Any]) -> Iterator[dict[str
         wider["width"] = 2 * numbers["width"]
     yield {**example, **wider}
     yield {**example, **wider, **{name: _widen(name, value) for name, value in example.items()}}
-    texts = {name: _replace_text(value) for name, value in example.items() if "prompt" in name}
+    prompts = {name: value for name, value in example.items() if "prompt" in name}
+    texts = pytree.tree_map_only(str, lambda text: LONG_TEXT, prompts)
     if "max_sequence_length" in example:
         texts["max_sequence_length"] = SEQUENCE_LENGTHS[1]
     yield {**example, **texts}
@@ -266,10 +267,6 @@ def _widen(name: str, value: Any) -> Any:
         return leaf
 
     return pytree.tree_map(widen_leaf, value)
-
-
-def _replace_text(value: Any) -> Any:
-    return pytree.tree_map_only(str, lambda text: LONG_TEXT, value)
 
 
 def _list_text_lengths(example: Mapping[str, Any]) -> list[int]:

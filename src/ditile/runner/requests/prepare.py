@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,7 +207,21 @@ def load_loras(pipe: Any, cache: CacheOptions) -> None:
 
 
 def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
-    """Quantize this rank's weights, and enable the cache.
+    """Quantize this rank's weights, and enable the cache."""
+    arguments = cache.build_cache_arguments()
+    # `parallelize` has set this one already.
+    arguments.pop("attention_backend", None)
+    if arguments["cache_config"] is None and "quantize_config" not in arguments:
+        return
+    enable_working_cache(runner, arguments)
+
+
+def enable_working_cache(target: Any, configs: Mapping[str, Any], label: str = "") -> None:
+    """Enable a cache of a pipeline or runner.
+
+    Args:
+        configs: the keyword arguments of `enable_cache`.
+        label: names the cache in errors.
 
     Raises:
         ModelError: also if nothing could be left out, for which the API only warns.
@@ -215,17 +229,13 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
     from ditile.cache.cached import IdleCacheWarning
     from ditile.runner.caching import enable_cache
 
-    arguments = cache.build_cache_arguments()
-    # `parallelize` has set this one already.
-    arguments.pop("attention_backend", None)
-    if arguments["cache_config"] is None and "quantize_config" not in arguments:
-        return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", IdleCacheWarning)
-            enable_cache(runner, **arguments)
+            enable_cache(target, **configs)
     except IdleCacheWarning as warning:
-        raise ModelError(str(warning)) from warning
+        prefix = f"{label!r}: " if label else ""
+        raise ModelError(f"{prefix}{warning}") from warning
 
 
 def choose_warm_steps(plan: Plan, *, is_cached: bool, num_preparing_steps: int = 0) -> int | None:
