@@ -83,12 +83,14 @@ class Name:
         image: a file that the call starts from.
         file: a name under which its transformer is published in one file; "" if none is well known.
         second_file: the same, of the second transformer.
+        note: what the figures of its page leave out.
     """
 
     name: str
     image: str = ""
     file: str = ""
     second_file: str = ""
+    note: str = ""
 
 
 NAMES = {
@@ -99,12 +101,22 @@ NAMES = {
     "flux.2-dev": Name("FLUX.2-dev", file="flux2-dev-Q4_K_M.gguf"),
     "flux.2-klein-4b": Name("FLUX.2 klein 4B", file="flux-2-klein-4b.safetensors"),
     "flux.2-klein-9b": Name("FLUX.2 klein 9B", file="flux-2-klein-9b.safetensors"),
+    "flux.3-klein": Name("FLUX.3 klein", note="The model that rewrites prompts is not counted."),
+    "flux.3-klein-base": Name("FLUX.3 klein base", note="The model that rewrites prompts is not counted."),
     "hunyuanvideo": Name("HunyuanVideo", file="hunyuan-video-t2v-720p-Q8_0.gguf"),
     "hunyuanvideo-1.5": Name("HunyuanVideo 1.5"),
     "krea-2": Name("Krea 2 Raw"),
     "krea-2-turbo": Name("Krea 2 Turbo"),
     "ltx-2": Name("LTX-2"),
+    "ltx-2.5": Name(
+        "LTX-2.5", note="Figures are those of the distilled transformer with the VAE's decoder; the decoder that is a "
+        "diffusion model is not counted. Its own steps are given in Python (`sigmas=`).",
+    ),
     "ltx-video": Name("LTX-Video"),
+    "minimax-h3": Name(
+        "MiniMax-H3", note="Its second transformer, `transformer_ref` for references, is as large as the first and is "
+        "not counted; `ditile.load` of the whole model reads both.",
+    ),
     "pixart-alpha": Name("PixArt-alpha"),
     "pixart-sigma": Name("PixArt-Sigma"),
     "qwen-image": Name("Qwen-Image", file="qwen-image-Q8_0.gguf"),
@@ -437,6 +449,8 @@ class ModelPage:
             )
         if subject.models > 1:
             yield "Its two transformers take turns, but both stay on the card."
+        if self.name.note:
+            yield self.name.note
         if all(row.plan is None for row in self.rows if row.card == CARDS[0]):
             yield f"No plan fits {CARDS[0].memory} GB cards in bfloat16: quantize it, or take a smaller file."
         yield "The figures are for bfloat16 without quantization, caches and LoRAs."

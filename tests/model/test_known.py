@@ -7,8 +7,6 @@ import inspect
 import pytest
 
 from ditile.model.known import KnownModel, find_known_model, list_known_models
-from ditile.model.pipeline_calls import list_call_parameters
-from ditile.plan.shape import fill_call_defaults
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.pipelines import returns_videos
@@ -17,7 +15,7 @@ from ditile.runner.requests.pipelines import returns_videos
 @pytest.mark.parametrize("known", list_known_models(), ids=lambda known: known.name)
 def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
     subject = PlanSubject.from_configs(known.name, known.folder)
-    call = fill_call_defaults(list_call_parameters(subject.pipeline), subject.transformer.config, subject.vae_scale, {})
+    call = subject.fill_arguments({})
     assert known.is_video == (known.hub_id is None and returns_videos(subject.pipeline))
     assert known.transformer == type(subject.transformer).__name__
     assert known.blocks == len(subject.block_hooks.chain)

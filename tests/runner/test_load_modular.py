@@ -23,7 +23,7 @@ from ditile.planner.subject import PlanSubject
 from tests.pool import Pool
 from tests.tiny import flux
 from tests.zoo import ZOO
-from tests.zoo.modular import minimax_h3, modular
+from tests.zoo.modular import echo, echo_call, modular
 from tests.zoo.pictures import flux_2_vae
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -172,7 +172,7 @@ def test_it_is_planned_for_as_the_ordinary_pipeline(
 
 def test_a_pipeline_of_blocks_alone_is_planned_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FLUX.3: two branches of guidance, and a token for 16 pixels. A failure means that diffusers' newest models are
-    refused or priced for another call; one whose prompt is not known is refused in one line."""
+    refused or priced for another call; one that steps its latents itself is refused in one line."""
     flux_3 = ZOO["flux-3"].make()
     blocks = diffusers.Flux3AutoBlocks()
     for name in ("prompt_upsampler", "text_encoder"):
@@ -190,7 +190,12 @@ def test_a_pipeline_of_blocks_alone_is_planned_for_itself(tmp_path: Path, capsys
     words = ("--model", str(folder), "--height", str(4 * pixels), "--width", str(6 * pixels))
     assert main.main(["plan", *words, "--hardware", "l40-pcie", "--devices", "2", "--json", "-"]) == 0
     assert "cfg=2" in capsys.readouterr().out
-    minimax_h3().save_pretrained(str(tmp_path / "h3"), overwrite_modular_index=True)
-    assert main.main(["plan", "--model", str(tmp_path / "h3"), "--hardware", "l40-pcie"]) == 2
+    pipe = echo()
+    with pytest.raises(ModelError, match="has no part `scheduler` that it steps"):
+        ditile.parallelize(pipe, Plan())
+    assert pipe(**echo_call()).isfinite().all()
+    pipe.save_pretrained(str(tmp_path / "echo"), overwrite_modular_index=True)
+    capsys.readouterr()
+    assert main.main(["plan", "--model", str(tmp_path / "echo"), "--hardware", "l40-pcie"]) == 2
     error = capsys.readouterr().err
-    assert "MiniMaxH3ModularPipeline, whose calls are not planned for" in error and error.count("\n") == 1
+    assert "EchoModularPipeline, whose calls are not planned for" in error and error.count("\n") == 1

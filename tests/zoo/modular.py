@@ -7,13 +7,14 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import ClassifierFreeGuidance
+from diffusers import ClassifierFreeGuidance, LTX2Guidance
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 
 from tests.tiny import flux
 from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, REMOVED, Call, embeds, entry, transformer
 from tests.zoo.pictures import PROMPT, TWO, flow, masked, padded, size
-from tests.zoo.videos import unipc
+from tests.zoo.videos import ltx_2, unipc
+from tests.zoo.videos import size as video_size
 
 TWO_VIDEOS = {"num_videos_per_prompt": 2}
 
@@ -118,6 +119,64 @@ def minimax_h3_both() -> Any:
     )  # fmt: skip
 
 
+def anima(workflow: str = "text2image") -> Any:
+    """A Cosmos-Predict2, with a small model for its text within the part that denoises."""
+    conditioner = diffusers.AnimaTextConditioner(
+        source_dim=16, target_dim=16, model_dim=16, num_layers=1, num_attention_heads=2, target_vocab_size=32,
+        min_sequence_length=8,
+    )  # fmt: skip
+    return core(
+        diffusers.AnimaAutoBlocks, workflow, scheduler=flow(), guider=guider(), text_conditioner=conditioner,
+        transformer=transformer("CosmosTransformer3DModel", extra_pos_embed_type=None, max_size=(4, 128, 128)),
+    )  # fmt: skip
+
+
+def anima_text(length: int) -> dict[str, Any]:
+    """Of two encoders: states of one, and words of the other."""
+    call = {}
+    for name, tokens in (("", length), ("negative_", NEGATIVE_TEXT)):
+        mask = torch.ones(1, tokens, dtype=torch.long)
+        call |= {
+            f"{name}qwen_prompt_embeds": embeds(tokens), f"{name}qwen_attention_mask": mask,
+            f"{name}t5_input_ids": mask, f"{name}t5_attention_mask": mask,
+        }  # fmt: skip
+    return call
+
+
+# LTX-2.3 and its children gate attention, and modulate it by the prompt.
+GATED = {"gated_attn": True, "audio_gated_attn": True, "cross_attn_mod": True, "audio_cross_attn_mod": True,
+         "use_prompt_embeddings": False}  # fmt: skip
+
+
+def ltx_25(blocks: Any, workflow: str = "", **config: Any) -> Any:
+    """The part that denoises a video and its sound."""
+    parts = ltx_2(diffusers.LTX2Pipeline, **GATED, **config).components
+    guides = {name: LTX2Guidance(guidance_scale=3.0) for name in ("guider", "audio_guider")}
+    return core(blocks, workflow, **parts, **guides)
+
+
+def connected(length: int, rows: int = 1) -> dict[str, Any]:
+    """Text behind the connectors, which has a width for the video and one for the sound."""
+    call: dict[str, Any] = {"batch_size": rows, "dtype": torch.float32}
+    for name, seed in (("", 1), ("negative_", 2)):
+        call |= {
+            f"{name}connector_prompt_embeds": embeds(length, 16, rows, seed),
+            f"{name}connector_audio_prompt_embeds": embeds(length, 24, rows, seed + 2),
+            f"{name}connector_attention_mask": torch.ones(rows, length, dtype=torch.long),
+        }  # fmt: skip
+    return call
+
+
+def echo() -> Any:
+    """Steps its latents itself, without a scheduler. Its part that denoises takes sound of 16 bands."""
+    return ltx_25(diffusers.EchoBlocks, audio_in_channels=32, audio_out_channels=32)
+
+
+def echo_call() -> dict[str, Any]:
+    text = {name: value for name, value in connected(11).items() if name.startswith("connector_")}
+    return text | {"height": 96, "width": 160, "num_frames": 9, "output": "latents"}
+
+
 def randn(*shape: int) -> Any:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(4))
 
@@ -204,5 +263,15 @@ ENTRIES = [
     entry(
         "flux-3", 107, flux_3, latents(lambda: {**guided(width=32), **size(3, 5)}), larger=size(5, 7),
         other_prompt=lambda: guided(OTHER_TEXT, 32), two_images=TWO, padded_prompt=ONE_LENGTH,
+    ),
+    entry(
+        "anima", 108, anima, latents(lambda: {**anima_text(11), **size(3, 5)}), larger=size(5, 7),
+        other_prompt=lambda: anima_text(OTHER_TEXT), two_images=TWO, padded_prompt=ONE_LENGTH,
+    ),
+    entry(
+        "ltx-2.5", 109, lambda: ltx_25(diffusers.LTX25AutoBlocks, "text2video", ff_bias=False),
+        latents(lambda: {**connected(11), **video_size(5, 3, 5, ratio=2, pixels=32)}, ["latents", "audio_latents"]),
+        larger=video_size(7, 3, 6, ratio=2, pixels=32), other_prompt=lambda: connected(OTHER_TEXT),
+        two_images=TWO_VIDEOS, padded_prompt=ONE_LENGTH,
     ),
 ]  # fmt: skip

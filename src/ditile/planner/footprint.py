@@ -33,7 +33,12 @@ WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
 
 FRAMES = (3, 4)
-"""Latent frames with which a VAE is counted; with more frames, its numbers are on the line through both."""
+"""Latent frames with which a VAE is counted; with more frames, its numbers are on the line through both. One that codes
+chunks of frames is counted with whole chunks."""
+MOST_PROBED = 7
+"""The most latent frames with which a VAE is asked whether each one has as many frames."""
+MOST_CHUNK = 32
+"""More frames than a chunk of a VAE has; an eighth is less than one."""
 
 CHANNELS = ("z_dim", "latent_channels")
 """Names of the latent channels in configs."""
@@ -178,13 +183,14 @@ class FootprintTracker(StorageTracker):
         )
 
 
-def count_on_line(count: Callable[[int], float], frames: int) -> float:
-    """Count something for a number of latent frames. Above `FRAMES` it is on the line through both."""
-    if frames <= FRAMES[1]:
+def count_on_line(count: Callable[[int], float], frames: int, counted: tuple[int, int] = FRAMES) -> float:
+    """Count something for a number of latent frames. Above the counted ones it is on the line through both."""
+    fewer, more = counted
+    if frames <= more:
         return count(frames)
-    more = count(FRAMES[1])
-    slope = (more - count(FRAMES[0])) / (FRAMES[1] - FRAMES[0])
-    return more + slope * (frames - FRAMES[1])
+    most = count(more)
+    slope = (most - count(fewer)) / (more - fewer)
+    return most + slope * (frames - more)
 
 
 def count_decoder_numbers(kind: Any, config: JsonObject, channels: str = "latent_channels", frames: int = 0) -> float:
@@ -244,26 +250,42 @@ class VaeScale(NamedTuple):
 
     Attributes:
         side: pixels of its side.
-        frames: frames of each further latent frame; 0 if latents have no frames.
+        frames: frames of each further chunk of latent frames; 0 if latents have no frames.
         first: frames of the first one.
         channels: the name of the latent channels in its config.
+        chunk: latent frames of each further chunk.
+        first_chunk: latent frames of the first one.
     """
 
     side: int
     frames: int = 0
     first: int = 1
     channels: str = "latent_channels"
+    chunk: int = 1
+    first_chunk: int = 1
 
     def count_latent_frames(self, frames: int) -> int:
-        """Return the latent frames for a number of frames. Raises `ModelError` if they are not whole ones."""
+        """Return the latent frames for a number of frames. Raises `ModelError` if they are not whole chunks."""
         if not self.frames:
             return 1
-        if (frames - self.first) % self.frames:
-            near = self.first
-            near += max(0, frames - self.first) // self.frames * self.frames
+        chunks, rest = divmod(frames - self.first, self.frames)
+        if rest:
+            near = self.first + max(0, round((frames - self.first) / self.frames)) * self.frames
             first = "one" if self.first == 1 else str(self.first)
             raise ModelError(f"frames={frames} are not a multiple of {self.frames} and {first} more; try frames={near}")
-        return (frames - self.first) // self.frames + 1
+        return self.first_chunk + chunks * self.chunk
+
+    @property
+    def makes_single_frames(self) -> bool:
+        """Return whether one frame is a whole video to it."""
+        return self.first == 1 or not self.frames
+
+    @property
+    def counted_frames(self) -> tuple[int, int]:
+        """Return two numbers of latent frames, on whose line the numbers of longer videos are."""
+        if self.chunk == 1:
+            return FRAMES
+        return self.first_chunk + self.chunk, self.first_chunk + 2 * self.chunk
 
 
 def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
@@ -286,8 +308,45 @@ def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
         # Some decode runs of two frames, or of three at the beginning.
         three = decode(3)
         five = decode(5)
-    frames = (five[2] - three[2]) // 2
+        frames = (five[2] - three[2]) // 2
+        if decode(MOST_PROBED)[2] != five[2] + 2 * frames:
+            return _measure_chunks(vae, channels, decode)
     return VaeScale(three[-1] // SCALE_SIDE, frames, three[2] - 2 * frames, channels)
+
+
+def _measure_chunks(vae: Any, channels: str, decode: Callable[[int], torch.Size]) -> VaeScale:
+    """Measure the scale of a VAE that codes chunks of frames, and fills up the last one.
+
+    Args:
+        decode: the shape of the video of some latent frames.
+
+    Raises:
+        ModelError: if its latents do not grow with the frames.
+    """
+
+    def encode(video: torch.Size, more_frames: int) -> int:
+        latents: Tensor = vae.encode(torch.empty(*video[:2], video[2] + more_frames, *video[3:]))[0].mean
+        return latents.shape[2]
+
+    # A video of whole chunks is encoded to as many latent frames as it was decoded from.
+    latents = encode(decode(MOST_PROBED), 0)
+    video = decode(latents)
+    growth = (
+        encode(video, more_frames) - latents for more_frames in range(MOST_CHUNK // 8, MOST_CHUNK, MOST_CHUNK // 8)
+    )
+    chunk = next(filter(None, growth), 0)
+    if chunk < 1:
+        raise ModelError(f"{type(vae).__name__} codes frames in a way that is not known, so its calls are not planned")
+    frames = decode(latents + chunk)[2] - video[2]
+    before = (latents - 1) // chunk
+    return VaeScale(
+        side=video[-1] // SCALE_SIDE,
+        frames=frames,
+        first=video[2] - before * frames,
+        channels=channels,
+        chunk=chunk,
+        first_chunk=latents - before * chunk,
+    )
 
 
 def find_pareto_front(moments: Iterable[LiveNumbers]) -> tuple[LiveNumbers, ...]:

@@ -37,9 +37,16 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid, Joint
 from ditile.plan.option_classes import CallArguments, JsonObject, drop_missing
 from ditile.plan.plan import AXES, Facts, Plan
-from ditile.plan.shape import CallFamily, Shape, Weights, check_image_size, count_images, fill_call_defaults
+from ditile.plan.shape import (
+    FRAME_COUNTS,
+    CallFamily,
+    Shape,
+    Weights,
+    check_image_size,
+    count_images,
+    fill_call_defaults,
+)
 from ditile.planner.footprint import (
-    FRAMES,
     DecodeWork,
     Footprint,
     VaeScale,
@@ -177,7 +184,7 @@ class PlanSubject:
             recorder=recorder,
             scale=scale,
             coder=configs.coder,
-            models=1 + configs.has_second,
+            models=1 if configs.second is None else 2,
             decodes=other_parts.decodes,
             stored=configs.stored,
         )
@@ -213,7 +220,7 @@ class PlanSubject:
         out, rest = divmod(call.out, call.rows * call.image)
         # Text in the sequence has no prediction.
         if rest:
-            out = call.out // (call.rows * PROBED.num_tokens)
+            out = call.out // (call.rows * self._probed_tokens)
         return replace(weights, layers=tuple(layers), out=out, exchanges=self._find_tensor_exchanges())
 
     def _find_tensor_exchanges(self) -> tuple[tuple[tuple[str, str], ...], ...]:
@@ -246,10 +253,23 @@ class PlanSubject:
         sides = [side * self.vae_scale for side in SIDES]
         tokens = []
         for side in sides:
-            step = self._record({"height": side, "width": side, "num_frames": 1})
+            step = self._record({"height": side, "width": side, "num_frames": self._probed_frames})
             tokens.append(step.calls[0].image)
         more_pixels = sides[1] ** 2 - sides[0] ** 2
-        return round(math.sqrt(more_pixels / (tokens[1] - tokens[0])))
+        latent_frames = self.scale.count_latent_frames(self._probed_frames)
+        return round(math.sqrt(more_pixels * latent_frames / (tokens[1] - tokens[0])))
+
+    @cached_property
+    def _probed_frames(self) -> int:
+        """Return the frames of the calls with which a recorded model is counted."""
+        assert self.recorder is not None
+        # A VAE of chunks makes no single frame, and the shortest video of a pipeline is not known.
+        return 1 if self.scale.chunk == 1 else self.recorder.default_frames
+
+    @property
+    def _probed_tokens(self) -> int:
+        """Return the image's tokens in the counted call, without what else may be in its sequence."""
+        return PROBED.num_tokens * self.scale.count_latent_frames(self._probed_frames)
 
     def _record(self, call: CallArguments) -> RecordedStep:
         """Record the first step of a call."""
@@ -266,7 +286,7 @@ class PlanSubject:
         size = {
             "height": PROBED.rows * self.token_side,
             "width": PROBED.tokens_per_row * self.token_side,
-            "num_frames": 1,
+            "num_frames": self._probed_frames,
             "max_sequence_length": PROBED_TEXT,
         }
         step = self._record(size | NO_GUIDANCE)
@@ -283,7 +303,7 @@ class PlanSubject:
             return make_counted_call(self.transformer, self.family.example)
         step = self._record_probe()
         call = step.calls[0]
-        others: dict[int, Stream] = {PROBED_TEXT: "text", PROBED.num_tokens: "image"}
+        others: dict[int, Stream] = {PROBED_TEXT: "text", self._probed_tokens: "image"}
         sizes = StreamSizes(call.image, call.text or PROBED_TEXT, others, many=True)
         return CountedCall(
             lambda: tree_map(partial(renew_numbers, step.mode), call.arguments), sizes, lambda: step.mode, True
@@ -368,7 +388,7 @@ class PlanSubject:
         # A VAE of frames keeps some of them alive, so its peak depends on their number.
         if self.scale.frames:
             count = partial(count_decoder_numbers, self.coder, self.decoder, self.scale.channels)
-            return count_on_line(count, frames)
+            return count_on_line(count, frames, self.scale.counted_frames)
         if self.decodes is not None:
             return self.decodes
         return count_decoder_numbers(self.coder, self.decoder)
@@ -381,8 +401,9 @@ class PlanSubject:
         count = partial(count_decode_work, self.coder, self.decoder, self.scale.channels)
         if not self.scale.frames:
             return count()
-        work = count(min(frames, FRAMES[1]))
-        return work._replace(operations=count_on_line(lambda number: count(number).operations, frames))
+        counted = self.scale.counted_frames
+        work = count(min(frames, counted[1]))
+        return work._replace(operations=count_on_line(lambda number: count(number).operations, frames, counted))
 
     @staticmethod
     def count_prompt_tokens(call: CallArguments, shape: Shape) -> int:
@@ -448,8 +469,12 @@ class PlanSubject:
         """Complete the arguments of a call by the defaults of the pipeline."""
         config: Any = self.transformer.config
         # The class of a modular pipeline does not know the inputs of its blocks.
-        pipeline = self.pipeline if self.recorder is None else self.recorder.pipe
-        return fill_call_defaults(list_call_parameters(pipeline), config, self.vae_scale, call)
+        if self.recorder is None:
+            return fill_call_defaults(list_call_parameters(self.pipeline), config, self.vae_scale, call)
+        filled = fill_call_defaults(list_call_parameters(self.recorder.pipe), config, self.vae_scale, call)
+        if self.makes_videos and not any(name in filled for name in FRAME_COUNTS):
+            filled["num_frames"] = self.recorder.default_frames
+        return filled
 
     def make_call_shape(self, call: CallArguments, element_size: int = 4) -> Shape:
         """Make the shape of a call. The pipeline's own defaults fill the gaps.

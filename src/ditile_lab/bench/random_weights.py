@@ -95,8 +95,8 @@ class PublishedConfigs:
                 "transformer": configs.kind.from_config(configs.transformer).eval(),
                 "vae": configs.coder.from_config(configs.vae).eval(),
             }
-            if configs.has_second:
-                parts["transformer_2"] = configs.kind.from_config(configs.transformer).eval()
+            if configs.second is not None:
+                parts[configs.second] = configs.kind.from_config(configs.transformer).eval()
         pipe = build_recorded_pipeline(configs.locate_component, configs.pipeline, configs.index, parts)
         pipe.set_progress_bar_config(disable=True)
         return pipe.to(device)

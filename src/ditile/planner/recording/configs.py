@@ -49,6 +49,8 @@ from ditile.runner.weights.prequantized import StoredWeights
 
 FACTS = "facts.json"
 """Facts that are not in the configs of a published model."""
+SECOND = ("transformer_2", "transformer_ref")
+"""Names of a second transformer. Each rank has its part of both."""
 TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 
 
@@ -148,9 +150,12 @@ class PipelineConfigs:
         return name not in family.pipelines and name in read_prompt_table()
 
     @property
-    def has_second(self) -> bool:
-        """Return whether two transformers are called in turns."""
-        return (self.index.get("transformer_2") or [None])[0] is not None
+    def second(self) -> str | None:
+        """Return the name of a second transformer, which is called in turns with the first, or in its place."""
+        for name in SECOND:
+            if (self.index.get(name) or [None])[0] is not None:
+                return name
+        return None
 
     @property
     def _encoder_names(self) -> dict[str, str]:
@@ -183,9 +188,9 @@ class PipelineConfigs:
         """Build the models without weights, except text encoders; and hooks for those called in a step."""
         with init_on_meta_device():
             parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
-            if self.has_second:
+            if self.second is not None:
                 # Both checkpoints of such a pipeline have one architecture.
-                parts["transformer_2"] = build_meta_model(transformer)
+                parts[self.second] = build_meta_model(transformer)
         return parts, [build_block_hooks(part) for name, part in parts.items() if name != "vae"]
 
     def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:

@@ -30,7 +30,13 @@ from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import ASSETS, name_component_source
-from ditile.model.pipeline_calls import hide_block_tracebacks, list_call_parameters, read_guidance_rule
+from ditile.model.pipeline_calls import (
+    hide_block_tracebacks,
+    iterate_blocks,
+    list_call_parameters,
+    list_progress_bar_owners,
+    read_guidance_rule,
+)
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS
@@ -85,8 +91,9 @@ def read_prompt_table() -> Mapping[str, Mapping[str, Any]]:
     """Read the shapes without rows of each pipeline's prompt arguments. Sizes have their names in configs.
 
     A shape in a list is that of a list's item for each row. `picture` and `film` have the size of the call, and
-    `ends` are where the texts of rows in one sequence begin and end. What is null is not given: the pipeline takes it
-    with a prompt alone.
+    `ends` are where the texts of rows in one sequence begin and end. `tags` are those of one text's tokens, `words` the
+    numbers of its words, and `dtype` is that of its embeddings. What is null is not given: the pipeline takes it with a
+    prompt alone.
     """
     table: Mapping[str, Mapping[str, Any]] = json.loads((ASSETS / "prompts.json").read_text("utf-8"))
     return table
@@ -106,8 +113,9 @@ class PipelineRecorder:
     def __init__(self, pipe: Any, *hooks: TransformerHooks) -> None:
         self.pipe = pipe
         self._hooks = hooks
-        # It would show a call that the user did not make.
-        pipe.set_progress_bar_config(disable=True)
+        # They would show a call that the user did not make.
+        for owner in list_progress_bar_owners(pipe):
+            owner.set_progress_bar_config(disable=True)
         name = type(pipe).__name__
         if name not in read_prompt_table():
             raise ModelError(
@@ -123,6 +131,15 @@ class PipelineRecorder:
     def takes_frames(self) -> bool:
         """Return whether a call has a number of frames."""
         return not self._parameters.keys().isdisjoint(FRAME_COUNTS)
+
+    @cached_property
+    def default_frames(self) -> int:
+        """Return the frames of a call that does not say how many."""
+        frames = [self._parameters[name].default for name in FRAME_COUNTS if name in self._parameters]
+        # The block that makes the latents has a default where the tree of a modular pipeline has none.
+        for block in iterate_blocks(self.pipe):
+            frames += [argument.default for argument in block.inputs if argument.name in FRAME_COUNTS]
+        return next(filter(None, frames), 1)
 
     def count_text_tokens(self, call: CallArguments) -> int:
         """Count the text tokens of a call."""
@@ -244,6 +261,12 @@ class PipelineRecorder:
         # Texts of all rows in one sequence begin and end at whole texts.
         if shape == "ends":
             return torch.arange(rows + 1, dtype=torch.int32) * self.count_text_tokens(call)
+        if shape == "tags":
+            return torch.ones(self.count_text_tokens(call), dtype=torch.long)
+        if shape == "dtype":
+            return torch.get_default_dtype()
+        if shape == "words":
+            return torch.ones(rows, self.count_text_tokens(call), dtype=torch.long)
         if isinstance(shape, str):
             picture = Image.new("RGB", (int(call["width"]), int(call["height"])))
             if shape == "picture":
@@ -267,11 +290,13 @@ class PipelineRecorder:
 
     @cached_property
     def _sizes(self) -> dict[str, Any]:
-        """Return sizes by name from the configs of the transformer and the connectors, and from the pipeline."""
+        """Return sizes by name from the configs of the transformer and of what prepares text for it, and from the
+        pipeline."""
         config = dict(self._hooks[0].transformer.config)  # type: ignore[arg-type]
-        connectors = getattr(self.pipe, "connectors", None)
-        if connectors is not None:
-            config |= {f"connectors.{name}": value for name, value in connectors.config.items()}
+        for part in ("connectors", "text_conditioner"):
+            model = getattr(self.pipe, part, None)
+            if model is not None:
+                config |= {f"{part}.{name}": value for name, value in model.config.items()}
         own = {name: value for name, value in vars(self.pipe).items() if isinstance(value, int)}
         return own | config
 
