@@ -17,6 +17,7 @@ from functools import cached_property
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from diffusers import ModularPipeline
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
 from benchmarks.page import DOCS, fill_page_blocks
@@ -101,7 +102,10 @@ NAMES = {
     "flux.2-dev": Name("FLUX.2-dev", file="flux2-dev-Q4_K_M.gguf"),
     "flux.2-klein-4b": Name("FLUX.2 klein 4B", file="flux-2-klein-4b.safetensors"),
     "flux.2-klein-9b": Name("FLUX.2 klein 9B", file="flux-2-klein-9b.safetensors"),
-    "flux.3-klein": Name("FLUX.3 klein", note="The model that rewrites prompts is not counted."),
+    "flux.3-klein": Name(
+        "FLUX.3 klein", file="flux3_image_klein_int8_convrot.safetensors",
+        note="The model that rewrites prompts is not counted.",
+    ),
     "flux.3-klein-base": Name("FLUX.3 klein base", note="The model that rewrites prompts is not counted."),
     "hunyuanvideo": Name("HunyuanVideo", file="hunyuan-video-t2v-720p-Q8_0.gguf"),
     "hunyuanvideo-1.5": Name("HunyuanVideo 1.5"),
@@ -114,8 +118,9 @@ NAMES = {
     ),
     "ltx-video": Name("LTX-Video"),
     "minimax-h3": Name(
-        "MiniMax-H3", note="Its second transformer, `transformer_ref` for references, is as large as the first and is "
-        "not counted; `ditile.load` of the whole model reads both.",
+        "MiniMax-H3", file="minimax_h3_fl2va_int8_convrot.safetensors",
+        note="Its second transformer, `transformer_ref` for references, is as large as the first and is not counted; "
+        "`ditile.load` of the whole model reads both.",
     ),
     "pixart-alpha": Name("PixArt-alpha"),
     "pixart-sigma": Name("PixArt-Sigma"),
@@ -215,8 +220,10 @@ class ModelPage:
     @cached_property
     def families(self) -> list[dict[str, Any]]:
         """Return what was proved of the calls of its class of pipelines."""
-        proven = json.loads((ASSETS / "support.json").read_text("utf-8"))
-        return [family for family in proven["families"] if family["pipeline"] == self.subject.pipeline.__name__]
+        proven = json.loads((ASSETS / "support.json").read_text("utf-8"))["families"]
+        of_pipeline = [family for family in proven if family["pipeline"] == self.subject.pipeline.__name__]
+        # A distilled model may have a class of pipelines of its own, which calls the same transformer.
+        return of_pipeline or [family for family in proven if family["transformer"] == self.model.transformer]
 
     @cached_property
     def steps(self) -> int:
@@ -300,6 +307,12 @@ class ModelPage:
         assigned = ", ".join(f"{key}={value!r}" for key, value in _list_plan_fields(plan))
         image = f', image=load_image("{self.name.image}")' if self.name.image else ""
         output = "frames[0]" if self.subject.makes_videos else "images[0]"
+        prompt = PROMPTS[self.name.image]
+        call = f'runner("{prompt}"{image}, **arguments).{output}'
+        # A modular pipeline takes arguments by name, and returns the output that is named.
+        if issubclass(self.subject.pipeline, ModularPipeline):
+            output = "videos" if self.subject.makes_videos else "images"
+            call = f'runner(prompt="{prompt}"{image}, **arguments, output="{output}")[0]'
         yield f"In Python, under `torchrun --nproc_per_node={plan.world}`:"
         imported = ["    from diffusers.utils import load_image"] if self.name.image else []
         yield "\n".join(
@@ -310,7 +323,7 @@ class ModelPage:
                 f'    pipe = ditile.load("{self.model.hub_id}", plan=plan)    # each rank reads its own weights',
                 f"    runner = ditile.parallelize(pipe, plan)    # called like {self.subject.pipeline.__name__}",
                 f'    arguments = ditile.defaults("{self.model.name}")',
-                f'    result = runner("{PROMPTS[self.name.image]}"{image}, **arguments).{output}',
+                f"    result = {call}",
             ]
         )
 

@@ -178,7 +178,9 @@ of FLUX.1 and SD3 that are loaded before `parallelize` go with every plan.
 Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop goes with every plan; in a step
 of patches it is computed once, of the latents as they are when the step begins ([pipefusion.md](pipefusion.md)).
 Wan-Animate 2 (modular) goes with cfg alone: its blocks attend to keys that a call in front of the loop kept, and not
-all calls run the same blocks."""
+all calls run the same blocks.
+Echo (modular) steps its latents in a loop of its own, without a scheduler, and is refused in one line; its transformer
+is that of LTX-2.3, which has the same blocks as LTX-2.5."""
 
 
 if __name__ == "__main__":

@@ -54,6 +54,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "AutoencoderKLLTX2Video",
         {**LTX, "decoder_block_out_channels": (8, 16, 32), "decoder_layers_per_block": (1,) * 4},
     ),
+    "ltx 2.5": (
+        "AutoencoderKLLTX2Video",
+        {**LTX, "decoder_block_out_channels": (8, 16, 16, 32), "decoder_layers_per_block": (1,) * 5,
+         "decoder_spatio_temporal_scaling": (True,) * 4, "decoder_inject_noise": (False,) * 5,
+         "decoder_spatial_padding_mode": "zeros", "upsample_residual": (False,) * 4, "upsample_factor": (2, 2, 1, 2),
+         "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial")},
+    ),
     "mochi": (
         "AutoencoderKLMochi",
         {"latent_channels": 4, "encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4,

@@ -83,6 +83,9 @@ COMPONENT_NAMES = {
 """Component -> names of its tensors, in files of any origin, which no transformer has."""
 LORA_FACTORS = r"\.lora_(A|B|up|down)\."
 """Parts of the names of a LoRA's tensors."""
+MISSED_NAMES = {"LTX2VideoTransformer3DModel": {"prompt_adaln_single.": "prompt_adaln."}}
+"""Parts of the authors' names that diffusers' conversion leaves as they are, by class -> diffusers' own. LTX-2.3 and
+LTX-2.5 have them."""
 CONVERSION_ERRORS = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, AssertionError)
 """The exceptions of diffusers' functions for tensors of another model."""
 
@@ -345,10 +348,14 @@ class SingleFile:
         except KeyError as error:
             raise LoadError(f"{self.path} lacks the weight {error} of a {class_name}") from error
         except CONVERSION_ERRORS as error:
+            # diffusers itself says why only in errors of this type.
+            reason = f": {join_error_lines(error)}" if isinstance(error, ValueError) else ""
             raise LoadError(
                 f"{self.path} does not have the weights of a {class_name}: it has {len(tensors)} tensor(s), such as "
-                f"{min(tensors)}"
+                f"{min(tensors)}{reason}"
             ) from error
+        for part, own_part in MISSED_NAMES.get(class_name, {}).items():
+            renamed = {name.replace(part, own_part): tensor for name, tensor in renamed.items()}
         used: set[str] = set()
         for tensor in renamed.values():
             used.update(stored.stored_name for stored in tensor.list_stored())
