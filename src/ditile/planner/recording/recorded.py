@@ -34,7 +34,6 @@ from ditile.model.pipeline_calls import (
     hide_block_tracebacks,
     iterate_blocks,
     list_call_parameters,
-    list_progress_bar_owners,
     read_guidance_rule,
 )
 from ditile.plan.errors import ModelError
@@ -114,8 +113,9 @@ class PipelineRecorder:
         self.pipe = pipe
         self._hooks = hooks
         # They would show a call that the user did not make.
-        for owner in list_progress_bar_owners(pipe):
-            owner.set_progress_bar_config(disable=True)
+        for owner in (pipe, *iterate_blocks(pipe)):
+            if hasattr(owner, "set_progress_bar_config"):
+                owner.set_progress_bar_config(disable=True)
         name = type(pipe).__name__
         if name not in read_prompt_table():
             raise ModelError(
