@@ -119,8 +119,9 @@ NAMES = {
     "ltx-video": Name("LTX-Video"),
     "minimax-h3": Name(
         "MiniMax-H3", file="minimax_h3_fl2va_int8_convrot.safetensors",
-        note="Its second transformer, `transformer_ref` for references, is as large as the first and is not counted; "
-        "`ditile.load` of the whole model reads both.",
+        note="Its second transformer, `transformer_ref` for references, is as large as the first and is not counted. "
+        '`ditile generate` with a prompt alone and `ditile.load(.., workflow="t2va")` leave it out; `ditile serve` and '
+        "other calls read both.",
     ),
     "pixart-alpha": Name("PixArt-alpha"),
     "pixart-sigma": Name("PixArt-Sigma"),

@@ -12,18 +12,21 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from PIL import Image
 
 import ditile
 from ditile import LoadError, ModelError, Plan
 from ditile.cli import main
 from ditile.model.hooks.placeholders import is_placeholder
+from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import DitileError
 from ditile.planner.subject import PlanSubject
+from ditile.runner.load import choose_text_workflow
 from tests.pool import Pool
 from tests.tiny import flux
 from tests.zoo import ZOO
-from tests.zoo.modular import echo, echo_call, modular
+from tests.zoo.modular import echo, echo_call, minimax_h3_both, modular
 from tests.zoo.pictures import flux_2_vae
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -83,6 +86,33 @@ def test_a_rank_reads_its_share(pool: Pool, saved: Path) -> None:
     wanted = draw(ditile.load(str(saved)))
     for latents, emptied in pool.run(draw_share, 2, str(saved)):
         assert torch.equal(latents, wanted) and emptied > 0
+
+
+def save_both_checkpoints(folder: Path) -> None:
+    """MiniMax-H3 with a transformer for text and one for references."""
+    blocks, both = MiniMaxH3Blocks(), minimax_h3_both()
+    blocks.sub_blocks.pop("text_encoder")
+    modular(blocks, **both.components).save_pretrained(str(folder), overwrite_modular_index=True)
+    edit_index(_blocks_class_name="MiniMaxH3Blocks")(folder)
+
+
+def test_a_workflow_reads_its_own_transformer_alone(tmp_path: Path) -> None:
+    """A failure means a model of twice the memory that was planned for, or the weights of the other one."""
+    save_both_checkpoints(tmp_path)
+    assert choose_text_workflow(str(tmp_path)) == "t2va" and choose_text_workflow("shapes-flux") is None
+    both, text, references = (ditile.load(str(tmp_path), workflow=name) for name in (None, "t2va", "ref2va"))
+    assert find_denoisers(both).keys() == {"transformer", "transformer_ref"}
+    for pipe, name in ((text, "transformer"), (references, "transformer_ref")):
+        (model,) = find_denoisers(pipe).values()
+        wanted = getattr(both, name).state_dict()
+        assert all(torch.equal(weight, wanted[key]) for key, weight in model.state_dict().items())
+    runner = ditile.parallelize(text, Plan())
+    assert runner.pipe is text and not hasattr(text, "transformer_ref")
+    runner.restore()
+    with pytest.raises(ModelError, match="Workflow 'x' not found"):
+        ditile.load(str(tmp_path), workflow="x")
+    with pytest.raises(ModelError, match="is no modular pipeline"):
+        ditile.load("shapes-flux", workflow="t2va")
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[DitileError], str]] = {

@@ -203,9 +203,13 @@ def _prepare_runner(
     request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
 ) -> tuple[Any, Runner, CallArguments]:
     """Load the pipeline, and return it with its runner and the conditions of its calls."""
+    from ditile.runner.load import choose_text_workflow
+
     silence_libraries()
     check_request_by_files(request, plan, cache)
     conditions = read_condition_files(request)
+    # Its transformer for other calls need not be read.
+    workflow = None if conditions else choose_text_workflow(request.model)
     pipe, runner = prepare_runner(
         request.model,
         run,
@@ -214,6 +218,7 @@ def _prepare_runner(
         conditions=list(conditions),
         controlnet=request.controlnet,
         components=request.components,
+        workflow=workflow,
     )
     runner.trace = run.trace is not None
     check_guidance(pipe, request, defaults(request.model))

@@ -32,7 +32,7 @@ from ditile.distributed.start_watcher import begin_watch
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import LoadedBlocks
 from ditile.model.hooks.placeholders import init_on_meta_device, refuse_saving
-from ditile.model.known import find_component_folder, name_component_source
+from ditile.model.known import find_component_folder, find_known_model, name_component_source
 from ditile.model.pipeline_calls import DENOISER_NAME
 from ditile.parallel.block_formats import RowBlocks
 from ditile.parallel.tensor.cuts import TensorCuts
@@ -140,6 +140,7 @@ def load(
     variant: str | None = None,
     transformer: str | None = None,
     components: ComponentFiles | None = None,
+    workflow: str | None = None,
 ) -> diffusers.DiffusionPipeline | diffusers.ModularPipeline:
     """Load the pipeline of a bundled model, a folder or a hub id onto the CPU.
 
@@ -157,6 +158,8 @@ def load(
         transformer: a file with the weights of the transformer, .safetensors or .gguf, under the names of diffusers,
             ComfyUI or the authors; by default the model's own are read.
         components: the same for other components, such as transformer_2 or text_encoder: component -> its file.
+        workflow: of a modular pipeline, the only workflow that is loaded, as diffusers names it, such as "t2va" of
+            MiniMax-H3; components of others, such as a second transformer, are not read.
 
     Raises:
         ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned, or a
@@ -177,6 +180,9 @@ def load(
         if isinstance(source, str):
             stack.enter_context(report_download_progress(source))
         components_there = list_components(source)
+        if workflow is not None:
+            used = find_pipeline_kind(source, workflow).component_names
+            components_there = [component for component in components_there if component.name in used]
         check_component_packages(components_there)
         refuse_unknown_components(source, read_model_index(source), files)
         loaded: Components = {}
@@ -191,7 +197,7 @@ def load(
         loaded |= load_shared_components(components_there, apart=loaded)
         pipe: diffusers.DiffusionPipeline | diffusers.ModularPipeline
         if MODULAR_MARK in read_model_index(source):
-            pipe = load_modular_pipeline(source, weight_dtype, variant, loaded)
+            pipe = load_modular_pipeline(source, weight_dtype, variant, loaded, workflow)
         else:
             # DiffusionPipeline itself would read components with a default again, such as Wan's transformers.
             cls = find_pipeline_kind(source) or diffusers.DiffusionPipeline
@@ -331,8 +337,11 @@ def _choose_placement(plan: Plan, rank: int) -> EncoderPlacement:
     return EncoderPlacement.choose_placement(plan, image.index(rank))
 
 
-def find_pipeline_kind(source: ModelSource) -> Any:
+def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
     """Return the class of a pipeline; of a modular one, the pipeline itself without its components.
+
+    Args:
+        workflow: the name of the only workflow of a modular pipeline whose blocks are taken; by default all are.
 
     Returns:
         None if its model_index.json names no pipeline of diffusers.
@@ -344,16 +353,43 @@ def find_pipeline_kind(source: ModelSource) -> Any:
     index = read_model_index(source)
     if MODULAR_MARK in index:
         with convert_build_errors(str(source)):
-            return diffusers.ModularPipeline.from_pretrained(str(source), trust_remote_code=False)
+            # Older releases of diffusers do not know the argument.
+            options = {} if workflow is None else {"workflow": workflow}
+            return diffusers.ModularPipeline.from_pretrained(str(source), trust_remote_code=False, **options)
+    if workflow is not None:
+        raise ModelError(f"workflow={workflow!r}: {source} is no modular pipeline; leave it out")
     cls = _find_component_class("diffusers", index.get("_class_name"))
     if cls is None or not issubclass(cls, diffusers.DiffusionPipeline):
         return None
     return cls
 
 
-def load_modular_pipeline(source: ModelSource, dtype: torch.dtype, variant: str | None, loaded: Components) -> Any:
+def choose_text_workflow(name: str) -> str | None:
+    """Return the workflow of a modular pipeline that generates from a prompt alone, if it leaves a transformer out.
+
+    Raises:
+        LoadError, ModelError: as `load`.
+    """
+    if os.path.isfile(name):
+        return None
+    source = find_model_source(name, weights=False)
+    index = read_model_index(source)
+    known = find_known_model(name)
+    # The configs of a published model say nothing of what else is beside its weights.
+    if MODULAR_MARK in index and known is not None and source == known.folder:
+        source = str(known.hub_id)
+        index = read_model_index(source)
+    if MODULAR_MARK not in index or sum(map(bool, map(DENOISER_NAME.fullmatch, index))) < 2:
+        return None
+    workflows = find_pipeline_kind(source).blocks._workflow_map or {}
+    return next((workflow for workflow, inputs in workflows.items() if inputs == {"prompt": True}), None)
+
+
+def load_modular_pipeline(
+    source: ModelSource, dtype: torch.dtype, variant: str | None, loaded: Components, workflow: str | None = None
+) -> Any:
     """Load a modular pipeline with all components of its blocks. Some of them are loaded already."""
-    pipe = find_pipeline_kind(source)
+    pipe = find_pipeline_kind(source, workflow)
     pipe.register_components(**{name: part for name, part in loaded.items() if name in pipe.component_names})
     for name in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(name)

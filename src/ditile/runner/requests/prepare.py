@@ -44,6 +44,7 @@ def prepare_runner(
     conditions: Collection[str] = (),
     controlnet: str | None = None,
     components: ComponentFiles | None = None,
+    workflow: str | None = None,
 ) -> tuple[Any, Runner]:
     """Prepare a pipeline on this rank: divided, quantized and with its cache. All ranks call it.
 
@@ -53,6 +54,7 @@ def prepare_runner(
         conditions: what the calls will start from, which the pipeline's class has to take.
         controlnet: a ControlNet to load: a folder or a hub id.
         components: component -> a file with its weights in place of the model's own.
+        workflow: of a modular pipeline, the only one that is loaded.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -69,7 +71,8 @@ def prepare_runner(
     # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
     needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
     with Status(f"loading {model}") as loading:
-        pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan, components=components)
+        share = None if needs_whole_model else plan
+        pipe: Any = load(model, dtype=engine.dtype, plan=share, components=components, workflow=workflow)
     enable_required_tiling(pipe)
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
