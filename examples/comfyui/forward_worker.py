@@ -210,7 +210,9 @@ def guard_process(command: list[str]) -> int:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end_with_input() -> None:
-        sys.stdin.buffer.read()
+        # Not by sys.stdin, whose lock would be held when this program ends before its input.
+        while os.read(0, 4096):
+            pass
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
