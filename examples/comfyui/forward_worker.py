@@ -23,7 +23,6 @@ from pathlib import Path
 
 CHECK_SECONDS = 0.2
 END_SECONDS = 15.0
-LOG_LINES = 5
 
 
 class WorkerError(Exception):
@@ -122,13 +121,11 @@ class Worker:
             time.sleep(CHECK_SECONDS)
 
     def find_error(self) -> str:
-        """Return the first line of its log that is an error, or its last one."""
-        lines = self._log.read_text("utf-8", "replace").splitlines()
-        lines = [line.strip() for line in lines if line.strip()]
-        for line in lines:
-            if re.search(r"\berror\b", line, re.IGNORECASE):
-                return line
-        return lines[-1] if lines else f"it wrote nothing; exit code {self._guard.returncode}"
+        """Return the line in which `ditile` says why it ended, or the last line of its log."""
+        lines = [line.strip() for line in self._log.read_text("utf-8", "replace").splitlines()]
+        lines = [line for line in lines if line]
+        said = [line for line in lines if re.match(r"ditile( \w+)?: ", line)]
+        return (said or lines or [f"it wrote nothing; exit code {self._guard.returncode}"])[-1]
 
     def end(self) -> None:
         """End it and its ranks."""

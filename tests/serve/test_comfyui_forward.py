@@ -253,17 +253,22 @@ def test_a_worker_ends_with_its_guard(tmp_path: Path) -> None:
         guard.stdin.close()
         assert guard.wait(60) == 0
     assert mark.exists()
+    # A worker that ends first takes its guard along, which has nothing to say of it.
+    ending = [*arguments[:2], "bash", "-c", "exit 3"]
+    with subprocess.Popen(ending, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as guard:
+        assert guard.stderr is not None
+        assert (guard.wait(60), guard.stderr.read()) == (3, b"")
 
 
 def test_a_worker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first line of error. No value of a workflow is taken for a flag or by a shell."""
+    """In its own line. No value of a workflow is taken for a flag or by a shell."""
     program = tmp_path / "ditile"
-    program.write_text('#!/bin/sh\necho loading\necho "ditile: error: no model $3"\necho later\nexit 2\n', "utf-8")
+    program.write_text('#!/bin/sh\necho "ditile: loading"\necho "ditile: no model $3"\necho later\nexit 2\n', "utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("DITILE_COMMAND", str(program))
     options = WORKER.WorkerOptions("--help; touch x", plan="$(touch y)")
     pool = WORKER.WorkerPool()
-    with pytest.raises(WORKER.WorkerError, match=r"did not start: ditile: error: no model --model=--help; touch x"):
+    with pytest.raises(WORKER.WorkerError, match=r"did not start: ditile: no model --model=--help; touch x$"):
         pool.start(options, lambda: None)
     assert not pool.has_ended(options)
     monkeypatch.setenv("DITILE_COMMAND", str(tmp_path / "none"))
