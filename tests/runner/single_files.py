@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,19 +238,22 @@ def multiply_by_rules(x: Tensor, integers: Tensor, scale: Tensor, size: int) -> 
     return ((rotated / scales).round().long() @ integers.long().T) * scales * scale.double().flatten()
 
 
-def save_convrot(weights: Weights, path: Path, plain: Path, prefix: str = "", group_size: int = 16) -> None:
-    """ComfyUI's file of weights in integers, each matrix in the next way, and the numbers that they stand for."""
+def save_convrot(
+    weights: Weights, path: Path, plain: Path, prefix: str = "", group_size: int = 16, ways: Sequence[int] = range(4)
+) -> None:
+    """ComfyUI's file of weights in integers, each matrix in the next way, and the numbers that they stand for: int4
+    (1), int8 without a rotation (2), or with one, as the header (0) or a tensor (3) says."""
     stored: Weights = {}
     numbers = {}
     header = {}
-    ways = itertools.cycle(range(4))
+    cycle = itertools.cycle(ways)
     for name, tensor in weights.items():
         layer = name.removesuffix(".weight")
         if tensor.ndim != 2 or tensor.shape[1] % group_size or layer == name:
             stored[prefix + name] = tensor.to(torch.bfloat16).contiguous()
             numbers[name] = stored[prefix + name].float()
             continue
-        way = next(ways)
+        way = next(cycle)
         settings: dict[str, Any] = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group_size}
         size, most = group_size, 127
         if way == 1:
