@@ -40,6 +40,11 @@ from tests.runner.test_lora_files import STAGES, write_styles
 from tests.zoo.rows import EVERY
 
 FILE = "convrot.safetensors"
+TOLERANCE = 0.02
+"""Where ranks add in another order some input is rounded the other way, and that is as much as int8 itself changes;
+under `tensor` each rank rounds its share of a token."""
+EXACT = {("wan-2.1", "ulysses"), ("wan-2.1", "cfg")}
+"""Here all that tokens pass between two attentions is in integers, and attention adds in the same order."""
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -107,8 +112,9 @@ def draw_shares(folder: Path, name: str, keys: list[str]) -> list[str]:
         pipe = load_share(folder, name, plan, dist.get_rank())
         assert list_kept(pipe)
         image = draw(ditile.parallelize(pipe, plan), name, case.variant)
-        # Each rank rounds its share of a token.
-        tolerance = 0.02 if key == "tensor" else case.tolerance
+        tolerance = TOLERANCE
+        if case.tolerance == 0 or (name, key) in EXACT:
+            tolerance = 0.0
         error = measure_error(image, wanted[case.variant])
         if not error <= tolerance:
             problems.append(f"{key}: {error}")
