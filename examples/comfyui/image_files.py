@@ -66,6 +66,23 @@ def decode_video(content: bytes, video_format: str) -> Any:
         return _convert_to_tensor([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
+def decode_sound(content: bytes, video_format: str, seconds: float) -> dict[str, Any] | None:
+    """The sound of a video's file as ComfyUI's AUDIO, as long as the video; None if it is mute."""
+    if video_format == "gif":
+        return None
+    import av
+    import torch
+
+    with av.open(io.BytesIO(content)) as container:
+        if not container.streams.audio:
+            return None
+        rate = container.streams.audio[0].rate
+        frames = [frame.to_ndarray() for frame in container.decode(audio=0)]
+    # AAC has frames of a fixed size, so the last one may reach beyond the video.
+    samples = np.concatenate(frames, axis=1)[:, : round(seconds * rate)]
+    return {"waveform": torch.from_numpy(np.ascontiguousarray(samples))[None], "sample_rate": rate}
+
+
 def open_preview(content: bytes) -> Image.Image:
     """A preview as ComfyUI shows it."""
     return Image.open(io.BytesIO(content)).convert("RGB")

@@ -204,8 +204,8 @@ class DitileImageToVideo:
 
     CATEGORY = CATEGORY
     FUNCTION = "generate_video"
-    RETURN_TYPES = ("IMAGE", "FLOAT", "STRING")
-    RETURN_NAMES = ("frames", "fps", "info")
+    RETURN_TYPES = ("IMAGE", "FLOAT", "STRING", "AUDIO")
+    RETURN_NAMES = ("frames", "fps", "info", "audio")
     DESCRIPTION = "Generates a video on a ditile server, from an image if one is connected. Connect it to Create Video."
 
     @classmethod
@@ -223,8 +223,8 @@ class DitileImageToVideo:
 
     def generate_video(
         self, server: Server, prompt: str, seed: int, image: Any = None, **optional: Any
-    ) -> tuple[Any, float, str]:
-        """Frames [B, H, W, 3], how many a second, and what the server says of them.
+    ) -> tuple[Any, float, str, Any]:
+        """Frames [B, H, W, 3], how many a second, what the server says of them, and their sound, which may be None.
 
         Raises:
             ServerError: if it refuses or fails.
@@ -237,7 +237,9 @@ class DitileImageToVideo:
         job, content = Client(server.address, check_interrupt).generate_video(fields, show_progress)
         show_progress(100)
         frames = image_files.decode_video(content, video_format)
-        return frames, float(job["fps"]), describe_answer(job, {"seconds", "num_frames", "fps"})
+        fps = float(job["fps"])
+        sound = image_files.decode_sound(content, video_format, len(frames) / fps)
+        return frames, fps, describe_answer(job, {"seconds", "num_frames", "fps"}), sound
 
 
 class DitileStatus:

@@ -23,6 +23,7 @@ from ditile import ModelError, Plan, parallelize
 from ditile.cli import main
 from ditile.runner.requests import results, videos
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.sounds import Sound, find_sample_rate, list_sounds
 from ditile.serve import worker
@@ -228,3 +229,17 @@ def test_a_server_answers_a_video_with_its_sound(pool: Pool) -> None:
     assert (
         refused["kind"] == "failed" and "a sound at 40 Hz: AAC holds 8000 to 96000 Hz" in refused["failure"]["message"]
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("stable-audio", "audio_end_in_s"), ("stable-audio-3", "duration"), ("ace-step", "audio_duration"),
+     ("longcat-audio", "audio_duration_s")],
+)  # fmt: skip
+def test_a_sound_has_the_length_that_is_asked_for(name: str, argument: str) -> None:
+    """Under the name of its class; a class of videos or images has none."""
+    facts = collect_call_facts(type(ZOO[name].make()))
+    request = GenerateOptions(model="model", prompt="rain", sound_seconds=2.5)
+    assert facts.merge_arguments(request, {})[argument] == 2.5
+    with pytest.raises(ModelError, match="FluxPipeline takes no --sound-seconds"):
+        collect_call_facts(diffusers.FluxPipeline).merge_arguments(request, {})

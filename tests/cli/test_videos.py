@@ -220,7 +220,7 @@ def test_decoded_frames_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "show_progress_bar", show)
     pipe = ditile.load("shapes-wan")
     latents = torch.zeros(1, pipe.vae.config.z_dim, 3, 4, 4)
-    with torch.no_grad(), generate._show_decoded_frames(pipe, {"num_frames": 9}, 1, shown=True):
+    with torch.no_grad(), generate.show_decoded_frames(pipe, {"num_frames": 9}, 1, shown=True):
         for _ in range(2):  # as tiles that overlap
             pipe.vae.decode(latents)
     assert counts == [1, 4, 4, 0, 0, 0] and not pipe.vae.decoder._forward_hooks

@@ -23,6 +23,8 @@ import pytest
 import torch
 from PIL import Image
 
+from ditile.runner.requests.videos import encode_video
+from ditile.runner.sounds import Sound
 from tests.serve.comfy import FOLDER, ComfyStub, InterruptProcessingException, load_nodes
 from tests.serve.running import RunningServer
 
@@ -147,6 +149,19 @@ def test_pictures_keep_their_bytes_as_tensors() -> None:
     assert torch.equal(tensor, torch.tensor(pixels, dtype=torch.float32) / 255)
 
 
+def test_a_sound_is_as_long_as_its_video() -> None:
+    """As ComfyUI's AUDIO, from the file that a server writes."""
+    samples = np.sin(np.arange(32_000, dtype=np.float32) / 20)[None].repeat(2, 0)
+    video = np.zeros((12, 16, 16, 3), np.uint8)
+    content = encode_video(video, "mp4", 8.0, {}, Sound(samples, 16_000))
+    sound = read_module("image_files").decode_sound(content, "mp4", 12 / 8.0)
+    assert sound["sample_rate"] == 16_000 and sound["waveform"].shape == (1, 2, 24_000)
+    # AAC keeps a tone closely, without a delay.
+    assert np.abs(sound["waveform"][0].numpy() - samples[:, :24_000])[:, 2048:-2048].mean() < 0.05
+    assert read_module("image_files").decode_sound(encode_video(video, "mp4", 8.0, {}), "mp4", 1.5) is None
+    assert read_module("image_files").decode_sound(b"", "gif", 1.5) is None
+
+
 def test_a_mask_is_transparent_where_the_picture_is_drawn_anew() -> None:
     """At the picture's size: masks of ComfyUI may have another."""
     mask = torch.zeros(1, 4, 4)
@@ -231,7 +246,8 @@ def test_cancel_ends_the_work(flux_server: RunningServer, pictures: Any, monkeyp
 def test_a_video_is_a_batch_of_frames(videos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     comfy = ComfyStub(monkeypatch)
     draw = NODES["DitileImageToVideo"]().generate_video
-    frames, fps, info = draw(videos, PROMPT, 7, num_frames=9, fps=8.0, steps=4)
+    frames, fps, info, sound = draw(videos, PROMPT, 7, num_frames=9, fps=8.0, steps=4)
+    assert sound is None
     assert frames.shape == (9, 64, 64, 3) and fps == 8.0 and frames.dtype == torch.float32
     facts = json.loads(info)
     assert (facts["seed"], facts["num_frames"], facts["warnings"]) == (7, 9, [])

@@ -7,18 +7,21 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ditile
 from ditile.cache.report import summarize_cache_reports
+from ditile.cli.latents import LatentsKeeper
 from ditile.cli.outcome import NUM_PERF_CALLS, compute_median_reports, sum_reports, summarize_outcome
 from ditile.distributed.transport import gather_json
-from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
+from ditile.model.pipeline_calls import find_call_owner, is_modular, list_call_parameters
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.runner.model_files import defaults
+from ditile.runner.callbacks import StepWatch
+from ditile.runner.model_files import choose_dtype_name, defaults, find_model_source
 from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
@@ -91,15 +94,19 @@ def generate_images(
         num_outputs = request.num_images
         if cache.perf:
             num_outputs *= 1 + NUM_PERF_CALLS
-        with _show_decoded_frames(pipe, call, num_outputs, shown=runner.mesh.rank == 0):
-            call_result = _call_and_report(runner, make_call, cache)
-        outputs = list_outputs(pipe, call_result.result)
-        files = [str(path) for path in run.list_image_paths(len(outputs), seed, request.model)]
         texts = build_png_texts(request, plan, cache, call, conditions, promise)
         fps = choose_fps(pipe, request, call)
-        for (image, sound), path, own_seed in zip(outputs, files, seeds, strict=False):
-            own_texts = add_picture_texts(texts, pipe, call, request.prompt, own_seed, image)
-            write_drawn(image, path, fps, own_texts, sound)
+        files = [str(path) for path in run.list_image_paths(request.num_images, seed, request.model)]
+        pictures = [(request.prompt, own_seed) for own_seed in seeds]
+        keeper = _build_keeper(runner, request, run, kind, pictures, call, texts, fps, files[0])
+        with keeper.keep_on_failure():
+            with show_decoded_frames(pipe, call, num_outputs, shown=runner.mesh.rank == 0):
+                call_result = _call_and_report(runner, make_call, cache, keeper)
+            outputs = list_outputs(pipe, call_result.result)
+            files = [str(path) for path in run.list_image_paths(len(outputs), seed, request.model)]
+            for (image, sound), path, own_seed in zip(outputs, files, seeds, strict=False):
+                own_texts = add_picture_texts(texts, pipe, call, request.prompt, own_seed, image)
+                write_drawn(image, path, fps, own_texts, sound)
         # Written after the images, which must not be lost if the trace cannot be written.
         _write_trace(runner, run.trace)
         if call_result.result is None:
@@ -143,13 +150,16 @@ def generate_prompt_lines(
                 make_call = functools.partial(_build_lines_call, pipe, base, lines, request, plan, conditions)
                 if run.warm and start == 0:
                     _warm(runner, make_call(), cache)
-                call_result = _call_and_report(runner, make_call, cache)
-                # The images are dropped, because they would fill the memory.
-                call_results.append(call_result._replace(result=None))
-                # Only rank 0 has images.
-                for line, (image, sound) in zip(lines, list_outputs(pipe, call_result.result), strict=is_first):
-                    own_texts = add_picture_texts(texts, pipe, base, line.prompt, line.seed, image)
-                    write_drawn(image, line.path, fps, own_texts, sound)
+                pictures = [(line.prompt, line.seed) for line in lines]
+                keeper = _build_keeper(runner, request, run, kind, pictures, base, texts, fps, lines[0].path)
+                with keeper.keep_on_failure():
+                    call_result = _call_and_report(runner, make_call, cache, keeper)
+                    # The images are dropped, because they would fill the memory.
+                    call_results.append(call_result._replace(result=None))
+                    # Only rank 0 has images.
+                    for line, (image, sound) in zip(lines, list_outputs(pipe, call_result.result), strict=is_first):
+                        own_texts = add_picture_texts(texts, pipe, base, line.prompt, line.seed, image)
+                        write_drawn(image, line.path, fps, own_texts, sound)
                 advance(len(lines))
         if missing_lines:
             _write_trace(runner, run.trace)
@@ -229,6 +239,35 @@ def _prepare_runner(
     return pipe, runner, conditions
 
 
+def _build_keeper(
+    runner: Runner,
+    request: GenerateOptions,
+    run: RunOptions,
+    kind: OutputKind,
+    pictures: Sequence[tuple[str | None, int]],
+    call: CallArguments,
+    texts: dict[str, str],
+    fps: float,
+    out: str,
+) -> LatentsKeeper:
+    """Build what keeps the latents of a call. Raises `ModelError` if the class's cannot be kept on request."""
+    if run.save_latents is not None and is_modular(runner.pipe):
+        pipeline = type(runner.pipe).__name__
+        raise ModelError(f"save_latents={run.save_latents!r}: {pipeline} is modular, and its latents are not kept")
+    described = {
+        "model": request.model,
+        "components": request.components,
+        "dtype": choose_dtype_name(find_model_source(request.model, components=request.components), run.dtype),
+        "kind": kind,
+        "fps": fps,
+        "pictures": [*pictures],
+        "call": call,
+        "texts": texts,
+    }
+    path = None if run.save_latents is None else Path(run.save_latents)
+    return LatentsKeeper(runner.pipe, described, Path(out), path)
+
+
 class RunnerCallResult(NamedTuple):
     """A runner's call: its result on rank 0, reports of all ranks, reports of caches, and the seconds of --perf."""
 
@@ -243,7 +282,9 @@ def _warm(runner: Runner, call: CallArguments, cache: CacheOptions) -> None:
         warm_runner(runner, call, is_cached=cache.build_cache_arguments()["cache_config"] is not None)
 
 
-def _call_and_report(runner: Runner, make: Callable[[], CallArguments], cache: CacheOptions) -> RunnerCallResult:
+def _call_and_report(
+    runner: Runner, make: Callable[[], CallArguments], cache: CacheOptions, keeper: LatentsKeeper
+) -> RunnerCallResult:
     """Call a runner once, or several times for --perf. `make` builds new arguments for each call."""
     reports = []
     num_calls = 1
@@ -252,7 +293,7 @@ def _call_and_report(runner: Runner, make: Callable[[], CallArguments], cache: C
         num_calls += NUM_PERF_CALLS
     for _ in range(num_calls):
         with convert_value_errors(runner.pipe):
-            result = runner(**make(), output_on="first")
+            result = runner(**make(), output_on="first", watch=StepWatch(on_decode=keeper.take_latents))
         reports.append(runner.reports())
     saved = []
     if cache.build_cache_arguments()["cache_config"] is not None:
@@ -281,7 +322,7 @@ def _build_lines_call(
 
 
 @contextlib.contextmanager
-def _show_decoded_frames(pipe: Any, call: CallArguments, count: int, *, shown: bool) -> Iterator[None]:
+def show_decoded_frames(pipe: Any, call: CallArguments, count: int, *, shown: bool) -> Iterator[None]:
     """Show the progress of decoding a call's video frames, after the progress of the steps."""
     decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
     name = find_argument(pipe, FRAME_COUNTS)

@@ -37,6 +37,7 @@ from ditile.plan.errors import (
     StateError,
     escape_controls,
     find_nearest,
+    read_message,
     suggest_nearest,
 )
 from ditile.plan.extras import import_lab
@@ -62,7 +63,13 @@ from ditile.runner.requests.console import (
     print_parts,
     print_tables_and_json,
 )
-from ditile.runner.requests.options import GenerateOptions, ModelsOptions, VerifyOptions
+from ditile.runner.requests.options import (
+    DecodeOptions,
+    DeviceOptions,
+    GenerateOptions,
+    ModelsOptions,
+    VerifyOptions,
+)
 from ditile.runner.requests.outputs import RunOptions, check_output_files
 from ditile.runner.requests.pipelines import OutputKind
 from ditile.runner.requests.preflight import check_known_model, check_options
@@ -122,7 +129,7 @@ def _run_and_report(argv: Sequence[str]) -> int:
             print(escape_controls(error.traceback.rstrip()), file=sys.stderr)
         return _print_error(str(error), 1)
     except DitileError as error:
-        return _end_with_error(describe_error(error), str(error), 2)
+        return _end_with_error(describe_error(error), read_message(error), 2)
     except (MemoryError, RuntimeError, OSError, ImportError, SystemError) as error:
         line = describe_system_error(error)
         if not line:
@@ -396,7 +403,7 @@ def _generate_prompts_file(
     return outcome
 
 
-def _run_on_ranks(name: str, plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
+def _run_on_ranks(name: str, plan: Plan, run: DeviceOptions, args: tuple[Any, ...]) -> Any:
     """Run a function on the ranks of a plan, torchrun's or new ones, and return the first rank's result."""
     env.check_torchrun_world(plan)
     if env.read_torchrun_place() is None and plan.world > 1:
@@ -469,6 +476,22 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
 
         make_console(piped_width=LINE_WIDTH).print(build_verdict_table(verdict))
     return 0 if verdict.is_proven else 1
+
+
+def _run_decode_command(arguments: argparse.Namespace) -> int:
+    options = build_options(DecodeOptions, arguments)
+    check_model_file(options.file, "file")
+    plan = Plan()
+    if options.ranks > 1:
+        # Any axis within an image will do; nothing but the VAE is divided.
+        plan = Plan(ulysses=options.ranks, vae="rows")
+    from ditile.cli.decode import check_decode
+
+    facts, paths = check_decode(options)
+    summary = _run_on_ranks("ditile.cli.decode.decode_latents", plan, options, (options, plan, facts, paths))
+    if summary is not None:
+        print_parts(make_console(), [f"{name:<15}{text}" for name, text in summary])
+    return 0
 
 
 def _run_serve_command(arguments: argparse.Namespace) -> int:
@@ -567,6 +590,13 @@ COMMANDS = {
             *("prompt", "model", "steps", "height", "width", "guidance", "seed", "num_images", "image"),
             *("prompts_file", *ESSENTIAL_PLAN, "plan", "out", "dry_run", "cache"),
         ),
+    ),
+    "decode": Command(
+        _run_decode_command,
+        "decode latents that were kept",
+        "Decode the latents of a file: of ditile generate --save-latents, or kept after a failed decode.",
+        {DecodeOptions: "decode"},
+        left_out=("transformer",),
     ),
     "serve": Command(
         _run_serve_command,

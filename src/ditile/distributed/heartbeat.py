@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ditile.distributed import env
-from ditile.plan.errors import StoppedError, join_error_lines
+from ditile.plan.errors import StoppedError, join_error_lines, read_message
 
 _PR_SET_PDEATHSIG = 1
 HEARTBEAT = b"\0"
@@ -88,7 +88,7 @@ def describe_error(error: BaseException) -> RankFailure:
     for base in error_class.__mro__:
         if base.__module__ == "ditile.plan.errors":
             if base.__name__ in PLAIN_ERRORS:
-                return RankFailure(time.monotonic(), cause, str(error), text, base.__name__)
+                return RankFailure(time.monotonic(), cause, read_message(error), text, base.__name__)
             break
     prefix = choose_system_error_prefix(error)
     message = prefix + "".join(traceback.format_exception_only(error)).strip()

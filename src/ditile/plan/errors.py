@@ -76,9 +76,19 @@ class RankError(DitileError):
         return type(self), (self.rank, self.cause, self.message, self.traceback)
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to an error, as `add_note` does, which Python 3.10 lacks."""
+    error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+
+
+def read_message(error: BaseException) -> str:
+    """Return an error's message with its notes."""
+    return "; ".join([str(error), *getattr(error, "__notes__", [])])
+
+
 def join_error_lines(error: BaseException, limit: int | None = None) -> str:
     """Return an error's message on one line of at most `limit` letters; the name of its class, if it has no message."""
-    return (_join_lines(str(error)) or type(error).__name__)[:limit]
+    return (_join_lines(read_message(error)) or type(error).__name__)[:limit]
 
 
 def describe_class_and_text(error: BaseException) -> str:

@@ -38,6 +38,7 @@ from ditile.model.pipeline_calls import (
     find_denoisers,
     find_offload_devices,
     is_guidance_timed,
+    list_call_parameters,
     list_denoiser_names,
     list_pipeline_parts,
     read_call_values,
@@ -68,6 +69,7 @@ from ditile.parallel.sequence.ulysses import OverlappedUlysses, UlyssesExchange
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import ShardedTransformer, check_unsharded, find_tensor_table, shard_weights
 from ditile.parallel.text.encoders import After, TextEncoders
+from ditile.parallel.vae.host_frames import install_host_frames
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.cost import make_token_split
@@ -258,6 +260,8 @@ class Composition:
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
+            if self._makes_files(values):
+                install_host_frames(stack, getattr(self.pipe, "vae", None))
             if self.offload is not None:
                 stack.enter_context(self.offload.install_for_call())
             # Caches come before the hooks of blocks, which go around them.
@@ -283,6 +287,12 @@ class Composition:
                 if self.recorder is not None:
                     self.recorder.release()
                 raise
+
+    def _makes_files(self, call: CallArguments) -> bool:
+        """Return whether a call returns images of the host anyway, and no replica's frames travel between devices."""
+        parameter = list_call_parameters(self.pipe).get("output_type")
+        output_type = call.get("output_type", getattr(parameter, "default", None))
+        return output_type in ("pil", "np") and self.plan.data == 1
 
     def prepare_recorder(self, *, traced: bool) -> bool:
         """Inspect the models before a call. Return whether this rank may record calls of them."""

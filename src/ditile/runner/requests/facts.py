@@ -24,6 +24,7 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipeline_choice import choose_requested_class, find_pipeline_class_for
 from ditile.runner.requests.pipelines import (
     FRAME_RATES,
+    SOUND_LENGTHS,
     check_frame_count,
     check_prompt_cleaner,
     find_frames_ratio,
@@ -64,6 +65,9 @@ class CallFacts:
         """
         # The model's own options may be meant for a related class; the options of a request must all be taken.
         requested = dict(collect_request_arguments(request, base))
+        length = self.find_argument(SOUND_LENGTHS)
+        if length is not None and "sound_seconds" in requested:
+            requested[length] = requested.pop("sound_seconds")
         count = self.find_argument(FRAME_COUNTS)
         if count is not None and "num_frames" in requested:
             requested[count] = requested.pop("num_frames")

@@ -12,6 +12,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.flag_parser import format_flag
 from ditile.plan.option_classes import (
     CallArguments,
+    Count,
     Frames,
     Images,
     Pixels,
@@ -159,6 +160,27 @@ class EngineOptions(DeviceOptions):
     )
 
 
+@options()
+class DecodeOptions(DeviceOptions, SourceOptions):
+    """The options of `ditile decode`: a file of latents, and how they are decoded."""
+
+    file: str = define_option(
+        "", "latents of ditile generate: --save-latents, or kept after a failed decode", positional=True, reads=True
+    )
+    out: str | None = define_option(None, "the file to write, as of ditile generate", metavar="FILE")
+    model: ModelName | None = define_option(
+        None, "the model whose VAE decodes, where it has moved; by default the latents' own", metavar="NAME", reads=True
+    )
+    tiling: bool = define_option(False, "decode in overlapping tiles: less memory, and seams are blended")
+    slicing: bool = define_option(False, "decode one image of a batch at a time: less memory, nothing changes")
+    ranks: Ranks = define_option(1, "processes that decode a strip of rows each")
+    vae_block_size: Count | None = define_option(None, "rows that a convolution computes at a time: less memory")
+
+    def __post_init__(self) -> None:
+        if not self.file:
+            raise ModelError("there is nothing to decode; give a FILE of ditile generate --save-latents")
+
+
 _NEEDS = {
     "strength": ("image", "video"),
     "mask": ("image",),
@@ -184,6 +206,9 @@ class GenerateOptions(CallOptions):
     )
     num_images: Images = define_option(1, "images, with seeds that count up")
     fps: FrameRate | None = define_option(None, "frames a second of a video; the model's own by default", example=16)
+    sound_seconds: Seconds | None = define_option(
+        None, "seconds of the sound of a pipeline of sound alone; the class's own by default", example=10
+    )
     mask: str | None = define_option(
         None, "where --image is generated again: white, or transparent; of its size", reads=True
     )
@@ -228,6 +253,7 @@ class GenerateOptions(CallOptions):
             "strength": self.strength,
             "true_cfg_scale": self.true_cfg,
             "num_frames": self.frames,
+            "sound_seconds": self.sound_seconds,
         }
         return drop_missing(values)
 

@@ -48,10 +48,17 @@ class RunOptions(PlannedOptions, EngineOptions):
         False, "generate once before, unseen and in few steps: no image pays for what is done once"
     )
     trace: str | None = define_option(None, "write a Chrome trace of every rank", metavar="FILE")
+    save_latents: str | None = define_option(
+        None, "write the latents before the decode, for ditile decode: .safetensors", metavar="FILE"
+    )
     json: str | None = define_option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
     dry_run: bool = define_option(False, "show how the work is divided, without reading weights")
 
     def __post_init__(self) -> None:
+        if self.save_latents is not None and not self.save_latents.endswith(".safetensors"):
+            raise ModelError(
+                f"save_latents={self.save_latents!r} is a safetensors file; name it {self.save_latents}.safetensors"
+            )
         if self.out is None:
             return
         rest = PLACEHOLDER.sub("", self.out)
@@ -126,6 +133,8 @@ class RunOptions(PlannedOptions, EngineOptions):
         written = []
         if self.trace is not None:
             written.append(("trace", Path(self.trace)))
+        if self.save_latents is not None:
+            written.append(("save_latents", Path(self.save_latents)))
         if self.json not in (None, "-"):
             written.append(("json", Path(self.json or "")))
         if self.out_dir is None:

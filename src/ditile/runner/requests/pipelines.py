@@ -26,6 +26,8 @@ VIDEO_FIELDS = ("frames", "video", "videos")
 """The names of a result's field that holds videos."""
 FRAME_RATES = ("frame_rate", "fps")
 """The names of the argument for a video's rate; a class has at most one of them."""
+SOUND_LENGTHS = ("audio_end_in_s", "audio_duration", "audio_duration_s", "audio_length_in_s", "duration")
+"""The names of the argument for the seconds of a sound."""
 _TEMPORAL_RATIOS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 _VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
 """VAEs that can decode only in tiles, and otherwise raise after the last step. They are not causal, and their pipelines

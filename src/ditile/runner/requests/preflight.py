@@ -35,6 +35,8 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
         raise ModelError(f"json={run.json!r} is for what a run measured, and dry_run=True runs nothing; leave one out")
     if run.out_dir is not None and request.prompts_file is None:
         raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
+    if run.save_latents is not None and (request.prompts_file is not None or cache.perf):
+        raise ModelError(f"save_latents={run.save_latents!r} is for one call, and this run makes several; leave it out")
     if run.text_after == "free" and (request.prompts_file is not None or cache.perf or run.warm):
         raise ModelError("text_after='free': this run encodes prompts several times, and freed encoders do so once")
     find_model_source(request.model, weights=not run.dry_run, components=request.components)
