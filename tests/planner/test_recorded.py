@@ -266,8 +266,8 @@ def test_plans_of_every_axis_are_searched(saved: Any, capsys: pytest.CaptureFixt
     name = ("--model", "wan2.1-t2v-1.3b", "--hardware", "h100-nvlink", "--steps", "4")
     searched = {word.partition("=")[0] for plan in plan_as_json(capsys, *name, "--devices", "8", "--json", "-")["plans"]
                 for word in plan["plan"].split()}  # fmt: skip
-    assert {"cfg", "ulysses"} <= searched
-    for plan in ("distrifusion=4", "cfg=2 pipefusion=2 patches=2 vae=rows"):
+    assert {"pipefusion", "distrifusion", "ulysses"} <= searched
+    for plan in ("cfg=2 ulysses=2", "distrifusion=4", "cfg=2 pipefusion=2 patches=2 vae=rows"):
         answer = plan_as_json(capsys, "--model", str(saved("wan-2.1")[1]), *ASKED, "--price", plan)
         assert answer["plans"][0]["latency_s"] > 0
 
