@@ -216,7 +216,8 @@ def test_cancel_leaves_a_step_in_progress(model_module: Any, tmp_path: Path) -> 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                for answer in (description | {"protocol": CLIENT.PROTOCOL}, {}, {}):
+                answers: list[dict[str, Any]] = [description | {"protocol": CLIENT.PROTOCOL}, {}, {}]
+                for answer in answers:
                     CLIENT.receive_message(connection)
                     prefix, _ = CLIENT.encode_message(answer | {"ok": True}, [])
                     connection.sendall(prefix)

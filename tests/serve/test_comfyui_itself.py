@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.loaders import single_file_utils
 
 from tests.serve.comfy import load_nodes
 from tests.serve.comfyui_pairs import (
@@ -174,12 +173,13 @@ def convert_by_map(weights: Mapping[str, torch.Tensor], names: Mapping[str, Any]
     return converted
 
 
+FILES: Any = importlib.import_module("diffusers.loaders.single_file_utils")
 CONVERSIONS = {
     "flux": lambda weights, config: convert_by_map(weights, sys.modules["comfy.utils"].flux_to_diffusers(config)),
     "z_image": lambda weights, config: convert_by_map(weights, sys.modules["comfy.utils"].z_image_to_diffusers(config)),
-    "flux2": lambda weights, _: single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers(weights),
-    "ltx2": lambda weights, _: single_file_utils.convert_ltx2_transformer_to_diffusers(weights),
-    "wan": lambda weights, _: single_file_utils.convert_wan_transformer_to_diffusers(weights),
+    "flux2": lambda weights, _: FILES.convert_flux2_transformer_checkpoint_to_diffusers(weights),
+    "ltx2": lambda weights, _: FILES.convert_ltx2_transformer_to_diffusers(weights),
+    "wan": lambda weights, _: FILES.convert_wan_transformer_to_diffusers(weights),
 }
 
 
