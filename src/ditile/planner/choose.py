@@ -348,7 +348,7 @@ def _make_question(
     return PlanQuestion(hosts=hosts, cuda_graphs=cuda_graphs, profile=profile, **bounds, **request)
 
 
-def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | None = None) -> None:
+def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | None) -> None:
     """Check the devices of a plan's replicas. Raises `PlanError` if a later one has other devices than the first."""
     if replicas == 1:
         return

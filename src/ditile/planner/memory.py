@@ -241,7 +241,20 @@ class _RankTensors:
         self._whole = rank.take_share(MicroStep(0, None))
         # Messages between stages, by patch.
         self._patch_bytes = rank.count_patch_bytes()
-        self._largest = self._list_largest_shares()
+        schedule = self._schedule
+        # The largest shares, one for each kind of patch: the first patch is the largest, beside the first with latents.
+        # They are of the first step and the last synchronous one, and of a stale step after the pipeline was filled.
+        last_synchronous = max(schedule.warmup - 1, 0)
+        filled = min(schedule.warmup + 2, schedule.steps - 1)
+        steps = {0, last_synchronous, filled}
+        if schedule.num_references:
+            steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
+        micro_by_patch = {}
+        for step in sorted(steps):
+            for micro in schedule.list_micro_steps(step):
+                if micro.patch in (None, 0, schedule.num_references):
+                    micro_by_patch[micro.patch] = micro
+        self._largest = list(map(rank.take_share, micro_by_patch.values()))
 
     def count_activation_bytes(self) -> int:
         """Count the bytes of tensors kept by steps, or computed, sent and received ahead by the largest micro-step."""
@@ -317,23 +330,6 @@ class _RankTensors:
         attention reads it."""
         kept = self._footprint.kept
         return sum(kept[block].count_numbers(self._image, text or self._text_tokens) for block in self._rank.blocks)
-
-    def _list_largest_shares(self) -> list[MicroStepShare]:
-        """List a share for each kind of patch: of the first patch, which is the largest, and of the first with
-        latents."""
-        schedule = self._schedule
-        # The first step and the last synchronous one; and a stale step after the pipeline was filled.
-        last_synchronous = max(schedule.warmup - 1, 0)
-        filled = min(schedule.warmup + 2, schedule.steps - 1)
-        steps = {0, last_synchronous, filled}
-        if schedule.num_references:
-            steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
-        micro_by_patch = {}
-        for step in sorted(steps):
-            for micro in schedule.list_micro_steps(step):
-                if micro.patch in (None, 0, schedule.num_references):
-                    micro_by_patch[micro.patch] = micro
-        return [self._rank.take_share(micro) for micro in micro_by_patch.values()]
 
     def _count_sent_numbers(self, share: MicroStepShare) -> float:
         """Count the numbers per row of earlier messages to the next stage that may be on their way in a micro-step."""

@@ -104,13 +104,30 @@ class Pricer(MachineWork):
         bubble = free - compute
         if bubble <= ROUNDED * free:
             bubble = 0.0
+        # Steps of one kind send the same, and so do most stages.
+        last = job.shape.steps - 1
+        steps_by_kind: dict[tuple[Any, ...], list[int]] = {}
+        for step, kind in enumerate(ops.step_kinds):
+            # Only the last step sends no latents to the first stage.
+            steps_by_kind.setdefault((kind, step == last), []).append(step)
+        alike = ops.first_alike_stages
+        if ops.schedule.warmup_group_size:
+            alike = list(range(job.plan.pipefusion))
+        sent = 0
+        for rank in range(job.plan.world):
+            stage = rank // job.ranks_of_stage % job.plan.pipefusion
+            if alike[stage] != stage:
+                continue
+            for steps in steps_by_kind.values():
+                traffic = cost.count_traffic_in_step(job, rank, steps[0])
+                sent += alike.count(stage) * len(steps) * sum(traffic.values())
         return Price(
             plan=job.plan,
             latency_s=latency,
             compute_s=compute,
             exposed_s=latency - free,
             bubble_s=bubble,
-            bytes_per_step=_count_sent_bytes(ops) / job.shape.steps,
+            bytes_per_step=sent / job.shape.steps,
             memory_bytes=memory_bytes,
             is_recorded=ops.records,
         )
@@ -192,30 +209,6 @@ def predict_step_seconds(ops: OpPricer, *, free: bool) -> float:
     if shown == 1:
         return ends[-1]
     return ends[-1] - ends[-2]
-
-
-def _count_sent_bytes(ops: OpPricer) -> int:
-    """Count the bytes sent by all ranks in the whole call. Steps of one kind send the same, and so do most stages."""
-    job = ops.job
-    plan = job.plan
-    schedule = ops.schedule
-    last = job.shape.steps - 1
-    steps_by_kind: dict[tuple[Any, ...], list[int]] = {}
-    for step, kind in enumerate(ops.step_kinds):
-        # Only the last step sends no latents to the first stage.
-        steps_by_kind.setdefault((kind, step == last), []).append(step)
-    alike = ops.first_alike_stages
-    if schedule.warmup_group_size:
-        alike = list(range(plan.pipefusion))
-    total = 0
-    for rank in range(plan.world):
-        stage = rank // job.ranks_of_stage % plan.pipefusion
-        if alike[stage] != stage:
-            continue
-        for steps in steps_by_kind.values():
-            traffic = cost.count_traffic_in_step(job, rank, steps[0])
-            total += alike.count(stage) * len(steps) * sum(traffic.values())
-    return total
 
 
 def _find_step_ends(spans: list[Span], steps: int) -> list[float]:

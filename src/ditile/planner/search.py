@@ -38,7 +38,7 @@ from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
-from ditile.planner.seconds import EndSeconds, compute_decode_seconds, compute_text_seconds
+from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from ditile.planner.shares import weigh_ends, weigh_shares
 from ditile.planner.subject import PlanSubject
 
@@ -562,25 +562,24 @@ class PlanSearch:
             return price
         subject = self.subject
         plan = price.plan
-        ends = self._predict_ends(self._make_job(plan))
-        completed = replace(price, text_s=ends.text, decode_s=ends.decode)
+        text, decode = self._predict_ends(self._make_job(plan))
+        completed = replace(price, text_s=text, decode_s=decode)
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
         by_rows = self._make_job(self._weigh_ends(replace(plan, vae="rows")))
-        divided = self._predict_ends(by_rows).decode
-        if ends.decode - divided < ROWS_GAIN * completed.call_s:
+        _, divided = self._predict_ends(by_rows)
+        if decode - divided < ROWS_GAIN * completed.call_s:
             return completed
         sized = self._size_job(by_rows)
         if sized.lacks > 0:
             return completed
         return replace(completed, plan=by_rows.plan, decode_s=divided, memory_bytes=sized.memory)
 
-    def _predict_ends(self, job: PlannedCall) -> EndSeconds:
-        """Predict the seconds of text encoders and decode."""
+    def _predict_ends(self, job: PlannedCall) -> tuple[float, float]:
+        """Predict the seconds until the slowest replica has encoded its text, and those of the slowest decode."""
         subject = self.subject
         tokens = subject.count_prompt_tokens(self.call, self.shape)
         work = subject.count_decode_work(self.shape.frames)
-        # The slowest replica and the slowest rank count.
         shape = job.shape
         pixels = math.ceil(shape.images / job.plan.data) * shape.height * shape.width // subject.vae_scale**2
         text = [0.0] * job.plan.data
@@ -597,7 +596,7 @@ class PlanSearch:
                 text[planned.data] += own
             if share > 0:
                 decode = max(decode, compute_decode_seconds(work, pixels, share, device))
-        return EndSeconds(max(text), decode)
+        return max(text), decode
 
     def _weigh_ends(self, plan: Plan) -> Plan:
         """Divide a plan's decode and text by the speeds of the devices, if the plan divides them."""

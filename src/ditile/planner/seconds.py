@@ -177,13 +177,6 @@ def compute_decode_seconds(work: DecodeWork, pixels: int, share: float, profile:
     return whole * share + work.exchanges * (profile.link.latency_s + profile.link.call_s)
 
 
-class EndSeconds(NamedTuple):
-    """Seconds until the slowest replica has encoded its text, and until the slowest rank has decoded its share."""
-
-    text: float
-    decode: float
-
-
 class WarmupBlock(NamedTuple):
     """The seconds of a block that the stages of a warmup group compute together.
 
