@@ -63,7 +63,12 @@ class PreviewDecoder:
         # A latent frame holds several frames, except for the first. It is compared with its last frame.
         stride = (len(frames) - 1) / max(len(grids) - 1, 1)
         for index, grid in enumerate(grids):
-            colors = _average_colors(frames[round(index * stride)], grid, side)
+            rows, columns, _ = grid.shape
+            frame = frames[round(index * stride)].convert("RGB")
+            # The mean colours, from 0 to 1, below each latent pixel: [h * w, side * side * 3].
+            small = frame.resize((columns * side, rows * side), Image.Resampling.BOX)
+            colors = torch.from_numpy(np.array(small)).double() / 255
+            colors = colors.reshape(rows, side, columns, side, 3).permute(0, 2, 1, 3, 4).reshape(rows * columns, -1)
             self._inputs = torch.cat([self._inputs, _append_ones(grid)])[-MAX_ROWS:]
             self._colors = torch.cat([self._colors, colors])[-MAX_ROWS:]
         self._weights = torch.linalg.lstsq(self._inputs, self._colors, rcond=CUTOFF, driver="gelsd").solution
@@ -197,11 +202,3 @@ def _append_ones(grid: Tensor) -> Tensor:
     """Return latents `[h, w, C]` as rows `[h * w, C + 1]` of a regression with a constant."""
     rows = grid.flatten(0, 1)
     return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-
-
-def _average_colors(image: Image.Image, grid: Tensor, side: int) -> Tensor:
-    """Return the mean colours `[h * w, side * side * 3]`, from 0 to 1, of an image below each of its latent pixels."""
-    rows, columns, _ = grid.shape
-    small = image.convert("RGB").resize((columns * side, rows * side), Image.Resampling.BOX)
-    colors = torch.from_numpy(np.array(small)).double() / 255
-    return colors.reshape(rows, side, columns, side, 3).permute(0, 2, 1, 3, 4).reshape(rows * columns, -1)

@@ -109,51 +109,34 @@ def add_picture_texts(
     Args:
         texts: as of `build_png_texts`.
     """
-    arguments = {}
+    prompt = prompt or ""
+    complete: CallArguments = {}
     for name, parameter in list_call_parameters(pipe).items():
         if parameter.default is not inspect.Parameter.empty:
-            arguments[name] = parameter.default
+            complete[name] = parameter.default
+    complete |= call
     size = None
     if isinstance(drawn, np.ndarray):
         # A video is [F, H, W, 3].
         height, width = drawn.shape[1:3]
-        size = (int(width), int(height))
+        size = f"{width}x{height}"
     elif not isinstance(drawn, Sound):
-        size = drawn.size
-    parameters = format_parameters(
-        arguments | dict(call),
-        prompt=prompt or "",
-        seed=seed,
-        size=size,
-        model=texts["model"],
-        scheduler=type(getattr(pipe, "scheduler", None)).__name__,
-    )
-    return {**texts, "prompt": prompt or "", "seed": str(seed), pictures.PARAMETERS: parameters}
-
-
-def format_parameters(
-    call: CallArguments, *, prompt: str, seed: int, size: tuple[int, int] | None, model: str, scheduler: str
-) -> str:
-    """Format the text that AUTOMATIC1111 keeps in an image.
-
-    Args:
-        call: the arguments of the call, those by default included.
-        prompt, seed, size: of this image; the size is its width and height in pixels; a sound has none.
-    """
+        size = "{}x{}".format(*drawn.size)
+    scheduler = type(getattr(pipe, "scheduler", None)).__name__
     values = {
-        "Steps": call.get("num_inference_steps"),
+        "Steps": complete.get("num_inference_steps"),
         "Sampler": SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler")),
-        "CFG scale": call.get("guidance_scale"),
-        "True CFG scale": call.get("true_cfg_scale"),
+        "CFG scale": complete.get("guidance_scale"),
+        "True CFG scale": complete.get("true_cfg_scale"),
         "Seed": seed,
-        "Size": None if size is None else f"{size[0]}x{size[1]}",
-        "Model": model,
-        "Denoising strength": call.get("strength"),
+        "Size": size,
+        "Model": texts["model"],
+        "Denoising strength": complete.get("strength"),
         "Version": f"ditile {version('ditile')}",
     }
     lines = [prompt]
-    if call.get("negative_prompt"):
-        lines.append(f"Negative prompt: {call['negative_prompt']}")
+    if complete.get("negative_prompt"):
+        lines.append(f"Negative prompt: {complete['negative_prompt']}")
     parts = []
     for name, value in drop_missing(values).items():
         text = str(value)
@@ -163,7 +146,7 @@ def format_parameters(
         parts.append(f"{name}: {text}")
     # The programs that read this text look for "Steps: " at the beginning of the last line.
     lines.append(", ".join(parts))
-    return "\n".join(lines)
+    return {**texts, "prompt": prompt, "seed": str(seed), pictures.PARAMETERS: "\n".join(lines)}
 
 
 def _describe_frames(frames: Any, *, is_video: bool) -> str:
