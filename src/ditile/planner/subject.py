@@ -22,7 +22,6 @@ from ditile.model.anatomies import build_block_hooks, find_derived_cuts
 from ditile.model.call_families import find_call_family
 from ditile.model.hooks.block_calls import read_token_grid
 from ditile.model.hooks.block_hooks import TransformerHooks
-from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.model.registry import find_holes, name_family
@@ -214,8 +213,13 @@ class PlanSubject:
             return weights
         layers = []
         for hook in self.block_hooks.chain:
-            paths = [path for path, _ in hook.list_attentions() if _has_image_keys(hook, path)]
-            layers.append(tuple(hook.sees_text(path) for path in paths))
+            sees_text = []
+            for path, _ in hook.list_attentions():
+                kinds = [drop_further_keys(kind.rstrip(REAL_PAIRS)) for kind in hook.anatomy.attention[path]]
+                # Others attend only to the tokens of a second stream, whose keys no rank exchanges.
+                if any(kind.endswith(("N", "J")) for kind in kinds):
+                    sees_text.append(hook.sees_text(path))
+            layers.append(tuple(sees_text))
         call = self._record_probe().calls[0]
         out, rest = divmod(call.out, call.rows * call.image)
         # Text in the sequence has no prediction.
@@ -558,7 +562,12 @@ class PlanSubject:
         height = int(call["height"])
         width = int(call["width"])
         if references is not None and latent_frames == 1:
-            height, width = self._fit_size(height, width, first.image - references)
+            tokens = first.image - references
+            # Some pipelines scale images to the size of their training.
+            if tokens * self.token_side**2 != height * width:
+                columns = round(math.sqrt(tokens * width / height))
+                height = round(tokens / columns) * self.token_side
+                width = columns * self.token_side
         # Calls with unlike numbers of rows count as one for each row.
         batch = images
         calls = sum(rows) // images
@@ -586,15 +595,6 @@ class PlanSubject:
             key_heads=self.transformer_work.key_heads,
             references=references,
         )
-
-    def _fit_size(self, height: int, width: int, tokens: int) -> tuple[int, int]:
-        """Return the pixels of an image with this number of tokens. Some pipelines scale images to the size of their
-        training."""
-        side = self.token_side
-        if tokens * side**2 == height * width:
-            return height, width
-        columns = round(math.sqrt(tokens * width / height))
-        return round(tokens / columns) * side, columns * side
 
     def _find_grid(self, height: int, width: int, first: RecordedCall) -> Grid:
         """Return the rows to cut patches at: of every frame of latents `[B, .., H, W]`, or of the flattened tokens."""
@@ -685,9 +685,3 @@ def _describe_argument(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(item.size for item in value if isinstance(item, Image.Image)) or None
     return value if isinstance(value, str | int | float) else None
-
-
-def _has_image_keys(hook: BlockHook, path: str) -> bool:
-    """Return whether a module attends to tokens of the image, and not only to those of a second stream."""
-    kinds = [drop_further_keys(kind.rstrip(REAL_PAIRS)) for kind in hook.anatomy.attention[path]]
-    return any(kind.endswith(("N", "J")) for kind in kinds)

@@ -282,11 +282,13 @@ class PipelineRecorder:
     def _read_shape(self, shape: Sequence[str], call: CallArguments) -> list[int]:
         """Return the lengths for names. Some names are products or sums."""
         known = self._sizes | {"text": self.count_text_tokens(call)}
-
-        def multiply_names(names: str) -> int:
-            return math.prod(int(known.get(name, name)) for name in names.split("*"))
-
-        return [sum(map(multiply_names, names.split("+"))) for names in shape]
+        lengths = []
+        for terms in shape:
+            length = 0
+            for factors in terms.split("+"):
+                length += math.prod(int(known.get(name, name)) for name in factors.split("*"))
+            lengths.append(length)
+        return lengths
 
     @cached_property
     def _sizes(self) -> dict[str, Any]:
