@@ -12,7 +12,6 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators
 from ditile.distributed.private_network import create_private_network
 from ditile.plan.errors import PlanError, RankError, StateError
-from tests.distributed.faulty import Cell, find_wrong, run_with_fault
 
 ROOT = Path(__file__).parents[2]
 
@@ -380,30 +378,6 @@ def test_a_lost_interrupt_ends_the_run() -> None:
 
 
 PLAN = ["--pipefusion", "2", "--steps", "500", "--threads", "1", "--height", "64", "--width", "64"]
-CELLS = [
-    Cell("loading", "KILL", "rank 0"),
-    Cell("text", "memory", "rank 1"),
-    Cell("mid-loop", "INT", "parent"),
-    Cell("between prompts", "raise", "rank 1"),
-    Cell("mid-loop", "KILL", "parent", "torchrun"),
-]
-"""Some of the cells of docs/faults.md; `make nightly PARTS=faults` runs all."""
-STOPPED = [Cell("mid-loop", "STOP", "rank 1"), Cell("mid-loop", "STOP", "rank 0", "torchrun")]
-"""Their parents wait for most of the time."""
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
-def test_a_fault_ends_the_run_soon_and_is_named(cell: Cell) -> None:
-    """A failure would mean that a user waits for a time-out, blames the wrong rank, or finds what a run left."""
-    ending = run_with_fault(cell)
-    assert find_wrong(cell, ending) == [], ending.said
-
-
-def test_a_stopped_rank_ends_the_run_and_is_named() -> None:
-    """The same of ranks that the system has stopped, whoever started them; both runs at the same time."""
-    with ThreadPoolExecutor() as pool:
-        for cell, ending in zip(STOPPED, pool.map(run_with_fault, STOPPED), strict=True):
-            assert find_wrong(cell, ending) == [], ending.said
 
 
 def stall(*_: object) -> None:
