@@ -281,8 +281,10 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[tor
         raise ForwardLostError("the answer is none of ditile serve --forward; is there another server?")
     try:
         header = json.loads(_receive_bytes(connection, length))
-        shapes = [(DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]) for entry in header["tensors"]]
-    except (ValueError, KeyError, TypeError):
+        shapes = [
+            (DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]) for entry in header.get("tensors", [])
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ForwardLostError(
             "the header of the answer cannot be read; are client and server of one version?"
         ) from None

@@ -26,6 +26,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.diffusers_configs import convert_config
 from ditile.runner.runner import parallelize
 from tests import tiny
+from tests.families import FAMILIES
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, divided, draw_plain, run, same
 
@@ -173,9 +174,14 @@ def test_what_cannot_be_mapped_is_refused_with_its_value(config: Any, message: s
         convert_config(config)
 
 
-def test_a_model_without_its_pipeline_is_refused() -> None:
-    with pytest.raises(ModelError, match="FluxTransformer2DModel is a model; give its pipeline"):
-        ditile.enable_parallelism(MAKE["flux"]().transformer, ContextParallelConfig(ring_degree=2))
+@on_ranks(2)
+def test_a_model_without_its_pipeline_is_divided() -> None:
+    """A call of the runner is a call of the model."""
+    family = FAMILIES["FluxTransformer2DModel"]
+    with torch.no_grad():
+        plain = family.make()(**family.inputs(), return_dict=False)[0]
+    runner = ditile.enable_parallelism(family.make(), ContextParallelConfig(ring_degree=2))
+    assert float((runner(arguments=family.inputs()) - plain).abs().max() / plain.abs().max()) < TOLERANCE
 
 
 def draw_by_configs(name: str, configs: list[Any]) -> list[Any]:

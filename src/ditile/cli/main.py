@@ -503,9 +503,11 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     request = GenerateOptions(model=options.model, transformer=options.transformer, component=options.component)
     run = RunOptions(cuda_graphs=options.cuda_graphs, profile=options.profile)
     plan, chosen = resolve_plan_option(options.plan, request, run, plan, options.max_replicas)
-    if options.plan is None:
-        plan = _share_short_warmup(plan, arguments, options.model)
-    check_known_model(request, plan)
+    # Calls of a transformer alone have no steps and no size.
+    if options.forward is None:
+        if options.plan is None:
+            plan = _share_short_warmup(plan, arguments, options.model)
+        check_known_model(request, plan)
     _print_choice(chosen)
     return serve_model(options, plan, cache)
 

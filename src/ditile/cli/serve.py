@@ -25,6 +25,11 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     Raises:
         DitileError: if a package is missing, an option does not fit, or the server cannot listen.
     """
+    options = dataclasses.replace(options, attention=cache.choose_attention_backend(options.attention))
+    if options.forward is not None:
+        from ditile.serve.forward.server import run_forward_server
+
+        return run_forward_server(options, plan, cache)
     require_extra("serve", "the server")
     find_model_source(options.model, components=options.components)
     for choice in cache.loras.values():
@@ -33,7 +38,6 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
         raise ModelError("text_after='free': every request has a prompt to encode; use offload or keep")
     from ditile.serve.server import run_server
 
-    options = dataclasses.replace(options, attention=cache.choose_attention_backend(options.attention))
     predict = functools.partial(predict_call, options.model, plan, options.components, options.profile)
     return run_server(options, plan, cache, predict)
 

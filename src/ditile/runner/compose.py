@@ -78,6 +78,7 @@ from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import CallFamily, Weights, count_images
+from ditile.runner.transformer_calls import TransformerCalls
 from ditile.runner.user_code import list_user_code
 
 
@@ -134,6 +135,8 @@ class Composition:
     @property
     def family(self) -> CallFamily | None:
         """Return the family of the model's calls; None if their shape cannot be computed from their arguments."""
+        if isinstance(self.pipe, TransformerCalls):
+            return None
         return find_call_family(self.model)
 
     @property
@@ -247,6 +250,7 @@ class Composition:
             batch_dims=self.block_hooks.batch_dims,
             inputs=self.block_hooks.anatomy.inputs or None,
             keeps_calls=self.plan.keeps_calls,
+            has_lone_calls=isinstance(self.pipe, TransformerCalls),
         )
         with ExitStack() as stack:
             for cache in self.model_caches:

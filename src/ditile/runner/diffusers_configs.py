@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ditile.plan.errors import ModelError, PlanError
+from torch import nn
+
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
+from ditile.plan.single_calls import choose_call_plan
 from ditile.runner.runner import Runner, parallelize
+from ditile.runner.transformer_calls import build_transformer_calls
 
 # By names, as not every release of diffusers that is supported has all of these classes.
 NAMES = ("ParallelConfig", "ContextParallelConfig", "TensorParallelConfig")
@@ -29,21 +33,21 @@ def enable_parallelism(pipe: Any, config: Any, **options: Any) -> Runner:
     `ulysses_anything` and `ring_anything` are not needed, as every length and number of heads is divided.
 
     Args:
-        pipe: as for `parallelize`. It is the pipeline and not its transformer, because only calls of the pipeline say
-            where an image begins.
+        pipe: as for `parallelize`; or a transformer alone, whose calls are then `runner(arguments=dict(...))`, with the
+            arguments of its forward. Each is exact by itself, as nothing says where an image begins.
         config: a `ContextParallelConfig`, a `TensorParallelConfig`, or a `ParallelConfig` with one of them.
         options: further arguments of `parallelize`, such as `attention` or `trust_code`.
 
     Raises:
         PlanError: if it is another kind of config, has a value that ditile cannot honour, or does not fit.
-        ModelError: if `pipe` is a model, or anything else but a pipeline.
+        ModelError: if `pipe` is neither a pipeline nor a model.
         StateError, JoinError: as `parallelize`.
     """
-    if hasattr(pipe, "enable_parallelism"):
-        raise ModelError(
-            f"{type(pipe).__name__} is a model; give its pipeline: ditile.enable_parallelism(pipe, config)"
-        )
-    return parallelize(pipe, convert_config(config), **options)
+    plan = convert_config(config)
+    if isinstance(pipe, nn.Module):
+        pipe = build_transformer_calls(pipe)
+        plan = choose_call_plan(plan)
+    return parallelize(pipe, plan, **options)
 
 
 def convert_config(config: Any) -> Plan:

@@ -60,6 +60,7 @@ from ditile.runner.model_files import (
     choose_dtype_name,
     collect_component_files,
     find_model_source,
+    find_transformer_source,
     has_all_weights,
     is_hub_id,
     list_own_components,
@@ -249,6 +250,40 @@ def load_decoder(name: str, pipeline: type, needed: Collection[str], dtype: str,
         pipe = build_sibling_pipeline(pipeline, pipe, {"controlnet": None, **pipe.components})
     pipe.register_modules(**others)
     return pipe
+
+
+def load_transformer(
+    name: str, component_name: str, *, dtype: torch.dtype | str | None, plan: Plan, components: ComponentFiles
+) -> tuple[nn.Module, Any]:
+    """Load this rank's part of a pipeline's transformer onto the CPU, and nothing else of the pipeline.
+
+    Args:
+        name, components: as for `load`.
+        component_name: transformer, or another model of the pipeline's loop.
+
+    Returns:
+        The transformer, and the class of its pipeline; None if that is not diffusers' own.
+
+    Raises:
+        ModelError, PlanError, LoadError: as `load`.
+    """
+    begin_watch(None)
+    rank = find_process_rank(plan)
+    source = find_transformer_source(name, component_name, components)
+    weight_dtype = choose_weight_dtype(source, dtype)
+    with convert_build_errors(name):
+        there = {component.name: component for component in list_components(source)}
+        if component_name not in there:
+            names = ", ".join(filter(DENOISER_NAME.fullmatch, there))
+            raise ModelError(f"{name!r} has no component {component_name!r}; there are {names or 'none'}")
+        component = there[component_name]
+        model = load_model(component, plan, rank, weight_dtype, file=components.get(component_name))
+        if model is None:
+            raise ModelError(
+                f"{component_name} of {name!r} is a {component.class_name} that only its pipeline can load; give a "
+                f"file with its weights, as --component {component_name}=FILE"
+            )
+        return model, find_pipeline_kind(source)
 
 
 def choose_weight_dtype(source: ModelSource, dtype: torch.dtype | str | None) -> torch.dtype:

@@ -230,6 +230,20 @@ def find_model_source(
     return source
 
 
+def find_transformer_source(name: str, component: str, components: ComponentFiles) -> ModelSource:
+    """Return the folder or hub id of a model of which only one component is read.
+
+    The configs in the package are enough for a published model if a file has the weights.
+
+    Raises:
+        ModelError, LoadError: as `find_model_source`.
+    """
+    source = find_model_source(name, weights=False, components=components)
+    if component not in components and isinstance(source, Path) and source.parent == CONFIGS:
+        return find_model_source(name)
+    return source
+
+
 def collect_component_files(
     transformer: str | None, components: ComponentFiles | Iterable[str] | None
 ) -> dict[str, str]:

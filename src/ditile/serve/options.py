@@ -33,6 +33,15 @@ Port = Annotated[int, Field(ge=0, lt=2**16)]
 class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     """The options of a server: model, clients and limits."""
 
+    forward: str | None = define_option(
+        None, "serve calls of the transformer alone, as ComfyUI's nodes make them, on unix:/path or 127.0.0.1:PORT; "
+        "without one on a socket among this user's data",
+        metavar="ADDRESS", implied="unix",
+    )  # fmt: skip
+    forward_component: str = define_option(
+        "transformer", "with --forward: the transformer of a pipeline with two, such as transformer_2", metavar="NAME"
+    )
+    forward_bytes: Count = define_option(2**31, "with --forward: bytes of the tensors of a call")
     host: str = define_option("127.0.0.1", "the address to listen on; any but this machine's own asks for keys")
     port: Port = define_option(8000, "the port to listen on; 0 takes a free one")
     api_key: str | None = define_option(
@@ -126,6 +135,19 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
         """Return the largest number of pixels that an uploaded image may have."""
         return self.max_pixels or MAX_UPLOAD_PIXELS
 
+    def find_forward_address(self) -> str:
+        """Return the address of a forward server."""
+        if self.forward == "unix":
+            name = re.sub(r"[^\w.-]|_", "-", Path(self.model).name)
+            return f"unix:{env.find_data_folder()}/forward/{name}-{self.forward_component}.sock"
+        return str(self.forward)
+
+    def list_http_names(self) -> list[str]:
+        """Return the options that only a server of whole images has."""
+        own = [name for name in ServeOptions.__annotations__ if not name.startswith("forward")]
+        shared = ("api_key", "lora_dir", "max_loras", "max_queue", "timeout", "drain")
+        return [name for name in own if name not in shared] + ["text_after"]
+
     def list_origins(self) -> list[str]:
         """Return the origins whose pages may call the server."""
         if self.cors is None:
@@ -140,15 +162,19 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
         name = re.sub(r"[^\w.-]|_", "-", Path(self.model).name)
         return env.find_data_folder() / "serve" / f"{name}-{self.port}"
 
+    def list_lora_stems(self) -> list[str]:
+        """Return the names of the files in the folder of LoRAs."""
+        if self.lora_dir is None:
+            return []
+        loras = Path(self.lora_dir).glob("[!.]*.safetensors")
+        return sorted(path.stem for path in loras if path.is_file())
+
     def list_lora_names(self, facts: ModelFacts) -> list[str]:
         """Return the names of the LoRAs that requests may use.
 
         A model with two transformers has each file twice, the second time for its second transformer.
         """
-        if self.lora_dir is None:
-            return []
-        loras = Path(self.lora_dir).glob("[!.]*.safetensors")
-        names = sorted(path.stem for path in loras if path.is_file())
+        names = self.list_lora_stems()
         if facts.has_second_transformer:
             names += [f"{FOR_SECOND}{name}" for name in names]
         return names

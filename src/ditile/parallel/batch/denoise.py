@@ -48,6 +48,7 @@ class DataCfgBatch:
         batch_dims: finds the batch dimension of each argument of the models, where `inputs` does not give it.
         inputs: the kinds of their arguments, if known.
         keeps_calls: see `Plan.keeps_calls`.
+        has_lone_calls: whether each step has one call, which groups never share with others.
 
     Attributes:
         num_images: how many images the pipeline generates.
@@ -62,8 +63,10 @@ class DataCfgBatch:
         batch_dims: BatchDimFinder,
         inputs: Mapping[str, Kinds] | None,
         keeps_calls: bool,
+        has_lone_calls: bool = False,
     ) -> None:
         self._mesh = mesh
+        self._has_lone_calls = has_lone_calls
         self._models = models
         self._model = models[0]
         self.num_images = images
@@ -334,7 +337,8 @@ class DataCfgBatch:
         if not branch:
             self._step_rows = self._list_call_rows(now.calls or 0)
         if branch == step == 0 and now.calls is None:
-            self._by_calls = num_branches < self._cfg.size
+            # A call of fewer rows than groups is computed by all of them if no other call follows.
+            self._by_calls = num_branches < self._cfg.size and not self._has_lone_calls
             reason = explain_branch_refusal(self._model) if self._by_calls else None
             if reason:
                 raise ModelError(reason)

@@ -59,24 +59,77 @@ def prepare_runner(
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
-    import torch
-
-    from ditile.model.hooks.compile import set_compile_configs
+    set_up_rank(engine)
     from ditile.runner.load import load
-    from ditile.runner.runner import parallelize
 
-    silence_libraries()
-    if engine.threads is not None:
-        torch.set_num_threads(engine.threads)
-    # Ranks that divide tokens between Linears cannot load a LoRA later: it is cut with the whole weights.
-    needs_whole_model = bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
+    needs_whole_model = cuts_loras_with_weights(plan, cache)
     with Status(f"loading {model}") as loading:
         share = None if needs_whole_model else plan
         pipe: Any = load(model, dtype=engine.dtype, plan=share, components=components, workflow=workflow)
     enable_required_tiling(pipe)
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
-    if plan.tensor == 1 or needs_whole_model:
+    runner = divide_pipeline(pipe, engine, plan, cache, is_whole=needs_whole_model)
+    if loading.is_shown:
+        print("the model is ready; the prompt is encoded before the first step", file=sys.stderr, flush=True)
+    return pipe, runner
+
+
+def prepare_transformer(
+    model: str, component: str, engine: EngineOptions, plan: Plan, cache: CacheOptions, components: ComponentFiles
+) -> Runner:
+    """Prepare a transformer without its pipeline on this rank. All ranks call it.
+
+    Args:
+        component: the transformer's name in the pipeline.
+
+    Returns:
+        A runner of `TransformerCalls`.
+
+    Raises:
+        DitileError: as `prepare_runner`.
+    """
+    set_up_rank(engine)
+    from ditile.runner.load import load_transformer
+    from ditile.runner.transformer_calls import build_transformer_calls
+
+    is_whole = cuts_loras_with_weights(plan, cache)
+    with Status(f"loading the {component} of {model}"):
+        transformer, owner = load_transformer(
+            model, component, dtype=engine.dtype, plan=Plan() if is_whole else plan, components=components
+        )
+    return divide_pipeline(build_transformer_calls(transformer, owner), engine, plan, cache, is_whole=is_whole)
+
+
+def set_up_rank(engine: EngineOptions) -> None:
+    """Silence libraries, and set the threads of this rank."""
+    import torch
+
+    silence_libraries()
+    if engine.threads is not None:
+        torch.set_num_threads(engine.threads)
+
+
+def cuts_loras_with_weights(plan: Plan, cache: CacheOptions) -> bool:
+    """Return whether a rank needs the whole weights to load LoRAs: ranks that divide tokens between Linears cannot load
+    one later.
+    """
+    return bool(cache.loras) and plan.tensor > 1 and plan.split_scheme == "sequence"
+
+
+def divide_pipeline(pipe: Any, engine: EngineOptions, plan: Plan, cache: CacheOptions, *, is_whole: bool) -> Runner:
+    """Divide a loaded pipeline, with its LoRAs, quantization and cache. All ranks call it.
+
+    Args:
+        is_whole: whether the whole pipeline was loaded, and not this rank's share.
+
+    Raises:
+        DitileError: if the plan or an option does not fit.
+    """
+    from ditile.model.hooks.compile import set_compile_configs
+    from ditile.runner.runner import parallelize
+
+    if plan.tensor == 1 or is_whole:
         load_loras(pipe, cache)
     if engine.compile:
         set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
@@ -91,13 +144,11 @@ def prepare_runner(
         compile=engine.compile,
         cuda_graphs=engine.cuda_graphs,
     )
-    if plan.tensor > 1 and not needs_whole_model:
+    if plan.tensor > 1 and not is_whole:
         # Each rank read its share of the weights, and cuts the LoRAs alike.
         load_loras(pipe, cache)
     _enable_cache_and_quantization(runner, cache)
-    if loading.is_shown:
-        print("the model is ready; the prompt is encoded before the first step", file=sys.stderr, flush=True)
-    return pipe, runner
+    return runner
 
 
 def switch_to_conditions(

@@ -1,0 +1,371 @@
+"""`ditile serve --forward`: answers are those of the plain transformer, and bad input ends one connection at most."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ditile.cli.main import main
+from ditile.model.known import ASSETS
+from ditile.plan.errors import ModelError, StoppedError
+from ditile.plan.plan import Plan
+from ditile.plan.single_calls import choose_call_plan
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.serve.forward.addresses import listen_on_address
+from ditile.serve.forward.server import ForwardServer
+from ditile.serve.link import WorkerSetup
+from ditile.serve.options import ServeOptions
+from examples.comfyui.forward_client import (
+    ForwardClient,
+    ForwardError,
+    ForwardLostError,
+    ForwardRefusedError,
+)
+
+SECONDS = 60.0
+TOLERANCE = 1e-5
+KEY = "a key of letters"
+SIDE = 8
+CLASSES = {"shapes-flux": FluxTransformer2DModel, "shapes-pixart": PixArtTransformer2DModel}
+
+
+class Served(NamedTuple):
+    """A running server."""
+
+    address: str
+    server: ForwardServer
+    ends: list[BaseException]
+
+
+@contextlib.contextmanager
+def serve(address: str, model: str, plan: str = "", key: str | None = None, **values: Any) -> Iterator[Served]:
+    """A server in a thread, with ranks of its own."""
+    given = Plan.parse(plan) if plan else Plan()
+    options = ServeOptions(model=model, threads=1, **values)
+    keys = [("one", key.encode())] if key else []
+    ends: list[BaseException] = []
+    with listen_on_address(address, keys) as (listener, place):
+        setup = WorkerSetup(options=options, plan=choose_call_plan(given), cache=CacheOptions())
+        server = ForwardServer(setup, listener, keys, f"{model} on {place}", str(given))
+
+        def run() -> None:
+            try:
+                server.run_ranks()
+            except BaseException as error:
+                ends.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            wait_until_ready(place, thread)
+            yield Served(place, server, ends)
+        finally:
+            server.end()
+            server.end()
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+
+def wait_until_ready(address: str, thread: threading.Thread) -> None:
+    """Return when the server takes connections."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        with contextlib.suppress(ForwardLostError), ForwardClient(address):
+            return
+        assert thread.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def load_plain(model: str) -> Any:
+    return CLASSES[model].from_pretrained(ASSETS / model / "transformer").eval()
+
+
+def make_call(config: Any, *, rows: int = 2, seed: int = 0, text: int = 5) -> dict[str, Any]:
+    """The arguments of a forward of one of the bundled models."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    time_ = torch.full((rows,), 0.5)
+    if "caption_channels" in config:
+        return {
+            "hidden_states": noise(rows, config["in_channels"], 2 * SIDE, 2 * SIDE),
+            "encoder_hidden_states": noise(rows, text, config["caption_channels"]),
+            "encoder_attention_mask": torch.ones(rows, text, dtype=torch.bool),
+            "timestep": time_ * 900,
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        }
+    ids = torch.zeros(SIDE * SIDE, 3)
+    ids[:, 1] = torch.arange(SIDE * SIDE) // SIDE
+    ids[:, 2] = torch.arange(SIDE * SIDE) % SIDE
+    return {
+        "hidden_states": noise(rows, SIDE * SIDE, config["in_channels"]),
+        "encoder_hidden_states": noise(rows, text, config["joint_attention_dim"]),
+        "pooled_projections": noise(rows, config["pooled_projection_dim"]),
+        "timestep": time_,
+        "img_ids": ids,
+        "txt_ids": torch.zeros(text, 3),
+    }
+
+
+def measure(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("shapes-flux", "ulysses=2"),
+        ("shapes-flux", "tensor=2"),
+        ("shapes-pixart", "cfg=2"),
+        ("shapes-pixart", "ring=2"),
+        ("shapes-flux", ""),
+    ],
+)
+def test_answers_are_those_of_the_plain_transformer(tmp_path: Path, model: str, plan: str) -> None:
+    """Calls of one shape, of another, of one row and in bfloat16's place; a failure means a wrong image in a graph."""
+    plain = load_plain(model)
+    with (
+        serve(f"unix:{tmp_path}/a.sock", model, plan) as served,
+        ForwardClient(served.address, timeout=SECONDS) as client,
+    ):
+        hello = client.hello()
+        assert hello["model"] == type(plain).__name__
+        assert hello["ranks"] == max(1, Plan.parse(plan or "ulysses=1").world)
+        assert hello["dtype"] == "float32"
+        for rows, seed, text in ((2, 0, 5), (2, 1, 5), (1, 2, 7), (2, 0, 5)):
+            call = make_call(hello["config"], rows=rows, seed=seed, text=text)
+            with torch.no_grad():
+                expected = plain(**call, return_dict=False)[0]
+            assert measure(client.forward(call), expected) < TOLERANCE, (rows, seed, text)
+            client.start()
+
+
+def test_loras_belong_to_a_connection(tmp_path: Path) -> None:
+    """Two clients that take turns each get their own LoRAs, at their strength."""
+    plain = load_plain("shapes-flux")
+    torch.manual_seed(3)
+    plain.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["to_q", "to_k"]))
+    state = {f"transformer.{name}": value for name, value in get_peft_model_state_dict(plain).items()}
+    save_file(state, tmp_path / "one.safetensors")
+    with serve(f"unix:{tmp_path}/a.sock", "shapes-flux", "tensor=2", lora_dir=str(tmp_path)) as served:
+        first = ForwardClient(served.address, timeout=SECONDS)
+        with first, ForwardClient(served.address, timeout=SECONDS) as second:
+            hello = first.hello()
+            assert hello["loras"] == ["one"]
+            call = make_call(hello["config"])
+            first.set_loras([("one", 0.5)])
+            got = [first.forward(call), second.forward(call), first.forward(call)]
+            with pytest.raises(ForwardRefusedError, match="lora='two' is unknown"):
+                first.set_loras([("two", 1.0)])
+            with pytest.raises(ForwardRefusedError, match="strength='x' of one is not a number"):
+                first._exchange({"op": "loras", "loras": [{"name": "one", "strength": "x"}]}, [])
+            got.append(first.forward(call))
+    with torch.no_grad():
+        plain.set_adapters(["default"], [0.5])
+        with_lora = plain(**call, return_dict=False)[0]
+        plain.disable_adapters()
+        without = plain(**call, return_dict=False)[0]
+    assert measure(with_lora, without) > 10 * TOLERANCE
+    for answer, expected in zip(got, (with_lora, without, with_lora, with_lora), strict=True):
+        assert measure(answer, expected) < TOLERANCE
+
+
+def pack(header: Any, length: int | None = None, magic: bytes = b"DITILE01") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<8sI", magic, len(text) if length is None else length) + text
+
+
+FLOAT = {"dtype": "float32", "shape": [4]}
+# What is sent, what the answer says (empty: nothing), and whether the connection goes on.
+BAD_MESSAGES = [
+    ("wrong magic", pack({"op": "hello"}, magic=b"GET / HT"), "begins with b'GET / HT'", False),
+    ("a long header", pack(b"{}", length=2**21), "longer than 1048576", False),
+    ("no JSON", pack(b"{]"), "is not JSON", False),
+    ("a list", pack([1]), "is not a JSON object", False),
+    ("nested", pack(b"[" * 100_000), "is not JSON", False),
+    ("an unknown type", pack({"tensors": [{"dtype": "object", "shape": [1]}]}), "is no tensor", False),
+    ("a negative size", pack({"tensors": [{"dtype": "uint8", "shape": [-1]}]}), "is no tensor", False),
+    ("too many bytes", pack({"tensors": [{"dtype": "uint8", "shape": [2**35, 2**35]}]}), "bytes are more than", False),
+    ("bytes said and not sent", pack({"op": "forward", "tensors": [FLOAT]}) + bytes(7), "in the middle", False),
+    ("an unknown op", pack({"op": "exec"}), "op='exec' is not known", True),
+    ("another protocol", pack({"op": "hello", "protocol": 2}), "protocol=2 is not known", True),
+    ("no arguments", pack({"op": "forward", "arguments": 3}), "arguments=3 is not an object", True),
+    ("no such tensor", pack({"op": "forward", "arguments": {"x": {"tensor": 0}}}), "is neither", True),
+    ("no form", pack({"op": "forward", "arguments": {"x": {"pickle": "gASV"}}}), "is neither", True),
+    ("another family", pack({"op": "forward", "arguments": {"cap_feats": 1}}), "unexpected keyword|missing", True),
+]
+
+
+def exchange(address: str, content: bytes) -> tuple[str, bool]:
+    """The error of the answer, and whether the connection answers a hello after it."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(SECONDS)
+        connection.connect(address.removeprefix("unix:"))
+        connection.sendall(content)
+        if content.endswith(bytes(7)):
+            connection.shutdown(socket.SHUT_WR)
+        file = connection.makefile("rb")
+        _, length = struct.unpack("<8sI", file.read(12))
+        error = json.loads(file.read(length))["error"]
+        goes_on = False
+        with contextlib.suppress(OSError):
+            connection.sendall(pack({"op": "hello", "protocol": 1}))
+            goes_on = len(file.read(12)) == 12
+        return error, goes_on
+
+
+def test_bad_messages_harm_nobody_else(tmp_path: Path) -> None:
+    """Each row is answered in one line; whoever is connected meanwhile is served, and who vanishes in a call is not
+    missed."""
+    plain = load_plain("shapes-flux")
+    with serve(f"unix:{tmp_path}/a.sock", "shapes-flux", "ulysses=2") as served:
+        assert os.stat(tmp_path / "a.sock").st_mode & 0o777 == 0o600
+        with ForwardClient(served.address, timeout=SECONDS) as client:
+            call = make_call(client.hello()["config"])
+            client.forward(call)
+            for name, content, message, goes_on in BAD_MESSAGES:
+                error, still = exchange(served.address, content)
+                assert pytest.approx(still) == goes_on, name
+                assert "\n" not in error, name
+                assert any(part in error for part in message.split("|")), (name, error)
+            # A shape that the model does not take, in the middle of a chain of calls.
+            with pytest.raises(ForwardRefusedError, match="FluxTransformer2DModel does not take these arguments"):
+                client.forward(call | {"hidden_states": call["hidden_states"][..., :3]})
+            vanishing = socket.socket(socket.AF_UNIX)
+            vanishing.connect(served.address.removeprefix("unix:"))
+            prefix, contents = _encode_call(call)
+            vanishing.sendall(prefix + contents)
+            vanishing.close()
+            with torch.no_grad():
+                expected = plain(**call, return_dict=False)[0]
+            assert measure(client.forward(call), expected) < TOLERANCE
+
+
+def _encode_call(call: dict[str, Any]) -> tuple[bytes, bytes]:
+    from examples.comfyui.forward_client import encode_message, encode_value, view_bytes
+
+    tensors: list[Tensor] = []
+    arguments = {name: encode_value(value, tensors) for name, value in call.items()}
+    prefix, contents = encode_message({"op": "forward", "arguments": arguments}, tensors)
+    return prefix, b"".join(bytes(view_bytes(content)) for content in contents)
+
+
+def test_a_port_asks_for_a_key(tmp_path: Path) -> None:
+    with serve("127.0.0.1:0", "shapes-flux", key=KEY) as served:
+        with ForwardClient(served.address, key=KEY, timeout=SECONDS) as client:
+            config = client.hello()["config"]
+            assert client.forward(make_call(config)).shape == (2, SIDE * SIDE, config["in_channels"])
+        for key, message in (("another key", "the key is not known"), (None, "the key is not known")):
+            with ForwardClient(served.address, key=key) as client, pytest.raises(ForwardRefusedError, match=message):
+                client.hello()
+        with ForwardClient(served.address) as client, pytest.raises(ForwardError, match="must be hello|bytes are more"):
+            client.forward({"x": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("0.0.0.0:8000", "is not on this machine"),
+        ("192.168.1.2:8000", "is not on this machine"),
+        ("localhost:x", "is not on this machine"),
+        ("127.0.0.1:0", "is reached by all users of this machine"),
+        ("unix:relative.sock", "has no absolute path"),
+        ("unix:/nowhere/a.sock", "cannot listen there"),
+        ("unix:{open}/a.sock", "others can write to"),
+        ("unix:{own}/file", "is not a socket"),
+    ],
+)
+def test_addresses_that_others_reach_are_refused(tmp_path: Path, address: str, message: str) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+    place = address.format(open=tmp_path / "open", own=tmp_path)
+    with pytest.raises(ModelError, match=message), listen_on_address(place, []):
+        pass
+    assert (tmp_path / "file").exists()
+
+
+def test_a_dead_socket_is_replaced_and_a_living_one_is_not(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/a.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{tmp_path}/a.sock")
+    refuses = pytest.raises(ModelError, match="another server has it")
+    with listen_on_address(address, []), refuses, listen_on_address(address, []):
+        pass
+    assert not (tmp_path / "a.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--distrifusion", "2"], "distrifusion=2 reads keys"),
+        (["--cache"], "a cache leaves out work"),
+        (["--max-batch", "2"], "max_batch=2 is for a server of whole images"),
+        (["--forward-component", "unet"], "has no component 'unet'"),
+        (["--forward", "10.0.0.1:1"], "is not on this machine"),
+    ],
+)
+def test_options_are_refused_in_one_line(capfd: Any, tmp_path: Path, flags: list[str], message: str) -> None:
+    words = ["serve", "--forward", f"unix:{tmp_path}/a.sock", "--model", "shapes-flux", *flags]
+    assert main(words) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ditile: ")]
+    assert message in lines[-1]
+
+
+def test_a_rank_that_is_killed_ends_the_server(tmp_path: Path) -> None:
+    """In seconds, with exit code 1 and the reason, and without its socket; a client is told that it was lost."""
+    address = f"unix:{tmp_path}/a.sock"
+    words = ["serve", "--forward", address, "--model", "shapes-flux", "--ulysses", "2", "--threads", "1"]
+    command = [sys.executable, "-m", "ditile", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert any(f"on {address}" in line for line in process.stderr)
+            with ForwardClient(address, timeout=SECONDS) as client:
+                call = make_call(client.hello()["config"])
+                client.forward(call)
+                ranks = [child for child in psutil.Process(process.pid).children() if "ditile-rank" in child.cmdline()]
+                assert len(ranks) == 2
+                ranks[1].send_signal(signal.SIGKILL)
+                with pytest.raises(ForwardLostError):
+                    for _ in range(100):
+                        client.forward(call)
+                        time.sleep(0.1)
+            assert process.wait(SECONDS) == 1
+            assert "killed by SIGKILL" in process.stderr.read()
+            assert not (tmp_path / "a.sock").exists()
+        finally:
+            process.kill()
+
+
+def test_a_signal_ends_the_server(tmp_path: Path) -> None:
+    with serve(f"unix:{tmp_path}/a.sock", "shapes-flux") as served, ForwardClient(served.address) as client:
+        client.hello()
+        served.server.end()
+        with pytest.raises(ForwardLostError):
+            for _ in range(100):
+                client.start()
+                time.sleep(0.1)
+    assert [type(error) for error in served.ends] == [StoppedError]
