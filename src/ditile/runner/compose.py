@@ -288,8 +288,7 @@ class Composition:
                 raise
             except BaseException:
                 # An unfinished or failed tape is useless.
-                if self.recorder is not None:
-                    self.recorder.release()
+                self.release_recordings()
                 raise
 
     def _makes_files(self, call: CallArguments) -> bool:
