@@ -172,7 +172,9 @@ class DecodeOptions(DeviceOptions, SourceOptions):
         None, "the model whose VAE decodes, where it has moved; by default the latents' own", metavar="NAME", reads=True
     )
     tiling: bool = define_option(False, "decode in overlapping tiles: less memory, and seams are blended")
-    slicing: bool = define_option(False, "decode one image of a batch at a time: less memory, nothing changes")
+    slicing: bool = define_option(
+        False, "decode one image of a batch at a time: less memory, and equal but for rounding"
+    )
     ranks: Ranks = define_option(1, "processes that decode a strip of rows each")
     vae_block_size: Count | None = define_option(None, "rows that a convolution computes at a time: less memory")
 
