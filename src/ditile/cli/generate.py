@@ -97,16 +97,12 @@ def generate_images(
         texts = build_png_texts(request, plan, cache, call, conditions, promise)
         fps = choose_fps(pipe, request, call)
         files = [str(path) for path in run.list_image_paths(request.num_images, seed, request.model)]
-        pictures = [(request.prompt, own_seed) for own_seed in seeds]
-        keeper = _build_keeper(runner, request, run, kind, pictures, call, texts, fps, files[0])
+        lines = [PromptLine(request.prompt or "", *place) for place in zip(seeds, files, strict=True)]
+        keeper = _build_keeper(runner, request, run, kind, lines, call, texts, fps)
         with keeper.keep_on_failure():
             with show_decoded_frames(pipe, call, num_outputs, shown=runner.mesh.rank == 0):
                 call_result = _call_and_report(runner, make_call, cache, keeper)
-            outputs = list_outputs(pipe, call_result.result)
-            files = [str(path) for path in run.list_image_paths(len(outputs), seed, request.model)]
-            for (image, sound), path, own_seed in zip(outputs, files, seeds, strict=False):
-                own_texts = add_picture_texts(texts, pipe, call, request.prompt, own_seed, image)
-                write_drawn(image, path, fps, own_texts, sound)
+            _write_outputs(pipe, call_result.result, lines, call, texts, fps)
         # Written after the images, which must not be lost if the trace cannot be written.
         _write_trace(runner, run.trace)
         if call_result.result is None:
@@ -150,16 +146,12 @@ def generate_prompt_lines(
                 make_call = functools.partial(_build_lines_call, pipe, base, lines, request, plan, conditions)
                 if run.warm and start == 0:
                     _warm(runner, make_call(), cache)
-                pictures = [(line.prompt, line.seed) for line in lines]
-                keeper = _build_keeper(runner, request, run, kind, pictures, base, texts, fps, lines[0].path)
+                keeper = _build_keeper(runner, request, run, kind, lines, base, texts, fps)
                 with keeper.keep_on_failure():
                     call_result = _call_and_report(runner, make_call, cache, keeper)
                     # The images are dropped, because they would fill the memory.
                     call_results.append(call_result._replace(result=None))
-                    # Only rank 0 has images.
-                    for line, (image, sound) in zip(lines, list_outputs(pipe, call_result.result), strict=is_first):
-                        own_texts = add_picture_texts(texts, pipe, base, line.prompt, line.seed, image)
-                        write_drawn(image, line.path, fps, own_texts, sound)
+                    _write_outputs(pipe, call_result.result, lines, base, texts, fps)
                 advance(len(lines))
         if missing_lines:
             _write_trace(runner, run.trace)
@@ -244,11 +236,10 @@ def _build_keeper(
     request: GenerateOptions,
     run: RunOptions,
     kind: OutputKind,
-    pictures: Sequence[tuple[str | None, int]],
+    lines: Sequence[PromptLine],
     call: CallArguments,
     texts: dict[str, str],
     fps: float,
-    out: str,
 ) -> LatentsKeeper:
     """Build what keeps the latents of a call. Raises `ModelError` if the class's cannot be kept on request."""
     if run.save_latents is not None and is_modular(runner.pipe):
@@ -260,12 +251,21 @@ def _build_keeper(
         "dtype": choose_dtype_name(find_model_source(request.model, components=request.components), run.dtype),
         "kind": kind,
         "fps": fps,
-        "pictures": [*pictures],
+        "pictures": [(line.prompt, line.seed) for line in lines],
         "call": call,
         "texts": texts,
     }
     path = None if run.save_latents is None else Path(run.save_latents)
-    return LatentsKeeper(runner.pipe, described, Path(out), path)
+    return LatentsKeeper(runner.pipe, described, Path(lines[0].path), path)
+
+
+def _write_outputs(
+    pipe: Any, result: Any, lines: Sequence[PromptLine], call: CallArguments, texts: dict[str, str], fps: float
+) -> None:
+    """Write what a call drew for some lines. Only rank 0 has a result."""
+    for line, (drawn, sound) in zip(lines, list_outputs(pipe, result), strict=False):
+        own_texts = add_picture_texts(texts, pipe, call, line.prompt, line.seed, drawn)
+        write_drawn(drawn, line.path, fps, own_texts, sound)
 
 
 class RunnerCallResult(NamedTuple):

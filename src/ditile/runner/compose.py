@@ -264,8 +264,7 @@ class Composition:
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
-            if self._makes_files(values):
-                install_host_frames(stack, getattr(self.pipe, "vae", None))
+            self._install_host_frames(stack, values)
             if self.offload is not None:
                 stack.enter_context(self.offload.install_for_call())
             # Caches come before the hooks of blocks, which go around them.
@@ -291,11 +290,13 @@ class Composition:
                 self.release_recordings()
                 raise
 
-    def _makes_files(self, call: CallArguments) -> bool:
-        """Return whether a call returns images of the host anyway, and no replica's frames travel between devices."""
+    def _install_host_frames(self, stack: ExitStack, call: CallArguments) -> None:
+        """Decode to the host's memory if a call returns images of the host anyway."""
         parameter = list_call_parameters(self.pipe).get("output_type")
         output_type = call.get("output_type", getattr(parameter, "default", None))
-        return output_type in ("pil", "np") and self.plan.data == 1
+        # Frames of several replicas travel between devices.
+        if output_type in ("pil", "np") and self.plan.data == 1:
+            install_host_frames(stack, getattr(self.pipe, "vae", None))
 
     def prepare_recorder(self, *, traced: bool) -> bool:
         """Inspect the models before a call. Return whether this rank may record calls of them."""
