@@ -168,7 +168,8 @@ class DecodeOptions(DeviceOptions, SourceOptions):
         "", "latents of ditile generate: --save-latents, or kept after a failed decode", positional=True, reads=True
     )
     out: str | None = define_option(None, "the file to write, as of ditile generate", metavar="FILE")
-    model: ModelName | None = define_option(
+    # Without it the latents name their model, so None is a value here alone.
+    model: ModelName | None = define_option(  # type: ignore[assignment]
         None, "the model whose VAE decodes, where it has moved; by default the latents' own", metavar="NAME", reads=True
     )
     tiling: bool = define_option(False, "decode in overlapping tiles: less memory, and seams are blended")
