@@ -69,7 +69,7 @@ def counted(name: str, plans: list[dict[str, Any]]) -> list[tuple[dict[str, int]
             job, rank = runner.job(), runner.mesh.rank
             assert job is not None
             sent = {kind: size for kind, size in runner.report.sent.items() if size and kind != "control"}
-            formulas = cost.count_traffic_bytes(job, rank), job.plan_rank(rank).kept_key_bytes
+            formulas = cost.count_traffic_bytes(job, rank), job.plan_rank(rank).count_kept_key_bytes()
             results.append((sent, formulas[0], runner.report.key_bytes, formulas[1]))
     return results
 

@@ -327,17 +327,9 @@ class PlannedRank:
             sizes.append(length * token_bytes)
         return tuple(sizes)
 
-    @cached_property
-    def kept_key_bytes(self) -> int:
-        """Return the bytes of the keys and values that it keeps: of its own layers and heads."""
-        return self._count_key_bytes(text=True)
-
-    @cached_property
-    def kept_image_key_bytes(self) -> int:
-        """Return the same without the keys and values of the text."""
-        return self._count_key_bytes(text=False)
-
-    def _count_key_bytes(self, *, text: bool) -> int:
+    @memoize_method
+    def count_kept_key_bytes(self, *, text: bool = True) -> int:
+        """Count the bytes of the keys and values that it keeps, of its own layers and heads, with the text's or not."""
         job = self.job
         if job.plan.distrifusion == 1 and not any(map(job.step_schedule.keeps_keys, range(job.shape.steps))):
             return 0

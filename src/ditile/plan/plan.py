@@ -436,9 +436,8 @@ class Plan:
         heads, and each group of cfg a branch of guidance. A replica may have no images of its own.
         """
         lines: list[str] = []
-        for check in (_check_blocks, _check_heads, _check_token_rows, _check_patch_tokens):
+        for check in (_check_blocks, _check_heads, _check_token_rows, _check_patch_tokens, _check_branches):
             lines += check(self, facts)
-        lines += _check_branches(self, facts)
         return lines
 
     def check(self, facts: Facts) -> None:

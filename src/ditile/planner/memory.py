@@ -151,7 +151,7 @@ def count_rank_memory(
     tensors = _RankTensors(subject, planned, text_tokens)
     activations = tensors.count_activation_bytes()
     # Keys of a transformer stay in memory until the end, even after its last call.
-    keys = (planned.kept_key_bytes + planned.base_bytes) * subject.models
+    keys = (planned.count_kept_key_bytes() + planned.base_bytes) * subject.models
     tapes = 0
     if records and can_record_calls(job.plan, profile):
         # Tapes and their keys hold no more than their share of memory. Other calls run as code.
@@ -280,7 +280,7 @@ class _RankTensors:
         in_flight = 0
         # DistriFusion sends the keys of all layers at once; the keys of the text are not sent.
         if plan.distrifusion > 1:
-            in_flight = rank.kept_image_key_bytes
+            in_flight = rank.count_kept_key_bytes(text=False)
         return int(computed + rank.number_bytes * kept) + NUM_LATENT_COPIES * rank.shape.latent_bytes + in_flight
 
     def count_tape_bytes(self) -> int:

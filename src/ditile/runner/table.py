@@ -57,7 +57,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
             _format_blocks(planned.blocks),
             tokens,
             _format_parameters(num_parameters),
-            format_bytes(planned.kept_key_bytes),
+            format_bytes(planned.count_kept_key_bytes()),
             "\n".join(traffic) or "0 B",
         )
     num_blocks = len(job.weights.blocks)
