@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ditile
 from ditile import ModelError
 from ditile.model.hooks.placeholders import count_parameter_bytes, count_tensor_bytes
+from ditile.parallel.block_formats import find_row_blocks
 from ditile.plan import extras
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
@@ -177,6 +178,9 @@ def be_refused(folder: Path, name: str) -> list[str]:
 
 def test_what_integers_do_not_take_is_refused(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line: a cut within a group, another type of weights, LoRAs in the weights, and a package that lacks."""
+    # A row of one group is not cut either, though it has one scale.
+    row = ConvRotInt8(torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 1), [1, 64], torch.float32)
+    assert find_row_blocks(row) == ("ConvRotInt8", 64, 64)
     write_model(tmp_path, "flux-2", group_size=64)
     for lines in pool.run(be_refused, 2, tmp_path, "flux-2"):
         for line in lines:
