@@ -66,7 +66,9 @@ def test_calls_are_those_of_one_device(pool: Pool, name: str) -> None:
         differences = {plan: value for plan, value in found.items() if isinstance(value, float)}
         assert all(value < TOLERANCE for value in differences.values()), found
         if name in OFTEN_CALLED:
-            assert list(differences) == PLANS, found
+            # Two ranks do not divide the 85 features of this small one.
+            plans = [plan for plan in PLANS if (name, plan) != ("ZImageTransformer2DModel", "tensor=2")]
+            assert list(differences) == plans, found
 
 
 @pytest.mark.parametrize(
