@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from ditile.runner.diffusers_configs import enable_parallelism
     from ditile.runner.load import load
     from ditile.runner.lora import load_lora
-    from ditile.runner.quantize import quantize
     from ditile.runner.report import Report
     from ditile.runner.runner import Runner, parallelize
+    from ditile.runner.weights.quantize import quantize
 
 __all__ = [
     "BasicCacheConfig", "BlockAdapter", "CalibratorConfig", "DBCacheConfig", "DBPruneConfig",
@@ -119,7 +119,7 @@ _LAZY = {
         "ditile.runner.diffusers_configs": "enable_parallelism",
         "ditile.runner.load": "load",
         "ditile.runner.lora": "load_lora",
-        "ditile.runner.quantize": "quantize",
+        "ditile.runner.weights.quantize": "quantize",
         "ditile.runner.report": "Report",
         "ditile.runner.runner": "Runner parallelize",
     }.items()

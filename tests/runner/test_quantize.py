@@ -15,8 +15,8 @@ import ditile
 from ditile.model.hooks.placeholders import count_parameter_bytes, list_quantized_parameters
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
-from ditile.runner.quantize import EXCLUDED, QuantizationRecord, list_quantization_records
 from ditile.runner.runner import parallelize
+from ditile.runner.weights.quantize import EXCLUDED, QuantizationRecord, list_quantization_records
 from tests import tiny
 from tests.more_families import EVERY
 from tests.pool import Pool

@@ -82,7 +82,7 @@ def model_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def pre_run(self) -> None:
             pass
 
-    class WrapperExecutor:
+    class NestedCalls:
         def __init__(self, original: Callable[..., Any], wrappers: list[Any]) -> None:
             self.execute = original
             for wrapper in reversed(wrappers):
@@ -98,7 +98,7 @@ def model_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "comfy.model_management": {"throw_exception_if_processing_interrupted": lambda: None},
         "comfy.model_patcher": {"ModelPatcher": ModelPatcher},
         "comfy.patcher_extension": {
-            "WrapperExecutor": WrapperExecutor,
+            "WrapperExecutor": NestedCalls,
             "WrappersMP": SimpleNamespace(DIFFUSION_MODEL="diffusion_model"),
             "get_all_wrappers": lambda _, options: options.get("wrappers", []),
         },

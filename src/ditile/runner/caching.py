@@ -66,8 +66,8 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.option_classes import checked, drop_missing
 from ditile.plan.plan import Plan
 from ditile.runner.compose import check_pipeline, find_loop_models
-from ditile.runner.quantize import quantize
 from ditile.runner.runner import Runner, build_single_runner, parallelize
+from ditile.runner.weights.quantize import quantize
 
 LOG = logging.getLogger("ditile")
 _ENABLED = "_enabled_by_ditile"

@@ -181,10 +181,7 @@ def load(
         stack.enter_context(convert_build_errors(name))
         if isinstance(source, str):
             stack.enter_context(report_download_progress(source))
-        components_there = list_components(source)
-        if workflow is not None:
-            used = find_pipeline_kind(source, workflow).component_names
-            components_there = [component for component in components_there if component.name in used]
+        components_there = list_components(source, workflow)
         check_component_packages(components_there)
         refuse_unknown_components(source, read_model_index(source), files)
         loaded: Components = {}
@@ -719,14 +716,19 @@ def check_component_packages(components: Sequence[Component]) -> None:
             raise ModelError(f"{needed_by} needs torchvision, which is not installed; {advise_torchvision()}")
 
 
-def list_components(source: ModelSource) -> list[Component]:
-    """List the components of a pipeline stored next to its index.
+def list_components(source: ModelSource, workflow: str | None = None) -> list[Component]:
+    """List the components of a pipeline stored next to its index; of a workflow, those that it uses.
 
     Raises:
         LoadError: if an index or a config cannot be read, or no model can be built from it.
     """
+    used = None
+    if workflow is not None:
+        used = find_pipeline_kind(source, workflow).component_names
     components = []
     for name, (library, class_name) in list_own_components(source, read_model_index(source)):
+        if used is not None and name not in used:
+            continue
         cls = _find_component_class(library, class_name)
         locate = _locate_component_files(source, name)
         config = locate("config.json")
