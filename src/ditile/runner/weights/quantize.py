@@ -357,7 +357,7 @@ def quantize(
         fields: other fields of a `QuantizeConfig`, such as `precision_plan`.
 
     Returns:
-        The target. What was done is logged, and `ditile.runner.weights.quantize.list_quantization_records(model)` returns it.
+        The target. What was done is logged, and `list_quantization_records(model)` returns it.
 
     Raises:
         ModelError: if the type is unknown, its package is absent, it cannot run on this device or in this dtype, or

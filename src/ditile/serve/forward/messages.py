@@ -41,7 +41,7 @@ MAX_DIMS = 16
 MAX_DEPTH = 32
 
 
-class RequestError(Exception):
+class MessageError(Exception):
     """A request cannot be served; the connection can go on."""
 
 
@@ -119,9 +119,9 @@ def encode_header(header: JsonObject) -> bytes:
 
 
 def decode_value(value: Any, tensors: Sequence[Any], depth: int = 0) -> Any:
-    """Return what JSON of a message stands for. Raises `RequestError` if it stands for nothing."""
+    """Return what JSON of a message stands for. Raises `MessageError` if it stands for nothing."""
     if depth > MAX_DEPTH:
-        raise RequestError(f"an argument is nested deeper than {MAX_DEPTH}")
+        raise MessageError(f"an argument is nested deeper than {MAX_DEPTH}")
     if isinstance(value, list):
         return [decode_value(item, tensors, depth + 1) for item in value]
     if not isinstance(value, dict):
@@ -131,7 +131,7 @@ def decode_value(value: Any, tensors: Sequence[Any], depth: int = 0) -> Any:
         return {name: decode_value(item, tensors, depth + 1) for name, item in items.items()}
     index = value.get("tensor")
     if type(index) is not int or not 0 <= index < len(tensors):
-        raise RequestError(
+        raise MessageError(
             f"{quote_value(value)} is neither {{'tensor': i}} with i below {len(tensors)} nor {{'dict': {{..}}}}"
         )
     return tensors[index]

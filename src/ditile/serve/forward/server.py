@@ -39,7 +39,7 @@ from ditile.serve.forward.messages import (
     PROTOCOL,
     SILENT_SECONDS,
     ForwardMessage,
-    RequestError,
+    MessageError,
     StreamError,
     decode_value,
     encode_header,
@@ -80,7 +80,7 @@ class WaitingCall:
     header: JsonObject
     content: bytearray
     deadline: float
-    answers: queue.SimpleQueue[tuple[JsonObject, bytes] | RequestError]
+    answers: queue.SimpleQueue[tuple[JsonObject, bytes] | MessageError]
 
 
 def run_forward_server(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
@@ -246,7 +246,7 @@ class ForwardServer:
                     call.answers.put(self._run_call(call))
                 self._is_busy = False
 
-    def _run_call(self, call: WaitingCall) -> tuple[JsonObject, bytes] | RequestError:
+    def _run_call(self, call: WaitingCall) -> tuple[JsonObject, bytes] | MessageError:
         """Let the ranks run a call, and return what they answer."""
         files = {CONTENT: bytes(call.content)}
         for link in self._links:
@@ -270,7 +270,7 @@ class ForwardServer:
         # Ranks that did not refuse it wait for the others in the middle of the call.
         if len(errors) < len(self._links):
             self._failure = RankError(rank, "refused", f"refused a call that other ranks began: {errors[rank]}")
-        return RequestError(errors[rank])
+        return MessageError(errors[rank])
 
     # The methods below serve one connection, in a thread of its own.
 
@@ -314,7 +314,7 @@ class ForwardServer:
                 if message is None:
                     return
                 answer, content = self._answer_request(message, session)
-            except RequestError as error:
+            except MessageError as error:
                 answer, content = {"ok": False, "error": str(error)}, b""
             except StreamError as error:
                 LOG.warning("forward: %s; the connection is closed", error)
@@ -338,7 +338,7 @@ class ForwardServer:
         """Return the answer to a request.
 
         Raises:
-            RequestError: if it is refused.
+            MessageError: if it is refused.
             StreamError: if its client has no key.
         """
         header = message.header
@@ -350,7 +350,7 @@ class ForwardServer:
         if operation == "forward":
             arguments = header.get("arguments")
             if not isinstance(arguments, dict):
-                raise RequestError(f"arguments={quote_value(arguments)} is not an object of names and values")
+                raise MessageError(f"arguments={quote_value(arguments)} is not an object of names and values")
             tensors = header.get("tensors", [])
             # The ranks decode them; here their form is checked.
             for value in arguments.values():
@@ -365,7 +365,7 @@ class ForwardServer:
         elif operation == "start":
             self._wait_for_ranks({"op": "start"}, bytearray())
         else:
-            raise RequestError(f"op={quote_value(operation)} is not known; try hello, forward, loras or start")
+            raise MessageError(f"op={quote_value(operation)} is not known; try hello, forward, loras or start")
         return {"ok": True}, b""
 
     def _greet(self, header: JsonObject, session: Session) -> JsonObject:
@@ -376,48 +376,48 @@ class ForwardServer:
                 raise StreamError("the key is not known")
             session.is_known = True
         if header.get("protocol") != PROTOCOL:
-            raise RequestError(f"protocol={quote_value(header.get('protocol'))} is not known; this one is {PROTOCOL}")
+            raise MessageError(f"protocol={quote_value(header.get('protocol'))} is not known; this one is {PROTOCOL}")
         greeting: JsonObject = {"ok": True, "protocol": PROTOCOL}
         greeting |= {name: self._model[name] for name in ("model", "config", "dtype")}
         greeting |= {"plan": self._plan, "ranks": self._setup.plan.world, "loras": self._options.list_lora_stems()}
         return greeting
 
     def _read_loras(self, entries: Any) -> dict[str, float]:
-        """Return LoRAs by name. Raises `RequestError` if there is no such LoRA, or its strength is no number."""
+        """Return LoRAs by name. Raises `MessageError` if there is no such LoRA, or its strength is no number."""
         if not isinstance(entries, list):
-            raise RequestError(f"loras={quote_value(entries)} is not a list")
+            raise MessageError(f"loras={quote_value(entries)} is not a list")
         names = self._options.list_lora_stems()
         loras: dict[str, float] = {}
         for entry in entries:
             name = entry.get("name") if isinstance(entry, dict) else entry
             if name not in names or name in loras:
                 there = ", ".join(names) or "none; give --lora-dir"
-                raise RequestError(f"lora={quote_value(name)} is unknown or named twice; there are {there}")
+                raise MessageError(f"lora={quote_value(name)} is unknown or named twice; there are {there}")
             strength = entry.get("strength")
             if not is_number(strength) or not math.isfinite(strength):
-                raise RequestError(f"strength={quote_value(strength)} of {name} is not a number")
+                raise MessageError(f"strength={quote_value(strength)} of {name} is not a number")
             loras[name] = float(strength)
         if len(loras) > self._options.max_loras:
-            raise RequestError(f"{len(loras)} LoRAs are more than --max-loras {self._options.max_loras}")
+            raise MessageError(f"{len(loras)} LoRAs are more than --max-loras {self._options.max_loras}")
         return loras
 
     def _wait_for_ranks(self, request: JsonObject, content: bytearray) -> tuple[JsonObject, bytes]:
         """Put a request into the queue, and return the ranks' answer.
 
         Raises:
-            RequestError: if they refuse it, or it has to wait for too long.
+            MessageError: if they refuse it, or it has to wait for too long.
         """
         seconds = self._options.timeout
         call = WaitingCall(request, content, time.monotonic() + seconds, queue.SimpleQueue())
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            raise RequestError(f"{self._options.max_queue} calls wait already; try again later") from None
+            raise MessageError(f"{self._options.max_queue} calls wait already; try again later") from None
         try:
             answer = call.answers.get(timeout=seconds)
         except queue.Empty:
-            raise RequestError(f"the call had no answer within --timeout {seconds:g}") from None
-        if isinstance(answer, RequestError):
+            raise MessageError(f"the call had no answer within --timeout {seconds:g}") from None
+        if isinstance(answer, MessageError):
             raise answer
         return answer
 
