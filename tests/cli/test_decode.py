@@ -169,11 +169,20 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ({"place": -1}, "whose decode is another one"),
         ({"values": {"latents": {"tensor": "b"}}}, "is not whole"),
         ({"values": {}}, "cannot be decoded"),
+        ({"values": {"a=open('run', 'w')": 1}}, "whose decode is another one"),
         ({"pictures": 3}, "that are not of this version: ('pictures',)"),
+        ({"pictures": []}, "that are not of this version: ('pictures',)"),
+        ({"pictures": [("a", 1), ("b", 2)]}, "has prompts of 2 images, and latents of 1"),
+        ({"fps": -1.0}, "that are not of this version: ('fps',)"),
         ({"parts": {"vae": "0"}}, "the vae of shapes-flux has another config"),
     ]:
         spoil(**changes)
         assert says in refused(capsys, "decode", "spoiled.safetensors", "--out", "b.png", "--threads", "1"), changes
+    # Not even the tail itself evaluates a name.
+    tail = read_facts(Path("kept.safetensors")).find_tail()
+    with pytest.raises(AttributeError):
+        tail.run(None, {"a=open('run', 'w')": 1})
+    assert not Path("run").exists()
     assert "name it a.safetensors" in refused(capsys, *FLUX, "--save-latents", "a")
     assert "is for one call" in refused(capsys, *FLUX, "--perf", "--save-latents", "b.safetensors")
 

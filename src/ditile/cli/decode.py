@@ -79,7 +79,11 @@ def decode_latents(
         if mesh.rank != 0:
             return None
         seconds = time.perf_counter() - begin
-        for (drawn, sound), path, (prompt, seed) in zip(list_outputs(pipe, result), paths, facts.pictures, strict=True):
+        outputs = list_outputs(pipe, result)
+        if len(outputs) < len(paths):
+            raise ModelError(f"{options.file} has prompts of {len(paths)} {facts.kind}s, and latents of {len(outputs)}")
+        # A call may return more than `ditile generate` writes.
+        for (drawn, sound), path, (prompt, seed) in zip(outputs, paths, facts.pictures, strict=False):
             texts = add_picture_texts(facts.texts, pipe, facts.call, prompt, seed, drawn)
             write_drawn(drawn, str(path), facts.fps, texts, sound)
         return [(f"{facts.kind}s", " ".join(map(str, paths))), ("seconds", f"{seconds:.2f}  (decode)")]

@@ -18,7 +18,7 @@ from typing import Any
 import diffusers
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from ditile.distributed import files
@@ -26,6 +26,7 @@ from ditile.model.decode_tail import DecodeState, DecodeTail
 from ditile.plan.errors import LoadError, ModelError, add_note, join_error_lines
 from ditile.plan.option_classes import JsonObject
 from ditile.runner.model_files import open_safetensors
+from ditile.runner.requests.options import FrameRate
 from ditile.runner.requests.pipelines import OutputKind
 
 METADATA = "ditile_latents"
@@ -53,8 +54,8 @@ class LatentsFacts(BaseModel):
     components: dict[str, str]
     dtype: str
     kind: OutputKind
-    fps: float
-    pictures: list[tuple[str | None, int]]
+    fps: FrameRate
+    pictures: list[tuple[str | None, int]] = Field(min_length=1)
     call: JsonObject
     texts: dict[str, str]
     diffusers: str
@@ -71,7 +72,7 @@ class LatentsFacts(BaseModel):
         tail = None
         if isinstance(pipeline, type) and issubclass(pipeline, diffusers.DiffusionPipeline):
             tail = DecodeTail.find_after(pipeline, self.place)
-        if tail is None or tail.list_names() != self.names:
+        if tail is None or tail.list_names() != self.names or not self.values.keys() <= set(self.names):
             raise ModelError(
                 f"the latents are of {self.pipeline} of diffusers {self.diffusers}, whose decode is another one in "
                 f"diffusers {diffusers.__version__}; install that version"

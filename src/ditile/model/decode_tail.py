@@ -69,7 +69,9 @@ class DecodeTail:
     def run(self, pipe: Any, values: dict[str, Any]) -> Any:
         """Run the tail on a pipeline, with the values of local variables, and return the result of the call."""
         names = ["self", *values]
-        self.function.args = ast.parse(f"lambda {', '.join(names)}: 0", mode="eval").body.args  # type: ignore[attr-defined]
+        # Names of a file are not parsed: one could hold an expression.
+        arguments = [ast.arg(name) for name in names]
+        self.function.args = ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
         call = _find_call(self.pipeline)
         namespace = dict(call.__globals__)
         module = ast.fix_missing_locations(ast.Module([self.function], type_ignores=[]))

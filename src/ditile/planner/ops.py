@@ -294,8 +294,7 @@ class OpPricer:
         if op.kind is OpKind.STEP:
             # A synchronous step has all patches in one iteration of the loop, and each has its part of that.
             patches = len(self.schedule.list_denoised_patches(micro))
-            # That is the time of the pipeline and its scheduler.
-            seconds = self._profile.micro_s
+            seconds = self.iteration_seconds
             if op.patch is not None and micro.patch is None:
                 seconds /= patches
             sent = cost.count_guidance_bytes(self._ranks[-1].take_share(micro))
@@ -312,6 +311,11 @@ class OpPricer:
         if op.kind is OpKind.SEND:
             seconds += self._compute_packing_load(op.step, size, 1).get_busy_seconds(self._profile)
         return seconds
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Return the seconds of the pipeline and its scheduler for each iteration of the loop."""
+        return self._profile.micro_s
 
     def _get_offload_seconds(self, stage: int) -> float:
         """Return the seconds to load the weights of a stage's blocks from the host's memory during computation."""
