@@ -153,6 +153,7 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, says in [
         ((), "there is nothing to decode; give a FILE"),
         (("none.safetensors",), "'none.safetensors' is not a file"),
+        (("kept.safetensors", "--transformer", "a"), "--transformer is not known; see ditile decode --help-all"),
         (("a.png",), "its ending is none of .safetensors"),
         (("text.safetensors",), "is not a whole safetensors file"),
         (("short.safetensors",), "is not a whole safetensors file"),

@@ -113,6 +113,11 @@ def test_a_workflow_reads_its_own_transformer_alone(tmp_path: Path) -> None:
         ditile.load(str(tmp_path), workflow="x")
     with pytest.raises(ModelError, match="is no modular pipeline"):
         ditile.load("shapes-flux", workflow="t2va")
+    # Weights in whose place a file is given may be anything.
+    (path,) = (tmp_path / "transformer").glob("*.safetensors")
+    own = path.rename(tmp_path / "own.safetensors")
+    path.write_bytes(own.read_bytes()[:-8])
+    assert choose_text_workflow(str(tmp_path), {"transformer": str(own)}) == "t2va"
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[DitileError], str]] = {

@@ -211,7 +211,7 @@ def _prepare_runner(
     check_request_by_files(request, plan, cache)
     conditions = read_condition_files(request)
     # Its transformer for other calls need not be read.
-    workflow = None if conditions else choose_text_workflow(request.model)
+    workflow = None if conditions else choose_text_workflow(request.model, request.components)
     pipe, runner = prepare_runner(
         request.model,
         run,

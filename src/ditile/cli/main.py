@@ -201,8 +201,9 @@ def _explain_unknown_word(word: str, command: str | None) -> str:
     flags = ["--help", "--help-all", "--version"]
     if command is not None:
         program = f"ditile {command}"
-        for cls in list_commands()[command].options:
-            flags += list_flags(cls)
+        row = list_commands()[command]
+        for cls in row.options:
+            flags += list_flags(cls, left_out=row.left_out)
     # Compared without the dashes, which would make any two short flags similar.
     by_name = {flag.lstrip("-"): flag for flag in flags}
     nearest = find_nearest(name.lstrip("-"), by_name)

@@ -166,10 +166,12 @@ def collect_arguments(cls: Any, arguments: argparse.Namespace) -> CallArguments:
     return values
 
 
-def list_flags(cls: Any) -> list[str]:
-    """List the flags of `cls`, aliases included."""
+def list_flags(cls: Any, *, left_out: Sequence[str] = ()) -> list[str]:
+    """List the flags of those fields of `cls` that are not left out, aliases included."""
     flags = []
     for field in dataclasses.fields(cls):
+        if field.name in left_out:
+            continue
         if not field.metadata["positional"]:
             flags.append(format_flag(field.name))
         flags += [*field.metadata["aliases"], *field.metadata["switches"]]

@@ -435,15 +435,18 @@ def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
     return cls
 
 
-def choose_text_workflow(name: str) -> str | None:
+def choose_text_workflow(name: str, components: ComponentFiles | None = None) -> str | None:
     """Return the workflow of a modular pipeline that generates from a prompt alone, if it leaves a transformer out.
+
+    Args:
+        name, components: as of `load`.
 
     Raises:
         LoadError, ModelError: as `load`.
     """
     if os.path.isfile(name):
         return None
-    source = find_model_source(name, weights=False)
+    source = find_model_source(name, weights=False, components=components)
     index = read_model_index(source)
     known = find_known_model(name)
     # The configs of a published model say nothing of what else is beside its weights.

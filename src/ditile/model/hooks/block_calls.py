@@ -259,6 +259,9 @@ class BlockCalls:
         # Attention must not mix tokens that are not made of the latents with others here.
         with AttentionWatch(_keep_own_values):
             self._run_pass(pass_first_block, forward, poison_latents(inputs, self._latents))
+        # The survey that follows refuses a call of no blocks.
+        if not flags:
+            return frozenset()
         return frozenset((~flags[-1]).nonzero().flatten().tolist())
 
     def _read_grid(self, inputs: Mapping[str, Any], form: CallForm) -> Grid:
