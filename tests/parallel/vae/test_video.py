@@ -190,6 +190,7 @@ def test_tiles_of_several_ranks_are_the_tiled_call(weights: tuple[float, ...], m
 def test_tiles_are_used_where_rows_cannot_be_and_are_asked_for() -> None:
     vae = make_dc()
     assert "cannot be divided by rows" in (explain_rows_refusal(vae) or "")
+    assert "has no vae" in (explain_rows_refusal(None) or "")
     parallel = ParallelVAE(vae, Axis("image"), Traffic())
     latents = torch.randn(1, 4, 19, 13)
     with torch.no_grad():

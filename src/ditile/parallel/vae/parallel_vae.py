@@ -202,6 +202,8 @@ def explain_rows_refusal(vae: Any) -> str | None:
 
     One that was changed is tried again.
     """
+    if vae is None:
+        return "the pipeline has no vae that could be divided by rows; use vae=whole"
     structure = _describe_structure(vae)
     # A proof decodes and encodes, so it is made once for each structure.
     if vae in _checked and _checked[vae][0] == structure:
