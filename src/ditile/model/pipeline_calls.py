@@ -615,18 +615,18 @@ def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
         give_own_class(stack, block, {"__call__": lambda _, components, state: (components, state)})
 
 
-def hide_block_tracebacks(stack: ExitStack, errors: type[Exception]) -> None:
+def hide_block_tracebacks(stack: ExitStack) -> None:
     """Keep blocks from logging passing errors with their traceback, until the stack is closed.
 
     Each block of a tree would log it; the error is reported where it is caught.
     """
     logger = logging.getLogger(modular_pipeline.__name__)
 
-    def is_other_error(_: logging.LogRecord) -> bool:
-        return not isinstance(sys.exc_info()[1], errors)
+    def passes_no_error(_: logging.LogRecord) -> bool:
+        return sys.exc_info()[1] is None
 
-    logger.addFilter(is_other_error)
-    stack.callback(logger.removeFilter, is_other_error)
+    logger.addFilter(passes_no_error)
+    stack.callback(logger.removeFilter, passes_no_error)
 
 
 def _uses_globals(function: Any, names: Mapping[str, Any]) -> bool:

@@ -496,7 +496,7 @@ class Runner:
                 decisions = self._decisions
             # These checks come before the strategies, so that each replica checks its own decoded output.
             decodes.install_checks(stack, self.pipe)
-            hide_block_tracebacks(stack, DitileError)
+            hide_block_tracebacks(stack)
             loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first_only))
             ends.loop = loop
             # The first rank of each replica decodes its images, or every rank decodes its rows.

@@ -94,7 +94,7 @@ def capture_call(
             override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
         stack.enter_context(torch.no_grad())
         # Blocks of a modular pipeline log every error that passes through them.
-        hide_block_tracebacks(stack, StopAfterCall)
+        hide_block_tracebacks(stack)
         with suppress(StopAfterCall):
             pipe(**arguments)
     if not captured:

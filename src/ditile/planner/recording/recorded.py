@@ -174,7 +174,7 @@ class PipelineRecorder:
                 self._watch_model(stack, hooks, calls)
             override_attribute(stack, self.pipe.scheduler, "step", end_step)
             # Blocks of a modular pipeline log every error that passes through them.
-            hide_block_tracebacks(stack, StopAfterFirstStep)
+            hide_block_tracebacks(stack)
             stack.enter_context(silence_libraries())
             refusal = (
                 f"cannot be called for its sizes alone, with the most tokens of text ({self.count_text_tokens(call)})"
