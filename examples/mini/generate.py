@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from guidance import Guidance
-from mesh import Mesh, join_processes, make_mesh
+from mesh import ALONE, Axis, Mesh, join_processes, make_mesh
 from model import Model, Part, Prompt
 from pipefusion import Pipeline, StaleKeys, cut_patches
 from sequence import Ring, Ulysses, take_share
@@ -26,6 +26,8 @@ from skipping import DBCache, FittedSchedule, Outputs, read_schedule
 from torch import Tensor
 
 BUNDLED = Path(__file__).parents[2] / "src" / "ditile" / "model" / "assets"
+# Those of FLUX.1-schnell, for a model whose folder has no generation.json.
+DEFAULTS = {"height": 1024, "width": 1024, "num_inference_steps": 4, "max_sequence_length": 256}
 METHODS = ("plain", "ulysses", "ring", "pipefusion", "dbcache", "fitted")
 
 
@@ -35,7 +37,8 @@ class Request:
     Args:
         pipe: a `FluxPipeline`.
         prompt, negative: the prompt, and that of the other branch; None has no other branch.
-        steps, height, width: of the image, in pixels.
+        steps: of denoising.
+        height, width: of the image, in pixels.
         seed: of the noise.
         text: text tokens.
     """
@@ -60,8 +63,11 @@ class Request:
 
 
 @torch.no_grad()
-def denoise(model: Model, request: Request, guidance: Guidance, mesh: Mesh, part: Part) -> Tensor:
-    """Denoise with a call of the model in each step, of which this rank computes a part of the tokens."""
+def denoise(model: Model, request: Request, guidance: Guidance, axis: Axis, part: Part) -> Tensor:
+    """Denoise with one call of the model per step and branch, shared by the ranks of an axis.
+
+    `part` is this rank's share of the tokens.
+    """
     latents = request.latents
     prompts = guidance.select_own(request.prompts)
     every = range(len(model.blocks))
@@ -70,7 +76,7 @@ def denoise(model: Model, request: Request, guidance: Guidance, mesh: Mesh, part
         for prompt in prompts:
             context = model.embed_context(timestep.expand(latents.shape[0]), prompt, request.image_ids, part)
             tokens = model.run_blocks(every, model.embed_tokens(latents, prompt, part), context)
-            predictions.append(torch.cat(mesh.inner.gather(model.predict(tokens, context)), dim=1))
+            predictions.append(torch.cat(axis.gather(model.predict(tokens, context)), dim=1))
         prediction = guidance.combine(predictions)
         latents = request.scheduler.step(prediction, timestep, latents, return_dict=False)[0]
     return latents
@@ -80,7 +86,7 @@ def denoise(model: Model, request: Request, guidance: Guidance, mesh: Mesh, part
 def denoise_with_less(
     model: Model, request: Request, guidance: Guidance, cache: DBCache | None, schedule: FittedSchedule | None
 ) -> Tensor:
-    """Denoise on one rank (and on one for each branch), with blocks or steps that are left out."""
+    """Denoise with blocks or steps left out, on one rank or on one rank per branch."""
     latents = request.latents
     prompts = guidance.select_own(request.prompts)
     whole = Part(slice(0, prompts[0].tokens.shape[1]), slice(0, latents.shape[1]))
@@ -115,10 +121,11 @@ def run_method(pipe: Any, request: Request, method: str, mesh: Mesh, scale: floa
     text, image = request.prompts[0].tokens.shape[1], request.latents.shape[1]
     whole = Part(slice(0, text), slice(0, image))
     if method == "plain":
-        return denoise(Model(pipe.transformer), request, guidance, Mesh(mesh.cfg), whole)
+        return denoise(Model(pipe.transformer), request, guidance, ALONE, whole)
     if method in ("ulysses", "ring"):
         attend = Ulysses(mesh.inner) if method == "ulysses" else Ring(mesh.inner)
-        return denoise(Model(pipe.transformer, attend), request, guidance, mesh, take_share(text, image, mesh.inner))
+        share = take_share(text, image, mesh.inner)
+        return denoise(Model(pipe.transformer, attend), request, guidance, mesh.inner, share)
     if method == "pipefusion":
         keys = StaleKeys(text, image)
         model = Model(pipe.transformer, keys)
@@ -131,6 +138,9 @@ def run_method(pipe: Any, request: Request, method: str, mesh: Mesh, scale: floa
         cache = DBCache(model, threshold=options.threshold, warmup=options.warmup)
         return denoise_with_less(model, request, guidance, cache, None)
     schedule = read_schedule(Path(options.schedule), options.computed)
+    fitted, steps = len(schedule.computed) + len(schedule.weights), len(request.scheduler.timesteps)
+    if fitted != steps:
+        raise ValueError(f"{options.schedule} is fitted to {fitted} steps, and there are {steps}")
     return denoise_with_less(model, request, guidance, None, schedule)
 
 
@@ -147,10 +157,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt")
     parser.add_argument("--method", choices=METHODS, default="plain")
-    parser.add_argument("--model", default=str(BUNDLED / "shapes-flux"), help="a folder of a FluxPipeline")
+    parser.add_argument(
+        "--model", default=str(BUNDLED / "shapes-flux"), help="a FluxPipeline (generation.json optional)"
+    )
     parser.add_argument("--cfg", type=int, choices=(1, 2), default=1, help="ranks for the branches of guidance")
     parser.add_argument("--patches", type=int, default=4)
-    parser.add_argument("--warmup", type=int, default=1, help="steps that compute everything (4 is usual for dbcache)")
+    parser.add_argument("--warmup", type=int, default=1, help="first steps that compute everything")
     parser.add_argument("--threshold", type=float, default=0.1, help="of dbcache")
     parser.add_argument("--computed", type=int, default=10, help="steps of a fitted schedule that compute")
     parser.add_argument("--schedule", default=str(BUNDLED / "schedules" / "shapes-flux-20.json"))
@@ -159,22 +171,29 @@ def main() -> None:
     from diffusers import FluxPipeline
 
     join_processes()
-    mesh = make_mesh(options.cfg, dist.get_world_size() // options.cfg)
+    world = dist.get_world_size()
+    if world % options.cfg:
+        parser.error(f"--cfg {options.cfg} needs a multiple of {options.cfg} processes, and there are {world}")
+    mesh = make_mesh(options.cfg, world // options.cfg)
     if mesh.inner.size > 1 and options.method in ("plain", "dbcache", "fitted"):
-        parser.error(f"--method {options.method} runs on {options.cfg} processes, one for each branch")
+        parser.error(f"--method {options.method} takes one process per branch: {options.cfg}, and there are {world}")
     pipe = FluxPipeline.from_pretrained(options.model)
-    defaults = json.loads((Path(options.model) / "generation.json").read_text("utf-8"))
+    defaults = dict(DEFAULTS)
+    settings = Path(options.model) / "generation.json"
+    if settings.exists():
+        defaults.update(json.loads(settings.read_text("utf-8")))
     request = Request(
         pipe,
         options.prompt,
-        defaults["negative_prompt"],
+        defaults.get("negative_prompt"),
         steps=defaults["num_inference_steps"],
         height=defaults["height"],
         width=defaults["width"],
         seed=0,
         text=defaults["max_sequence_length"],
     )
-    latents = run_method(pipe, request, options.method, mesh, defaults["true_cfg_scale"], options)
+    scale = defaults.get("true_cfg_scale", 1.0)
+    latents = run_method(pipe, request, options.method, mesh, scale, options)
     # The last rank has the image whatever the method.
     if dist.get_rank() == dist.get_world_size() - 1:
         decode(pipe, latents, defaults["height"], defaults["width"]).save(options.out)

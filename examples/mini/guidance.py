@@ -26,7 +26,9 @@ class Guidance:
         if self.axis.size == 1:
             return prompts
         if len(prompts) != self.axis.size:
-            raise ValueError(f"cfg={self.axis.size} divides {self.axis.size} branches, and there are {len(prompts)}")
+            raise ValueError(
+                f"cfg={self.axis.size} needs {self.axis.size} prompts, got {len(prompts)} (no negative prompt?)"
+            )
         return [prompts[self.axis.index]]
 
     def combine(self, predictions: list[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
-"""Processes in a grid: one axis for the branches of guidance, one for what divides a call of the model.
+"""Processes in a grid: one axis for the branches of guidance, one for the ranks that share one call of the model.
 
-A rank is at (branch, place). The ranks of one branch divide its call; the ranks of one place compute the same part of
+A rank is at (branch, place). The ranks of one branch share its call; the ranks of one place compute the same part of
 each branch. docs/design.md: "One idea".
 """
 
@@ -20,7 +20,7 @@ class Axis:
 
     Attributes:
         group: their group; None where this rank is alone.
-        size, index: how many they are, and which is this one.
+        size, index: number of ranks; this rank's place among them.
     """
 
     group: dist.ProcessGroup | None
@@ -59,7 +59,7 @@ class Axis:
         return received
 
     def send(self, x: Tensor, to: int) -> dist.Work:
-        """Start to send a tensor to a rank of the axis. It must live until the work is done."""
+        """Start to send a contiguous tensor to a rank of the axis. Keep the tensor alive until the work is done."""
         work = dist.isend(x, group=self.group, group_dst=to)
         assert work is not None
         return work
@@ -76,7 +76,7 @@ ALONE = Axis(None, 1, 0)
 
 @dataclass(frozen=True)
 class Mesh:
-    """The two axes of this rank: the branches of guidance, and what divides a call."""
+    """The two axes of this rank: the branches of guidance, and the ranks that share a call."""
 
     cfg: Axis = ALONE
     inner: Axis = ALONE
@@ -103,8 +103,12 @@ def _make_axis(lines: list[list[int]], rank: int) -> Axis:
 
 
 def join_processes() -> None:
-    """Join the processes that torchrun started, or be alone."""
+    """Join the processes that torchrun started, or be alone.
+
+    The example is for reading, so it runs on CPUs and uses gloo alone. NCCL would need a device for each rank and all
+    tensors on it, and an order of messages that cannot hang.
+    """
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,9 +1,10 @@
-"""A FLUX transformer in three parts, so that others can call the blocks that they want for the tokens that they want.
+"""A FLUX transformer cut before and after its blocks, so that a method can call any blocks for any tokens.
 
-diffusers' blocks are called as they are. Each attention layer gets a processor, as diffusers lets attention be
-replaced: it makes q, k and v of the tokens at hand, and leaves the rest to `Attend`. docs/design.md: "Attend".
+diffusers' blocks are called as they are. diffusers lets a processor replace the attention of a layer. Ours projects the
+tokens at hand to q, k and v, calls `Attend` with them, and projects the output. docs/design.md: "Attend".
 
-Letters: B batch, S tokens, N heads, H size of a head.
+Letters: B batch, S tokens, T text tokens, N heads, H size of a head, D = N * H width of the blocks, C channels of the
+latents, E width of T5's tokens, P width of CLIP's pooled output.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Prompt(NamedTuple):
-    """An encoded prompt: tokens `[B, T, C]`, their mean `[B, C]`, and their positions `[T, 3]`."""
+    """An encoded prompt: T5's tokens `[B, T, E]`, CLIP's pooled output `[B, P]`, and the tokens' positions `[T, 3]`."""
 
     tokens: Tensor
     pooled: Tensor
@@ -36,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The hidden state between two blocks, `[B, S, C]` each."""
+    """The hidden state between two blocks, `[B, S, D]` each."""
 
     text: Tensor
     image: Tensor
@@ -106,6 +107,8 @@ class Model:
     """
 
     def __init__(self, transformer: Any, attend: Attend = attend_to_all) -> None:
+        if transformer.config.guidance_embeds:
+            raise ValueError("guidance_embeds=True (FLUX.1-dev): this example gives the model no guidance")
         self._transformer = transformer
         self.blocks: list[nn.Module] = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
         for layer, block in enumerate(self.blocks):

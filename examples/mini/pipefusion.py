@@ -1,6 +1,8 @@
 """PipeFusion (arXiv 2405.14430): blocks are divided into stages, and patches of the image follow each other through.
 
 A patch attends to fresh keys of itself and the patches before it, and to keys that are one step old of those behind it.
+The text goes with the first patch, so its keys are always fresh. At least as many patches as stages keep every stage
+busy. One process already shows the approximation: a patch attends to the same keys on any number of stages.
 docs/pipefusion.md; docs/design.md, "Order is data".
 """
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 
 class StaleKeys:
-    """Attention of some tokens to all: the newest keys of each token that this rank has seen.
+    """Attention of the current tokens to all tokens, by the newest k and v this rank has for each.
 
     Attributes:
         part: the tokens of the call under way, set before it.
@@ -49,7 +51,10 @@ class StaleKeys:
 
 def cut_patches(rows: int, patches: int, text: int, tokens_per_row: int) -> list[Part]:
     """Cut the rows of an image into patches of like work. The text goes with the first one."""
+    if not 1 <= patches <= rows:
+        raise ValueError(f"patches={patches}: an image of {rows} rows of tokens has 1 to {rows} patches")
     text_rows = text / tokens_per_row
+    # (rows + text_rows) / patches is an even share; the first patch pays for the text out of its own.
     first = min(max(round((rows + text_rows) / patches - text_rows), 1), rows - (patches - 1))
     sizes = [first]
     if patches > 1:
@@ -76,15 +81,15 @@ class Pipeline:
         model: whose attention is `keys`.
         axis: the stages.
         guidance: the branches of each step.
-        patches: their parts; the whole image in a synchronous step.
-        warmup: steps that are synchronous and exact.
+        patches: parts of the image, in order.
+        warmup: first steps, which compute the whole image at once and are exact.
     """
 
     def __init__(
         self, model: Model, keys: StaleKeys, axis: Axis, guidance: Guidance, patches: list[Part], warmup: int
     ) -> None:
         if warmup < 1:
-            raise ValueError(f"warmup={warmup}: the first step makes the keys that later ones are stale by")
+            raise ValueError(f"warmup={warmup}: one exact step must fill the keys that later steps reuse")
         self._model, self._keys, self._axis, self._guidance = model, keys, axis, guidance
         self._own = cut_stages(len(model.blocks), axis.size)[axis.index]
         self._patches = patches
@@ -100,7 +105,8 @@ class Pipeline:
 
         Args:
             scheduler: with its timesteps set.
-            latents: `[B, image tokens, C]`; the first stage reads them, and the last one writes them.
+            latents: `[B, image tokens, C]`, overwritten by the last stage, which steps them, and by the first,
+                which receives them for its next step.
             image_ids: positions of the image tokens.
             prompts: of the branches that this rank computes.
         """
@@ -108,9 +114,11 @@ class Pipeline:
         for step, timestep in enumerate(scheduler.timesteps):
             is_synchronous = step < self._warmup
             if not patch_schedulers and not is_synchronous:
-                # Each patch is stepped by a scheduler of its own, to which it is the whole image.
+                # Each patch is stepped by a scheduler of its own, as if it were the whole image. That is right for
+                # Euler, whose step treats each value by itself; this example knows no other scheduler.
                 patch_schedulers = [copy.deepcopy(scheduler) for _ in self._patches]
             for index, part in enumerate([self._whole] if is_synchronous else self._patches):
+                # The last stage always returns patch by patch; a whole step takes them all.
                 if step:
                     self._take_stepped(latents, self._patches if is_synchronous else [part])
                 outputs = [self._run_stage(n, latents, image_ids, timestep, part) for n in enumerate(prompts)]
@@ -134,7 +142,7 @@ class Pipeline:
         context = self._model.embed_context(timestep.expand(latents.shape[0]), prompt, image_ids, part)
         tokens = self._model.embed_tokens(latents, prompt, part)
         if not self._is_first:
-            # All that a stage receives is as long as what it would embed itself.
+            # Embedded only for its shape, which is that of what arrives.
             both = self._axis.receive(torch.cat(tokens, dim=1), self._axis.index - 1)
             tokens = Tokens(*both.split([tokens.text.shape[1], tokens.image.shape[1]], dim=1))
         tokens = self._model.run_blocks(self._own, tokens, context)
@@ -159,7 +167,8 @@ class Pipeline:
         # A copy: what is sent must stay as it is until it has arrived.
         message = x.clone(memory_format=torch.contiguous_format)
         self._sends.append((self._axis.send(message, to), message))
-        # Messages of the step before the last one have arrived: what came of them has been here.
+        # Anything older than a full step has made the round trip, so it has arrived: 8 per patch is four steps of two
+        # branches.
         self._wait_for_sends(8 * len(self._patches))
 
     def _wait_for_sends(self, remaining: int) -> None:

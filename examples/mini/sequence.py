@@ -25,7 +25,7 @@ def take_share(text: int, image: int, axis: Axis) -> Part:
 
 
 class Ulysses:
-    """Attention of all tokens with this rank's heads, between two exchanges."""
+    """Swap token shares for head shares, attend to all tokens, swap back."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -36,8 +36,9 @@ class Ulysses:
         if q.shape[2] % ranks:
             raise ValueError(f"{ranks} ranks do not divide {q.shape[2]} heads")
         # q, k and v travel in one message.
-        heads = torch.stack([q, k, v]).chunk(ranks, dim=3)
-        q, k, v = torch.cat(self._axis.exchange(list(heads)), dim=2)
+        messages = torch.stack([q, k, v]).chunk(ranks, dim=3)
+        # Tokens arrive rank by rank; attention does not mind, since positions are already in q and k.
+        q, k, v = torch.cat(self._axis.exchange(list(messages)), dim=2)
         out = attend_to_all(layer, q, k, v)
         return torch.cat(self._axis.exchange(list(out.chunk(ranks, dim=1))), dim=2)
 
@@ -55,7 +56,7 @@ class Ring:
         for _ in range(self._axis.size - 1):
             block = self._axis.shift(block)
             part, part_total = attend_with_sum(q, *block)
-            # Both are means of values; each counts by the sum of its exponentials.
+            # Each is a softmax mean over its own keys; weigh it by its share of the summed exponentials.
             weight = torch.sigmoid(part_total - total).unsqueeze(-1)
             merged = torch.lerp(merged, part, weight)
             total = torch.logaddexp(total, part_total)

@@ -1,7 +1,8 @@
 """Two ways to leave work out: blocks whose work hardly changes, and whole steps that were chosen beforehand.
 
-DBCache is Cache-DiT's: the first blocks decide whether what the others added in an earlier step is used again. A fitted
-schedule is ditile's: steps that compute, and fixed weights of their outputs for the others. docs/caching.md.
+DBCache is Cache-DiT's: the first blocks decide whether the residual of the others, from an earlier step, is reused.
+(Left out here: Cache-DiT can also compute the last blocks in every step, `Bn_compute_blocks`.) A fitted schedule is
+ditile's: steps that compute, and fixed weights of their outputs for the others. docs/caching.md.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ class DBCache:
 
     Attributes:
         first: blocks that always compute, and decide.
-        threshold: the others are left out where the first ones' work has changed relatively less.
+        threshold: skip the other blocks if the first blocks' residual changed by less than this fraction.
         warmup: first steps that compute everything.
     """
 
     model: Model
     first: int = 1
     threshold: float = 0.1
-    warmup: int = 4
+    warmup: int = 1
     computed: int = 0
     skipped: int = 0
     _probes: dict[int, Tensor] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class DBCache:
             return Tokens(before.text + added.text, before.image + added.image)
         self.computed += 1
         after = self.model.run_blocks(blocks[self.first :], before, context)
-        # Always that of a computed step: many small changes must not go unseen.
+        # Compare with the last *computed* step, so that small changes add up.
         self._probes[branch] = probe
         self._added[branch] = Tokens(after.text - before.text, after.image - before.image)
         return after
@@ -61,8 +62,10 @@ def relative_change(before: Tensor, now: Tensor) -> float:
 class FittedSchedule:
     """Steps that compute, and what stands for the others.
 
+    Both are fitted to a few images computed in full, so they hold for one model and one number of steps.
+
     Attributes:
-        computed: the steps that compute.
+        computed: the steps that compute; the first two must, since a forecast needs two outputs.
         weights: other step -> weights of the newest and the second newest output.
     """
 
@@ -75,13 +78,13 @@ class FittedSchedule:
         return outputs[-1] * newest + outputs[-2] * before
 
 
-def read_schedule(path: Path, steps: int) -> FittedSchedule:
-    """Read the schedule with `steps` computed steps from a file of `ditile fit`."""
+def read_schedule(path: Path, computed: int) -> FittedSchedule:
+    """Read the schedule with a number of computed steps from a file of `ditile fit`."""
     for budget in json.loads(path.read_text("utf-8"))["budgets"]:
-        if len(budget["computed"]) == steps:
+        if len(budget["computed"]) == computed:
             weights = {int(step): tuple(pair) for step, pair in budget["weights"].items()}
             return FittedSchedule(frozenset(budget["computed"]), weights)
-    raise ValueError(f"{path} has no schedule of {steps} steps")
+    raise ValueError(f"{path} has no schedule of {computed} computed steps")
 
 
 class Outputs:
@@ -92,6 +95,7 @@ class Outputs:
 
     def keep(self, branch: int, output: Tensor) -> Tensor:
         """Keep an output, and return it."""
+        # The last one kept, and this one.
         self._kept[branch] = [*self._kept.get(branch, [])[-1:], output]
         return output
 

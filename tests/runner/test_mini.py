@@ -19,7 +19,8 @@ from tests.pool import Pool
 FOLDER = Path(__file__).parents[2] / "examples" / "mini"
 PROMPT = "a large red circle on the left on a gray background"
 STEPS = 6
-OPTIONS = SimpleNamespace(patches=4, warmup=1, threshold=0.2, computed=3, schedule="")
+SCHEDULE = FOLDER.parents[1] / "src/ditile/model/assets/schedules/shapes-flux-20.json"
+OPTIONS = SimpleNamespace(patches=4, warmup=1, threshold=0.2, computed=10, schedule=str(SCHEDULE))
 
 
 @contextmanager
@@ -35,11 +36,11 @@ def import_mini() -> Iterator[Any]:
             sys.modules.pop(name, None)
 
 
-def run_both(method: str, cfg: int, plan: ditile.Plan, cache: Any = None) -> list[Tensor]:
+def run_both(method: str, cfg: int, plan: ditile.Plan, cache: Any = None, steps: int = STEPS) -> list[Tensor]:
     """Return the latents of the example, of ditile under a plan, and of one device."""
     pipe = ditile.load("shapes-flux")
     pipe.set_progress_bar_config(disable=True)
-    defaults = {**ditile.defaults("shapes-flux"), "num_inference_steps": STEPS, "output_type": "latent"}
+    defaults = {**ditile.defaults("shapes-flux"), "num_inference_steps": steps, "output_type": "latent"}
 
     def generate(call: Any) -> Tensor:
         return call(PROMPT, generator=torch.Generator().manual_seed(0), **defaults).images
@@ -52,7 +53,7 @@ def run_both(method: str, cfg: int, plan: ditile.Plan, cache: Any = None) -> lis
     # Stages have freed the weights of the others.
     pipe = ditile.load("shapes-flux")
     with import_mini() as mini:
-        size = {"steps": STEPS, "height": 128, "width": 128, "seed": 0, "text": defaults["max_sequence_length"]}
+        size = {"steps": steps, "height": 128, "width": 128, "seed": 0, "text": defaults["max_sequence_length"]}
         request = mini.Request(pipe, PROMPT, "", **size)
         mesh = mini.make_mesh(cfg, plan.world // cfg) if plan.world > 1 else mini.Mesh()
         latents = mini.run_method(pipe, request, method, mesh, defaults["true_cfg_scale"], OPTIONS)
@@ -85,8 +86,17 @@ def test_patches_attend_to_keys_of_the_same_age(pool: Pool, stages: int) -> None
     assert float((latents - alone).abs().max()) > 1e-3
 
 
-def test_blocks_are_left_out_in_the_same_steps(pool: Pool) -> None:
-    rules = {"Fn_compute_blocks": 1, "residual_diff_threshold": OPTIONS.threshold, "max_warmup_steps": OPTIONS.warmup}
-    ((latents, ours, alone),) = pool.run(run_both, 1, "dbcache", 1, ditile.Plan(), ditile.DBCacheConfig(**rules))
+DBCACHE = ditile.DBCacheConfig(
+    Fn_compute_blocks=1, residual_diff_threshold=OPTIONS.threshold, max_warmup_steps=OPTIONS.warmup
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "steps"),
+    [("dbcache", DBCACHE, STEPS), ("fitted", ditile.FittedScheduleConfig(steps=OPTIONS.computed), 20)],
+    ids=["dbcache", "fitted"],
+)
+def test_work_is_left_out_in_the_same_steps(pool: Pool, method: str, config: Any, steps: int) -> None:
+    ((latents, ours, alone),) = pool.run(run_both, 1, method, 1, ditile.Plan(), config, steps)
     torch.testing.assert_close(latents, ours, rtol=0, atol=2e-5)
     assert float((latents - alone).abs().max()) > 1e-3
