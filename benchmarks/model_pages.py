@@ -200,7 +200,6 @@ class ModelPage:
         """Return the page."""
         parts = [
             f"# {self._write_title()}",
-            MARK,
             _fill(self._write_summary()),
             *self._write_commands(),
             *self._write_plans(),
@@ -210,6 +209,7 @@ class ModelPage:
             *self._write_files(),
             *self._write_loras(),
             *self._write_limits(),
+            MARK,
         ]
         return "\n\n".join(parts) + "\n"
 
