@@ -186,27 +186,27 @@ def receive_without_wait(receive: PostedReceive) -> Tensor:
     return receive.buffer.to(receive.device)
 
 
-def send_and_drop(channel: Any, message: Tensor) -> None:
+def send_and_drop(channel: Any, message: Tensor, bases: Any = None) -> None:
     message = message.clone().to(transport.choose_transfer_device(message.device, channel._group))
     work = channel._start_transfer(message, sends=True)
     channel._sending.append((work, None))
     channel._sent += 1
 
 
-def send_by_one_buffer(channel: Any, message: Tensor) -> None:
+def send_by_one_buffer(channel: Any, message: Tensor, bases: Any = None) -> None:
     boxes = vars(channel).setdefault("boxes", {})
     box = boxes.setdefault(message.shape, torch.empty_like(message))
     box.copy_(message)
-    SEND(channel, box)
+    SEND(channel, box, bases)
 
 
-def send_with_cpu_tensor(channel: Any, message: Tensor) -> None:
-    SEND(channel, message + torch.ones(message.shape))
+def send_with_cpu_tensor(channel: Any, message: Tensor, bases: Any = None) -> None:
+    SEND(channel, message + torch.ones(message.shape), bases)
 
 
-def send_and_read(channel: Any, message: Tensor) -> None:
+def send_and_read(channel: Any, message: Tensor, bases: Any = None) -> None:
     float(message.float().mean())
-    SEND(channel, message)
+    SEND(channel, message, bases)
 
 
 SEND = PeerChannel.send_tensor

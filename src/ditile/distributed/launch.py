@@ -45,7 +45,7 @@ from ditile.plan.option_classes import Count, Seconds, checked
 def launch(
     fn: Callable[..., Any],
     ranks: Count,
-    args: Sequence[Any] = (),
+    args: tuple[Any, ...] | list[Any] = (),
     *,
     threads: Count | None = None,
     stall_timeout: Seconds = 600.0,
