@@ -44,12 +44,15 @@ def call_under_plans(name: str, plans: list[str]) -> dict[str, Any]:
         for call in (first, second, first):
             result = model(**call, return_dict=False)
             # Kandinsky 5 returns its prediction by itself.
-            plain.append(stack(result[0] if isinstance(result, tuple) else result))
+            comes_alone = isinstance(result, torch.Tensor)
+            plain.append(stack(result if comes_alone else result[0]))
     found: dict[str, Any] = {}
     for text in plans:
         drawn: list[torch.Tensor] = []
 
         def follow(prediction: Any, drawn: list[torch.Tensor] = drawn) -> Any:
+            # Its rows must not become several predictions.
+            assert not comes_alone or isinstance(prediction, torch.Tensor)
             drawn.append(stack(prediction))
             return second if len(drawn) == 1 else None
 

@@ -84,6 +84,9 @@ class TransformerCalls(DiffusionPipeline):
         self.scheduler.set_timesteps()
         for timestep in self.scheduler.timesteps:
             result = self.transformer(**{**arguments, "return_dict": False})
+            # Kandinsky 5 returns its prediction by itself, whose rows are no predictions.
+            if isinstance(result, Tensor):
+                result = (result,)
             # Some models make a list with a tensor for each row.
             is_listed = isinstance(result[0], list)
             predictions = [torch.stack(result[0])] if is_listed else list(result)
