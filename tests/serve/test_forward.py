@@ -181,6 +181,8 @@ def test_loras_belong_to_a_connection(tmp_path: Path) -> None:
                 first.set_loras([("two", 1.0)])
             with pytest.raises(ForwardRefusedError, match="strength='x' of one is not a number"):
                 first._exchange({"op": "loras", "loras": [{"name": "one", "strength": "x"}]}, [])
+            with pytest.raises(ForwardRefusedError, match="is not an object with a name"):
+                first._exchange({"op": "loras", "loras": ["one"]}, [])
             got.append(first.forward(call))
     with torch.no_grad():
         plain.set_adapters(["default"], [0.5])

@@ -389,7 +389,9 @@ class ForwardServer:
         names = self._options.list_lora_stems()
         loras: dict[str, float] = {}
         for entry in entries:
-            name = entry.get("name") if isinstance(entry, dict) else entry
+            if not isinstance(entry, dict):
+                raise MessageError(f"lora={quote_value(entry)} is not an object with a name and a strength")
+            name = entry.get("name")
             if name not in names or name in loras:
                 there = ", ".join(names) or "none; give --lora-dir"
                 raise MessageError(f"lora={quote_value(name)} is unknown or named twice; there are {there}")
