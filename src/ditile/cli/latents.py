@@ -95,12 +95,15 @@ class LatentsKeeper:
         self._described = described
         self._out = out
         self._path = path
-        self._content: bytes | None = None
+        self._kept: tuple[dict[str, Tensor], LatentsFacts] | None = None
         self._writes = False
         self._refusal = "their call does not end with a decode"
 
     def take_latents(self, state: DecodeState) -> None:
-        """Copy what the decode will read, and write it on request. It is called after the last step."""
+        """Copy what the decode will read, and write it on request. It is called after the last step.
+
+        Nothing is serialized unless it is written.
+        """
         tail = state.tail
         parts = {}
         for name, part in self._pipe.components.items():
@@ -126,7 +129,7 @@ class LatentsKeeper:
             values=values,
             parts=parts,
         )
-        self._content = safetensors.torch.save(tensors, {METADATA: facts.model_dump_json()})
+        self._kept = (tensors, facts)
         # Ranks that do not decode have the same latents, and tell of the file that another one writes.
         self._writes = values.get("output_type") != "latent"
         if self._path is not None:
@@ -139,11 +142,11 @@ class LatentsKeeper:
         Raises:
             ModelError: at the end, if they were to be written and cannot be kept.
         """
-        self._content = None
+        self._kept = None
         try:
             yield
         except Exception as error:
-            if self._content is not None:
+            if self._kept is not None:
                 add_note(error, self._write_file(self._path or self._out.with_suffix(".latents.safetensors")))
             raise
         if self._path is not None and self._refusal:
@@ -152,11 +155,12 @@ class LatentsKeeper:
 
     def _write_file(self, path: Path) -> str:
         """Write the latents, and return a line that says how to decode them."""
-        assert self._content is not None
+        assert self._kept is not None
+        tensors, facts = self._kept
         try:
             if self._writes:
                 path.parent.mkdir(exist_ok=True)
-                files.write_atomically(path, self._content)
+                files.write_atomically(path, safetensors.torch.save(tensors, {METADATA: facts.model_dump_json()}))
         except OSError as error:
             self._refusal = str(error.strerror)
             return f"its latents cannot be kept in {path}: {error.strerror}"
