@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import av
 import diffusers
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from PIL import Image
 
 import ditile
 from ditile import ModelError, Plan, parallelize
-from ditile.cli import main
+from ditile.cli import decode, main
 from ditile.cli.latents import LatentsKeeper, read_facts, read_values
 from ditile.model.known import find_known_model
 from ditile.model.pipeline_calls import is_modular
@@ -50,7 +49,8 @@ WAN = (*FLUX[:3], "shapes-wan", *FLUX[4:], "--frames", "5", "--height", "32", "-
 )
 def test_what_is_decoded_later_is_what_the_call_returns(words: tuple[str, ...], decode: tuple[str, ...]) -> None:
     """To the last bit of the files, with all texts; strips of rows sum in another order, to a level of a pixel."""
-    suffix = ".mp4" if words[3] == "shapes-wan" else ".png"
+    # The same frames are other bytes of MP4 now and then: x264 reads memory that it did not write.
+    suffix = ".webp" if words[3] == "shapes-wan" else ".png"
     assert main.main([*words, "--out", "a" + suffix, "--save-latents", "kept.safetensors"]) == 0
     expected = {path.name[1:]: path for path in Path().glob("a*")}
     assert main.main(["decode", "kept.safetensors", "--out", "b" + suffix, "--threads", "1", *decode]) == 0
@@ -66,11 +66,11 @@ def test_what_is_decoded_later_is_what_the_call_returns(words: tuple[str, ...], 
 
 def test_a_failed_decode_keeps_its_latents(capsys: pytest.CaptureFixture[str]) -> None:
     """Without being asked; the line has the command that decodes them."""
-    assert main.main([*WAN, "--out", "a.mp4"]) == 0
+    assert main.main([*WAN, "--out", "a.webp"]) == 0
     capsys.readouterr()
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB")
     with mock.patch.object(diffusers.AutoencoderKLWan, "decode", side_effect=error):
-        assert main.main([*WAN, "--out", "b.mp4"]) == 1
+        assert main.main([*WAN, "--out", "b.webp"]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ditile: ")]
     assert "out of memory: " in line
     check_kept(line)
@@ -79,26 +79,24 @@ def test_a_failed_decode_keeps_its_latents(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("plan", [("--pipefusion", "2"), ("--ulysses", "2", "--vae", "rows")])
 def test_ranks_keep_the_latents_of_a_failed_decode(capsys: pytest.CaptureFixture[str], plan: tuple[str, ...]) -> None:
     """Of a VAE of NaN; the same model with a VAE that is whole decodes what was kept."""
-    assert main.main([*WAN, "--out", "a.mp4", *plan[:2]]) == 0
+    assert main.main([*WAN, "--out", "a.webp", *plan[:2]]) == 0
     shutil.copytree(find_known_model("shapes-wan").folder, "model")  # type: ignore[union-attr]
     (path,) = Path("model", "vae").glob("*.safetensors")
     weights = safetensors.torch.load_file(path)
     safetensors.torch.save_file({name: weight * torch.nan for name, weight in weights.items()}, path)
     capsys.readouterr()
-    assert main.main([*WAN[:3], "model", *WAN[4:], "--out", "b.mp4", *plan]) == 2
+    assert main.main([*WAN[:3], "model", *WAN[4:], "--out", "b.webp", *plan]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ditile: ")]
     assert "AutoencoderKLWan decoded the latents into NaN" in line
     check_kept(line, "--model", "shapes-wan")
 
 
 def check_kept(line: str, *words: str) -> None:
-    """Check that the command of a line makes b.mp4 as a.mp4 is."""
+    """Check that the command of a line makes b.webp as a.webp is."""
     assert [path.name for path in Path().glob("b*")] == ["b.latents.safetensors"]
     command = shlex.split(line.rpartition("its latents are kept; decode them by: ")[2])
     assert main.main([*command[1:], *words, "--threads", "1"]) == 0
-    with av.open("a.mp4") as first, av.open("b.mp4") as second:
-        frames = [[frame.to_ndarray() for frame in opened.decode(video=0)] for opened in (first, second)]
-    assert np.array_equal(*frames) and Path("b.png").exists()
+    assert Path("a.webp").read_bytes() == Path("b.webp").read_bytes() and Path("b.png").exists()
 
 
 def keep(pipe: Any, arguments: dict[str, Any], kind: str) -> tuple[Any, str | None]:
@@ -125,14 +123,16 @@ def test_a_video_is_decoded_with_its_sound() -> None:
     assert refusal is None
     ((video, sound),) = results.list_outputs(pipe, result)
     texts = results.add_picture_texts({"model": "model"}, pipe, {}, "a", 1, video)
-    results.write_drawn(video, "a.mp4", 8.0, texts, sound)
     for path in Path("model").rglob("*.safetensors"):
         if path.parent.name in ("transformer", "connectors", "text_encoder"):
             # Whole by its header, and of no weight that such a model has.
             safetensors.torch.save_file({"a": torch.zeros(1)}, path)
-    assert main.main(["decode", "kept.safetensors", "--out", "b.mp4"]) == 0
-    assert Path("a.mp4").read_bytes() == Path("b.mp4").read_bytes()
-    assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+    with mock.patch.object(decode, "write_drawn", wraps=results.write_drawn) as write:
+        assert main.main(["decode", "kept.safetensors", "--out", "b.mp4"]) == 0
+    assert Path("b.mp4").exists() and Path("b.png").exists()
+    ((drawn, path, fps, found, heard),) = [call.args for call in write.call_args_list]
+    assert (path, fps, found) == ("b.mp4", 8.0, texts)
+    assert np.array_equal(drawn, video) and np.array_equal(heard.samples, sound.samples) and heard.rate == sound.rate
 
 
 def spoil(**changes: Any) -> None:
