@@ -21,6 +21,7 @@ from ditile.plan.plan import Plan
 from tests.pool import Pool, share
 from tests.runner.cases import close, divided
 from tests.zoo import ZOO
+from tests.zoo.entry import film
 from tests.zoo.rows import list_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,7 +58,8 @@ def count_calls(pipe: Any) -> list[int]:
     def note(module: Any, args: Any) -> None:
         rows.append(len(args[0]))
 
-    embedder = pipe.transformer.img_in if hasattr(pipe.transformer, "img_in") else pipe.transformer.proj_in
+    names = ("img_in", "proj_in", "visual_embeddings")
+    embedder = next(getattr(pipe.transformer, name) for name in names if hasattr(pipe.transformer, name))
     embedder.register_forward_pre_hook(note)
     return rows
 
@@ -114,6 +116,14 @@ def test_a_guider_of_three_branches(pool: Pool) -> None:
         [[1, 1] + [1, 1] + shared * 2],
         [[1, 1] + [1, 1] + shared],
     ]
+
+
+@pytest.mark.nightly
+def test_tiles_in_one_call_are_divided(pool: Pool) -> None:
+    """Kandinsky 6 draws tiles of a video as rows of a call. A failure means that every rank computes all tiles."""
+    tiles = {"video": film(5, 16, 28), "tiles_batch_size": 2}
+    calls = pool.run(compare, 2, "kandinsky-6-super-resolution", [{"cfg": 2}], tiles)
+    assert calls == [[[1] * STEPS]] * 2
 
 
 def refuse(name: str, plan: dict[str, Any], changes: dict[str, Any]) -> str:
