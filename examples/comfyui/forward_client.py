@@ -163,6 +163,10 @@ class ForwardClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # ComfyUI drops a model without a word.
+        self.close()
+
     def _exchange(
         self, request: dict[str, Any], tensors: Sequence[torch.Tensor]
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
