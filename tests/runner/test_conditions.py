@@ -38,26 +38,17 @@ CHOICES = [
     ("Flux", ("image",), False, "FluxImg2Img"),
     ("Flux", ("image", "mask"), False, "FluxInpaint"),
     ("Flux", ("control_image",), True, "FluxControlNet"),
-    ("Flux", ("image", "control_image"), True, "FluxControlNetImg2Img"),
-    ("FluxKontext", ("image",), False, "FluxKontext"),
     ("FluxKontext", ("image", "mask"), False, "FluxKontextInpaint"),
-    ("FluxControl", ("control_image",), False, "FluxControl"),
     ("FluxInpaint", ("image",), False, "FluxImg2Img"),
-    ("Flux2Klein", ("image", "mask"), False, "Flux2KleinInpaint"),
-    ("QwenImageEdit", ("image", "mask"), False, "QwenImageEditInpaint"),
     ("QwenImage", ("image", "mask"), True, "QwenImageControlNetInpaint"),
-    ("StableDiffusion3", ("image", "mask"), False, "StableDiffusion3Inpaint"),
     ("ZImage", ("image", "mask", "control_image"), True, "ZImageControlNetInpaint"),
-    ("StableDiffusionXL", ("image", "mask"), False, "StableDiffusionXLInpaint"),
     ("Wan", ("video",), False, "WanVideoToVideo"),
     ("LTX2", ("image",), False, "LTX2ImageToVideo"),
     ("LTX2", ("image", "last_image"), False, "LTX2Condition"),
-    ("LTX", ("video",), False, "LTXCondition"),
     ("SkyReelsV2DiffusionForcing", ("image", "last_image"), False, "SkyReelsV2DiffusionForcingImageToVideo"),
 ]
 REFUSALS = [
     ("Wan", ("image",), False, "WanPipeline takes no --image, nor does a class that works with its weights$"),
-    ("CogVideoX", ("image",), False, "takes no --image"),
     ("QwenImageEditPlus", ("image", "mask"), False, "takes no --image and --mask"),
     ("Flux", ("control_image",), False, "takes no --control-image, .*; add --controlnet FOLDER"),
     ("PixArtSigma", ("control_image",), True, "takes no --control-image"),
@@ -295,25 +286,17 @@ WRONG = [
     (("--image", "mask.txt"), "cannot be read as an image"),
     (("--image", "start.png", "--mask", "small.png"), "is 64x64, and its image 128x128"),
     (("--mask", "mask.png"), "mask='mask.png' goes with an image; add --image FILE"),
-    (("--controlnet", "net"), "add --control-image FILE"),
-    (("--control-image", "start.png"), "add --controlnet FOLDER"),
     (("--image", "start.png", "--image", "mask.png"), "starts from 1 at most, and not from 2 images"),
-    (("--video", "in.webp"), "FluxPipeline takes no --video"),
 ]
 
 
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=str)
-@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry"])
 @pytest.mark.usefixtures("files")
-def test_wrong_conditions_are_one_line(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str, dry: tuple[str, ...]
-) -> None:
-    if dry and "--out" in words:
-        return
+def test_wrong_conditions_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
     Path("mask.txt").write_text("no picture")
-    Path("start.txt").write_text("no video")
     before = {path: path.read_bytes() for path in Path().iterdir()}
-    assert generate(*words, *dry) == 2
-    out, err = capsys.readouterr()
-    assert says in err and out == "" and err.count("\n") == 1, err
+    for dry in ((), ("--dry-run",)):
+        assert generate(*words, *dry) == 2
+        out, err = capsys.readouterr()
+        assert says in err and out == "" and err.count("\n") == 1, err
     assert {path: path.read_bytes() for path in Path().iterdir()} == before

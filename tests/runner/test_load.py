@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 import re
 import shutil
 import socket
@@ -19,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ditile
-from ditile import DitileError, LoadError, ModelError, PlanError
+from ditile import DitileError, LoadError, ModelError
 from ditile.model.known import ASSETS, find_known_model, list_bundled_models
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
-from ditile.runner.model_files import check_hub_access, check_weight_source, defaults, find_model_source
+from ditile.runner.model_files import check_hub_access, defaults, find_model_source
 from tests import tiny
 from tests.runner.cases import load_parts
 
@@ -43,10 +42,11 @@ def message(name: object, kind: type[Exception] = LoadError) -> str:
     return str(caught.value)
 
 
-def test_bundled_models_load_in_float32() -> None:
-    assert list_bundled_models() == ["shapes-flux", "shapes-flux-turbo", "shapes-pixart", "shapes-wan"]
+def test_bundled_models_load_in_float32_and_in_another_type(folder: Path) -> None:
     pipe = load("shapes-pixart")
     assert type(pipe).__name__ == "PixArtSigmaPipeline" and pipe.transformer.dtype is torch.float32
+    for dtype in ("bfloat16", torch.bfloat16):
+        assert load(str(folder), dtype=dtype).transformer.dtype is torch.bfloat16
 
 
 def test_a_model_that_is_based_on_another_one() -> None:
@@ -65,24 +65,13 @@ def test_a_model_that_is_based_on_another_one() -> None:
     assert torch.equal(parts["transformer"].proj_out.weight, turbo.transformer.proj_out.weight)
 
 
-def test_a_folder_and_a_dtype(folder: Path) -> None:
-    assert load(str(folder), dtype="bfloat16").transformer.dtype is torch.bfloat16
-    assert load(str(folder), dtype=torch.bfloat16).transformer.dtype is torch.bfloat16
-
-
 def test_defaults_are_those_beside_the_model(folder: Path) -> None:
     assert defaults("shapes-flux")["true_cfg_scale"] > 1
     (folder / "generation.json").unlink()
     assert defaults(str(folder)) == {}
     for wrong, says in (
         ("[1]", "not a JSON object"),
-        ('{"height": "64"}', "height='64' should be a valid integer"),
-        ('{"num_frames": true}', "num_frames=True should be a valid integer"),
-        ('{"guidance_scale": ["b"]}', r"guidance_scale=\['b'\] should be a valid number"),
         ('{"true_cfg_scale": NaN}', "true_cfg_scale=nan should be a finite number"),
-        ('{"max_sequence_length": []}', r"max_sequence_length=\[\] should be a valid integer"),
-        ('{"negative_prompt": 3}', "negative_prompt=3 should be a valid string"),
-        ('{"fps": 0}', "fps=0 should be greater than 0"),
         ('{"clean_caption": {"deep": 1}}', "clean_caption={'deep': 1} should be a valid"),
     ):
         (folder / "generation.json").write_text(wrong)
@@ -99,8 +88,6 @@ def test_defaults_are_those_beside_the_model(folder: Path) -> None:
     ("name", "says"),
     [
         ("./nosuchfolder", "there is no such folder"),
-        ("../shapes-flux/", "did you mean shapes-flux"),
-        ("owner/-name", "is not a hub id"),
         ("owner/" + "x" * 300, "is not a hub id"),
         ("a\0b", "is not known"),
         ("folder", "has no model_index.json"),
@@ -116,32 +103,6 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(
     for call in (defaults, functools.partial(ditile.plan_for, hardware="l40-pcie")):
         with pytest.raises(DitileError, match=re.escape(says)):
             call(name)
-    if not os.path.exists(name):
-        for option in ("lora", "controlnet"):
-            with pytest.raises(ModelError, match="is not a file; give one, a folder or a hub id"):
-                check_weight_source(name, option)
-
-
-@pytest.mark.parametrize(
-    ("plan", "says"),
-    [
-        ("pipefusion=2", "plan='pipefusion=2' should be an instance of Plan"),
-        (2, "plan=2 should be an instance of Plan"),
-    ],
-)
-def test_a_plan_that_is_none_is_no_fault_of_the_model(plan: Any, says: str) -> None:
-    with pytest.raises(ModelError, match=says):
-        load("shapes-flux", plan=plan)
-    with pytest.raises(PlanError, match=says):
-        ditile.parallelize(tiny.flux(), plan)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("call", [ditile.parallelize, ditile.enable_cache])
-@pytest.mark.parametrize("pipe", [None, "shapes-flux"])
-def test_what_is_no_pipeline(call: Any, pipe: Any) -> None:
-    with pytest.raises(ModelError, match=f"^{type(pipe).__name__} (has no|is not) .* give a pipeline"):
-        call(pipe)
 
 
 @pytest.fixture
@@ -210,19 +171,17 @@ LOST_TEXT = "encoder.block.0.layer.0.SelfAttention.q.weight"
 SHARD_INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no component": (lambda folder: shutil.rmtree(folder / "vae"), "vae is missing"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "transformer has no weights"),
     "no shard": (
         lambda folder: (folder / SHARD_INDEX).write_text(json.dumps({"weight_map": {"a": "part-2.safetensors"}})),
         "part-2.safetensors is missing",
     ),
     "a pickle": (lambda folder: (folder / WEIGHTS).rename((folder / WEIGHTS).with_suffix(".bin")), "pickle"),
-    **{f"cut at {kept}": (cut_short(kept), "not a whole safetensors file") for kept in (0, 4, 200, -1)},
+    **{f"cut at {kept}": (cut_short(kept), "not a whole safetensors file") for kept in (4, -1)},
     # diffusers alone would draw with a random one
     "no tensor": (
         lambda folder: write_without(folder, "proj_out.weight"),
         "lacks 1 weight(s), such as proj_out.weight",
     ),
-    "integers": (lambda folder: write_quantized(folder, torch.int8), "has proj_out.weight of I8"),
     "scales": (
         lambda folder: write_quantized(folder, torch.float8_e4m3fn, scale=torch.ones(())),
         "has proj_out.weight_scale of F32, so its weights are quantized",
@@ -239,7 +198,7 @@ def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
     spoil, says = DAMAGES[damage]
     spoil(folder)
     assert says in message(folder)
-    if damage in ("integers", "scales"):
+    if damage == "scales":
         # Of a dry run too, which reads no weights.
         with pytest.raises(LoadError, match="so its weights are quantized"):
             find_model_source(str(folder), weights=False)
@@ -251,7 +210,6 @@ def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
     [
         ("transformer/config.json", {"num_attention_heads": "x"}),  # TypeError
         ("vae/config.json", {"block_out_channels": []}),  # IndexError
-        ("scheduler/scheduler_config.json", {"num_train_timesteps": "x"}),
     ],
     ids=str,
 )

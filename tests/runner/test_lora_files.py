@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,28 +197,6 @@ def test_a_lora_on_weights_of_gguf(pool: Pool, tmp_path: Path) -> None:
         fuse_loras(pipe)
 
 
-def draw_quantized(folder: Path, quant_type: str, plan: dict[str, Any]) -> list[Tensor]:
-    pipe = ditile.quantize(tiny.flux(), quant_type)
-    runner = parallelize(pipe, Plan(**plan))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without")  # it could not be fused
-        ditile.load_lora(pipe, folder / "comfy.safetensors", adapter_name="own")
-    image = draw(runner, "flux")
-    pipe.unload_lora_weights()
-    return [image, draw(runner, "flux")]
-
-
-@pytest.mark.parametrize("quant_type", ["int8_weight_only", "bitsandbytes_4bit"])
-def test_a_lora_on_weights_of_other_libraries(pool: Pool, tmp_path: Path, quant_type: str) -> None:
-    if quant_type.startswith("bitsandbytes"):
-        pytest.importorskip("bitsandbytes")
-    write_styles(tmp_path, tiny.flux().transformer, "flux")
-    wanted, plain = pool.run(draw_quantized, 1, tmp_path, quant_type, {})[0]
-    different(wanted, plain)
-    for images in pool.run(draw_quantized, 2, tmp_path, quant_type, STAGES):
-        same(images, [wanted, plain])
-
-
 def load_with_others(folder: Path) -> list[str]:
     """On a rank of two stages: what the log says of keys that nothing takes."""
     pipe = tiny.flux()
@@ -292,44 +269,6 @@ def test_a_lora_for_each_of_two_transformers(pool: Pool, tmp_path: Path) -> None
             assert measure_error(image, wanted) < TOLERANCE, (plan, options)
 
 
-def add_text_factors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A LoRA's values, and factors of the attention of FLUX's first text encoder."""
-    random = torch.Generator().manual_seed(2)
-    added = dict(state)
-    for path, module in tiny.flux().text_encoder.named_modules():
-        if path.endswith("v_proj"):
-            name = f"text_encoder.{path}"
-            added[f"{name}.lora_A.weight"] = 3 * torch.randn(4, module.in_features, generator=random)
-            added[f"{name}.lora_B.weight"] = 3 * torch.randn(module.out_features, 4, generator=random)
-    return added
-
-
-def draw_fused_and_not(folder: Path, plan: dict[str, Any]) -> list[Tensor]:
-    pipe = tiny.flux()
-    runner = parallelize(pipe, Plan(**plan))
-    ditile.load_lora(pipe, folder / "text.safetensors", adapter_name="own")
-    image = draw(runner, "flux")
-    fuse_loras(pipe)
-    return [image, draw(runner, "flux")]
-
-
-def test_a_lora_of_a_text_encoder_too(pool: Pool, tmp_path: Path) -> None:
-    """A failure: its half for the text encoder is lost when it is fused, or ranks with other layers do not agree."""
-    pipe = tiny.flux()
-    good = name_as_diffusers("flux", make_factors(pipe.transformer, "flux"))
-    save_file(good, tmp_path / "good.safetensors")
-    save_file(add_text_factors(good), tmp_path / "text.safetensors")
-    pipe.load_lora_weights(tmp_path, weight_name="good.safetensors")
-    half = draw(pipe, "flux")
-    pipe.unload_lora_weights()
-    pipe.load_lora_weights(tmp_path, weight_name="text.safetensors")
-    wanted = draw(pipe, "flux")
-    assert measure_error(half, wanted) > 100 * TOLERANCE
-    for image, fused in pool.run(draw_fused_and_not, 2, tmp_path, STAGES | {"text": "split"}):
-        same(image, wanted)
-        assert measure_error(fused, wanted) < TOLERANCE
-
-
 def test_a_lora_for_control_images_goes_into_a_control_pipeline_alone() -> None:
     """A failure: it cannot be used at all, or half of it stays in a pipeline for other calls."""
     pipe = FluxControlPipeline.from_pipe(tiny.flux())
@@ -346,6 +285,18 @@ def test_a_lora_for_control_images_goes_into_a_control_pipeline_alone() -> None:
     ditile.load_lora(pipe, state, adapter_name="depth")
     assert pipe.transformer.x_embedder.in_features == 2 * embedder.in_features
     assert pipe.transformer.get_submodule("transformer_blocks.0.attn.norm_q").weight.mean() == 2
+
+
+def add_text_factors(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A LoRA's values, and factors of the attention of FLUX's first text encoder."""
+    random = torch.Generator().manual_seed(2)
+    added = dict(state)
+    for path, module in tiny.flux().text_encoder.named_modules():
+        if path.endswith("v_proj"):
+            name = f"text_encoder.{path}"
+            added[f"{name}.lora_A.weight"] = 3 * torch.randn(4, module.in_features, generator=random)
+            added[f"{name}.lora_B.weight"] = 3 * torch.randn(module.out_features, 4, generator=random)
+    return added
 
 
 def write_hostile(folder: Path) -> dict[str, str]:

@@ -159,19 +159,6 @@ def test_headers_are_eight_bytes_a_step(pool: Pool) -> None:
     assert [count - 3 * 8 for count in short] == [states, 0, states]
 
 
-def alone(name: str) -> dict[str, int]:
-    with divided(MAKE[name](), patches=3) as runner:
-        run(runner, name)
-        assert runner.report is not None
-        return runner.report.sent
-
-
-@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
-def test_one_rank_sends_nothing(pool: Pool, name: str) -> None:
-    """A failure means that a world of one talks to itself."""
-    assert pool.run(alone, 1, name) == [{}]
-
-
 RANKS = 4
 
 

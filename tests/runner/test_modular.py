@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import diffusers
 import pytest
@@ -16,7 +15,6 @@ from diffusers.modular_pipelines import PipelineState
 
 import ditile
 from ditile import Plan
-from ditile.model.pipeline_calls import find_pipeline_device
 from ditile.plan.errors import ModelError, StoppedError
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.runner import Runner, build_single_runner
@@ -180,14 +178,6 @@ def test_a_manager_offloads_what_is_divided(cpu_memory: None, pipe: Any, first: 
     assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
     runner.restore()
     assert torch.equal(offloaded(**flux_call()), wanted)
-
-
-def test_a_runner_of_one_rank_computes_where_a_manager_moves_components(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between calls they are on the CPU. A failure means that every call of a cached pipeline is refused there."""
-    monkeypatch.setattr(torch, "meta", mock.Mock(mem_get_info=lambda _: (0, 1)), raising=False)
-    pipe, _ = make_offloaded([], where="meta")
-    assert find_pipeline_device(pipe).type == "cpu"
-    assert build_single_runner(pipe, Plan()).devices == ["meta:0"]
 
 
 def draw_offloaded() -> tuple[torch.Tensor, list[str]]:

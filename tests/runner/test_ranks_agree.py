@@ -115,18 +115,14 @@ def _with_generators(kind: str, count: int) -> Any:
 POOLED = {"pooled_prompt_embeds": _draw(1, 32)}
 UNLIKE: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "latents": (lambda rank: {"latents": _draw(1, 16, 16, seed=rank)}, r"latents=.float32 tensor \[1, 16, 16\] #"),
-    "shapes": (lambda rank: {"latents": _draw(1, 16 + rank, 16)}, r"\[1, 17, 16\] #.*\[1, 16, 16\] #"),
     "embeddings": (
         lambda rank: {"prompt": None, "prompt_embeds": _draw(1, 6, 32, seed=rank)} | POOLED,
         "rank 1 was called with prompt_embeds=.*and rank 0 with ",
     ),
-    "sigmas": (lambda rank: {"sigmas": [1.0, 0.7, 0.4 + rank / 10]}, r"sigmas=\[1.0, 0.7, 0.5\].*0.4\]"),
     "scale": (lambda rank: {"joint_attention_kwargs": {"scale": 0.5 + rank}}, 'joint_attention_kwargs={"scale": 1.5}'),
-    "one generator": (lambda rank: {"generator": _with_generators("one", 1 - rank)}, "generator=None and rank 0 with"),
     "none on rank 0": (lambda rank: {"generator": _with_generators("one", rank)}, 'generator="generator on cpu" and'),
     "a list on one": (lambda rank: {"generator": _with_generators("list" if rank else "one", 1)}, r'=\["generator on'),
     "lists": (lambda rank: {"prompt": ["a", "a"], "generator": _with_generators("list", 2 - rank)}, "generator="),
-    "prompt": (lambda rank: {"prompt": "a blue square"} if rank else {}, "a blue square. and rank 0 with .a red"),
     "steps": (lambda rank: {"num_inference_steps": 4 - rank}, "with num_inference_steps=3 and rank 0 with 4"),
     "a refusal": (lambda rank: {"ip_adapter_image": 1} if rank else {}, "leave ip_adapter_image out"),
     "output": (lambda rank: {"output": "first" if rank else "all"}, 'output_on="first" and rank 0 with "all"'),
@@ -141,14 +137,6 @@ def _scheduler(pipe: Any, rank: int) -> Iterator[None]:
     pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(stock.config, shift=1.0 + rank)
     yield
     pipe.scheduler = stock
-
-
-@contextlib.contextmanager
-def _shift(pipe: Any, rank: int) -> Iterator[None]:
-    stock = pipe.scheduler.shift
-    pipe.scheduler.set_shift(2.0 + rank)
-    yield
-    pipe.scheduler.set_shift(stock)
 
 
 @contextlib.contextmanager
@@ -173,13 +161,6 @@ def _lora(pipe: Any, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lora_off(pipe: Any, rank: int) -> Iterator[None]:
-    pipe.enable_lora() if rank else pipe.disable_lora()
-    yield
-    pipe.enable_lora()
-
-
-@contextlib.contextmanager
 def _processor(pipe: Any, rank: int) -> Iterator[None]:
     if rank == 0:  # another stage has the block
         yield
@@ -193,12 +174,10 @@ def _processor(pipe: Any, rank: int) -> Iterator[None]:
 
 STATES: dict[str, tuple[Callable[[Any, int], contextlib.AbstractContextManager[None]], str]] = {
     "scheduler": (_scheduler, "scheduler.shift=2.0 and rank 0 with 1.0"),
-    "shift": (_shift, "scheduler.shift=3.0 and rank 0 with 2.0"),
     "autocast": (_autocast, "autocast=torch.bfloat16 and rank 0 with off"),
     "dtype": (_dtype, "vae.dtype=torch.bfloat16 and rank 0 with torch.float32"),
     "LoRA scale": (_lora, "LoRA one in transformer=scale 1.5, on and rank 0 with scale 0.5, on"),
     "processor": (_processor, "single_transformer_blocks.2.attn.*OwnProcessor"),
-    "LoRA off": (_lora_off, "LoRA one in transformer=scale 1, on and rank 0 with scale 1, disabled"),
 }
 """How the pipeline of rank 1 is made unlike, and what all ranks say."""
 

@@ -31,7 +31,6 @@ DIVIDED = [
     {"tensor": 2},
     {"tensor": 2, "split_scheme": "sequence"},
     {"pipefusion": 2, "warmup_mode": "sequence", "patches": 2},
-    {"ulysses": 2, "text": "first"},
     {"ulysses": 2, "text": "split"},
 ]
 
@@ -96,11 +95,6 @@ def test_a_part_of_a_pipeline_is_not_saved(tmp_path: Path, plan: dict[str, Any])
     refuse_all(pipe, models, own / "divided")
     run(runner, "sd3.5 medium", num_inference_steps=1)
     refuse_all(pipe, models, own / "divided")
-    if divided.text != "first":  # of which one rank has nothing
-        pipe.to(torch.float64)
-        with pytest.raises(StateError, match=r"changed from torch.float32 to torch.float64 since parallelize"):
-            runner.restore()
-        pipe.to(torch.float32)
     runner.restore()
     check_equal(saved(pipe, own / "restored"), wanted)
     copy.deepcopy(pipe)

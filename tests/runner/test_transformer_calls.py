@@ -89,8 +89,6 @@ def test_calls_are_those_of_one_device(pool: Pool, name: str) -> None:
         ("pipefusion=2 patches=2", "patches=2 are one step apart"),
         ("pipefusion=2 warmup=0", "warmup=0 lets the first step read keys"),
         ("ulysses=2 wire_dtype=fp8", "wire_dtype=fp8 rounds"),
-        ("ulysses=2 vae=rows", "vae=rows divides the decode"),
-        ("ulysses=2 text=split", "text=split divides text encoders"),
     ],
 )
 def test_what_needs_more_than_a_call_is_refused(plan: str, message: str) -> None:

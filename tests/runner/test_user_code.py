@@ -17,7 +17,6 @@ from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.utils import parametrize
 
 from ditile.cache.config import DBCacheConfig
 from ditile.plan.errors import ModelError
@@ -41,14 +40,6 @@ def off(tokens: Tensor) -> Tensor:
 def hook_of_blocks(pipe: Any) -> None:
     for block in pipe.transformer.transformer_blocks:
         block.register_forward_hook(lambda module, args, out: (out[0], off(out[1])))
-
-
-def hook_before_block(pipe: Any) -> None:
-    def take_first_off(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        tokens = kwargs["hidden_states"]
-        return args, kwargs | {"hidden_states": tokens - tokens[:, :1]}
-
-    pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(take_first_off, with_kwargs=True)
 
 
 def own_forward(pipe: Any) -> None:
@@ -87,23 +78,6 @@ def processor(pipe: Any) -> None:
     pipe.transformer.transformer_blocks[0].attn.set_processor(Mine())
 
 
-def forward_below_a_hook_of_diffusers(pipe: Any) -> None:
-    own_forward(pipe)
-    block = pipe.transformer.single_transformer_blocks[1]
-    HookRegistry.check_if_exists_or_initialize(block).register_hook(ModelHook(), "theirs")
-
-
-class Twice(nn.Module):
-    """A weight that is another one."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
-def parametrization(pipe: Any) -> None:
-    parametrize.register_parametrization(pipe.transformer.proj_out, "weight", Twice())
-
-
 def batch_norm(pipe: Any) -> None:
     pipe.transformer.proj_out = nn.Sequential(nn.BatchNorm1d(8, track_running_stats=False), pipe.transformer.proj_out)
 
@@ -115,13 +89,10 @@ def hook_on_what_is_compiled(pipe: Any) -> None:
 
 CHANGES: dict[Change, str] = {
     hook_of_blocks: "transformer_blocks.0 has the hook <lambda>",
-    hook_before_block: "single_transformer_blocks.0 has the hook take_first_off",
     own_forward: "single_transformer_blocks.1 has the forward <lambda>",
     hook_of_diffusers: "transformer_blocks.0.ff has the hook TakeOff",
     another_class: "transformer_blocks.0.norm2 has the class TokenNorm",
     processor: "transformer_blocks.0.attn has the attention processor Mine",
-    forward_below_a_hook_of_diffusers: "single_transformer_blocks.1 has the forward <lambda>",
-    parametrization: "proj_out.parametrizations.weight.0 has the class Twice",
     batch_norm: "proj_out.0 has a BatchNorm1d of the statistics of its input",
     hook_on_what_is_compiled: "FluxTransformer2DModel has the hook <lambda>",
 }

@@ -13,9 +13,8 @@ import torch.distributed as dist
 import ditile
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
-from ditile.runner.requests.prepare import choose_warm_steps, warm_runner
+from ditile.runner.requests.prepare import warm_runner
 from ditile.runner.runner import Runner, parallelize
-from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided, run, same
 
@@ -121,22 +120,6 @@ def test_what_must_wait_for_the_end(pool: Pool) -> None:
     pool.run(refuse_within_a_call, 2, {"pipefusion": 2})
 
 
-def test_a_cache_without_a_runner() -> None:
-    """The same of a pipeline that is its own."""
-    pipe = MAKE["flux"]()
-    ditile.enable_cache(pipe, ditile.DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1))
-
-    def interfere(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        for change in (ditile.disable_cache, ditile.refresh_context):
-            with pytest.raises(StateError, match="in the middle of a call"):
-                change(pipe)
-        return {}
-
-    same(run(pipe, "flux", callback_on_step_end=interfere), run(pipe, "flux"))
-    ditile.disable_cache(pipe)
-    assert torch.is_tensor(next(pipe.transformer.parameters())) and "forward" not in vars(pipe.transformer)
-
-
 @pytest.mark.parametrize("cached", [False, True])
 def test_patches_in_inference_mode(cached: bool) -> None:
     """A failure means an error about versions, which its tensors do not have, or another image."""
@@ -166,23 +149,9 @@ def draw_warm_and_cold(name: str, plan: dict[str, Any]) -> tuple[int, dict[str, 
         return calls.call_args.kwargs["num_inference_steps"], runner.report.bytes_sent, sent
 
 
-@pytest.mark.parametrize(
-    ("plan", "steps"),
-    [({"pipefusion": 2, "patches": 3, "warmup": 1}, 4), ({"pipefusion": 2, "patches": 2, "warmup": 5}, 7)],
-    ids=str,
-)
 @pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
-def test_nothing_remains_of_a_call_that_nobody_sees(pool: Pool, name: str, plan: dict[str, Any], steps: int) -> None:
+def test_nothing_remains_of_a_call_that_nobody_sees(pool: Pool, name: str) -> None:
     """A failure means that keys, or states of a scheduler, are those of the call before."""
+    plan, steps = {"pipefusion": 2, "patches": 2, "warmup": 5}, 7
     for taken, warm, cold in pool.run(draw_warm_and_cold, 2, name, plan):
         assert taken == steps and warm == cold
-
-
-def test_steps_of_a_call_that_nobody_sees() -> None:
-    assert choose_warm_steps(Plan(), is_cached=False) == 4
-    assert choose_warm_steps(Plan(pipefusion=2, warmup=3), is_cached=False) == 5
-    assert choose_warm_steps(Plan(pipefusion=2, warmup=3), is_cached=True) is None
-    runner = parallelize(tiny.flux(), Plan())
-    with mock.patch.object(Runner, "__call__", autospec=True) as calls:
-        warm_runner(runner, {"prompt": "a"}, is_cached=False)
-    assert calls.call_args.kwargs["num_inference_steps"] == 4, "of 28, which the class has by default"
