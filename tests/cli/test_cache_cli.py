@@ -72,17 +72,6 @@ def test_the_summary_says_what_was_left_out(capsys: pytest.CaptureFixture[str], 
     assert np.array_equal(pixels("b.png"), pixels("c.png")) and not np.array_equal(pixels("a.png"), pixels("b.png"))
 
 
-def test_pruning_masks_and_a_file(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    """Flags win over the file; a prune is of each block."""
-    Path("a.yaml").write_text("cache_config: {Fn_compute_blocks: 2, max_warmup_steps: 1}\nattention_backend: native\n")
-    facts = drawn(capsys, model, "--config", "a.yaml", "--prune", "--rdt", "1", "--w", "3")
-    assert facts["cache"]["contexts"][0]["settings"] == "DBPrune_F2B0_W3I1M0MC0_R1"
-    assert facts["cache"]["blocks_saved"] == pytest.approx(1 / 4 * 3 / 5)
-    mask = ("--steps-mask", "1,1/1,1", "--steps-policy", "static")
-    facts = drawn(capsys, model, "--cache", "--Fn", "1", *mask)
-    assert facts["cache"]["contexts"][0]["cached_steps"] == [[1]], "the last step of a mask computes"
-
-
 def test_weights_memory_and_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
@@ -103,21 +92,6 @@ def test_weights_memory_and_time(
     assert np.array_equal(pixels("a.png"), pixels("b.png"))
     drawn(capsys, model, *CACHE, "--out", "c.png")
     assert not np.array_equal(pixels("a.png"), pixels("c.png")), "nothing was quantized"
-
-
-def test_a_lora_fused_or_not(capsys: pytest.CaptureFixture[str], model: str, loras: Path) -> None:
-    """Fused or not is the same up to rounding, and neither is the plain picture."""
-    file = str(loras / "one.safetensors")
-    drawn(capsys, model, *CACHE, "--out", "plain.png")
-    facts = drawn(capsys, model, *CACHE, "--lora", file, "--out", "lora.png")
-    assert facts["settings"]["lora"] == file and facts["settings"]["fuse_lora"] is False
-    drawn(capsys, model, *CACHE, "--lora", file, "--fuse-lora", "--out", "fused.png")
-    plain, lora, fused = (pixels(f"{name}.png").astype(int) for name in ("plain", "lora", "fused"))
-    assert np.abs(lora - fused).max() <= 1 < np.abs(lora - plain).max()
-    Path("broken.safetensors").write_text("nothing")
-    assert "broken.safetensors is not a whole safetensors file" in refused_by_model(
-        capsys, model, "--lora", "broken.safetensors"
-    )
 
 
 def test_several_loras_with_their_scales(capsys: pytest.CaptureFixture[str], model: str, loras: Path) -> None:
@@ -193,17 +167,6 @@ def test_the_flags_under_torchrun(model: str) -> None:
 
 def refused_by_model(capsys: pytest.CaptureFixture[str], model: str, *words: str) -> str:
     return refused(capsys, "generate", "a red circle", "--model", model, "--threads", "1", *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--cache --w 1", "Fn_compute_blocks=8: all 5 blocks of .* always compute "),
-        ("--cache --Fn 1 --steps-mask 1/1", "has 2 steps and the generation 4"),
-    ],
-)
-def test_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str], model: str, words: str, says: str) -> None:
-    assert re.search(says, refused_by_model(capsys, model, *words.split()))
 
 
 def report(*decisions: Decisions, name: str = "blocks", kept: int = 0) -> ContextReport:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ditile import Plan
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
 from ditile.cache.config_text import parse_cache_line
 from ditile.cache.methods.magcache import MagCacheConfig
 from ditile.cli import main
 from ditile.plan.errors import DitileError, ModelError, PlanError
-from ditile.plan.flag_parser import collect_arguments, list_flags, normalize_flags
+from ditile.plan.flag_parser import collect_arguments, normalize_flags
 from ditile.runner.requests.cache_options import CacheOptions, LoraChoice
-from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.outputs import RunOptions
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -28,10 +23,6 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def read(*words: str) -> CacheOptions:
     return CacheOptions(**collect_arguments(CacheOptions, parsed("a", *words)))
-
-
-def made(kind: type, *words: str) -> dict[str, Any]:
-    return collect_arguments(kind, parsed(*words))
 
 
 LONG = """--cache --prune --Fn 1 --Bn 2 --rdt 0.12 --max-warmup-steps 4 --warmup-interval 2 --max-cached-steps 8
@@ -74,33 +65,6 @@ def test_flags_of_other_methods() -> None:
             read(*words)
 
 
-@pytest.mark.parametrize(
-    ("package", "words", "says"),
-    [("torchao", "-q", r"quant_type=float8_weight_only needs torchao.*'ditile\[quantize\]'")],
-)
-def test_a_package_that_is_absent(monkeypatch: pytest.MonkeyPatch, package: str, words: str, says: str) -> None:
-    """Is named before ranks are started. A failure means that each of them fails, after it has loaded the model."""
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModelError, match=says):
-        read(*words.split())
-
-
-def test_flags_that_are_other_options() -> None:
-    assert GenerateOptions(**made(GenerateOptions, "--prompt", "a cat")).prompt == "a cat"
-    assert made(GenerateOptions, "a", "--model-path", "m", "--steps", "3", "--height", "64", "--width", "32") == {
-        "prompt": "a", "model": "m", "steps": 3, "height": 64, "width": 32,
-    }  # fmt: skip
-    assert made(GenerateOptions, "a", "--negative-prompt", "b")["negative_prompt"] == "b"
-    assert (
-        made(RunOptions, "a", "--attn", "flash")
-        == {"attention": "flash"}
-        == made(RunOptions, "a", "--attention", "flash")
-    )
-    assert made(Plan, "a", "--ulysses-anything") == {"uaa": True} == made(Plan, "a", "--uaa")
-    assert made(Plan, "a") == {} == made(RunOptions, "a")
-    assert RunOptions().attention is None
-
-
 def test_degrees_of_a_parallel_type(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match="start it with torchrun, or say how many: --tensor 2"):
         read("--parallel", "tp").collect_plan_values({})
@@ -136,21 +100,6 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
     assert read("--config", str(path), "--foca").build_cache_arguments()["calibrator_config"] == FoCaCalibratorConfig()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--Fn 1", "--Fn 1 is for --cache or --prune or --config, which is not given"),
-        ("--cache --taylorseer --foca", "enable_taylorseer and enable_foca"),
-        ("--cache -order 2", "is for --taylorseer"),
-        ("-q --quantize-type int3", "'int3' should be 'float8_weight_only'"),
-    ],
-)
-def test_what_is_refused(words: str, says: str) -> None:
-    with pytest.raises(DitileError, match=says) as caught:
-        read(*words.split())
-    assert "\n" not in str(caught.value)
-
-
 def test_flags_change_the_method_of_a_file_and_replace_none(tmp_path: Path) -> None:
     path = str(tmp_path / "mag.yaml")
     Path(path).write_text("cache_config:\n  cache_type: magcache\n  mag_ratios: flux\n", "utf-8")
@@ -176,11 +125,3 @@ def test_a_lora_is_described_as_it_was_named(text: str) -> None:
 def test_a_lora_lies_in_the_home_of_its_user() -> None:
     """A failure: bash leaves ~ in `--lora=~/a` and in what is quoted, and the file would not be found."""
     assert LoraChoice.parse("transformer_2=~/a.safetensors:0.5").source == os.path.expanduser("~/a.safetensors")
-
-
-def test_no_flag_is_there_twice() -> None:
-    """`argparse` refuses a flag that two options share; near misses find aliases too."""
-    flags = [name for kind in main.COMMANDS["generate"].options for name in list_flags(kind)]
-    assert len(flags) == len(set(flags))
-    with pytest.raises(PlanError, match="did you mean --track-memory?"):
-        main._parse_arguments(["generate", "a", "--track-memry"])

@@ -76,9 +76,9 @@ def test_a_failed_decode_keeps_its_latents(capsys: pytest.CaptureFixture[str]) -
     check_kept(line)
 
 
-@pytest.mark.parametrize("plan", [("--pipefusion", "2"), ("--ulysses", "2", "--vae", "rows")])
-def test_ranks_keep_the_latents_of_a_failed_decode(capsys: pytest.CaptureFixture[str], plan: tuple[str, ...]) -> None:
+def test_ranks_keep_the_latents_of_a_failed_decode(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a VAE of NaN; the same model with a VAE that is whole decodes what was kept."""
+    plan = ("--ulysses", "2", "--vae", "rows")
     assert main.main([*WAN, "--out", "a.webp", *plan[:2]]) == 0
     shutil.copytree(find_known_model("shapes-wan").folder, "model")  # type: ignore[union-attr]
     (path,) = Path("model", "vae").glob("*.safetensors")
@@ -145,36 +145,24 @@ def spoil(**changes: Any) -> None:
 def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and nothing written."""
     assert main.main([*FLUX, "--out", "a.png", "--save-latents", "kept.safetensors"]) == 0
-    Path("text.safetensors").write_text("no tensors")
     safetensors.torch.save_file({"a": torch.zeros(2)}, "other.safetensors")
     content = Path("kept.safetensors").read_bytes()
     Path("short.safetensors").write_bytes(content[:-8])
     capsys.readouterr()
     for words, says in [
-        ((), "there is nothing to decode; give a FILE"),
-        (("none.safetensors",), "'none.safetensors' is not a file"),
-        (("kept.safetensors", "--transformer", "a"), "--transformer is not known; see ditile decode --help-all"),
-        (("a.png",), "its ending is none of .safetensors"),
-        (("text.safetensors",), "is not a whole safetensors file"),
         (("short.safetensors",), "is not a whole safetensors file"),
         (("other.safetensors",), "other.safetensors has no latents of ditile"),
         (("kept.safetensors", "--model", "shapes-wan"), "and there is WanTransformer3DModel"),
-        (("kept.safetensors", "--model", "nothing"), "model 'nothing'"),
-        (("kept.safetensors", "--out", "b.mp4"), "this model makes images; name it b.png"),
         (("kept.safetensors", "--out", "kept.safetensors"), "name it kept.png"),
     ]:
         assert says in refused(capsys, "decode", *words), words
     for changes, says in [
         ({"pipeline": "os"}, "whose decode is another one"),
-        ({"names": ["latents"]}, "whose decode is another one"),
-        ({"place": -1}, "whose decode is another one"),
         ({"values": {"latents": {"tensor": "b"}}}, "is not whole"),
         ({"values": {}}, "cannot be decoded"),
         ({"values": {"a=open('run', 'w')": 1}}, "whose decode is another one"),
         ({"pictures": 3}, "that are not of this version: ('pictures',)"),
-        ({"pictures": []}, "that are not of this version: ('pictures',)"),
         ({"pictures": [("a", 1), ("b", 2)]}, "has prompts of 2 images, and latents of 1"),
-        ({"fps": -1.0}, "that are not of this version: ('fps',)"),
         ({"parts": {"vae": "0"}}, "the vae of shapes-flux has another config"),
     ]:
         spoil(**changes)
@@ -184,7 +172,6 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AttributeError):
         tail.run(None, {"a=open('run', 'w')": 1})
     assert not Path("run").exists()
-    assert "name it a.safetensors" in refused(capsys, *FLUX, "--save-latents", "a")
     assert "is for one call" in refused(capsys, *FLUX, "--perf", "--save-latents", "b.safetensors")
 
 

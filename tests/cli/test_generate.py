@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,14 @@ import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from PIL import Image
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from ditile import ModelError, Plan
+from ditile import ModelError
 from ditile.cli import main
 from ditile.model.known import ASSETS
-from ditile.plan.shape import check_image_size
-from ditile.planner.dry_run import describe_dry_run
 from ditile.runner import runner as dividing
-from ditile.runner.requests import arguments, console
+from ditile.runner.requests import arguments
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pictures import read_picture_texts
 from ditile.runner.requests.pipelines import convert_value_errors
 from tests import tiny
@@ -80,26 +74,6 @@ def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixt
     assert "model has no model_index.json" in refused(capsys, "generate", "a circle", *words)
 
 
-def test_a_dry_run_says_what_stays_in_the_hosts_memory() -> None:
-    """Blocks that are brought from there, and text encoders that wait there. A failure means a plan without memory."""
-    wanted = GenerateOptions(prompt="a circle", model="flux.1-dev")
-
-    def describe(plan: Plan, **engine: Any) -> str:
-        return describe_dry_run(wanted, plan, {"cache_config": None}, RunOptions(**engine))
-
-    stages = Plan(pipefusion=2, patches=2)
-    assert "host's memory" not in describe(stages)
-    # 4608 tokens, 3072 wide, in numbers of 2 and of 4 bytes.
-    assert "28.3 MB" in describe(stages) and "56.6 MB" in describe(stages, dtype="float32")
-    cut = dataclasses.replace(stages, stage_blocks=(56, 1))
-    assert "at most 1.90x with equal shares on equal devices" in describe(cut)
-    of_all_ranks = (
-        "numbers: bfloat16, as on GPUs; a run on this machine has float32\n\nhost's memory, of all ranks together: "
-    )
-    assert f"{of_all_ranks}40.80 GB of weights stay there" in describe(dataclasses.replace(stages, offload="blocks"))
-    assert f"{of_all_ranks}19.54 GB of weights stay there" in describe(stages, text_after="offload")
-
-
 TURBO = ("generate", "a red circle", "--model", "shapes-flux-turbo", "--steps", "1", "--threads", "1", "--seed", "7")
 
 
@@ -121,7 +95,7 @@ def test_names_of_files_with_placeholders(capsys: pytest.CaptureFixture[str]) ->
     assert "2 of them there before" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "format"), [("a.png", "PNG"), ("a.JPEG", "JPEG"), ("a.webp", "WEBP")])
+@pytest.mark.parametrize(("name", "format"), [("a.png", "PNG"), ("a.JPEG", "JPEG")])
 def test_a_file_of_each_format_says_how_it_was_made(name: str, format: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As ditile reads it, and as AUTOMATIC1111 and programs of its kind do."""
     words = ["--out", name, "--true-cfg", "2", "--negative-prompt", "a ring, blue", "--json", "-"]
@@ -154,15 +128,11 @@ def test_the_default_file_is_no_input(capsys: pytest.CaptureFixture[str]) -> Non
     assert "are one file; name another" in refused(capsys, *words, "--out", "ditile-image.png")
 
 
-LONG = "a" * 300 + ".png"
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("--out", "/proc/a.png"), "out='/proc/a.png' cannot be written: No such file"),
         (("--json", "socket"), "json='socket' cannot be written: No such device"),
-        (("--out", LONG), f"out='{LONG}' cannot be written: File name too long"),
     ],
 )
 def test_what_the_system_refuses_to_write(
@@ -175,46 +145,28 @@ def test_what_the_system_refuses_to_write(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         assert says in refused(capsys, *SMALL, *words)
-    Path("prompts.txt").write_text("a red circle")
-    if words[0] == "--out":
-        words = ("--out-dir", words[1].removesuffix(".png"))
-        says = says.replace("out=", "out_dir=").replace(".png", "")
-        assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
 
 
-@pytest.mark.parametrize(("command", "says"), [("generate", "rank 1: 1 B"), ("verify", "proven")])
-def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path, command: str, says: str) -> None:
+def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path) -> None:
     """Seconds before the first rank starts and behind the last one, otherwise."""
     code = f"""
 import sys
 from ditile.cli import main
 from ditile.cli.outcome import summarize_outcome
-from ditile.cli.verdict import Check, PlanVerdict
 report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
 report |= {{"warmup_mode": "serial", "peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
 report |= {{"reference_tokens": 0, "reference_steps": [], "recorded": None}}
-words, made = {{
-    "generate": (["a red circle", "--out", {str(tmp_path / "x.png")!r}],
-                 summarize_outcome(plan="data=2", model="flux", seed=1, images=["x.png"], reports=[report, report])),
-    "verify": ([], PlanVerdict("data=2", [Check("exact", True, "bit for bit")])),
-}}[{command!r}]
+made = summarize_outcome(plan="data=2", model="flux", seed=1, images=["x.png"], reports=[report, report])
 main.launch = lambda fn, ranks, args, **_: [made] * ranks
-assert main.main([{command!r}, *words, "--data", "2"]) == 0
+assert main.main(["generate", "a red circle", "--out", {str(tmp_path / "x.png")!r}, "--data", "2"]) == 0
 assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "imported"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and says in done.stdout, done.stderr
+    assert done.returncode == 0 and "rank 1: 1 B" in done.stdout, done.stderr
 
 
 def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
     return arguments.build_call_arguments(pipe, GenerateOptions(prompt="a circle", height=height, width=width), {})
-
-
-@pytest.mark.parametrize("height", ["64", -16])
-def test_a_size_that_is_no_count(height: Any) -> None:
-    """It may come from a model's own options. A failure means a traceback of `%`, or a picture of another size."""
-    with pytest.raises(ModelError, match="height=.* should be .*; try height="):
-        check_image_size({"height": height}, 16)
 
 
 def test_a_size_is_checked_where_a_token_is_known() -> None:
@@ -230,15 +182,11 @@ def test_a_size_is_checked_where_a_token_is_known() -> None:
             asked(make(), 64, 34)
 
 
-@pytest.mark.parametrize("words", [(), ("--prompts-file", "prompts.txt")])
-def test_what_the_pipeline_itself_refuses_is_one_line(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
+def test_what_the_pipeline_itself_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """A failure: a traceback for a size, where only the pipeline knows which ones will do."""
     tiny.stable_diffusion().save_pretrained("model")
-    Path("prompts.txt").write_text("a circle")
     size = ("--steps", "1", "--height", "66", "--width", "64")
-    assert main.main(["generate", *(words or ["a circle"]), "--model", "model", *size]) == 2
+    assert main.main(["generate", "a circle", "--model", "model", *size]) == 2
     said = capsys.readouterr().err
     why = "`height` and `width` have to be divisible by 8 but are 66 and 64."
     assert said.splitlines()[-1] == f"ditile: StableDiffusionPipeline refuses this call: {why}"
@@ -264,39 +212,6 @@ def test_a_pipeline_of_proteins_is_refused_before_it_is_loaded(
     monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", "a circle", "--model", "model", *words)
     assert " and images, videos and sounds are written here; in Python, ditile.para" in line
-
-
-def test_long_work_says_what_is_done_and_what_is_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A failure means a log of an hour without a line. Short work says nothing."""
-    monkeypatch.setattr(console, "LINE_PERIOD", 0.02)
-    with console.show_progress_bar("prompts", 5, completed=1) as advance:
-        time.sleep(0.1)
-        advance(2)
-        time.sleep(0.1)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "prompts: 1 of 5 after 0 s"
-    assert lines[-1].startswith("prompts: 3 of 5 after 0 s, about ") and lines[-1].endswith(" s left")
-    with console.show_progress_bar("prompts", 5, shown=False) as advance:
-        advance(1)
-        time.sleep(0.05)
-    monkeypatch.setattr(console, "LINE_PERIOD", 10.0)
-    with console.show_progress_bar("prompts", 5) as advance:
-        advance(5)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_wide_table_is_continued_below(capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means cells that are cut, or a plan that a line break parts."""
-    plan = "pipefusion=8 patches=32 warmup_mode=sequence ulysses=2 cfg=2 vae=rows text=split split_scheme=sequence"
-    columns = {f"column {k}": ["1.00", "12345.67 GB"] for k in range(9)}
-    parts = console.make_numbered_tables(["pipefusion=2", f"{plan}\nwhy"], columns)
-    assert sum(isinstance(part, Table) for part in parts) == 2
-    console.print_parts(console.make_console(), parts)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-3:] == [" 1  pipefusion=2", f" 2  {plan}", "    why"]
-    assert max(map(len, lines[:-3])) <= console.LINE_WIDTH and "12345.67 GB" in lines[4]
 
 
 WORDS = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--threads", "1")
@@ -354,11 +269,6 @@ def test_what_is_said_of_a_file(flux: str, capsys: pytest.CaptureFixture[str]) -
     assert main.main(["generate", "a", "--model", flux, "--pipefusion", "2", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert f"transformer: {flux}" in shown and "57 blocks" in shown
-
-
-@pytest.mark.parametrize("words", [("generate", "a")])
-def test_what_a_file_lacks_is_said(flux: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means a traceback, or a reader who does not know what to give."""
-    assert main.main([*words, "--model", flux]) == 2
+    assert main.main(["generate", "a", "--model", flux]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and f"--model FOLDER --component transformer={flux}" in line, line

@@ -18,15 +18,12 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from PIL import Image
 from torch._dynamo import config as dynamo
 
-import ditile
-from ditile import Plan
 from ditile.cli import main
 from ditile.model.known import ASSETS, list_bundled_models
 from tests.cache.test_cache_dit_scripts import flux
@@ -156,18 +153,6 @@ def run_example(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
     importlib.import_module(script.removesuffix(".py")).main()
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [("qwen_image.py", ["Qwen/Qwen-Image"]), ("wan_video.py", ["a/b"]), ("edit_image.py", ["a/b", "x.png", "night"])],
-)
-def test_an_example_of_a_large_model_asks_for_torchrun(
-    script: str, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(SystemExit, match=rf"^{script}: WORLD_SIZE is not set; try torchrun .*$"):
-        run_example(script, words, monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("models") / "flux"
@@ -175,56 +160,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     call = {"height": 32, "width": 24, "num_inference_steps": 12, "max_sequence_length": 12}
     (path / "generation.json").write_text(json.dumps(call))
     return str(path)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
-    """The plans that a pipeline is loaded for and then divided by; nothing is loaded, and nothing drawn."""
-    plans: list[Plan | None] = []
-
-    def divided(pipe: Any, plan: Plan, **_: Any) -> Any:
-        plans.append(plan)
-        return lambda *_, **__: None
-
-    monkeypatch.setattr(ditile, "load", lambda name, *, plan=None: plans.append(plan))
-    monkeypatch.setattr(ditile, "load_lora", lambda pipe, source: None)
-    monkeypatch.setattr(ditile, "parallelize", divided)
-    return plans
-
-
-def example(name: str) -> dict[str, Any]:
-    """What an example defines."""
-    return runpy.run_path(str(ROOT / "examples" / name))
-
-
-def test_flux_torchrun_reads_what_its_plan_gives_a_rank(
-    seen: list[Plan | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A failure means that every rank has the whole of FLUX in its memory."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    example("flux_torchrun.py")["main"]()
-    assert seen == [Plan(pipefusion=4, patches=4)] * 2
-
-
-@pytest.mark.parametrize(
-    ("line", "loaded"),
-    [
-        ("--parallel-type tp", Plan(tensor=2)),
-        ("--parallel-type tp --lora a.safetensors", None),
-        ("--parallel-type ulysses --lora a.safetensors", Plan(ulysses=2)),
-    ],
-)
-def test_run_flux_cp_reads_what_its_plan_gives_a_rank(
-    seen: list[Plan | None], monkeypatch: pytest.MonkeyPatch, line: str, loaded: Plan | None
-) -> None:
-    """But for a LoRA under `tensor`, which is cut with the whole weights."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["run_flux_cp.py", *line.split()])
-    names = example("run_flux_cp.py")
-    args, options = names["parse_arguments"](), names["CacheOptions"]
-    names["prepare_runner"](args, options(**names["collect_arguments"](options, args)))
-    assert seen[0] == loaded and seen[1] in (Plan(tensor=2), Plan(ulysses=2))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ditile.cli.verdict import Check, PlanVerdict, build_verdict_table
 from ditile.cli.verify import run_plan_checks
 from ditile.model.recording.kept_tapes import StaticInput
 from ditile.plan import cost
-from ditile.plan.errors import JoinError, PlanError, RankError, StateError
+from ditile.plan.errors import JoinError, PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.requests.console import LINE_WIDTH
 from ditile.runner.requests.options import VerifyOptions
@@ -236,24 +236,13 @@ def test_recorded_steps_are_compared_with_code(pool: Pool, is_right: bool, tmp_p
     assert all(says.startswith("the result differs") != is_right for *_, says in first), first
 
 
-def test_recorded_steps_need_two_cards(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure: ranks that start and cannot record."""
-    monkeypatch.setattr(main, "_run_on_ranks", lambda *_: pytest.fail("ranks start"))
-    assert main.main(["verify", "--recorded", "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith("ditile: recorded=True needs 2 GPUs (3 for all)")
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("ring", "code", "says"),
     [
         (True, 0, "all 20 checks hold, 2 do not apply"),
         (False, 1, "failed: ring=2: a capture fails"),
-        (RankError(1, "RuntimeError", "it died"), 1, "failed: ring=2"),
     ],
-    ids=["right", "wrong", "dead"],
+    ids=["right", "wrong"],
 )
 def test_the_page_of_recorded_steps(
     ring: Any, code: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -263,8 +252,6 @@ def test_the_page_of_recorded_steps(
     def run_plan(function: Any, plan: Plan, *_: Any) -> list[tuple[str, bool, str]]:
         if plan.cfg == 2:
             raise PlanError("there is no guidance")
-        if plan.ring == 2 and isinstance(ring, Exception):
-            raise ring
         cases = [(name, True, "played 9 of 12 calls") for name in recorded_cases.CASES]
         if plan.ring == 2:
             cases[2] = (recorded_cases.FAILS, ring, "the result differs: played 9 of 12 calls")
@@ -278,5 +265,3 @@ def test_the_page_of_recorded_steps(
     assert says in " ".join(out.replace("│", " ").split()), out
     assert "needs 3 GPUs" in out
     assert "there is no guidance" in out
-    assert max(map(len, out.splitlines())) <= LINE_WIDTH
-    assert len(out.splitlines()) <= 50

@@ -13,8 +13,6 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 from ditile.plan.extras import EXTRAS
 from tests.house.rules import LAB, PACKAGE, Source
 
@@ -183,23 +181,3 @@ def test_packages_are_looked_for_in_one_place() -> None:
     for source in others:
         used = {each.name.partition(".")[0] for each in list_imports(source)} & IN_NO_EXTRA
         assert not used or re.search(r"\b(is_installed|require_quantizer)\(", source.text), (source.path, used)
-
-
-@pytest.mark.parametrize(
-    ("text", "needs"),
-    [
-        ("import av", {"video"}),
-        ("def f():\n    import av", {"video"}),
-        ("def f():\n    import_module('torchmetrics.image')", {"evaluate"}),
-        ("def f():\n    require_extra('lora', 'x')\n    import av", {"video"}),
-        ("def f():\n    import av\n    require_extra('video', 'x')", {"video"}),
-        ("from ditile.figures import draw", {"plots"}),
-        ("def f():\n    from ditile import figures", {"plots"}),
-        ("def f():\n    require_extra('video', 'x')\n    import av", set()),
-        ("def f():\n    if is_installed('matplotlib'):\n        from ditile import figures", set()),
-        ("if TYPE_CHECKING:\n    import av", set()),
-    ],
-)
-def test_an_import_without_its_check_is_found(text: str, needs: set[str]) -> None:
-    sources = [Source("src/ditile/a.py", text), Source("src/ditile/figures.py", "import matplotlib\ndef draw(): ...")]
-    assert find_needs(sources)["ditile.a"] == needs

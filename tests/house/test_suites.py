@@ -9,58 +9,9 @@ import pytest
 import ditile
 from tests.mutants.table import MUTANTS, Mutant
 from tests.nightly import PARTS, find_part
-from tests.suites import find_lost_names, read_commit_list, split_suites
+from tests.suites import read_commit_list
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = """
-import pytest
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["flux", "sana"])
-def test_rows(name):
-    pass
-
-@pytest.mark.nightly
-def test_slow():
-    pass
-
-def test_plain():
-    pass
-"""
-
-
-@pytest.fixture
-def module(request: pytest.FixtureRequest, tmp_path: Path) -> pytest.Module:
-    path = tmp_path / "test_sample.py"
-    path.write_text(SAMPLE)
-    return pytest.Module.from_parent(request.session, path=path)
-
-
-def collect(module: pytest.Module) -> list[pytest.Item]:
-    return [item for item in module.collect() if isinstance(item, pytest.Item)]
-
-
-@pytest.mark.parametrize(
-    ("lines", "commit"),
-    [
-        ([], []),
-        (["{}"], ["test_plain"]),
-        (["{}", "{}::test_rows[sana]"], ["test_rows[sana]", "test_plain"]),
-        (["{}::test_slow"], ["test_slow"]),
-        (["{}::test_rows"], ["test_rows[flux]", "test_rows[sana]"]),
-    ],
-)
-def test_a_commit_runs_what_is_named(module: pytest.Module, lines: list[str], commit: list[str]) -> None:
-    items = collect(module)
-    of_commit, of_night = split_suites(items, {line.format(module.nodeid) for line in lines})
-    assert [item.name for item in of_commit] == commit
-    assert {*of_commit, *of_night} == {*items} and len(of_commit) + len(of_night) == 4
-
-
-def test_a_name_that_no_test_has_is_found(module: pytest.Module) -> None:
-    file = module.nodeid
-    lost = f"{file}::test_rows[qwen]"
-    assert find_lost_names(collect(module), {file, f"{file}::test_rows[flux]", lost}) == {lost}
 
 
 def test_every_file_of_tests_is_in_a_part_of_the_night() -> None:

@@ -114,21 +114,6 @@ def test_bits_are_compared() -> None:
     assert has_same_bits(torch.ones((), dtype=torch.int64).expand(1), torch.ones(1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool])
-def test_memory_that_a_call_dropped_has_other_numbers(dtype: torch.dtype) -> None:
-    """A failure means that the tests of images do not see a tape that reads what others have overwritten."""
-    before = torch.ones(3)
-    segments = OperatorSegments()
-    segments.open()
-    made = before.to(dtype)
-    dropped = segments.borrow(made)
-    del made
-    replay = segments.close()
-    assert replay is not None
-    replay()
-    assert not has_same_bits(dropped, before.to(dtype))
-
-
 def test_what_is_kept_of_large_calls_is_on_the_host() -> None:
     keeper = TensorKeeper()
     tensor = torch.ones(4)
@@ -137,7 +122,7 @@ def test_what_is_kept_of_large_calls_is_on_the_host() -> None:
     assert all(torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr() for copy in copies)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyError, TypeError, StateError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_no_error_of_a_capture_reaches_a_call(error: type[Exception]) -> None:
     """Also after a message was sent. A failure means that an image dies, and under NCCL all ranks."""
 

@@ -12,12 +12,9 @@ from torch import Tensor, nn
 import ditile
 from ditile import Plan
 from ditile.model.anatomies import compute_source_hash, find_anatomy
-from ditile.model.hooks.kv_store import GenerationMemory
-from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import ModelError
 from ditile.runner.runner import build_single_runner
 from ditile_lab.study.derive import derive_anatomy
-from ditile_lab.study.merge import merge_lists
 from ditile_lab.study.prove import TOLERANCE, prove_anatomy
 from tests import tiny
 from tests.tiny import quiet
@@ -97,25 +94,3 @@ def test_a_row_is_of_the_forwards_that_it_was_derived_from() -> None:
     assert find_anatomy(transformer) is not None
     transformer.__class__ = FluxTransformer2DModel
     assert find_anatomy(transformer) is None
-
-
-def test_one_dictionary_for_several_blocks() -> None:
-    """A model may fill a dictionary anew for each block; what was cut of it for the block before does not serve."""
-    memory, made = GenerationMemory(), iter(range(100))
-    source = {"cache": object()}
-    assert [memory.get_cached_slice("x", source, lambda: next(made)) for _ in range(2)] == [0, 0]
-    source["cache"] = object()
-    assert memory.get_cached_slice("x", source, lambda: next(made)) == 1
-
-
-def of_attention(*kinds: str) -> ListAnatomy:
-    """A list whose blocks attend so."""
-    return ListAnatomy(image="x", text=None, returns=("image",), attention={"attn": kinds})
-
-
-def test_another_pipeline_may_have_no_further_keys() -> None:
-    """What both have is what the richer one has; further keys in two places contradict each other."""
-    assert merge_lists("list", of_attention("J"), of_attention("T+N")).attention["attn"] == ("T+N",)
-    assert merge_lists("list", of_attention("+N"), of_attention("N")).attention["attn"] == ("+N",)
-    with pytest.raises(ModelError, match="attends to"):
-        merge_lists("list", of_attention("+N"), of_attention("N+"))

@@ -30,9 +30,7 @@ def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
     ("prompt", "knows"),
     [
         ("a large red circle on the left", True),
-        ("two RINGS", True),
         ("a lighthouse at dawn", False),
-        ("a spring meadow", False),
     ],
 )
 def test_a_prompt_names_what_a_bundled_model_knows(prompt: str, knows: bool) -> None:

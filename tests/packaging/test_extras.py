@@ -168,28 +168,13 @@ def test_the_base_draws(base: Environment) -> None:
     ("words", "extra"),
     [
         (("serve",), "serve"),
-        (("evaluate",), "evaluate"),
         (("bench", "--plans", "ulysses=2"), "plots"),
-        (("generate", PROMPT, "--lora", "owner/name"), "lora"),
-        (("serve", "--ray"), "ray"),
-        (("generate", PROMPT, "--quantize"), "quantize"),
         (("generate", PROMPT, "--model", "shapes-wan", "--out", "a.mp4"), "video"),
     ],
 )
 def test_the_base_names_the_extra(base: Environment, words: tuple[str, ...], extra: str) -> None:
     """In one line, before torch is imported or a rank started."""
     assert f"pip install 'ditile[{extra}]'" in base.read_refusal(*words)
-
-
-def test_the_base_names_the_extra_of_a_file(base: Environment) -> None:
-    (base.work / "a.gguf").write_bytes(b"GGUF" + bytes(20))
-    words = ("generate", PROMPT, "--model", "shapes-flux", "--transformer", "a.gguf")
-    assert "pip install 'ditile[gguf]'" in base.read_refusal(*words)
-
-
-def test_the_base_compares_plans(base: Environment) -> None:
-    words = ("--plans", "ulysses=2", "--no-figures", "--rounds", "1", "--steps", "2", "--out", "bench")
-    assert "ulysses=2" in base.run_ditile("bench", *words)
 
 
 def test_serve(make: Make) -> None:

@@ -45,19 +45,3 @@ def test_the_cells_run_in_order(path: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_nothing_that_was_run_is_kept(path: Path) -> None:
-    cells = read_cells(path)
-    assert cells[0]["cell_type"] == "markdown" and cells[0]["source"].startswith("# ")
-    for cell in cells:
-        assert cell.get("outputs", []) == [] and cell.get("execution_count") is None
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_its_links_lead_to_files(path: Path) -> None:
-    for cell in read_cells(path):
-        for link in cell["source"].split("](")[1:]:
-            target = link.partition(")")[0]
-            assert cell["cell_type"] == "code" or (path.parent / target).exists(), target

@@ -62,12 +62,6 @@ def test_the_manifest_of_kubernetes_starts_a_server_behind_its_own_probes() -> N
     assert volumes["state"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
-def test_the_list_for_language_models_names_each_page_once() -> None:
-    named = re.findall(r"\]\(docs/([\w/.-]+\.md)\)", (ROOT / "llms.txt").read_text("utf-8"))
-    pages = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
-    assert sorted(named) == [page for page in pages if not page.startswith("models/")]
-
-
 def test_the_site_has_each_page_of_the_docs() -> None:
     menu = re.findall(r"^ +- (?:\w+: )?([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -111,15 +105,6 @@ def read_dockerfile() -> list[list[str]]:
     """The words of the instructions."""
     text = (ROOT / "Dockerfile").read_text("utf-8").replace("\\\n", " ")
     return [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]
-
-
-@pytest.mark.nightly
-def test_the_dockerfile_copies_what_a_build_needs() -> None:
-    instructions = read_dockerfile()
-    copied = {name for words in instructions if words[0] == "COPY" for name in words[1:-1]}
-    assert copied == {*SOURCES, "constraints.txt"}
-    kept = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text("utf-8"), re.MULTILINE)
-    assert set(kept) == copied
 
 
 @pytest.mark.nightly

@@ -25,13 +25,7 @@ from tests import tiny
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import find_component, load_parts, run
 from tests.runner.gguf_files import make_model
-from tests.runner.single_files import (
-    copy_weights,
-    save_configs,
-    save_encoder_gguf,
-    save_gguf,
-    save_single_file,
-)
+from tests.runner.single_files import copy_weights, save_configs, save_encoder_gguf, save_gguf, save_single_file
 from tests.zoo import encoders
 from tests.zoo.rows import EVERY, compare_drawings, list_tensors
 

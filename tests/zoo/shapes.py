@@ -100,24 +100,6 @@ class PositionBlock(ImageBlock):
         return x + self.mlp(x)
 
 
-class WrittenOutAttention(SelfAttention):
-    """Attention as two products of matrices."""
-
-    def forward(self, x: Tensor, keys: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        x = functional.layer_norm(x, (WIDTH,))
-        q, k, v = (each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
-
-
-class WrittenOutBlock(CrossBlock):
-    """Attends to the image in a way of its own, and to the text by torch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = WrittenOutAttention()
-
-
 class MultiheadBlock(CrossBlock):
     """Attends by torch's module, which computes weights that nobody uses unless it is told not to."""
 
@@ -129,19 +111,6 @@ class MultiheadBlock(CrossBlock):
         modulated = functional.layer_norm(x, (WIDTH,)) * (1 + temb[:, None])
         x = x + self.attention(modulated, modulated, modulated)[0]
         x = x + self.cross_attention(x, text, text, need_weights=False)[0]
-        return x + self.mlp(x)
-
-
-class SkipBlock(ImageBlock):
-    """Joins its tokens with those of an earlier block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.join = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, skip: Tensor, temb: Tensor) -> Tensor:
-        x = self.join(torch.cat([x, skip], -1))
-        x = x + self.attention(x * (1 + temb[:, None]))
         return x + self.mlp(x)
 
 
@@ -211,12 +180,6 @@ class MultiheadTransformer(Transformer):
     block = MultiheadBlock
 
 
-class WrittenOutTransformer(Transformer):
-    """Attention that is written out."""
-
-    block = WrittenOutBlock
-
-
 class TwoListTransformer(Transformer):
     """Blocks of two streams, a concatenation, and blocks of one sequence."""
 
@@ -262,26 +225,6 @@ class PositionTransformer(LabelTransformer):
     """Positions within blocks."""
 
     block = PositionBlock
-
-
-class SkipTransformer(LabelTransformer):
-    """Each block of the second half is given what one of the first half made."""
-
-    @register_to_config
-    def __init__(self) -> None:
-        super().__init__()
-        self.late_blocks = nn.ModuleList(SkipBlock() for _ in range(4))
-
-    def forward(self, x: Tensor, t: Any, y: Tensor) -> Any:
-        tokens, temb = self.embed_latents(x, t)
-        temb = temb + self.labels(y)
-        skips = []
-        for block in self.blocks:
-            tokens = block(tokens, temb)
-            skips.append(tokens)
-        for block in self.late_blocks:
-            tokens = block(tokens, skips.pop(), temb)
-        return self.unembed(tokens, x)
 
 
 class PictureTransformer(Transformer):

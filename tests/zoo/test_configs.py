@@ -18,7 +18,7 @@ from ditile.plan.anatomy import LOCAL, TOKENS, Anatomy, ListAnatomy
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError
 from ditile.planner.recording.capture import Call, capture_call
 from ditile.runner.runner import build_single_runner, parallelize
-from ditile_lab.study.prove import TOLERANCE, prove_anatomy, prove_pipeline
+from ditile_lab.study.prove import TOLERANCE, prove_pipeline
 from ditile_lab.study.tensor_cuts import prove_tensor_cuts
 from tests import tiny
 from tests.zoo import ZOO
@@ -50,42 +50,6 @@ def find_table(transformer: nn.Module) -> Mapping[str, Any]:
     anatomy = find_anatomy(transformer)
     assert anatomy is not None
     return find_tensor_table(transformer, anatomy.tensor)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("flux-2", {"mlp_ratio": 1.5}),
-        ("flux-2", {"mlp_ratio": 4.0}),
-        ("prx", {"mlp_ratio": 4.5}),
-        ("krea-2", {"num_key_value_heads": 4}),
-        ("wan-2.1", {"ffn_dim": 40}),
-        ("hunyuan-video", {"attention_head_dim": 20, "rope_axes_dim": (4, 8, 8)}),
-    ],
-)
-def test_two_ranks_of_another_config_make_what_one_makes(name: str, changes: dict[str, Any]) -> None:
-    """Features side by side in other proportions, other heads of keys, other hidden features. A failure: a user's size
-    of a model is refused, or drawn wrongly."""
-    transformer, call = make_changed(name, changes)
-    assert prove_tensor_cuts(transformer, find_table(transformer), call)
-
-
-@pytest.mark.parametrize("name", ["lumina-2", "krea-2"])
-def test_one_head_of_keys_is_refused_by_its_number(name: str) -> None:
-    """A failure: the reason is a norm, which is of one head as it is of all."""
-    key = "num_kv_heads" if name == "lumina-2" else "num_key_value_heads"
-    transformer, _ = make_changed(name, {key: 1})
-    with pytest.raises(PlanError, match="tensor=2 does not divide the 1 heads of .*; use pipefusion, ulysses or ring"):
-        TensorCuts.match_tensor_table(transformer, find_table(transformer), 0, 2)
-
-
-def test_blocks_of_another_kind_are_refused() -> None:
-    """Text without projections of its own in the later blocks. A failure: half of the heads would be added to all."""
-    transformer, call = make_changed("easy-animate", {"mmdit_layers": 2})
-    says = r"transformer_blocks.2.attn1 has no add_\w+, and transformer_blocks.0.attn1 has, .* use ulysses or ring"
-    with pytest.raises(ModelError, match=says):
-        TensorCuts.match_tensor_table(transformer, find_table(transformer), 0, 2)
-    assert prove_anatomy(transformer, [call], build_single_runner) <= TOLERANCE
 
 
 def list_changes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -180,7 +144,6 @@ def guess_batch(anatomy: Anatomy) -> Anatomy:
 
 MUTANTS = {
     "flux": (leave_table_whole, flip_text, leave_attention_local, guess_batch),
-    "qwen-image": (leave_table_whole, flip_text, leave_attention_local, guess_batch),
     "wan-2.1": (leave_table_whole, leave_attention_local, guess_batch),
 }
 CASES = [
@@ -254,7 +217,7 @@ def test_an_argument_that_was_not_probed_is_refused_by_its_name() -> None:
     refuse(entry.make(), Plan(patches=2), ModelError, "frame_blocks.0 is given shift with", **call)
 
 
-@pytest.mark.parametrize("name", ["own-frames", "own-text-first", "wan-2.1", "flux"])
+@pytest.mark.parametrize("name", ["own-frames", "flux"])
 def test_fewer_tokens_than_patches_are_refused(name: str) -> None:
     entry = (ZOO | OWN)[name]
     refuse(entry.make(), Plan(patches=500), PlanError, "patches=500 exceeds the .* try 1 to ", **entry.call())

@@ -15,8 +15,6 @@ from ditile.model.anatomies import find_anatomy, forget_anatomy
 from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import ModelError, StateError, StoppedError
 from ditile.runner import runner as runners
-from ditile_lab.study.probe import derive_from_pipeline, describe_change
-from ditile_lab.study.prove import make_twin
 from tests.pool import Pool
 from tests.zoo import shapes
 from tests.zoo.shapes import SHAPES, make_pipe
@@ -39,33 +37,12 @@ def forgotten() -> Iterator[list[Any]]:
         forget_anatomy(next(iter(find_denoisers(pipe).values())))
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "transformer", "says"),
-    [
-        (
-            shapes.LabelPipeline,
-            shapes.SkipTransformer,
-            "SkipTransformer: blocks.0 hands its tokens to late_blocks.1, past the blocks between",
-        ),
-        (
-            shapes.LabelPipeline,
-            shapes.PositionTransformer,
-            "PositionTransformer: .* its blocks make something else of a part of the tokens, as with a table of posi",
-        ),
-        (
-            shapes.EmbedsPipeline,
-            shapes.WrittenOutTransformer,
-            "blocks.0 computes a token from others, and not by torch's or diffusers' attention alone",
-        ),
-    ],
-)
-def test_a_shape_that_cannot_be_divided_is_refused_with_its_reason(
-    forgotten: list[Any], pipeline: type[Any], transformer: type[Any], says: str
-) -> None:
+def test_a_shape_that_cannot_be_divided_is_refused_with_its_reason(forgotten: list[Any]) -> None:
     """Before the first step, in one line; the remedy is the plan that works. A failure: a wrong picture."""
-    pipe = make_pipe(pipeline, transformer)
+    says = "PositionTransformer: .* its blocks make something else of a part of the tokens, as with a table of posi"
+    pipe = make_pipe(shapes.LabelPipeline, shapes.PositionTransformer)
     forgotten.append(pipe)
-    call = shapes.give_labels(1) if pipeline is shapes.LabelPipeline else shapes.give_embeds(1)
+    call = shapes.give_labels(1)
     runner = ditile.parallelize(pipe, Plan(patches=2))
     with pytest.raises(ModelError, match=says) as caught:
         runner(**call)
@@ -120,16 +97,6 @@ def test_a_stop_while_models_are_derived(forgotten: list[Any], monkeypatch: pyte
     assert runner(**shapes.give_embeds(1)) is not None
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_cache_before_the_first_call(forgotten: list[Any]) -> None:
-    """A failure: the cache is refused, or lost, because the pipeline is divided after it was enabled."""
-    pipe = make_pipe(shapes.EmbedsPipeline, shapes.Transformer)
-    forgotten.append(pipe)
-    runner = ditile.parallelize(pipe, Plan(patches=2))
-    ditile.enable_cache(runner, cache_config=ditile.DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.0))
-    assert runner(**shapes.give_embeds(1)) is not None
-
-
 def test_a_callback_of_an_own_pipeline_changes_the_latents(forgotten: list[Any]) -> None:
     """It is not called by the probes of the first call. A failure: an argument that the pipeline does not have."""
     pipe, called = make_pipe(shapes.PicturePipeline, shapes.PictureTransformer), []
@@ -160,18 +127,6 @@ def test_an_example_leaves_the_users_arguments_alone(forgotten: list[Any]) -> No
     assert find_anatomy(pipe.transformer) is not None
     assert torch.equal(generator.get_state(), before)
     assert all(torch.equal(embeds[name], value) for name, value in kept.items())
-
-
-@pytest.mark.parametrize(("name", "kinds"), [("two calls, by position", {"N", "T", "B"}), ("labels, one size", {"B"})])
-def test_sizes_texts_and_rows_are_told_apart(name: str, kinds: set[str]) -> None:
-    """By changing one thing of the example at a time. A failure: rows or tokens would be left whole."""
-    pipeline, transformer, give = SHAPES[name]
-    pipe = make_pipe(pipeline, transformer)
-    anatomy, calls = derive_from_pipeline(pipe, pipe.transformer, make_twin(pipe.transformer), give(1))
-    changes = [describe_change(calls[0], call, "x") for call in calls[1:]]
-    expected = {"N": "size", "T": "text", "B": "rows"}
-    assert sorted(filter(None, changes)) == sorted(expected[kind] for kind in kinds)
-    assert all(words[0][0] == "B" for parameter, words in anatomy.inputs.items() if parameter != "t")
 
 
 def test_ranks_must_make_the_first_call_alike(pool: Pool) -> None:

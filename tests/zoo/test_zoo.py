@@ -19,7 +19,6 @@ from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.requests import results
 from ditile.runner.requests.pipelines import check_num_frames, enable_required_tiling, find_argument, returns_videos
 from tests.zoo import LEFT_OUT, ZOO, Entry, more_videos, videos
-from tests.zoo.once import find_missing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TEXTS = ("encoder_hidden_states", "cap_feats", "text_bth", "encoder_hidden_states_t5", "input_ids")
@@ -129,13 +128,6 @@ def test_every_pipeline_of_diffusers_is_here_or_is_left_out_with_a_reason() -> N
     pipelines = {name: getattr(diffusers, name) for name in dir(diffusers) if name.endswith("Pipeline")}
     found = {name for name, cls in pipelines.items() if "transformer" in inspect.signature(cls).parameters}
     assert found <= here | set(LEFT_OUT), sorted(found - here - set(LEFT_OUT))
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")
-def test_no_row_lacks_what_is_computed_once() -> None:
-    """A failure means that patches compute again what the first one of a step has computed."""
-    assert find_missing() == {}
 
 
 NOT_DECODED = {

@@ -97,18 +97,6 @@ def test_undisturbed_is_the_least_of_each_piece() -> None:
     assert row["undisturbed_s"] == 3.0 and row["undisturbed_ratio"] == pytest.approx(5 / 3)
 
 
-@pytest.mark.parametrize(
-    "other", [{"steps": 5}, {"threads": 2}, {"model": "shapes-flux"}, {"machine": MACHINE | {"processor": "another"}}]
-)
-def test_a_job_that_differs_is_kept_apart(other: dict[str, Any]) -> None:
-    cell = BenchCell("ring=2")
-    assert (
-        runs.make_run_key(JOB, cell)
-        == runs.make_run_key(dict(reversed(JOB.items())), cell)
-        != runs.make_run_key(JOB | other, cell)
-    )
-
-
 def test_runs_are_read_again_and_a_line_that_was_cut_short_goes(tmp_path: Path) -> None:
     """A failure means that what was measured before an interrupt is lost, or that nothing can be added behind it."""
     folder = tmp_path / "out"
@@ -165,14 +153,8 @@ def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     ("words", "says"),
     [
         (("--sweep", "all"), "there are methods"),
-        (("--sweep", "methods", "--alone"), "--alone measures ranks of --plans"),
-        (("--plans", "ulysses=2", "--alone", "--steps", "4"), "steps=4 is too few"),
         (("--plans", "tensor=5", "--alone"), "tensor=5 does not divide"),
-        (("--plans", "ulysses=2", "--alone", "--submit", "x.json"), "submit='x.json' is for whole images"),
-        (("--plans", "ulysses=2", "--submit", "nowhere/x.json"), "nowhere"),
-        (("--plans", "ulysses=2", "--alone", "--model", "random-ltx-2"), "gets no random weights"),
         (("--plans", "ulysses=2", "--out", "nowhere/there"), "nowhere"),
-        (("--plans", "ulysses=2", "--profile", "nowhere"), "the profile nowhere cannot be read"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -184,15 +166,6 @@ def test_bad_input_is_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ditile: ") and err.count("\n") == 1 and says in err, err
     assert not list(Path().iterdir())
-
-
-def test_ranks_alone_are_measured_without_torchrun(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert main.main(["bench", "--plans", "ulysses=2", "--alone"]) == 2
-    assert "--alone is for one process, and torchrun started 2" in capsys.readouterr().err
 
 
 def test_torchrun_must_have_started_enough(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

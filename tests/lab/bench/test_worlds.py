@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditile.distributed import env
 from ditile.distributed.launch import launch
 from ditile_lab.bench.worlds import Worlds
 
@@ -38,8 +37,3 @@ def test_ranks_of_launch_meet_on_this_machine_alone(monkeypatch: pytest.MonkeyPa
     first, second = launch(summed, 2, (["of rank 0", "of rank 1"],), threads=1, stall_timeout=60)
     assert first[0] == ["of rank 0", 1.0, 3.0] and second[0] == ["of rank 0", 3.0]
     assert first[1] | second[1] <= {"127.0.0.1", "::1"}
-
-
-def test_a_rank_of_launch_has_its_own_machine_for_a_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
-    assert env.build_rank_environment(env.RankPlace(0, 2, 0, 2, 1), "folder", None, 5)["MASTER_ADDR"] == "127.0.0.1"

@@ -17,7 +17,7 @@ from ditile.cli.main import main
 from ditile.distributed.torchrun import list_ranks_by_host
 from ditile.plan.errors import PlanError
 from ditile.planner.hardware import load_profile
-from ditile.planner.profile import Link, Profile
+from ditile.planner.profile import Profile
 from ditile_lab.machine import calibrate as command
 from ditile_lab.machine import timings as calibrate
 from ditile_lab.machine.options import CalibrateOptions
@@ -60,20 +60,6 @@ def test_curves_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = calibrate.measure_matmul(Bench(CPU, torch.float32, lambda: done.append(1)))
     assert len(done) == 2 and all(math.isfinite(rate) and rate > 1e6 for row in curve.rates for rate in row)
     assert all(row[2] == row[1] for row in curve.rates) and curve.rates[1][1] > curve.rates[0][0]
-
-
-def _measure_link() -> Link:
-    with pytest.MonkeyPatch.context() as patch:
-        shrink_measurements(patch)
-        return calibrate.measure_link(Bench(CPU, torch.float32))
-
-
-def test_links_are_of_these_ranks(pool: Pool) -> None:
-    link = pool.run(_measure_link, 2)[0]
-    assert 0 < link.latency_s < 1 and link.bandwidth > 1e6 and link.call_s >= 0
-    assert link.sum_s is not None and link.sum_s >= 0 and link.gather is not None
-    assert all(0 < share <= 1 for share in (link.collective, link.neighbours, link.reduce, link.gather))
-    assert 0 <= link.overlap <= 1
 
 
 def shrink_command(patch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import ditile
 from ditile.cache.fitted.identity import describe_models, find_difference
@@ -20,8 +18,7 @@ from ditile.plan.errors import ModelError
 from ditile.planner.promise import take_reference_steps
 from ditile.runner.requests.options import GenerateOptions
 from ditile_lab.quality.captions import load_captions
-from ditile_lab.quality.fit import EXACT_DB, StepFit, add_switches, choose_first_steps, fit_budgets
-from ditile_lab.quality.methods import build_methods_table
+from ditile_lab.quality.fit import EXACT_DB, StepFit, add_switches, fit_budgets
 from ditile_lab.quality.options import ORIGINAL, EvaluateOptions
 from ditile_lab.quality.schedule_fit import compute_decibels
 
@@ -68,11 +65,6 @@ def test_a_schedule_of_a_finer_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert take_reference_steps(request, 8, None).steps == 48
     assert take_reference_steps(replace(request, image=("a.png",)), 8, None).steps is None
     assert main(["fit", "--model", "shapes-flux-turbo", "--steps", "4", "--reference-steps", "3", "--out", path]) == 2
-
-
-@pytest.mark.parametrize("num_steps", [4, 20, 48])
-def test_first_steps_are_as_far_on_the_way(num_steps: int) -> None:
-    assert choose_first_steps(num_steps) == {4: [0, 1, 2], 20: [0, 1, 2], 48: [0, 2, 5]}[num_steps]
 
 
 @pytest.mark.parametrize(
@@ -143,31 +135,6 @@ def test_half_of_the_steps_is_near_on_a_caption_that_was_not_fitted_to() -> None
     assert len(report.cached_steps) == 10
 
 
-def make_row(cache: str, saved: float, psnr: float) -> dict[str, Any]:
-    return {
-        "setting": cache,
-        "cache": cache,
-        "blocks_saved": saved,
-        "psnr": psnr,
-        "psnr_lowest": psnr - 5,
-        "speedup": 1.5,
-        "all_right": 100.0,
-    }
-
-
-METHODS = {"steps=10": "fitted schedule", "steps=6": "fitted schedule", "sea=0.3": "SeaCache"}
-EVALUATION = {
-    "model": "shapes-flux",
-    "captions": {"count": 24},
-    "settings": [
-        make_row("none", 0.0, 100.0),
-        make_row("sea=0.3", 0.4, 45.0),
-        make_row("steps=10", 0.5, 52.0),
-        make_row("steps=6", 0.7, 41.0),
-    ],
-}
-
-
 def test_every_setting_is_a_cache() -> None:
     """A failure means a comparison that ends at the setting that cannot be read, after minutes."""
     options = EvaluateOptions(model="shapes-flux", methods=True)
@@ -177,15 +144,3 @@ def test_every_setting_is_a_cache() -> None:
         assert setting.plan == ORIGINAL.plan
         assert setting.cache_arguments["cache_config"] is not None
     assert "gating" in options.method_lines.values()
-
-
-def test_the_table_has_the_least_work_last() -> None:
-    title, *parts = build_methods_table(EVALUATION, METHODS)
-    assert "24 caption(s)" in str(title)
-    labels = [part for part in parts if isinstance(part, str)]
-    assert [label.split(": ")[-1] for label in labels] == ["sea=0.3", "steps=10", "steps=6"]
-    console = Console(width=80, record=True)
-    for part in parts:
-        if isinstance(part, Table):
-            console.print(part)
-    assert "52.0" in console.export_text()

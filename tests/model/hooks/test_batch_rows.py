@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,21 +12,13 @@ from torch.utils import _pytree as pytree
 from ditile.model.anatomies import find_anatomy
 from ditile.model.hooks.batch_rows import BatchDimFinder, join_batch_results, slice_batch_arguments
 from ditile.model.hooks.block_calls import _SurveyPass, read_token_grid
-from ditile.model.hooks.block_policy import BlockHook, advise_whole_tokens
+from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.generation import Generation
-from ditile.plan.layout import Grid, split_batch_evenly
-from ditile.plan.plan import Plan
+from ditile.plan.layout import Grid
 from ditile_lab.study.batch_dims import derive_batch_dims
 from tests.families import BATCH, FAMILIES
 from tests.more_families import RUN
 from tests.zoo.entry import transformer
-
-
-def test_parts_are_even_and_whole() -> None:
-    """Larger ones first: the pipeline fills with the longest."""
-    assert split_batch_evenly(5, 3) == [range(2), range(2, 4), range(4, 5)]
-    assert split_batch_evenly(2, 8) == [range(1), range(1, 2)]
-    assert split_batch_evenly(4, 1) == [range(4)]
 
 
 def test_only_what_is_batched_is_cut() -> None:
@@ -133,17 +124,6 @@ def test_a_block_may_be_given_a_table_of_positions_on_another_device() -> None:
         hook = BlockHook(index, "transformer_blocks", f"transformer_blocks.{index}", block, of_list)
         survey.visit_block(Generation(), hook, dict(call), block.forward)
     assert [flag.device.type for flag in survey.describe_call().fed.values()] == ["meta"]
-
-
-def test_tensor_is_advised_where_a_model_has_it() -> None:
-    """Its cuts were derived, or are those of its class."""
-    derived, of_class = transformer("WanTransformer3DModel"), transformer("Flux2Transformer2DModel")
-    for model, without in ((derived, "data or cfg"), (of_class, "data, cfg or tensor")):
-        anatomy = find_anatomy(model)
-        assert anatomy is not None
-        assert advise_whole_tokens(model, replace(anatomy, tensor={}), Plan()) == f"use a plan of {without}"
-        assert "tensor" in advise_whole_tokens(model, anatomy, Plan())
-        assert "tensor" not in advise_whole_tokens(model, anatomy, Plan(tensor=2)), "it was tried"
 
 
 def test_rounded_positions_count_columns_right() -> None:

@@ -26,7 +26,6 @@ from ditile.runner import compose
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.model.hooks.compiling import WAYS, Counting
-from tests.parallel.sequence import planned
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
 from tests.runner.cases import MAKE, run, same
@@ -88,9 +87,7 @@ def on_ranks(name: str, plan: dict[str, Any], way: str) -> tuple[list[Tensor], t
 PLANS: dict[str, dict[str, Any]] = {
     "stages": {"pipefusion": 2, "patches": 3, "warmup": 4},
     "stale": {"pipefusion": 2, "patches": 3, "warmup": 1},
-    "heads": {"ulysses": 2},
     "ring": {"ring": 2},
-    "overlapped": {"ulysses": 2, "async_ulysses": True},
     "distrifusion": {"distrifusion": 2, "warmup": 1},
 }
 
@@ -112,34 +109,6 @@ def test_tensor_parallel_sums_between_graphs(pool: Pool, scheme: str) -> None:
         assert first and not second
 
 
-def replicas(order: str, way: str) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    pictures, graphs = compiled("sd3.5 medium", {"cfg": 2}, way, order)
-    return uncompiled("sd3.5 medium", {"cfg": 2}), pictures, [sum(actual.values()) for actual in graphs]
-
-
-@pytest.mark.parametrize(("order", "way"), [("before", "whole"), ("after", "in place")])
-def test_a_plan_of_the_batch_alone_keeps_the_whole_graph(pool: Pool, order: str, way: str) -> None:
-    for wanted, pictures, (first, second) in pool.run(replicas, 2, order, way):
-        same(pictures, wanted)
-        assert first == 1 and not second
-
-
-def share_tokens() -> tuple[Tensor, Tensor, Counter[str]]:
-    actual, backend = [], Counting()
-    for way in (None, "whole"):
-        pipe, call = planned.denoising("ltx", 4, 5, 6)
-        if way is not None:
-            WAYS[way](pipe, backend=backend)
-        actual.append(parallelize(pipe, Plan(ulysses=2))(**call).images)
-    return actual[0], actual[1], backend.take()
-
-
-def test_a_family_without_a_spec_is_compiled_by_blocks(pool: Pool) -> None:
-    for wanted, got, graphs in pool.run(share_tokens, 2):
-        same(got, wanted)
-        assert graphs and max(graphs.values()) <= MOST_GRAPHS
-
-
 def test_a_runner_compiles_the_blocks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """`compile=True` is `torch.compile` of each block's forward, here with the counting backend."""
     backend, real = Counting(), torch.compile
@@ -153,7 +122,7 @@ def test_a_runner_compiles_the_blocks_itself(monkeypatch: pytest.MonkeyPatch) ->
         assert not any("forward" in vars(module) for module in pipe.transformer.modules()), "gone after the call"
 
 
-AUTO_PLANS = [("flux", UNEVEN), ("pixart sigma", UNEVEN), ("sd3.5 medium", {**UNEVEN, "pipefusion": 2})]
+AUTO_PLANS = [("flux", UNEVEN), ("sd3.5 medium", {**UNEVEN, "pipefusion": 2})]
 
 
 def draw_as_on_cuda(name: str, plan: dict[str, Any]) -> tuple[list[Tensor], tuple[list[Tensor], list[Counter[str]]]]:
@@ -179,7 +148,6 @@ def test_auto_makes_at_most_four_graphs_of_a_class_of_blocks(pool: Pool, name: s
 @pytest.mark.parametrize(
     ("make", "plan", "device", "says"),
     [
-        (MAKE["pixart sigma"], Plan(), torch.device("cpu"), "the device is cpu and no GPU"),
         (MAKE["pixart sigma"], Plan(tensor=2), CUDA, "each sum of tensor=2 would break a graph"),
         (tiny.stable_diffusion, Plan(), CUDA, "nothing is known of the blocks of UNet2DConditionModel"),
     ],
@@ -230,7 +198,7 @@ def draw_recorded(plan: dict[str, Any], *, recorded: bool) -> tuple[list[Tensor]
     return pictures, [each for one in recorders for each in (one.num_recorded, one.num_played)]
 
 
-@pytest.mark.parametrize("plan", [UNEVEN, {"pipefusion": 2, "patches": 2, "warmup": 1}, {"ulysses": 2}], ids=str)
+@pytest.mark.parametrize("plan", [UNEVEN, {"pipefusion": 2, "patches": 2, "warmup": 1}], ids=str)
 def test_compiled_blocks_are_recorded(pool: Pool, plan: dict[str, Any]) -> None:
     """Attention is an operator in compiled code. A failure means that a tape does not see what it does and sends."""
     world = Plan(**plan).world
@@ -251,14 +219,6 @@ def test_the_configs_say_what_they_set() -> None:
         assert not inductor.epilogue_fusion and inductor.coordinate_descent_tuning
         dynamo.recompile_limit = 4096
         assert ditile.set_compile_configs()["recompile_limit"] == 4096, "never lowered"
-        assert inductor.epilogue_fusion and not inductor.triton.cudagraphs
-        actual = ditile.set_compile_configs(
-            use_fast_math=True, fx_graph_cache=False, capture_scalar_outputs=True, autotune_local_cache=None
-        )
-        assert actual["use_fast_math"] and inductor.use_fast_math and not inductor.fx_graph_cache
-        assert dynamo.capture_scalar_outputs and "autotune_local_cache" not in actual
-        ditile.set_compile_configs()
-        assert inductor.use_fast_math, "what is not given stays"
     finally:
         dynamo.load_config(before[0])
         inductor.load_config(before[1])
